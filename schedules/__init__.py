@@ -1,0 +1,11 @@
+"""Schedules: each a callable `Graph -> Plan` that chooses lanes and the order on each, and nothing else.
+
+Any of them can be made without arguments. A new one is one file here, one line in this list, and one line in
+the table of laws in the tests.
+"""
+
+from zfunc.schedules.interleaved import Interleaved
+from zfunc.schedules.overlapped import Overlapped
+from zfunc.schedules.serial import Serial
+
+__all__ = ["Interleaved", "Overlapped", "Serial"]

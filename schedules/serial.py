@@ -1,0 +1,15 @@
+"""Serial: one lane, graph order. Slow, obviously right, and the reference all others are held to."""
+
+from attrs import frozen
+
+from zfunc.graph import Graph
+from zfunc.plan import Plan, build
+
+
+@frozen
+class Serial:
+    """Every operation after the one before it."""
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Put the whole graph on one lane."""
+        return build(graph, {"serial": range(len(graph))})

@@ -1,0 +1,177 @@
+"""What a step means: operations in serial order, each with the regions it reads and writes.
+
+The invariant: everything else about order is derived. Two operations conflict if they touch a region and one
+of them writes it; a conflicting pair keeps its serial order in every plan. Nobody writes a dependency down.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Literal, get_args
+
+from attrs import field, frozen, validators
+
+Tier = Literal["device", "pinned", "host", "disk"]
+Kind = Literal["compute", "network", "d2h", "h2d", "host", "disk"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+def label(name: str, index: tuple[int, ...]) -> str:
+    """Name and index as everything prints them: `forward[0,3]`, `verdict`."""
+    return f"{name}[{','.join(map(str, index))}]" if index else name
+
+
+@frozen(cache_hash=True)
+class Region:
+    """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
+
+    `nbytes` is its size and `tier` where it lives. A `kept` region is allocated once and stays; any other
+    exists from its first write to its last access.
+    """
+
+    buffer: str
+    index: tuple[int, ...] = ()
+    nbytes: int = field(default=0, eq=False, validator=validators.ge(0))
+    tier: Tier = field(default="device", eq=False, validator=validators.in_(TIERS))
+    kept: bool = field(default=False, eq=False)
+
+    def __str__(self) -> str:
+        return label(self.buffer, self.index)
+
+
+@frozen
+class Op:
+    """One operation: a verb, its index, what it touches, and how much work it is.
+
+    `kind` is the resource it occupies. `flops` and `nbytes` are its work (floating-point operations; bytes
+    moved over the resource `kind` stands for). `workspace` is the device memory it needs for itself while it
+    runs, in bytes.
+    """
+
+    verb: str
+    index: tuple[int, ...]
+    kind: Kind = field(validator=validators.in_(KINDS))
+    reads: tuple[Region, ...] = ()
+    writes: tuple[Region, ...] = ()
+    flops: int = 0
+    nbytes: int = 0
+    workspace: int = 0
+
+    @cached_property
+    def name(self) -> str:
+        """The verb and index, unique in a graph: `adam[3]`."""
+        return label(self.verb, self.index)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Every region touched, once each."""
+        return tuple(dict.fromkeys(self.reads + self.writes))
+
+    def read(self, buffer: str) -> Region:
+        """The one region of `buffer` that this operation reads."""
+        (region,) = (r for r in self.reads if r.buffer == buffer)
+        return region
+
+    def write(self, buffer: str) -> Region:
+        """The one region of `buffer` that this operation writes."""
+        (region,) = (r for r in self.writes if r.buffer == buffer)
+        return region
+
+    def touches(self, buffer: str) -> bool:
+        """Whether any region of `buffer` is read or written."""
+        return any(r.buffer == buffer for r in self.regions)
+
+
+@frozen
+class Conflict:
+    """Two operations, by position in the graph, that must keep their order because of `region`."""
+
+    before: int
+    after: int
+    region: Region
+
+
+@frozen
+class Graph:
+    """Operations in serial order: run top to bottom, they *are* the reference result.
+
+    Raises ValueError where two operations share a name, or a region has two sizes or tiers.
+
+    >>> x = Region("x", nbytes=4)
+    >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
+    >>> graph.predecessors
+    ((), (0,))
+    """
+
+    ops: tuple[Op, ...] = field(converter=tuple)
+
+    @ops.validator  # pyright: ignore
+    def _check(self, _: object, ops: tuple[Op, ...]) -> None:
+        seen: set[str] = set()
+        sizes: dict[Region, tuple[int, Tier, bool]] = {}
+        for op in ops:
+            if op.name in seen:
+                raise ValueError(f"two operations are named {op.name}: give each its own index")
+            seen.add(op.name)
+            for r in op.regions:
+                was = sizes.setdefault(r, (r.nbytes, r.tier, r.kept))
+                if was != (r.nbytes, r.tier, r.kept):
+                    raise ValueError(
+                        f"{op.name} declares {r} as {(r.nbytes, r.tier, r.kept)}, an earlier operation as "
+                        f"{was} (bytes, tier, kept): a region has one size and one place"
+                    )
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __iter__(self) -> Iterator[Op]:
+        return iter(self.ops)
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        """Where each operation stands, by name."""
+        return {op.name: i for i, op in enumerate(self.ops)}
+
+    @cached_property
+    def regions(self) -> tuple[Region, ...]:
+        """Every region any operation touches, in order of first appearance."""
+        return tuple(dict.fromkeys(r for op in self.ops for r in op.regions))
+
+    @cached_property
+    def conflicts(self) -> tuple[Conflict, ...]:
+        """The pairs that order must keep; every other conflicting pair follows from these by transitivity.
+
+        Linear in operations x regions touched: a read follows the last write, a write follows the last write
+        and every read since.
+        """
+        return tuple(_conflicts(self.ops))
+
+    @cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """For each operation, the positions of the operations it must follow."""
+        before: list[dict[int, None]] = [{} for _ in self.ops]
+        for c in self.conflicts:
+            before[c.after][c.before] = None
+        return tuple(map(tuple, before))
+
+
+def _conflicts(ops: Iterable[Op]) -> Iterator[Conflict]:
+    last_write: dict[Region, int] = {}
+    reads_since: dict[Region, list[int]] = {}
+    for i, op in enumerate(ops):
+        for r in dict.fromkeys(op.reads):
+            if r in last_write:
+                yield Conflict(last_write[r], i, r)
+        for r in dict.fromkeys(op.writes):
+            if r in last_write and r not in op.reads:
+                yield Conflict(last_write[r], i, r)
+            for reader in reads_since.get(r, ()):
+                yield Conflict(reader, i, r)
+        for r in op.reads:
+            reads_since.setdefault(r, []).append(i)
+        for r in op.writes:
+            last_write[r] = i
+            reads_since[r] = []

@@ -1,0 +1,246 @@
+"""Where every parameter lives in the flat buffer, and which spans travel together.
+
+All trainable parameters of a model are one flat buffer, in segment order. A `Bucket` is a span of it that is
+reduced, moved and updated as a unit. The invariant: spans and buckets never overlap, and a layout depends on
+names, shapes and sizes alone, so every process that builds it gets the same one.
+
+No torch here: a layout can be made, printed and tested without it.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from math import lcm, prod
+
+from attrs import field, frozen, validators
+
+ALIGNMENT = 64  # elements; every span starts on one, so views are aligned for vector units at any precision
+
+
+@frozen
+class Parameter:
+    """One parameter as a segment declares it: full name, shape, and how it is trained.
+
+    A parameter that appears in two segments under the same name is tied: it has one place in the buffer and
+    its gradient is the sum of both contributions.
+    """
+
+    name: str = field(validator=validators.min_len(1))
+    shape: tuple[int, ...] = field(converter=tuple)
+    trainable: bool = True
+    decay: bool = True
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return prod(self.shape)
+
+
+@frozen
+class Span:
+    """A parameter's place: elements `start` to `stop` of the flat buffer. The shape is kept."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    decay: bool
+
+
+@frozen
+class Bucket:
+    """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments that fill it.
+
+    `deliveries` groups the contributing segments by the slot their gradients share, in the order backward
+    reaches them: one group for an ordinary bucket, one for each segment of a tied one, whose contributions
+    are too far apart to keep a slot occupied in between.
+    """
+
+    index: int
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    deliveries: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, padding included; a multiple of the world size."""
+        return self.stop - self.start
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int, bool], ...]:
+        """Maximal `(start, stop, decay)` runs, relative to the bucket, that tile it without a gap."""
+        runs: list[tuple[int, int, bool]] = []
+        for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
+            stop = following.start if following else self.stop
+            if runs and runs[-1][2] == span.decay:
+                runs[-1] = (runs[-1][0], stop - self.start, span.decay)
+            else:
+                runs.append((span.start - self.start, stop - self.start, span.decay))
+        return tuple(runs)
+
+
+@frozen
+class Layout:
+    """Every span, every bucket, and which names each segment uses.
+
+    `numel` is the length of the flat buffer in elements. Frozen parameters have spans in a buffer of their
+    own (`frozen`), in no bucket: they are read, never reduced, moved or updated.
+    """
+
+    segments: tuple[tuple[str, ...], ...]
+    spans: tuple[Span, ...]
+    buckets: tuple[Bucket, ...]
+    frozen: tuple[Span, ...]
+
+    @property
+    def numel(self) -> int:
+        """Length of the flat buffer of trainable parameters, padding included."""
+        return self.buckets[-1].stop if self.buckets else 0
+
+    @property
+    def frozen_numel(self) -> int:
+        """Length of the flat buffer of frozen parameters, padding included."""
+        return _round_up(self.frozen[-1].stop, ALIGNMENT) if self.frozen else 0
+
+    @cached_property
+    def num_trainable(self) -> int:
+        """Trainable parameters, tied ones counted once, padding not counted."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    @cached_property
+    def _buckets_of(self) -> dict[str, int]:
+        return {span.name: bucket.index for bucket in self.buckets for span in bucket.spans}
+
+    @cached_property
+    def _used(self) -> tuple[tuple[int, ...], ...]:
+        of = self._buckets_of
+        return tuple(tuple(sorted({of[name] for name in names if name in of})) for names in self.segments)
+
+    @cached_property
+    def _has_frozen(self) -> frozenset[int]:
+        names = {span.name for span in self.frozen}
+        return frozenset(s for s, used in enumerate(self.segments) if not names.isdisjoint(used))
+
+    def buckets_of(self, segment: int) -> tuple[int, ...]:
+        """Indices of the buckets whose parameters segment number `segment` reads, ascending."""
+        return self._used[segment]
+
+    def has_frozen(self, segment: int) -> bool:
+        """Whether segment number `segment` reads frozen parameters."""
+        return segment in self._has_frozen
+
+    @cached_property
+    def first_trainable(self) -> int:
+        """The lowest segment with a trainable parameter: backward stops there."""
+        return next(s for s, used in enumerate(self._used) if used)
+
+
+def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, world: int = 1) -> Layout:
+    """Lay out `segments` (each the parameters it uses) in buckets of at most `bucket_size` elements.
+
+    A parameter larger than `bucket_size` has a bucket of its own; bucket ends are padded to a multiple of
+    `world`. Buckets fill from the last segment backwards, the order gradients arrive in, so a short one is
+    left at the front. Tied and untied parameters never share a bucket.
+
+    Raises ValueError for a bucket size or world below 1, for one name with two shapes, and for a model
+    without a trainable parameter.
+
+    >>> layout = make_layout([[Parameter("a", (4, 4))], [Parameter("b", (100,))]], bucket_size=128)
+    >>> [(b.start, b.stop, [s.name for s in b.spans]) for b in layout.buckets]
+    [(0, 64, ['a']), (64, 192, ['b'])]
+    """
+    for what, value in (("bucket_size", bucket_size), ("world", world)):
+        if value < 1:
+            raise ValueError(f"{what} must be at least 1, got {value}: give it as a positive count")
+    contributors = _contributors(segments)
+    owned = _owned(segments)
+    trainable = [[p for p in own if p.trainable] for own in owned]
+    if not any(trainable):
+        raise ValueError("no parameter is trainable: give at least one segment one with requires_grad=True")
+
+    groups = _group(trainable, contributors, bucket_size)
+    quantum = lcm(ALIGNMENT, world)
+    buckets: list[Bucket] = []
+    offset = 0
+    for index, group in enumerate(groups):
+        spans, stop = _place(group, offset)
+        stop = _round_up(stop - offset, quantum) + offset
+        buckets.append(Bucket(index, offset, stop, spans, _deliveries(group, contributors)))
+        offset = stop
+    frozen, _ = _place([p for own in owned for p in own if not p.trainable], 0)
+    return Layout(
+        segments=tuple(tuple(p.name for p in used) for used in segments),
+        spans=tuple(span for bucket in buckets for span in bucket.spans),
+        buckets=tuple(buckets),
+        frozen=frozen,
+    )
+
+
+def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int]]:
+    contributors: dict[str, list[int]] = {}
+    for s, used in enumerate(segments):
+        for p in used:
+            contributors.setdefault(p.name, []).append(s)
+    return contributors
+
+
+def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
+    """Each parameter under the first segment that uses it, decayed ones first so that runs stay few."""
+    seen: dict[str, Parameter] = {}
+    owned: list[list[Parameter]] = []
+    for used in segments:
+        new: list[Parameter] = []
+        for p in used:
+            first = seen.setdefault(p.name, p)
+            if first is p:
+                new.append(p)
+            elif first != p:
+                raise ValueError(
+                    f"parameter {p.name!r} is declared twice, as {first} and as {p}: "
+                    "a tied parameter has one shape and one way of being trained"
+                )
+        owned.append(sorted(new, key=lambda p: not p.decay))
+    return owned
+
+
+def _group(
+    owned: Sequence[Sequence[Parameter]], contributors: dict[str, list[int]], bucket_size: int
+) -> list[list[Parameter]]:
+    """Cut the parameters into buckets, filling them from the back."""
+
+    def tie(p: Parameter) -> tuple[int, ...]:
+        used_by = tuple(contributors[p.name])
+        return used_by if len(used_by) > 1 else ()
+
+    groups: list[list[Parameter]] = []
+    filled = 0
+    for p in reversed([p for own in owned for p in own]):
+        size = _round_up(p.numel, ALIGNMENT)
+        if groups and filled + size <= bucket_size and tie(groups[-1][0]) == tie(p):
+            groups[-1].append(p)
+            filled += size
+        else:
+            groups.append([p])
+            filled = size
+    return [group[::-1] for group in reversed(groups)]
+
+
+def _deliveries(
+    group: Sequence[Parameter], contributors: dict[str, list[int]]
+) -> tuple[tuple[int, ...], ...]:
+    segments = sorted({s for p in group for s in contributors[p.name]}, reverse=True)
+    if len(contributors[group[0].name]) > 1:
+        return tuple((s,) for s in segments)
+    return (tuple(segments),)
+
+
+def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ...], int]:
+    spans: list[Span] = []
+    for p in parameters:
+        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.decay))
+        offset = _round_up(offset + p.numel, ALIGNMENT)
+    return tuple(spans), offset
+
+
+def _round_up(value: int, quantum: int) -> int:
+    return -(-value // quantum) * quantum

@@ -1,0 +1,267 @@
+"""When each operation happens: lanes, the order on each, and the waits between them.
+
+A `Plan` is a graph, an order of its operations on FIFO lanes, and for each operation the operations on other
+lanes it waits for. The invariant: `build` keeps a wait only if nothing else implies it, so deleting any one
+breaks a dependency. A plan prints as text and parses back; its digest is how two processes tell they agree.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from attrs import field, frozen
+
+from zfunc.graph import Graph, Kind, Op, Region, Tier
+
+Clock = list[int]  # for each lane, the position of the last operation known to have finished; -1 if none
+
+
+class PlanError(ValueError):
+    """A plan that cannot run, or would run to another result. The message shows the plan, marked."""
+
+
+@frozen
+class Lane:
+    """A FIFO resource: operations, by position in the graph, in the order they run."""
+
+    name: str
+    ops: tuple[int, ...] = field(converter=tuple)
+
+
+@frozen
+class Plan:
+    """A graph put on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
+
+    Make one with `build`; `zfunc.verify.verify` says whether it is right.
+    """
+
+    graph: Graph
+    lanes: tuple[Lane, ...] = field(converter=tuple)
+    waits: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def place(self) -> dict[int, tuple[int, int]]:
+        """For each operation, the number of its lane and its position there."""
+        return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
+
+    @property
+    def num_waits(self) -> int:
+        """How many cross-lane waits there are."""
+        return sum(map(len, self.waits))
+
+    def text(self) -> str:
+        """The whole plan as text: regions, operations in serial order, lanes with their waits."""
+        return "\n".join(_lines(self)) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the text: equal plans, equal digests."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return "\n".join(_lane_lines(self))
+
+
+def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
+    """Put `graph` on `lanes` (name to positions of its operations, in order) and derive the waits.
+
+    Waits are the conflicting pairs that cross lanes, less those implied by lane order and other waits: the
+    transitive reduction, found with one vector clock an operation. Raises PlanError if the order deadlocks.
+
+    >>> x = Region("x")
+    >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
+    >>> print(build(graph, {"gpu": [0], "cpu": [1]}))
+    lane gpu
+      make
+    lane cpu
+      use  after make
+    """
+    order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
+    needs = graph.predecessors
+    clocks: dict[int, Clock] = {}
+    waits: list[tuple[int, ...]] = [()] * len(graph)
+    for op in in_order(order, needs):
+        waits[op] = _needed(op, needs[op], clocks, order)
+        clocks[op] = _tick(order, op, waits[op], clocks)
+    return Plan(graph, order.lanes, tuple(waits))
+
+
+def happens_before(plan: Plan) -> dict[int, Clock]:
+    """The vector clock of every operation, from lane order and waits alone.
+
+    `a` is sure to finish before `b` starts exactly if `clocks[b][lane of a] >= position of a`, for `a != b`.
+    """
+    clocks: dict[int, Clock] = {}
+    for op in in_order(plan, plan.waits):
+        clocks[op] = _tick(plan, op, plan.waits[op], clocks)
+    return clocks
+
+
+def in_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Every operation after the one before it on its lane and after all of `needs[op]`.
+
+    Raises PlanError, naming the operations that wait for each other, if there is no such order.
+    """
+    place = plan.place
+    pending = {op: sum(n in place for n in needs[op]) + (p > 0) for op, (_, p) in place.items()}
+    unlocks: dict[int, list[int]] = {}
+    for op, (lane, p) in place.items():
+        for n in needs[op]:
+            unlocks.setdefault(n, []).append(op)
+        if p > 0:
+            unlocks.setdefault(plan.lanes[lane].ops[p - 1], []).append(op)
+    ready = [op for op in reversed(place) if pending[op] == 0]
+    while ready:
+        op = ready.pop()
+        del pending[op]
+        yield op
+        for after in unlocks.get(op, ()):
+            pending[after] -= 1
+            if pending[after] == 0:
+                ready.append(after)
+    if pending:
+        raise PlanError(_deadlock(plan, needs, pending))
+
+
+def _needed(op: int, needs: Sequence[int], clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
+    lane, position = order.place[op]
+    known = clocks[order.lanes[lane].ops[position - 1]] if position else [-1] * len(order.lanes)
+    latest: dict[int, int] = {}  # lane -> position of the last operation needed from it and not known done
+    for there, p in (order.place[n] for n in needs if n in order.place):
+        if there != lane and p > known[there]:
+            latest[there] = max(p, latest.get(there, -1))
+    needed = {there: order.lanes[there].ops[p] for there, p in sorted(latest.items())}
+    # Two of these cannot imply each other, so dropping every implied one at once is safe.
+    return tuple(
+        n
+        for there, n in needed.items()
+        if not any(clocks[m][there] >= latest[there] for m in needed.values() if m != n)
+    )
+
+
+def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]) -> Clock:
+    lane, position = plan.place[op]
+    clock = list(clocks[plan.lanes[lane].ops[position - 1]]) if position else [-1] * len(plan.lanes)
+    for n in waits:
+        if n in clocks:
+            clock = list(map(max, clock, clocks[n]))
+    clock[lane] = position
+    return clock
+
+
+def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
+    """Walk from a stuck operation to one it is stuck behind, until one comes again: that is the cycle."""
+    op = next(iter(pending))
+    path: list[int] = []
+    while op not in path:
+        path.append(op)
+        lane, p = plan.place[op]
+        behind = [n for n in needs[op] if n in pending]
+        op = behind[0] if behind else plan.lanes[lane].ops[p - 1]
+    cycle = [*path[path.index(op) :], op]
+    names = " waits for ".join(plan.graph.ops[i].name for i in cycle)
+    return (
+        f"deadlock: {names}. Got an order in which none of these can be first, expected every operation after "
+        f"those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
+    )
+
+
+def marked(plan: Plan, ops: Iterable[int]) -> str:
+    """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan."""
+    names = {f"  {plan.graph.ops[i].name}" for i in ops}
+    lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
+    if len(lines) <= 60:
+        return "\n".join(lines)
+    hits = [i for i, line in enumerate(lines) if line.startswith("->")]
+    near = [i for i, line in enumerate(lines) if "  lane " in line or any(abs(i - h) <= 2 for h in hits)]
+    shown: list[str] = []
+    for i, previous in zip(near, [-1, *near], strict=False):
+        shown += [*(["    ..."] if i > previous + 1 else []), lines[i]]
+    return "\n".join(shown)
+
+
+def _lane_lines(plan: Plan) -> Iterator[str]:
+    names = [op.name for op in plan.graph.ops]
+    for lane in plan.lanes:
+        yield f"lane {lane.name}"
+        for i in lane.ops:
+            after = " ".join(names[n] for n in plan.waits[i])
+            yield f"  {names[i]}  after {after}" if after else f"  {names[i]}"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield "zfunc plan 1"
+    for r in plan.graph.regions:
+        yield f"region {r} {r.nbytes} {r.tier}{' kept' if r.kept else ''}"
+    for op in plan.graph.ops:
+        work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace") if (v := getattr(op, k))]
+        yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
+    yield from _lane_lines(plan)
+
+
+def parse(text: str) -> Plan:
+    """The plan that `Plan.text` printed. Raises ValueError, with the line, for text that is not one.
+
+    >>> plan = build(Graph((Op("make", (), "compute", writes=(Region("x"),)),)), {"gpu": [0]})
+    >>> parse(plan.text()) == plan
+    True
+    """
+    regions: dict[str, Region] = {}
+    ops: list[Op] = []
+    position: dict[str, int] = {}
+    lanes: list[tuple[str, list[int]]] = []
+    waits: dict[int, tuple[int, ...]] = {}
+
+    def region(words: list[str]) -> None:
+        name, nbytes, tier, *kept = words
+        buffer, index = _split(name)
+        kept_flag = kept == ["kept"]
+        regions[name] = Region(buffer, index, int(nbytes), _tier(tier), kept_flag)
+
+    def op(words: list[str]) -> None:
+        colon, arrow = words.index(":"), words.index("->")
+        verb, index = _split(words[0])
+        work = {k: int(v) for k, v in (word.split("=") for word in words[2:colon])}
+        reads = tuple(regions[w] for w in words[colon + 1 : arrow])
+        writes = tuple(regions[w] for w in words[arrow + 1 :])
+        position[words[0]] = len(ops)
+        ops.append(Op(verb, index, _kind(words[1]), reads, writes, **work))
+
+    def lane(words: list[str]) -> None:
+        lanes.append((words[0], []))
+
+    def step(words: list[str]) -> None:
+        i = position[words[0]]
+        lanes[-1][1].append(i)
+        waits[i] = tuple(position[name] for name in words[2:])
+
+    readers: dict[str, Callable[[list[str]], None]] = {"region": region, "op": op, "lane": lane}
+    first, *lines = text.splitlines() or [""]
+    if first != "zfunc plan 1":
+        raise ValueError(f"got {first!r} as the first line, expected 'zfunc plan 1': give the text of a plan")
+    for number, line in enumerate(lines, start=2):
+        word, *rest = line.split() or [""]
+        try:
+            step([word, *rest]) if line.startswith("  ") else readers[word](rest)
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise ValueError(f"line {number} of the plan cannot be read: {line!r} ({error!r})") from error
+    graph = Graph(tuple(ops))
+    return Plan(graph, tuple(Lane(*made) for made in lanes), tuple(waits.get(i, ()) for i in range(len(ops))))
+
+
+def _split(name: str) -> tuple[str, tuple[int, ...]]:
+    buffer, _, index = name.rstrip("]").partition("[")
+    return buffer, tuple(int(i) for i in index.split(",") if i)
+
+
+def _tier(word: str) -> Tier:
+    return _any(word)  # Region checks it
+
+
+def _kind(word: str) -> Kind:
+    return _any(word)  # Op checks it
+
+
+def _any(value: object) -> Any:
+    return value
