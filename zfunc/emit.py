@@ -12,7 +12,7 @@ from attrs import field, frozen, validators
 from zfunc.graph import Op, Region
 from zfunc.layout import Bucket, Layout
 
-FP32 = 4  # bytes
+FP32, FP64 = 4, 8  # bytes
 
 
 @frozen
@@ -38,7 +38,8 @@ class Job:
     `element_bytes` is the size of a parameter and of a gradient on the device. With `barrier` no parameter is
     updated before the norm of the whole gradient is known (clipping, fp16). `grad_slots` and `host_slots`
     are the staging buffers on the device and in pinned memory, each the size of the largest bucket.
-    `recompute[s]` says whether segment `s` recomputes its forward in backward.
+    `recompute[s]` says whether segment `s` recomputes its forward in backward. `constant_bytes` is the size
+    of what the model keeps on the device beside its parameters.
     """
 
     layout: Layout
@@ -51,6 +52,7 @@ class Job:
     host_slots: int = field(default=2, validator=validators.ge(1))
     world: int = field(default=1, validator=validators.ge(1))
     target_bytes: int = 0
+    constant_bytes: int = 0
 
     @property
     def num_segments(self) -> int:
@@ -82,8 +84,8 @@ class Emit:
     def _weights(self, s: int) -> tuple[Region, ...]:
         """What segment `s` reads: its buckets, and its frozen parameters."""
         layout = self.job.layout
-        frozen_bytes = layout.frozen_numel * self.job.element_bytes
-        frozen = (Region("frozen", (), frozen_bytes, kept=True),) if layout.has_frozen(s) else ()
+        nbytes = layout.frozen_numel * self.job.element_bytes + self.job.constant_bytes
+        frozen = (Region("frozen", (), nbytes, kept=True),) if nbytes else ()
         return tuple(self._params(b) for b in layout.buckets_of(s)) + frozen
 
     def _input(self, m: int, s: int) -> Region:
@@ -138,16 +140,16 @@ class Emit:
         return tuple(Region(x, (b,), self._shard_bytes(b, FP32), "host", kept=True) for x in buffers)
 
     def _squares(self, b: int) -> Region:
-        return Region("squares", (b,), FP32, "device", kept=True)
+        return Region("squares", (b,), FP64, "device", kept=True)
 
     def _host_squares(self, b: int) -> Region:
-        return Region("host_squares", (b,), 2 * FP32, "host", kept=True)
+        return Region("host_squares", (b,), FP64, "pinned", kept=True)
 
     def _norm(self) -> Region:
-        return Region("norm", (), 2 * FP32, "host", kept=True)
+        return Region("norm", (), FP64, "host", kept=True)
 
     def _verdict(self) -> Region:
-        return Region("verdict", (), 2 * FP32, "host", kept=True)
+        return Region("verdict", (), FP64, "host", kept=True)
 
     # --- operations --------------------------------------------------------------------------------------
 
@@ -202,7 +204,7 @@ class Emit:
         return Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes)
 
     def square_sum(self, b: int, slot: int) -> Op:
-        """Sum the squares of a complete bucket while it is on the device: no sweep on the host for the norm."""
+        """Sum the squares of a complete bucket while it is on the device: the host needs no sweep for it."""
         nbytes = self._shard_bytes(b, self.job.element_bytes)
         return Op("square_sum", (b,), "compute", (self._grad_slot(slot),), (self._squares(b),), nbytes=nbytes)
 
@@ -226,7 +228,7 @@ class Emit:
         """The norm of the whole gradient, from the squares of every bucket, in a fixed order."""
         squares = tuple(self._host_squares(b.index) for b in self.job.layout.buckets)
         kind = "network" if self.job.world > 1 else "host"
-        return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=2 * FP32)
+        return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
 
     def decide(self) -> Op:
         """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
@@ -243,11 +245,9 @@ class Emit:
         return Op("adam", (b,), "host", (self._verdict(), grad, *state), (*state, copy), nbytes=nbytes)
 
     def to_device(self, b: int) -> Op:
-        """Copy the new parameters of bucket `b` (this rank's slice of it) to the device."""
+        """Copy the new parameters of bucket `b` (this rank's slice) to the device, if the step counts."""
         nbytes = self._shard_bytes(b, self.job.element_bytes)
-        reads = (self._verdict(), self._param_slot(b))
-        if self.job.world > 1:
-            reads = (*reads, self._params(b))  # the other ranks' slices stay as they are
+        reads = (self._verdict(), self._param_slot(b), self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:

@@ -116,18 +116,9 @@ class Layout:
         of = self._buckets_of
         return tuple(tuple(sorted({of[name] for name in names if name in of})) for names in self.segments)
 
-    @cached_property
-    def _has_frozen(self) -> frozenset[int]:
-        names = {span.name for span in self.frozen}
-        return frozenset(s for s, used in enumerate(self.segments) if not names.isdisjoint(used))
-
     def buckets_of(self, segment: int) -> tuple[int, ...]:
         """Indices of the buckets whose parameters segment number `segment` reads, ascending."""
         return self._used[segment]
-
-    def has_frozen(self, segment: int) -> bool:
-        """Whether segment number `segment` reads frozen parameters."""
-        return segment in self._has_frozen
 
     @cached_property
     def first_trainable(self) -> int:
@@ -212,11 +203,20 @@ def _group(
         used_by = tuple(contributors[p.name])
         return used_by if len(used_by) > 1 else ()
 
+    def joins(p: Parameter, group: list[Parameter]) -> bool:
+        """No bucket is open while a segment in its midst delivers a tied one: that would take a second slot."""
+        if tie(p) or tie(group[-1]):
+            return tie(p) == tie(group[-1])
+        highest, lowest = contributors[group[0].name][0], contributors[group[-1].name][0]
+        between = range(contributors[p.name][0] + 1, min(lowest + 1, highest))
+        return tied_segments.isdisjoint(between)
+
+    tied_segments = {s for used_by in contributors.values() if len(used_by) > 1 for s in used_by}
     groups: list[list[Parameter]] = []
     filled = 0
     for p in reversed([p for own in owned for p in own]):
         size = _round_up(p.numel, ALIGNMENT)
-        if groups and filled + size <= bucket_size and tie(groups[-1][0]) == tie(p):
+        if groups and filled + size <= bucket_size and joins(p, groups[-1]):
             groups[-1].append(p)
             filled += size
         else:

@@ -162,8 +162,8 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
     cycle = [*path[path.index(op) :], op]
     names = " waits for ".join(plan.graph.ops[i].name for i in cycle)
     return (
-        f"deadlock: {names}. Got an order in which none of these can be first, expected every operation after "
-        f"those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
+        f"deadlock: {names}. Got an order in which none of these can be first, expected every operation "
+        f"after those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
     )
 
 

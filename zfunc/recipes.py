@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from zfunc.emit import Emit, Job
 from zfunc.graph import Op
+from zfunc.layout import Bucket
 
 
 def zero_offload(job: Job) -> Iterator[Op]:
@@ -37,19 +38,27 @@ def zero_offload(job: Job) -> Iterator[Op]:
 
 
 def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
-    """Backward of micro-batch `m`, each bucket delivered to the host as soon as it is complete."""
+    """Backward of micro-batch `m`, each bucket delivered to the host as soon as it is complete.
+
+    Slots are dealt round robin. Of a segment's buckets, the one begun above comes first and the one that goes
+    on below comes last, so at most one is open at any time and even a single slot is enough.
+    """
     layout = job.layout
-    delivery = m * sum(len(b.deliveries) for b in layout.buckets)  # counts slots round robin
+    slot = m * sum(len(b.deliveries) for b in layout.buckets)
     for s in reversed(range(layout.first_trainable, job.num_segments)):
         yield emit.backward(m, s)
-        for b in reversed(layout.buckets_of(s)):
-            bucket = layout.buckets[b]
-            d, group = next((d, group) for d, group in enumerate(bucket.deliveries) if s in group)
-            yield emit.pack(m, b, s, delivery, first=s == group[0])
+        parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
+        for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
+            yield emit.pack(m, b, s, slot, first=s == group[0])
             if s == group[-1]:
-                complete = update and d == len(bucket.deliveries) - 1
-                yield from _deliver(job, emit, m, b, d, delivery, update=complete)
-                delivery += 1
+                complete = update and d == len(layout.buckets[b].deliveries) - 1
+                yield from _deliver(job, emit, m, b, d, slot, update=complete)
+                slot += 1
+
+
+def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
+    """Which delivery of `bucket` segment `s` fills, and with which other segments."""
+    return next((d, group) for d, group in enumerate(bucket.deliveries) if s in group)
 
 
 def _deliver(job: Job, emit: Emit, m: int, b: int, d: int, slot: int, *, update: bool) -> Iterator[Op]:

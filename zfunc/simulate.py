@@ -50,7 +50,7 @@ ROUND = Hardware(
     flops=200e12,
     rates={"compute": 2e12, "network": 20e9, "d2h": 20e9, "h2d": 20e9, "host": 100e9, "disk": 4e9},
 )
-"""Round figures of the order of a data-centre GPU and its host, to draw with: neither measured nor advertised."""
+"""Figures of the order of a data-centre GPU and its host, to draw with: neither measured nor advertised."""
 
 
 def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:

@@ -64,7 +64,8 @@ def _describe(plan: Plan, race: Conflict) -> str:
     what = "writes" if race.region in before.writes else "reads"
     then = "writes" if race.region in after.writes else "reads"
     return (
-        f"race on {race.region}: {before.name} (lane {lanes[0]}) {what} it, {after.name} (lane {lanes[1]}) {then} "
-        f"it, and nothing makes the second wait for the first. Let {after.name} come after {before.name}, on one "
-        f"lane or through a wait (zfunc.plan.build derives it):\n{marked(plan, [race.before, race.after])}"
+        f"race on {race.region}: {before.name} (lane {lanes[0]}) {what} it, {after.name} (lane {lanes[1]}) "
+        f"{then} it, and nothing makes the second wait for the first. Let {after.name} come after "
+        f"{before.name}, on one lane or through a wait (zfunc.plan.build derives it):\n"
+        f"{marked(plan, [race.before, race.after])}"
     )

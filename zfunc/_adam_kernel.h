@@ -1,0 +1,415 @@
+/* Adam on the host, one sweep over memory; free of torch and of Python.
+ *
+ * The meaning is adam_reference.py: the same operations in the same order, each rounded once to float,
+ * so the two agree to the bit. Compile with -ffp-contract=off (an FMA rounds once where the reference
+ * rounds twice) and -fno-math-errno (else sqrtf is a call), and never with -ffast-math.
+ *
+ * Every loop is plain C in always_inline bodies, compiled once per instruction set; elements never meet
+ * (or, in the sums, meet in an order fixed by n), so the instruction set and the thread count cannot
+ * change a bit. The payload of a NaN is not promised.
+ *
+ * A block of ZF_BLOCK elements goes through three loops while it lies in L1: gradient to scaled fp32,
+ * Adam, rounding of the copy. Three loops instead of one avoid a product of types and modes. */
+#ifndef ZFUNC_ADAM_KERNEL_H
+#define ZFUNC_ADAM_KERNEL_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#define ZF_BLOCK 128       /* elements between two loops; a multiple of 64 */
+#define ZF_LINE 16         /* fp32 elements of a cache line */
+#define ZF_AHEAD 512       /* elements a prefetch runs ahead: they stay in L1 until their turn */
+#define ZF_CHUNK 16384     /* elements of one partial sum; part of the definition of the sums */
+#define ZF_LANES 16        /* running sums inside a chunk; part of the definition of the sums */
+#define ZF_FORK_MIN 32768  /* below this many elements a second thread costs more than it saves */
+#define ZF_STREAM_MIN 262144 /* from this many elements on, the copy bypasses the caches */
+
+/* Denormal operands cost an assist each. These floors keep every product of the steady state normal:
+ * g*g >= 2^-112, (1-beta2)*g*g and beta*moment stay above 2^-126, sqrt(v) above 2^-60. They replace the
+ * FTZ/DAZ modes, which are per thread and belong to the caller. */
+#define ZF_FLOOR_GRAD 0x23800000       /* bits of 2^-56 */
+#define ZF_FLOOR_EXP_AVG 0x0d800000    /* bits of 2^-100 */
+#define ZF_FLOOR_EXP_AVG_SQ 0x03800000 /* bits of 2^-120 */
+
+enum { ZF_NONE = 0, ZF_FP32 = 1, ZF_BF16 = 2, ZF_FP16 = 3 };          /* element types */
+enum { ZF_NO_DECAY = 0, ZF_DECOUPLED = 1, ZF_L2 = 2 };                /* weight decay */
+enum { ZF_BASELINE = 0, ZF_AVX2 = 1, ZF_AVX512 = 2, ZF_NUM_ISA = 3 }; /* instruction sets */
+
+typedef struct {
+    float *master, *exp_avg, *exp_avg_sq; /* INOUT [n] */
+    const void *grad;                     /* IN    [n] of grad_type */
+    void *out;                            /* OUT   [n] of out_type, or NULL */
+    int grad_type, out_type, decay_mode;
+    float grad_scale, grad_floor, beta1, one_minus_beta1, beta2, one_minus_beta2;
+    float step_size, inv_sqrt_bias2, eps, decay; /* decay: lr * weight_decay, or weight_decay for L2 */
+    int stream;
+} zf_adam_args;
+
+typedef struct {
+    float *acc;         /* INOUT [n], or NULL: sum the squares of grad itself */
+    const void *grad;   /* IN    [n] of grad_type */
+    int grad_type, first;
+    double *partial;    /* OUT   [ceil(n / ZF_CHUNK)] */
+} zf_sum_args;
+
+typedef struct {
+    float *a, *b, *c;   /* INOUT [n] */
+    const uint16_t *in; /* IN    [n] */
+    uint16_t *out;      /* OUT   [n] */
+    int stream;
+} zf_skeleton_args;
+
+#define ZF_INLINE static inline __attribute__((always_inline))
+
+/* ---- one element ---------------------------------------------------------------------------------- */
+
+ZF_INLINE uint32_t zf_bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
+ZF_INLINE float zf_float(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
+
+/* 0 if |x| is below the floor. Compared as integers: NaN and inf are above every floor, and the result
+ * does not depend on the CPU's denormal modes. */
+ZF_INLINE float zf_flush(float x, int32_t floor_bits) {
+    uint32_t b = zf_bits(x);
+    return zf_float((int32_t)(b & 0x7fffffff) < floor_bits ? 0 : b);
+}
+
+ZF_INLINE float zf_from_bf16(uint16_t h) { return zf_float((uint32_t)h << 16); }
+
+/* yes where the condition holds, else no: with masks, because a branch would keep a loop scalar. */
+ZF_INLINE uint32_t zf_select(int condition, uint32_t yes, uint32_t no) {
+    uint32_t mask = (uint32_t)-condition;
+    return (yes & mask) | (no & ~mask);
+}
+
+ZF_INLINE float zf_from_fp16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = (uint32_t)(h & 0x7fff) << 13;
+    int32_t exponent = (int32_t)(h & 0x7c00);
+    uint32_t normal = mag + (112u << 23), special = mag + (224u << 23);
+    /* 0.5 + mag has the fp16 subnormal in its last bits; the difference is exact and never denormal. */
+    uint32_t small = zf_bits(zf_float((126u << 23) | (uint32_t)(h & 0x3ff)) - 0.5f);
+    uint32_t b = zf_select(exponent == 0, small, zf_select(exponent == 0x7c00, special, normal));
+    return zf_float(b | sign);
+}
+
+ZF_INLINE uint16_t zf_to_bf16(float x) {
+    uint32_t b = zf_bits(x), rounded = b + 0x7fff + ((b >> 16) & 1);
+    return (uint16_t)(zf_select((int32_t)(b & 0x7fffffff) > 0x7f800000, b | 0x400000, rounded) >> 16);
+}
+
+ZF_INLINE uint16_t zf_to_fp16(float x) {
+    uint32_t b = zf_bits(x), mag = b & 0x7fffffff, sign = (b >> 16) & 0x8000;
+    uint32_t normal = (mag - (112u << 23) + 0xfff + ((mag >> 13) & 1)) >> 13;
+    /* Below 2^-14 adding 0.5 lets the float adder round at the last bit of an fp16 subnormal. */
+    uint32_t small = zf_bits(zf_float(mag) + 0.5f) - (126u << 23);
+    uint32_t h = zf_select((int32_t)mag < (113 << 23), small, normal);
+    h = zf_select((int32_t)mag >= (143 << 23), 0x7c00, h); /* from 65520 on it rounds to inf by itself */
+    h = zf_select((int32_t)mag > 0x7f800000, 0x7e00, h);
+    return (uint16_t)(h | sign);
+}
+
+#if defined(__x86_64__)
+/* The same bits in one instruction, wherever there is AVX2. */
+#define ZF_F16C __attribute__((target("avx2,f16c")))
+ZF_F16C static void zf_widen_f16c(float *restrict g, const uint16_t *restrict h, size_t n) {
+    size_t whole = n & ~(size_t)7;
+    for (size_t i = 0; i < whole; i += 8)
+        _mm256_storeu_ps(g + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
+    for (size_t i = whole; i < n; i++) g[i] = zf_from_fp16(h[i]);
+}
+ZF_F16C static void zf_narrow_f16c(uint16_t *restrict h, const float *restrict p, size_t n) {
+    size_t whole = n & ~(size_t)7;
+    for (size_t i = 0; i < whole; i += 8)
+        _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(p + i), 0 /* to nearest */));
+    for (size_t i = whole; i < n; i++) h[i] = zf_to_fp16(p[i]);
+}
+#endif
+
+ZF_INLINE void zf_widen_fp16(float *restrict g, const uint16_t *restrict h, size_t n, int isa) {
+#if defined(__x86_64__)
+    if (isa != ZF_BASELINE) {
+        zf_widen_f16c(g, h, n);
+        return;
+    }
+#endif
+    (void)isa;
+    for (size_t i = 0; i < n; i++) g[i] = zf_from_fp16(h[i]);
+}
+
+ZF_INLINE void zf_narrow_fp16(uint16_t *restrict h, const float *restrict p, size_t n, int isa) {
+#if defined(__x86_64__)
+    if (isa != ZF_BASELINE) {
+        zf_narrow_f16c(h, p, n);
+        return;
+    }
+#endif
+    (void)isa;
+    for (size_t i = 0; i < n; i++) h[i] = zf_to_fp16(p[i]);
+}
+
+/* ---- one block ------------------------------------------------------------------------------------ */
+
+/* Divisions and square roots fill the reorder window and loads would wait behind them, so lines are
+ * fetched ahead, one by one: in a burst they queue. Past the end is harmless, a prefetch cannot fault. */
+ZF_INLINE void zf_prefetch(const void *at, size_t bytes_ahead) {
+    __builtin_prefetch((const void *)((uintptr_t)at + bytes_ahead), 0, 3);
+}
+
+/* The gradient at an element as fp32: in place, or widened into the scratch. */
+ZF_INLINE const float *zf_load(float *restrict g, const void *grad, int type, size_t at, size_t n, int isa) {
+    const uint16_t *restrict h = (const uint16_t *)grad + at;
+    if (type == ZF_FP32) return (const float *)grad + at;
+    if (type == ZF_BF16)
+        for (size_t i = 0; i < n; i++) g[i] = zf_from_bf16(h[i]);
+    else
+        zf_widen_fp16(g, h, n, isa);
+    return g;
+}
+
+ZF_INLINE void zf_core(const zf_adam_args *a, float *restrict p, float *restrict m, float *restrict v,
+                       const float *restrict grad, const char *raw, size_t n, int mode) {
+    const float b1 = a->beta1, c1 = a->one_minus_beta1, b2 = a->beta2, c2 = a->one_minus_beta2;
+    const float size = a->step_size, bias = a->inv_sqrt_bias2, eps = a->eps, decay = a->decay;
+    const float scale = a->grad_scale;
+    const int32_t floor = (int32_t)zf_bits(a->grad_floor);
+    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
+    for (size_t line = 0; line < n; line += ZF_LINE) {
+        size_t stop = n - line < ZF_LINE ? n : line + ZF_LINE;
+        zf_prefetch(p + line, ZF_AHEAD * 4);
+        zf_prefetch(m + line, ZF_AHEAD * 4);
+        zf_prefetch(v + line, ZF_AHEAD * 4);
+        zf_prefetch(raw + line * width, ZF_AHEAD * width);
+        for (size_t i = line; i < stop; i++) {
+            float g = zf_flush(grad[i], floor) * scale;
+            if (mode == ZF_L2) g = zf_flush(g + decay * p[i], ZF_FLOOR_GRAD);
+            float m1 = zf_flush(b1 * m[i] + c1 * g, ZF_FLOOR_EXP_AVG);
+            float v1 = zf_flush(b2 * v[i] + c2 * (g * g), ZF_FLOOR_EXP_AVG_SQ);
+            float change = size * (m1 / (sqrtf(v1) * bias + eps));
+            if (mode == ZF_DECOUPLED) change = change + decay * p[i];
+            m[i] = m1;
+            v[i] = v1;
+            p[i] = p[i] - change;
+        }
+    }
+}
+
+/* The copy is written and not read: a streaming store saves reading its lines first. */
+ZF_INLINE void zf_store(void *restrict out, const void *restrict in, size_t bytes, int stream) {
+#if defined(__x86_64__)
+    if (stream) {
+        char *to = (char *)out;
+        const char *from = (const char *)in;
+        size_t head = (size_t)(-(uintptr_t)to & 15), i;
+        if (head > bytes) head = bytes;
+        memcpy(to, from, head);
+        for (i = head; i + 16 <= bytes; i += 16)
+            _mm_stream_si128((__m128i *)(to + i), _mm_loadu_si128((const __m128i *)(from + i)));
+        memcpy(to + i, from + i, bytes - i);
+        return;
+    }
+#else
+    (void)stream;
+#endif
+    memcpy(out, in, bytes);
+}
+
+ZF_INLINE void zf_round(void *out, int type, const float *restrict p, size_t at, size_t n, int stream,
+                        int isa) {
+    uint16_t h[ZF_BLOCK] __attribute__((aligned(64)));
+    if (type == ZF_FP32) {
+        zf_store((float *)out + at, p, n * sizeof(float), stream);
+        return;
+    }
+    if (type == ZF_BF16)
+        for (size_t i = 0; i < n; i++) h[i] = zf_to_bf16(p[i]);
+    else
+        zf_narrow_fp16(h, p, n, isa);
+    zf_store((uint16_t *)out + at, h, n * sizeof(uint16_t), stream);
+}
+
+ZF_INLINE void zf_fence(int stream) {
+#if defined(__x86_64__)
+    if (stream) _mm_sfence(); /* streaming stores are weakly ordered: no barrier after this flushes them */
+#else
+    (void)stream;
+#endif
+}
+
+/* ---- a range of blocks ---------------------------------------------------------------------------- */
+
+ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
+    float scratch[ZF_BLOCK] __attribute__((aligned(64)));
+    float *p = a->master + at, *m = a->exp_avg + at, *v = a->exp_avg_sq + at;
+    size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
+    const char *raw = (const char *)a->grad + at * width;
+    const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
+    if (a->decay_mode == ZF_DECOUPLED) zf_core(a, p, m, v, g, raw, n, ZF_DECOUPLED);
+    else if (a->decay_mode == ZF_L2) zf_core(a, p, m, v, g, raw, n, ZF_L2);
+    else zf_core(a, p, m, v, g, raw, n, ZF_NO_DECAY);
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+}
+
+ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
+    const zf_adam_args *a = (const zf_adam_args *)args;
+    size_t at = begin;
+    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_adam_block(a, at, ZF_BLOCK, isa); /* constant trip counts */
+    if (at < end) zf_adam_block(a, at, end - at, isa);
+    zf_fence(a->stream);
+}
+
+/* Element i of a chunk belongs to lane i % ZF_LANES; squares of floats are exact in double. */
+ZF_INLINE void zf_squares(double *restrict lane, const float *restrict x, size_t n) {
+    size_t i = 0;
+    for (; i + ZF_LANES <= n; i += ZF_LANES)
+        for (size_t j = 0; j < ZF_LANES; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
+    for (size_t j = 0; i + j < n; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
+}
+
+ZF_INLINE void zf_sum_block(const zf_sum_args *a, double *restrict lane, size_t at, size_t n, int isa) {
+    float scratch[ZF_BLOCK] __attribute__((aligned(64)));
+    const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
+    if (a->acc) {
+        float *restrict acc = a->acc + at;
+        if (a->first) memcpy(acc, g, n * sizeof(float));
+        else
+            for (size_t i = 0; i < n; i++) acc[i] = acc[i] + g[i];
+        g = acc;
+    }
+    zf_squares(lane, g, n);
+}
+
+ZF_INLINE void zf_sum_body(const void *args, size_t begin, size_t end, int isa) {
+    const zf_sum_args *a = (const zf_sum_args *)args;
+    for (size_t at = begin; at < end;) {
+        size_t chunk = at, stop = end - at < ZF_CHUNK ? end : at + ZF_CHUNK;
+        double lane[ZF_LANES] = {0}, sum = 0;
+        for (; at + ZF_BLOCK <= stop; at += ZF_BLOCK) zf_sum_block(a, lane, at, ZF_BLOCK, isa);
+        if (at < stop) zf_sum_block(a, lane, at, stop - at, isa);
+        at = stop;
+        for (size_t j = 0; j < ZF_LANES; j++) sum += lane[j];
+        a->partial[chunk / ZF_CHUNK] = sum;
+    }
+}
+
+/* The yardstick: the loads and stores of a step with a 16-bit gradient and copy, and no arithmetic. */
+ZF_INLINE void zf_skeleton_block(const zf_skeleton_args *s, size_t at, size_t n) {
+    float *restrict a = s->a + at, *restrict b = s->b + at, *restrict c = s->c + at;
+    for (size_t line = 0; line < n; line += ZF_LINE) {
+        size_t stop = n - line < ZF_LINE ? n : line + ZF_LINE;
+        zf_prefetch(a + line, ZF_AHEAD * 4);
+        zf_prefetch(b + line, ZF_AHEAD * 4);
+        zf_prefetch(c + line, ZF_AHEAD * 4);
+        for (size_t i = line; i < stop; i++) {
+            float x = a[i], y = b[i], z = c[i];
+            a[i] = z;
+            b[i] = x;
+            c[i] = y;
+        }
+    }
+    zf_store(s->out + at, s->in + at, n * sizeof(uint16_t), s->stream);
+}
+
+ZF_INLINE void zf_skeleton_body(const void *args, size_t begin, size_t end, int isa) {
+    const zf_skeleton_args *s = (const zf_skeleton_args *)args;
+    size_t at = begin;
+    (void)isa;
+    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_skeleton_block(s, at, ZF_BLOCK);
+    if (at < end) zf_skeleton_block(s, at, end - at);
+    zf_fence(s->stream);
+}
+
+/* ---- the copies per instruction set --------------------------------------------------------------- */
+
+typedef void (*zf_range)(const void *args, size_t begin, size_t end);
+
+#define ZF_COPY(kind, name, isa, target)                                                                  \
+    target static void zf_##kind##_##name(const void *args, size_t begin, size_t end) {                  \
+        zf_##kind##_body(args, begin, end, isa);                                                         \
+    }
+#define ZF_COPIES(name, isa, target)                                                                     \
+    ZF_COPY(adam, name, isa, target)                                                                     \
+    ZF_COPY(sum, name, isa, target)                                                                      \
+    ZF_COPY(skeleton, name, isa, target)
+
+ZF_COPIES(baseline, ZF_BASELINE, )
+#if defined(__x86_64__)
+#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
+ZF_COPIES(avx2, ZF_AVX2, __attribute__((target("avx2,f16c"))))
+ZF_COPIES(avx512, ZF_AVX512, __attribute__((target(ZF_TARGET_AVX512))))
+#define ZF_TABLE(kind) {zf_##kind##_baseline, zf_##kind##_avx2, zf_##kind##_avx512}
+#else
+#define ZF_TABLE(kind) {zf_##kind##_baseline, zf_##kind##_baseline, zf_##kind##_baseline}
+#endif
+
+static const zf_range zf_adam_table[ZF_NUM_ISA] = ZF_TABLE(adam);
+static const zf_range zf_sum_table[ZF_NUM_ISA] = ZF_TABLE(sum);
+static const zf_range zf_skeleton_table[ZF_NUM_ISA] = ZF_TABLE(skeleton);
+
+/* Can this CPU (and its operating system) run the copies of this instruction set? */
+static int zf_supports(int isa) {
+    if (isa == ZF_BASELINE) return 1;
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return 0;
+    if (isa == ZF_AVX2) return 1;
+    if (isa == ZF_AVX512)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return 0;
+}
+
+/* ---- threads -------------------------------------------------------------------------------------- */
+
+/* A static partition into whole units. A team smaller than asked for still covers everything. */
+static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int threads) {
+    size_t units = (n + unit - 1) / unit;
+    if ((size_t)threads > units) threads = (int)units;
+    if (threads <= 1 || n < ZF_FORK_MIN) {
+        range(args, 0, n);
+        return;
+    }
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    {
+        size_t team = (size_t)omp_get_num_threads(), rank = (size_t)omp_get_thread_num();
+        size_t begin = units * rank / team * unit, end = units * (rank + 1) / team * unit;
+        range(args, begin, end < n ? end : n);
+    }
+#else
+    range(args, 0, n);
+#endif
+}
+
+static void zf_adam(zf_adam_args *a, size_t n, int threads, int isa) {
+    a->stream = a->out_type != ZF_NONE && n >= ZF_STREAM_MIN;
+    zf_run(zf_adam_table[isa], a, n, ZF_BLOCK, threads);
+}
+
+/* The sum of squares; 0 on success, -1 without memory for the partial sums (nothing was touched). */
+static int zf_sum(zf_sum_args *a, size_t n, int threads, int isa, double *sum) {
+    double few[64];
+    size_t chunks = (n + ZF_CHUNK - 1) / ZF_CHUNK;
+    a->partial = chunks <= 64 ? few : (double *)malloc(chunks * sizeof(double));
+    if (!a->partial) return -1;
+    zf_run(zf_sum_table[isa], a, n, ZF_CHUNK, threads);
+    *sum = 0;
+    for (size_t i = 0; i < chunks; i++) *sum += a->partial[i];
+    if (a->partial != few) free(a->partial);
+    return 0;
+}
+
+static void zf_skeleton(zf_skeleton_args *s, size_t n, int threads, int isa) {
+    s->stream = n >= ZF_STREAM_MIN;
+    zf_run(zf_skeleton_table[isa], s, n, ZF_BLOCK, threads);
+}
+
+#endif

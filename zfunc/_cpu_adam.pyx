@@ -1,0 +1,143 @@
+# cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
+"""The kernel's door: raw addresses in, the GIL released, nothing checked. adam.py checks.
+
+Addresses are those of 1-D contiguous arrays of n elements. Types are FP32, BF16, FP16 (or NONE for no
+copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best one this CPU runs.
+"""
+
+from libc.stddef cimport size_t
+from libc.stdint cimport uint16_t, uintptr_t
+
+
+cdef extern from "_adam_kernel.h" nogil:
+    ctypedef struct zf_adam_args:
+        float *master
+        float *exp_avg
+        float *exp_avg_sq
+        const void *grad
+        void *out
+        int grad_type, out_type, decay_mode
+        float grad_scale, grad_floor, beta1, one_minus_beta1, beta2, one_minus_beta2
+        float step_size, inv_sqrt_bias2, eps, decay
+    ctypedef struct zf_sum_args:
+        float *acc
+        const void *grad
+        int grad_type, first
+    ctypedef struct zf_skeleton_args:
+        float *a
+        float *b
+        float *c
+        const uint16_t *in_ "in"
+        uint16_t *out
+    int ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16, ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2, ZF_NUM_ISA
+    bint zf_supports(int isa)
+    void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
+    int zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *sum)
+    void zf_skeleton(zf_skeleton_args *args, size_t n, int threads, int isa)
+
+
+NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
+NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))
+
+
+def instruction_sets():
+    """Names of the instruction sets this CPU can run, the plainest first."""
+    return tuple(name for isa, name in enumerate(INSTRUCTION_SETS) if zf_supports(isa))
+
+
+def instruction_set():
+    """Name of the instruction set used when none is asked for: the best this CPU runs."""
+    return INSTRUCTION_SETS[best_isa]
+
+
+cdef int checked_isa(int isa) except -1:
+    if isa < 0:
+        return best_isa
+    if isa >= ZF_NUM_ISA or not zf_supports(isa):  # running it would be an illegal instruction
+        raise ValueError(f"instruction set {isa} does not run on this CPU; it runs {instruction_sets()}")
+    return isa
+
+
+def adam_update(
+    uintptr_t master,        # INOUT [n] fp32
+    uintptr_t exp_avg,       # INOUT [n] fp32
+    uintptr_t exp_avg_sq,    # INOUT [n] fp32
+    uintptr_t grad,          # IN    [n] of grad_type
+    uintptr_t out,           # OUT   [n] of out_type, or 0
+    size_t n,
+    int grad_type,           # IN    FP32, BF16, FP16
+    int out_type,            # IN    NONE, FP32, BF16, FP16
+    int decay_mode,          # IN    NO_DECAY, DECOUPLED, L2
+    double grad_scale,       # IN    this and the rest: rounded here, once, to float
+    double grad_floor,
+    double beta1,
+    double one_minus_beta1,
+    double beta2,
+    double one_minus_beta2,
+    double step_size,
+    double inv_sqrt_bias2,
+    double eps,
+    double decay,
+    int threads,
+    int isa=-1,
+):
+    """One Adam step in place; see adam_reference.py for what it computes."""
+    cdef zf_adam_args args
+    cdef int use = checked_isa(isa)
+    args.master = <float *>master
+    args.exp_avg = <float *>exp_avg
+    args.exp_avg_sq = <float *>exp_avg_sq
+    args.grad = <const void *>grad
+    args.out = <void *>out
+    args.grad_type, args.out_type, args.decay_mode = grad_type, out_type, decay_mode
+    args.grad_scale, args.grad_floor = <float>grad_scale, <float>grad_floor
+    args.beta1, args.one_minus_beta1 = <float>beta1, <float>one_minus_beta1
+    args.beta2, args.one_minus_beta2 = <float>beta2, <float>one_minus_beta2
+    args.step_size, args.inv_sqrt_bias2 = <float>step_size, <float>inv_sqrt_bias2
+    args.eps, args.decay = <float>eps, <float>decay
+    with nogil:
+        zf_adam(&args, n, threads, use)
+
+
+def accumulate(
+    uintptr_t acc,           # INOUT [n] fp32; OUT if first; 0: sum the squares of grad, write nothing
+    uintptr_t grad,          # IN    [n] of grad_type
+    size_t n,
+    int grad_type,
+    bint first,              # IN    acc = grad instead of acc = acc + grad
+    int threads,
+    int isa=-1,
+):
+    """Add grad to acc and return the sum of squares of the new acc, in an order fixed by n alone."""
+    cdef zf_sum_args args
+    cdef int use = checked_isa(isa), failed
+    cdef double total = 0
+    args.acc = <float *>acc
+    args.grad = <const void *>grad
+    args.grad_type, args.first = grad_type, first
+    with nogil:
+        failed = zf_sum(&args, n, threads, use, &total)
+    if failed:
+        raise MemoryError(f"no memory for the partial sums of {n} elements")
+    return total
+
+
+def skeleton(
+    uintptr_t a,             # INOUT [n] fp32, rotated among the three
+    uintptr_t b,             # INOUT [n] fp32
+    uintptr_t c,             # INOUT [n] fp32
+    uintptr_t grad,          # IN    [n] 16 bits
+    uintptr_t out,           # OUT   [n] 16 bits
+    size_t n,
+    int threads,
+    int isa=-1,
+):
+    """Move the 28 bytes a parameter of a 16-bit step without arithmetic: the benchmark's yardstick."""
+    cdef zf_skeleton_args args
+    cdef int use = checked_isa(isa)
+    args.a, args.b, args.c = <float *>a, <float *>b, <float *>c
+    args.in_, args.out = <const uint16_t *>grad, <uint16_t *>out
+    with nogil:
+        zf_skeleton(&args, n, threads, use)

@@ -1,0 +1,162 @@
+"""Adam in NumPy float32: what the kernel computes, operation by operation.
+
+The invariant: `reference_update` and the kernel agree to the bit, because both do the same operations in
+the same order and round each one once (the payload of a NaN is not promised). Everything that depends on
+the step alone is computed in double by `coefficients`, for both, and rounded once to float32.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+
+# Operands below the smallest normal float cost an assist each, and moments that no longer get gradients
+# decay into that range and stay. These floors keep every product of the steady state normal: g * g is at
+# least 2^-112, (1 - beta2) * g * g and beta * moment stay above 2^-126, sqrt(v) is at least 2^-60. Next to
+# eps = 1e-8 (2^-26.6) what they drop moves no weight. NaN is below no floor.
+GRAD_FLOOR, EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR = 2.0**-56, 2.0**-100, 2.0**-120
+SMALLEST_NORMAL = 2.0**-126
+
+
+class Coefficients(NamedTuple):
+    """What one step needs besides the buffers, in double; each is rounded once to float32 where used."""
+
+    grad_scale: float
+    grad_floor: float
+    beta1: float
+    one_minus_beta1: float
+    beta2: float
+    one_minus_beta2: float
+    step_size: float
+    inv_sqrt_bias2: float
+    eps: float
+    decay: float
+
+
+class Updated(NamedTuple):
+    """The result of a reference step; `out` is None where no copy was asked for."""
+
+    master: Array  # [n] fp32
+    exp_avg: Array  # [n] fp32
+    exp_avg_sq: Array  # [n] fp32
+    out: Array | None  # [n] fp32, fp16, or uint16 holding bf16
+
+
+def coefficients(
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+) -> Coefficients:
+    """The factors of one step, bias corrections included (Kingma & Ba 2015, section 3)."""
+    beta1, beta2 = betas
+    # |grad| is compared before it is scaled, so the product of a denormal is never computed.
+    floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
+    return Coefficients(
+        grad_scale,
+        max(floor, SMALLEST_NORMAL),
+        beta1,
+        1.0 - beta1,
+        beta2,
+        1.0 - beta2,
+        lr / (1.0 - beta1**step),
+        1.0 / math.sqrt(1.0 - beta2**step),
+        eps,
+        lr * weight_decay if decoupled else weight_decay,
+    )
+
+
+def reference_update(
+    master: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grad: Array,
+    *,
+    out: str | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+) -> Updated:
+    """One Adam step (Kingma & Ba 2015), or AdamW when decoupled (Loshchilov & Hutter 2019), in float32.
+
+    master, exp_avg, exp_avg_sq: [n] float32. grad: [n] float32, float16, or uint16 holding bf16. `out`
+    asks for a rounded copy of the new weights: "fp32", "bf16" or "fp16". The inputs are left alone.
+
+    The order of operations, each rounded once to float32, lower case being float32 values:
+
+        g = grad * grad_scale                     0 where |grad * grad_scale| < 2^-56
+        g = g + weight_decay * p                  only with weight decay that is not decoupled; floored again
+        m = beta1 * m + (1 - beta1) * g           0 where |m| < 2^-100
+        v = beta2 * v + (1 - beta2) * (g * g)     0 where |v| < 2^-120
+        c = step_size * (m / (sqrt(v) * inv_sqrt_bias2 + eps))
+        c = c + (lr * weight_decay) * p           only with decoupled weight decay
+        p = p - c                                 the one rounding at the magnitude of the weight
+
+    >>> p, zero = np.ones(2, np.float32), np.zeros(2, np.float32)
+    >>> reference_update(p, zero, zero, np.float32([0.5, 0.0]), step=1, lr=0.25, eps=0.25).master
+    array([0.8333333, 1.       ], dtype=float32)
+    """
+    with np.errstate(all="ignore"):  # inf and NaN propagate, as they do in the kernel
+        k = Coefficients._make(
+            np.float32(value)
+            for value in coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
+        )
+        g = _flush(to_float32(grad), k.grad_floor) * k.grad_scale
+        if weight_decay and not decoupled:
+            g = _flush(g + k.decay * master, GRAD_FLOOR)
+        m = _flush(k.beta1 * exp_avg + k.one_minus_beta1 * g, EXP_AVG_FLOOR)
+        v = _flush(k.beta2 * exp_avg_sq + k.one_minus_beta2 * (g * g), EXP_AVG_SQ_FLOOR)
+        change = k.step_size * (m / (np.sqrt(v) * k.inv_sqrt_bias2 + k.eps))
+        if weight_decay and decoupled:
+            change = change + k.decay * master
+        p = master - change
+        return Updated(p, m, v, None if out is None else round_to(p, out))
+
+
+def _flush(x: Array, floor: float) -> Array:
+    return np.where(np.abs(x) < np.float32(floor), np.float32(0), x)
+
+
+def to_float32(x: Array) -> Array:
+    """Widen float16, or bf16 kept in uint16, to float32, exactly; float32 passes."""
+    if x.dtype == np.uint16:
+        return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return x.astype(np.float32)
+
+
+def round_to(x: Array, kind: str) -> Array:
+    """Round float32 to "fp32", "fp16" or "bf16" (in uint16): to nearest, ties to even; NaN stays NaN."""
+    if kind != "bf16":
+        return x.astype({"fp32": np.float32, "fp16": np.float16}[kind])
+    bits = x.view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (np.where(np.isnan(x), bits | np.uint32(0x400000), rounded) >> np.uint32(16)).astype(np.uint16)
+
+
+def reference_square_sum(x: Array) -> float:
+    """The sum of squares of x [n] in double, in the kernel's order.
+
+    Chunks of 16384 elements; inside a chunk element i goes to lane i % 16, in order; then the lanes in
+    order, then the chunks in order.
+
+    >>> reference_square_sum(np.float32([3.0, 4.0]))
+    25.0
+    """
+    with np.errstate(all="ignore"):
+        total = np.float64(0)
+        for start in range(0, x.size, 16384):
+            square = to_float32(x[start : start + 16384]).astype(np.float64) ** 2
+            rows = np.pad(square, (0, -square.size % 16)).reshape(-1, 16)
+            lanes = np.cumsum(rows, axis=0)[-1]  # cumsum adds one by one; sum would pair
+            total = total + np.cumsum(lanes)[-1]
+        return float(total)

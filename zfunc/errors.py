@@ -1,0 +1,37 @@
+"""What can go wrong in a step, as types one can catch. Bad arguments are plain ValueError and TypeError."""
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or gradient is inf or NaN where no loss scale can help."""
+
+
+class OutOfMemory(MemoryError):  # noqa: N818
+    """A plan needs more memory than there is; said before anything is allocated."""
+
+
+class DonatedStateError(RuntimeError):
+    """A State that was handed to train_step was used again."""
+
+
+class UndeclaredAccess(RuntimeError):  # noqa: N818
+    """In debug mode: a stage touched a region its operation did not declare."""
+
+
+class ExecutionError(RuntimeError):
+    """A stage raised; the message names the operation and the lane, the cause is chained."""
+
+
+class LaneTimeout(RuntimeError):  # noqa: N818
+    """A lane waited too long; the message says for which operation of which lane."""
+
+
+def nearest(got: str, known: list[str]) -> str:
+    """` (did you mean 'x'?)` for the known name nearest to `got`, or nothing.
+
+    >>> nearest("fp61", ["fp32", "fp16"])
+    " (did you mean 'fp16'?)"
+    """
+    from difflib import get_close_matches
+
+    match = get_close_matches(got, known, n=1, cutoff=0.4)
+    return f" (did you mean {match[0]!r}?)" if match else ""

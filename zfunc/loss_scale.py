@@ -1,0 +1,58 @@
+"""Dynamic loss scaling for fp16: the scale is a value, and an update is a pure function of it.
+
+The semantics are those users of DeepSpeed have in their files: halve on overflow once the hysteresis is used
+up, double after `window` steps without one, never below `minimum`.
+"""
+
+from attrs import evolve, field, frozen, validators
+
+from zfunc.errors import NonFiniteError
+
+
+@frozen
+class LossScale:
+    """The scale, how it moves, and its counters.
+
+    `scale` multiplies the loss. `hysteresis` overflows are needed before it halves; the count is refilled when
+    the scale grows. `window` is the number of steps since the last overflow after which it doubles.
+    A fixed scale has `window=0`.
+
+    >>> LossScale(scale=4.0, hysteresis=1).update(overflow=True).scale
+    2.0
+    """
+
+    scale: float = field(default=2.0**16, validator=validators.gt(0))
+    window: int = field(default=1000, validator=validators.ge(0))
+    hysteresis: int = field(default=2, validator=validators.ge(1))
+    minimum: float = field(default=1.0, validator=validators.gt(0))
+    left: int = field(default=-1)  # overflows until the scale halves
+    steps: int = 0  # steps seen
+    last_overflow: int = -1  # the step of the last one
+
+    def __attrs_post_init__(self) -> None:
+        if self.left < 0:
+            object.__setattr__(self, "left", self.hysteresis)
+
+    def update(self, *, overflow: bool) -> "LossScale":
+        """The scale after a step. Raises NonFiniteError for an overflow at the minimum: it cannot go lower."""
+        steps = self.steps + 1
+        if not overflow:
+            grow = self.window > 0 and (self.steps - self.last_overflow) % self.window == 0
+            if grow:
+                return evolve(self, scale=self.scale * 2, left=self.hysteresis, steps=steps)
+            return evolve(self, steps=steps)
+        if self.window == 0:
+            return evolve(self, steps=steps, last_overflow=self.steps)
+        if self.left > 1:
+            return evolve(self, left=self.left - 1, steps=steps, last_overflow=self.steps)
+        if self.scale <= self.minimum:
+            raise NonFiniteError(
+                f"got a gradient overflow with the loss scale already at its minimum of {self.minimum:g}, "
+                "expected finite gradients at this scale: the state is unharmed. Lower the learning rate, "
+                "look for a division or a logarithm that leaves fp16's range, or train in bf16"
+            )
+        return evolve(self, scale=max(self.scale / 2, self.minimum), steps=steps, last_overflow=self.steps)
+
+
+UNSCALED = LossScale(scale=1.0, window=0)
+"""What fp32 and bf16 train with: no scaling."""

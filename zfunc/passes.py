@@ -1,0 +1,178 @@
+"""Forward and backward of one segment, as a pair of functions: what is kept in between is explicit.
+
+The invariant: however little or much is kept, gradients are those of `torch.func.vjp`, to the bit.
+
+- `recompute="all"` keeps only the segment's input; backward runs the forward again inside `vjp`.
+- `recompute="none"` keeps the pullback itself.
+- `recompute="min-cut"` traces both into pure functions once; residuals are the tensors the min-cut
+  partitioner chose to hand from one to the other.
+
+The last segment never recomputes: its backward follows its forward at once.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.func import functionalize, vjp
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+Recompute = Literal["all", "none", "min-cut"]
+RECOMPUTE: tuple[Recompute, ...] = ("all", "none", "min-cut")
+Values = dict[str, Tensor]
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class Weights:
+    """What a segment is called with: `trained` is differentiated, `fixed` (frozen, constants) is not."""
+
+    trained: Values
+    fixed: Values
+
+
+@frozen
+class Passes:
+    """`forward(weights, inputs)` returns `(y, residuals)`; `backward(weights, inputs, residuals, cotangents)`
+    returns the gradients of `weights.trained` by name and those of the input's floating-point leaves.
+
+    `inputs` is `(x,)` or `(x, targets)`. `cotangents` has one tensor for each floating-point leaf of `y`.
+    `keeps` is False where residuals are always None and backward recomputes.
+    """
+
+    forward: Callable[[Weights, tuple[Any, ...]], tuple[Any, Any]]
+    backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], tuple[Values, list[Tensor]]]
+    keeps: bool
+
+
+def passes(
+    function: Callable[..., Any], *, recompute: Recompute, wrt_input: bool, compiled: bool = False
+) -> Passes:
+    """The pair for `function(params, *inputs)`. `wrt_input` is whether anything below needs a gradient.
+
+    With `compiled` both go through `torch.compile`, once for all that share the pair.
+    """
+    if recompute == "min-cut":
+        return _min_cut(function, wrt_input, compiled)
+    pull = _pull(function, wrt_input)
+    if recompute == "none":
+        if compiled:
+            raise ValueError(
+                "got compile_segments=True with recompute='none', expected 'all' or 'min-cut': a pullback "
+                "cannot be compiled"
+            )
+        return Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
+
+    def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
+        return function({**weights.trained, **weights.fixed}, *inputs)
+
+    def backward(
+        weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]
+    ) -> tuple[Values, list[Tensor]]:
+        _, pullback = pull(weights, inputs)
+        return pullback(cotangents)
+
+    if compiled:
+        forward, backward = _compile_forward(forward), _compile_backward(backward)
+    return Passes(lambda w, i: (forward(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
+
+
+def _floating(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+def _pull(function: Callable[..., Any], wrt_input: bool) -> Callable[..., Any]:
+    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to a tuple of views, never the flat buffer."""
+
+    def pull(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
+        leaves, spec = tree_flatten(inputs[0])
+        moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
+
+        def call(trained: Values, moved: list[Tensor]) -> tuple[list[Tensor], Any]:
+            x = list(leaves)
+            for i, leaf in zip(moving, moved, strict=True):
+                x[i] = leaf
+            y = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
+            return [t for t in tree_leaves(y) if _floating(t)], y
+
+        _, pullback, y = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
+        # retain_graph defaults to True there, and create_graph to the grad mode: both would keep residuals.
+        return y, lambda cotangents: pullback(list(cotangents), retain_graph=False, create_graph=False)
+
+    return pull
+
+
+def _compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def flat(trained: Values, fixed: Values, inputs: tuple[Any, ...]) -> Any:
+        return forward(Weights(trained, fixed), inputs)
+
+    compiled = torch.compile(flat, dynamic=False)
+    return lambda weights, inputs: compiled(weights.trained, weights.fixed, inputs)
+
+
+def _compile_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def flat(trained: Values, fixed: Values, inputs: tuple[Any, ...], cotangents: list[Tensor]) -> Any:
+        return backward(Weights(trained, fixed), inputs, cotangents)
+
+    compiled = torch.compile(flat, dynamic=False)
+    return lambda weights, inputs, cotangents: compiled(
+        weights.trained, weights.fixed, inputs, list(cotangents)
+    )
+
+
+def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> Passes:
+    """Trace on first use for each set of shapes; the two graphs serve every segment that shares the pair."""
+    traced: dict[Any, tuple[Callable[..., Any], Callable[..., Any], Any, int]] = {}
+
+    def graphs(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        key = (tuple((t.shape, t.stride(), t.dtype, t.device) for t in leaves), spec)
+        if key not in traced:
+            traced[key] = _trace(_pull(function, wrt_input), leaves, spec, compiled)
+        return (leaves, spec, *traced[key])
+
+    def forward(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        leaves, _, run, _, out_spec, num_out = graphs(weights, inputs)
+        flat = run(*leaves)
+        return tree_unflatten(flat[:num_out], out_spec), list(flat[num_out:])
+
+    def backward(
+        weights: Weights, inputs: tuple[Any, ...], residuals: list[Any], cotangents: Sequence[Tensor]
+    ) -> tuple[Values, list[Tensor]]:
+        _, _, _, run, _, _ = graphs(weights, inputs)
+        grads = run(*residuals, *cotangents)
+        names = list(weights.trained)
+        return dict(zip(names, grads[: len(names)], strict=True)), list(grads[len(names) :])
+
+    return Passes(forward, backward, keeps=True)
+
+
+def _trace(pull: Callable[..., Any], leaves: list[Any], spec: Any, compiled: bool) -> tuple[Any, ...]:
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    specs: list[Any] = []
+
+    def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
+        trained, fixed, inputs = tree_unflatten(primals, spec)
+        y, pullback = pull(Weights(trained, fixed), inputs)
+        out, out_spec = tree_flatten(y)
+        specs[:] = [out_spec, len(out)]
+        if not tangents:
+            tangents += [torch.ones_like(t) for t in out if _floating(t)]
+            return out
+        grads, below = pullback(tangents)
+        return [*out, *grads.values(), *below]
+
+    empty = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), leaves)
+    tangents: list[Tensor] = []
+    joint(empty, tangents)  # on meta: what shapes the cotangents have
+    tangents = [torch.empty_like(t, device=leaves[0].device) for t in tangents]
+    graph = make_fx(functionalize(joint), tracing_mode="fake")(leaves, tangents)
+    forward, backward = min_cut_rematerialization_partition(graph, None, num_fwd_outputs=specs[1])
+    if compiled:
+        forward, backward = (torch.compile(g, dynamic=False) for g in (forward, backward))
+    return forward, backward, *specs

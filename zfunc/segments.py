@@ -1,0 +1,188 @@
+"""Segments: a model as a tuple of pure functions `(params, x) -> y`, the last one ending in the loss.
+
+The invariant: a segment owns no training state. Its function gets the parameters by name and the input, and
+calling it changes nothing; what a module held is only the initial values.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from torch import Tensor, nn
+
+from zfunc.layout import Parameter
+
+Values = dict[str, Tensor]
+
+
+@frozen(eq=False)
+class Segment:
+    """A pure function with the names, shapes and initial values of its parameters.
+
+    `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
+    short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
+    change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
+    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are tensors by short name that
+    are read and never trained (a module's buffers).
+
+    Usually made by `segment` from a module; made by hand from a function:
+
+    >>> from zfunc.layout import Parameter
+    >>> double = Segment("double", lambda p, x: x * p["w"], (Parameter("double.w", ()),), ("w",),
+    ...                  initial=lambda seed: {"double.w": torch.tensor(2.0)})
+    """
+
+    name: str
+    function: Callable[..., Any]
+    parameters: tuple[Parameter, ...] = field(converter=tuple)
+    short: tuple[str, ...] = field(converter=tuple)
+    initial: Callable[[int], Values] = field(kw_only=True)
+    evaluate: Callable[..., Any] | None = field(default=None, kw_only=True)
+    shared: frozenset[str] = field(default=frozenset(), converter=frozenset, kw_only=True)
+    constants: Values = field(factory=dict, kw_only=True)
+    module: nn.Module | None = field(default=None, kw_only=True, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        if len(self.parameters) != len(self.short):
+            raise ValueError(
+                f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
+                "names, expected one for each: name every parameter as the function knows it"
+            )
+
+    @cached_property
+    def by_short(self) -> dict[str, str]:
+        """Full name of each short one."""
+        return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
+
+    @property
+    def evaluation(self) -> Callable[..., Any]:
+        """The function to evaluate with: without dropout if there is such a one."""
+        return self.evaluate or self.function
+
+    def like(self, other: "Segment") -> bool:
+        """Whether both compute the same function, so that one trace or compilation serves both."""
+        if self.short != other.short or [p.shape for p in self.parameters] != [
+            p.shape for p in other.parameters
+        ]:
+            return False
+        if [p.trainable for p in self.parameters] != [p.trainable for p in other.parameters]:
+            return False
+        if self.module is None or other.module is None:
+            return self.function is other.function and not self.constants and not other.constants
+        return _same(self.module, other.module)
+
+
+def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
+    """An `nn.Module` as a `Segment`; its parameters are named `name.<name in the module>`.
+
+    `share` ties a name in the module to another segment's parameter, by full name; that one's value counts.
+    Initial values are the module's own; a module on the meta device is made real one segment at a time by
+    `reset_parameters`, and never all at once. Parameters with `requires_grad=False` stay frozen. Buffers are
+    constants, kept in their own dtype. The module itself is not changed by training.
+
+    Raises ValueError for a name with no parameter in `share`, and for a module that is partly on meta.
+    """
+    share = dict(share or {})
+    own = dict(module.named_parameters(remove_duplicate=False))
+    for short in share:
+        if short not in own:
+            raise ValueError(
+                f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
+                "give the name inside the module, then the full name of the other segment's parameter"
+            )
+    own = {short: p for short, p in own.items() if p is not None}
+    first: dict[int, str] = {}
+    parameters: list[Parameter] = []
+    for short, p in own.items():
+        twin = first.setdefault(id(p), short)  # tied inside the module
+        full = share.get(short) or share.get(twin) or f"{name}.{twin}"
+        parameters.append(Parameter(full, tuple(p.shape), p.requires_grad))
+    on_meta = {t.is_meta for t in own.values()}
+    if len(on_meta) > 1:
+        raise ValueError(
+            f"segment {name!r}: got a module partly on the meta device, expected all of it there or none: "
+            "build it under one `with torch.device(...)`"
+        )
+    skeleton = _skeleton(module)
+    owned = {p.name: short for short, p in reversed([*zip(own, parameters, strict=True)])}
+    owned = {full: short for full, short in owned.items() if full not in set(share.values())}
+    meta = on_meta == {True}
+    constants = _real_module(name, module, 0)[1] if meta else dict(module.named_buffers())
+
+    def initial(seed: int) -> Values:
+        values = _real_module(name, module, seed)[0] if meta else own
+        return {full: values[short].detach() for full, short in owned.items()}
+
+    return Segment(
+        name,
+        _functional(skeleton),
+        tuple(parameters),
+        tuple(own),
+        initial=initial,
+        shared=frozenset(share.values()),
+        evaluate=_functional(_skeleton(module).eval()),
+        constants={k: v.detach() for k, v in constants.items()},
+        module=skeleton,
+    )
+
+
+def _functional(skeleton: nn.Module) -> Callable[..., Any]:
+    def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        return torch.func.functional_call(skeleton, dict(params), inputs, tie_weights=False)
+
+    return function
+
+
+def _skeleton(module: nn.Module) -> nn.Module:
+    """The module's structure on the meta device: a copy that holds no memory."""
+    tensors = [*module.parameters(), *module.buffers()]
+    memo: dict[int, Any] = {}
+    for t in tensors:
+        meta = t.detach().to("meta")
+        memo[id(t)] = nn.Parameter(meta, t.requires_grad) if isinstance(t, nn.Parameter) else meta
+    return copy.deepcopy(module, memo)
+
+
+def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
+    """Parameters and buffers of a meta module, made on the CPU and filled by `reset_parameters`."""
+    real = copy.deepcopy(module).to_empty(device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for t in (*real.parameters(), *real.buffers()):
+            if t.is_floating_point():
+                t.fill_(math.nan)  # so that what reset_parameters leaves out is seen
+        torch.manual_seed(seed)
+        for child in reversed([*real.modules()]):  # a module's own reset comes after its children's
+            reset = getattr(child, "reset_parameters", None)
+            if callable(reset):
+                reset()
+    for what, t in (*real.named_parameters(), *real.named_buffers()):
+        if t.is_floating_point() and t.isnan().any():
+            raise ValueError(
+                f"segment {name!r}: {what} has no value, expected reset_parameters of the module or one above "
+                "it to fill it: define it there, or build the module on the CPU"
+            )
+    return dict(real.named_parameters(remove_duplicate=False)), dict(real.named_buffers())
+
+
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size, torch.device)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two modules, or two of their attributes, are sure to behave alike. In doubt, they are not."""
+    if isinstance(a, nn.Module) and type(a) is type(b):
+        # Buffers are constants, handed to the function by name, so their values do not matter here.
+        skip = {"_parameters", "_buffers", "_modules"}
+        mine, theirs = ({k: v for k, v in vars(x).items() if k not in skip} for x in (a, b))
+        children = _same(dict(a._modules), dict(b._modules))
+        return children and _same(mine, theirs) and a._buffers.keys() == b._buffers.keys()
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return list(a) == list(b) and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        return len(a) == len(b) and all(map(_same, a, b))
+    if isinstance(a, (set, frozenset)) and type(a) is type(b):
+        return a == b
+    return a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)

@@ -1,0 +1,265 @@
+"""What each operation does: `{verb: function}`, each a few lines over the regions its operation declares.
+
+The invariant: a stage touches `mem[region]` for the regions of its own operation and nothing else that can
+change; in debug mode it is handed no others. A stage returns nothing: it writes what its operation writes.
+"""
+
+import math
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zfunc.adam import AdamW, accumulate_, adam_update_, square_sum
+from zfunc.errors import NonFiniteError
+from zfunc.graph import Op, Region
+from zfunc.layout import Bucket, Layout
+from zfunc.passes import Passes, Weights
+from zfunc.state import Flat
+
+Memory = MutableMapping[Region, Any]
+
+
+@frozen(eq=False)
+class SegmentCall:
+    """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
+
+    passes: Passes
+    trained: dict[str, str]  # short name -> full name
+    fixed: dict[str, str]
+    constants: dict[str, Tensor]
+
+
+@frozen(eq=False)
+class Step:
+    """The constants of one step: nothing a stage could change."""
+
+    layout: Layout
+    calls: tuple[SegmentCall, ...]
+    optimizer: AdamW
+    number: int  # of the update this step makes, from 1
+    lr: float
+    loss_scale: float
+    clip_norm: float | None
+    skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
+    micro_batches: int
+    dtype: torch.dtype
+    device: torch.device
+    randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
+
+
+@frozen
+class Verdict:
+    """What `decide` found: the mean loss, whether the step counts, and the factor for every gradient."""
+
+    loss: float
+    skip: bool
+    grad_scale: float
+
+
+Stage = Callable[[Op, Memory, Step], None]
+
+
+def load(op: Op, mem: Memory, step: Step) -> None:
+    """Bring one micro-batch to the device; floating-point inputs in the compute precision."""
+    (m,) = op.index
+    inputs, targets = mem[op.read("batch")]
+    mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
+    mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
+
+
+def forward(op: Op, mem: Memory, step: Step) -> None:
+    """Run one segment, its randomness seeded by where it stands."""
+    m, s = op.index
+    with step.randomness(m, s):
+        y, residuals = step.calls[s].passes.forward(_weights(op, mem, step.calls[s]), _inputs(op, mem))
+    mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
+    if op.touches("residuals"):
+        mem[op.write("residuals")] = residuals
+
+
+def backward(op: Op, mem: Memory, step: Step) -> None:
+    """Pull the cotangent back through one segment, under the seed its forward had."""
+    m, s = op.index
+    call = step.calls[s]
+    residuals = mem[op.read("residuals")] if op.touches("residuals") else None
+    with step.randomness(m, s):
+        grads, below = call.passes.backward(
+            _weights(op, mem, call), _inputs(op, mem), residuals, _cotangents(op, mem, step)
+        )
+    if op.touches("grads"):
+        mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
+    if any(r.buffer == "grad_act" for r in op.writes):
+        mem[op.write("grad_act")] = below
+
+
+def pack(op: Op, mem: Memory, step: Step) -> None:
+    """Copy one segment's gradients into its bucket's slot; the first to come zeroes what it does not cover."""
+    _, b, s = op.index
+    bucket, call = step.layout.buckets[b], step.calls[s]
+    slot, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    covered, gaps = _cover(bucket, tuple(call.trained.values()))
+    if not any(r.buffer == "grad_slot" for r in op.reads):
+        for start, stop in gaps:
+            slot[start:stop].zero_()
+    pieces = [slot[start:stop].view(shape) for _, start, stop, shape in covered]
+    torch._foreach_copy_(pieces, [grads[name] for name, *_ in covered])
+
+
+def square_sum_(op: Op, mem: Memory, step: Step) -> None:
+    """Sum the squares of a complete bucket, where it is."""
+    (b,) = op.index
+    grad = mem[op.read("grad_slot")][: step.layout.buckets[b].numel]
+    if grad.is_cuda:
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        mem[op.write("squares")].copy_(norm.double().square_())
+    else:
+        mem[op.write("squares")].fill_(square_sum(grad))
+
+
+def to_host(op: Op, mem: Memory, step: Step) -> None:
+    """Copy a bucket's gradient, and its squares where it is complete, to pinned memory."""
+    _, b, _ = op.index
+    numel = step.layout.buckets[b].numel
+    for r in op.writes:
+        if r.buffer == "host_squares":
+            mem[r].copy_(mem[op.read("squares")], non_blocking=True)
+        else:
+            mem[r][:numel].copy_(mem[op.read("grad_slot")][:numel], non_blocking=True)
+
+
+def accumulate(op: Op, mem: Memory, step: Step) -> None:
+    """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
+    _, b, _ = op.index
+    total = mem[op.write("grad_sum")]
+    first = not any(r.buffer == "grad_sum" for r in op.reads)
+    grad = mem[op.read("host_slot")][: step.layout.buckets[b].numel]
+    mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
+
+
+def global_norm(op: Op, mem: Memory, step: Step) -> None:
+    """The unscaled norm of the whole gradient; squares are added in the order of the buckets."""
+    total = 0.0
+    for r in op.reads:
+        total += float(mem[r])
+    mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
+
+
+def decide(op: Op, mem: Memory, step: Step) -> None:
+    """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
+    losses = [float(mem[r]) for r in op.reads if r.buffer == "loss"]
+    loss = sum(losses) / len(losses)
+    norm = mem[op.read("norm")] if op.touches("norm") else 0.0
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and not step.skip_overflow:
+        what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
+        raise NonFiniteError(
+            f"step {step.number}: got {what}, expected finite numbers; nothing was updated and the state is "
+            "unharmed. Look at this batch, lower the learning rate, or clip"
+        )
+    factor = 1.0
+    if step.clip_norm is not None and finite:
+        factor = min(1.0, step.clip_norm / (norm + 1e-6))
+    mem[op.write("verdict")] = Verdict(loss, not finite, factor / step.loss_scale)
+
+
+def adam(op: Op, mem: Memory, step: Step) -> None:
+    """Update one bucket on the host in one sweep, and leave the copy for the device in its slot."""
+    (b,) = op.index
+    verdict: Verdict = mem[op.read("verdict")]
+    if verdict.skip:
+        return
+    bucket, optimizer = step.layout.buckets[b], step.optimizer
+    (grad,) = (mem[r] for r in op.reads if r.buffer in ("host_grad", "host_slot", "grad_sum"))
+    master, exp_avg, exp_avg_sq = (mem[op.write(x)] for x in ("master", "exp_avg", "exp_avg_sq"))
+    copy = mem[op.write("param_slot")]
+    for start, stop, decayed in bucket.runs:
+        adam_update_(
+            master[start:stop],
+            exp_avg[start:stop],
+            exp_avg_sq[start:stop],
+            grad[start:stop],
+            out=copy[start:stop],
+            step=step.number,
+            lr=step.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay if decayed else 0.0,
+            decoupled=optimizer.decoupled,
+            grad_scale=verdict.grad_scale,
+        )
+
+
+def to_device(op: Op, mem: Memory, step: Step) -> None:
+    """Copy a bucket's new parameters to the device, if the step counts."""
+    if not mem[op.read("verdict")].skip:
+        params: Flat = mem[op.write("params")]
+        params.flat.copy_(mem[op.read("param_slot")][: params.flat.numel()], non_blocking=True)
+
+
+STAGES: dict[str, Stage] = {
+    "load": load,
+    "forward": forward,
+    "backward": backward,
+    "pack": pack,
+    "square_sum": square_sum_,
+    "to_host": to_host,
+    "accumulate": accumulate,
+    "global_norm": global_norm,
+    "decide": decide,
+    "adam": adam,
+    "to_device": to_device,
+}
+
+
+def _to_device(t: Tensor, step: Step, *, cast: bool) -> Tensor:
+    dtype = step.dtype if cast and t.is_floating_point() else t.dtype
+    return t.to(step.device, dtype, non_blocking=True).contiguous()  # as it was traced
+
+
+def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):  # nearly always
+        return function(tree)
+    return torch.utils._pytree.tree_map_only(Tensor, function, tree)
+
+
+def _weights(op: Op, mem: Memory, call: SegmentCall) -> Weights:
+    views: dict[str, Tensor] = {}
+    for r in op.reads:
+        if r.buffer in ("params", "frozen"):
+            views.update(mem[r].views)
+    trained = {short: views[full] for short, full in call.trained.items()}
+    fixed = {short: views[full] for short, full in call.fixed.items()}
+    return Weights(trained, {**fixed, **call.constants})
+
+
+def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
+    x = mem[op.read("act")]
+    return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
+
+
+def _cotangents(op: Op, mem: Memory, step: Step) -> list[Tensor]:
+    """From the segment above; for the loss, the loss scale over the number of micro-batches."""
+    if op.touches("targets"):
+        seed = step.loss_scale / step.micro_batches
+        return [torch.full((), seed, dtype=torch.float32, device=step.device)]
+    return mem[op.read("grad_act")]
+
+
+@lru_cache(maxsize=None)
+def _cover(
+    bucket: Bucket, names: tuple[str, ...]
+) -> tuple[tuple[tuple[str, int, int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:
+    """Which spans of `bucket` have these names, and the gaps between them, relative to the bucket."""
+    covered = [
+        (x.name, x.start - bucket.start, x.stop - bucket.start, x.shape)
+        for x in bucket.spans
+        if x.name in set(names)
+    ]
+    edges = [0, *(edge for _, start, stop, _ in covered for edge in (start, stop)), bucket.numel]
+    gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+    return tuple(covered), tuple(gaps)

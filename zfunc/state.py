@@ -1,0 +1,92 @@
+"""The donated training state: what a step consumes and returns.
+
+The invariant: there is one copy of the buffers and one State that may use them. `train_step` takes a State and
+returns the next; the one it took is donated, and using it again raises, with what to do instead.
+"""
+
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zfunc.errors import DonatedStateError
+from zfunc.layout import Bucket, Layout, Span
+from zfunc.loss_scale import LossScale
+
+
+@frozen(eq=False)
+class Flat:
+    """A bucket's piece of a flat buffer and, by full name, the parameters in it as views with their shapes."""
+
+    flat: Tensor  # [bucket.numel], 16- or 32-bit, device
+    views: dict[str, Tensor]
+
+
+@define(eq=False)
+class Buffers:
+    """The memory behind a State. `generation` is that of the one State that may use it."""
+
+    params: Tensor  # [layout.numel], compute precision, device
+    frozen: Tensor  # [layout.frozen_numel], compute precision, device
+    master: Tensor  # [layout.numel] fp32, host
+    exp_avg: Tensor  # [layout.numel] fp32, host
+    exp_avg_sq: Tensor  # [layout.numel] fp32, host
+    generation: int = 0
+    lost: str = ""  # why no State can use it any more
+
+
+@frozen(eq=False)
+class State:
+    """Everything training needs to go on: buffers, counters, loss scale, seed, data position.
+
+    `step` counts updates made, `batches` calls of train_step (skipped steps too), `sequences` the rows of all
+    batches so far: the data position. `seed` is the key all randomness derives from.
+    """
+
+    buffers: Buffers = field(repr=False)
+    program: int = field(repr=False)  # identity of the program that made it
+    generation: int
+    step: int = 0
+    batches: int = 0
+    sequences: int = 0
+    loss_scale: LossScale = field(factory=LossScale)
+    seed: int = 0
+
+    def check(self, program: int, action: str) -> None:
+        """Raise if this State may not be used by `program` for `action`."""
+        if self.program != program:
+            raise ValueError(
+                f"{action}: got a state made by another program, expected one from zfunc.init with this "
+                "program: programs lay out their buffers differently. Pass zfunc.params of the other as "
+                "init(program, params=...)"
+            )
+        if self.buffers.lost:
+            raise DonatedStateError(f"{action}: this state is gone: {self.buffers.lost}")
+        if self.generation != self.buffers.generation:
+            raise DonatedStateError(
+                f"{action}: got a state that an earlier train_step consumed (step {self.step}), expected the one it "
+                "returned: write `state, metrics = zfunc.train_step(program, state, batch)` and use that state"
+            )
+
+
+def allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> Buffers:
+    """Zeroed buffers for one State."""
+    on_device: dict[str, Any] = {"dtype": dtype, "device": device}
+    return Buffers(
+        params=torch.zeros(layout.numel, **on_device),
+        frozen=torch.zeros(layout.frozen_numel, **on_device),
+        master=torch.zeros(layout.numel),
+        exp_avg=torch.zeros(layout.numel),
+        exp_avg_sq=torch.zeros(layout.numel),
+    )
+
+
+def view(flat: Tensor, span: Span) -> Tensor:
+    """The parameter at `span` of `flat`, in its own shape."""
+    return flat[span.start : span.stop].view(span.shape)
+
+
+def unflatten(flat: Tensor, bucket: Bucket) -> Flat:
+    """Bucket `bucket` of the whole flat buffer, with a view for each parameter in it."""
+    return Flat(flat[bucket.start : bucket.stop], {span.name: view(flat, span) for span in bucket.spans})

@@ -1,0 +1,279 @@
+"""`init`, `train_step` and what reads a State: the calls of a training loop.
+
+The invariant: `train_step` is a function of (program, state, batch). Randomness comes from the state's seed and
+the place it is used at; a step that raises before its first update leaves the state as it was.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from zfunc.errors import nearest
+from zfunc.execute import Jitter, Options, Ran
+from zfunc.graph import Region
+from zfunc.loss_scale import UNSCALED, LossScale
+from zfunc.memory import memory
+from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
+from zfunc.stages import Step
+from zfunc.state import Buffers, Flat, State, allocate, unflatten, view
+from zfunc.timeline import Timeline
+
+
+@frozen
+class Metrics:
+    """What one step reports: mean `loss`; `grad_norm` before clipping, unscaled; `lr` used; whether the step was
+    `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
+    operations. `timeline` only with `trace=True`.
+    """
+
+    loss: float
+    grad_norm: float
+    lr: float
+    skipped: bool
+    loss_scale: float
+    step: int
+    seconds: float
+    host_seconds: float
+    timeline: Timeline | None = None
+
+
+def init(
+    program: Program,
+    *,
+    seed: int = 0,
+    params: Mapping[str, Tensor] | None = None,
+    loss_scale: LossScale | None = None,
+) -> State:
+    """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
+
+    Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
+    Raises OutOfMemory before allocating anything if the plan does not fit, ValueError for names or shapes in
+    `params` that the program does not have.
+    """
+    given = dict(params or {})
+    _check_names(program, given)
+    check_memory(program, memory(program.plan), held={}, action="init")
+    buffers = allocate(program.layout, program.dtype, program.device)
+    staging(program)
+    spans = {span.name: span for span in program.layout.spans}
+    frozen_spans = {span.name: span for span in program.layout.frozen}
+    for s, segment in enumerate(program.segments):
+        values = segment.initial(_key(seed, "init", s))
+        for name, value in {**values, **{k: v for k, v in given.items() if k in values}}.items():
+            span = spans.get(name) or frozen_spans[name]
+            if tuple(value.shape) != span.shape:
+                raise ValueError(
+                    f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
+                )
+            if name in spans:
+                view(buffers.master, span).copy_(value)
+            view(buffers.params if name in spans else buffers.frozen, span).copy_(value)
+    scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
+    return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+
+
+def train_step(
+    program: Program,
+    state: State,
+    batch: tuple[Any, Any],
+    *,
+    trace: bool = False,
+    debug: bool = False,
+    jitter: Jitter | None = None,
+) -> tuple[State, Metrics]:
+    """One step on `batch = (inputs, targets)`. Returns the next State, and what happened; `state` is donated.
+
+    Every tensor's first dimension is split into `micro_batches` equal parts; the gradient is the mean over all
+    of it. `trace` times every operation; `debug` hands each stage only the regions it declared; `jitter`
+    delays every operation at random.
+
+    Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state,
+    NonFiniteError for a non-finite loss (or gradient norm, if it is known before the updates) without loss
+    scaling, ExecutionError if a stage fails. Where nothing had been updated, `state` can be used again.
+    """
+    state.check(program.identity, "train_step")
+    special = specialize(program, batch)
+    buffers = state.buffers
+    held = {tier: peak.kept for tier, peak in special.memory.items()}
+    check_memory(program, special.memory, held=held, action="train_step")
+    number = state.step + 1
+    step = _step(program, special, state, number)
+    mem = _memory(program, buffers, split(batch, program.micro_batches))
+    options = Options(jitter, debug, trace)
+    buffers.generation += 1
+    buffers.lost = f"step {number} did not finish"  # until it has
+    started: set[int] = set()
+    try:
+        ran = program.executor.run(special.prepared, mem, step, options, started)
+    except BaseException as error:
+        _settle(special, buffers, started, number, error)
+        raise
+    buffers.lost = ""
+    verdict = mem[Region("verdict")]
+    after = evolve(
+        state,
+        generation=buffers.generation,
+        step=state.step if verdict.skip else number,
+        batches=state.batches + 1,
+        sequences=state.sequences + _rows(batch),
+    )
+    metrics = _metrics(step, state, verdict.loss, mem[Region("norm")], verdict.skip, ran, trace)
+    if program.precision == "fp16":
+        after = _rescale(after, overflow=verdict.skip)
+    return after, metrics
+
+
+def params(program: Program, state: State) -> dict[str, Tensor]:
+    """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once."""
+    state.check(program.identity, "params")
+    buffers = state.buffers
+    trained = {span.name: view(buffers.master, span).clone() for span in program.layout.spans}
+    fixed = {span.name: view(buffers.frozen, span).float().cpu() for span in program.layout.frozen}
+    return {**trained, **fixed}
+
+
+def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
+    """Run the segments forward, without dropout, with the device's parameters.
+
+    The last segment is called with `more` after its input: the targets for a loss, or nothing if it can do
+    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change.
+    """
+    state.check(program.identity, "apply")
+    mem = _memory(program, state.buffers, [])
+    views: dict[str, Tensor] = {}
+    for r, value in mem.items():
+        if isinstance(value, Flat):
+            views.update(value.views)
+    to_device = lambda t: t.to(program.device)  # noqa: E731
+    x = tree_map_only(
+        Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
+    )
+    more = tree_map_only(Tensor, to_device, more)
+    with torch.no_grad():
+        for s, (segment, call) in enumerate(zip(program.segments, program.calls, strict=True)):
+            weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
+            extra = more if s == len(program.segments) - 1 else ()
+            x = segment.evaluation({**weights, **call.constants}, x, *extra)
+    return x
+
+
+def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
+    """The mean loss of `batch = (inputs, targets)`, without dropout. Changes nothing."""
+    inputs, targets = batch
+    return float(apply(program, state, inputs, targets))
+
+
+def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
+    def randomness(m: int, s: int) -> AbstractContextManager[None]:
+        if s not in special.random:
+            return nullcontext()
+        return _seeded(_key(state.seed, state.batches, m, s), program.device)
+
+    return Step(
+        layout=program.layout,
+        calls=program.calls,
+        optimizer=program.optimizer,
+        number=number,
+        lr=program.optimizer.lr_at(number),
+        loss_scale=state.loss_scale.scale,
+        clip_norm=program.clip_norm,
+        skip_overflow=program.precision == "fp16",
+        micro_batches=program.micro_batches,
+        dtype=program.dtype,
+        device=program.device,
+        randomness=randomness,
+    )
+
+
+def _memory(program: Program, buffers: Buffers, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
+    """Where every kept region is: views of the state's buffers, the program's staging, the batch."""
+    mem: dict[Region, Any] = dict(staging(program))
+    for bucket in program.layout.buckets:
+        b = (bucket.index,)
+        mem[Region("params", b)] = unflatten(buffers.params, bucket)
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            mem[Region(name, b)] = getattr(buffers, name)[bucket.start : bucket.stop]
+    frozen_views = {span.name: view(buffers.frozen, span) for span in program.layout.frozen}
+    mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
+    for m, part in enumerate(micro):
+        mem[Region("batch", (m,))] = part
+    return mem
+
+
+def _metrics(
+    step: Step, state: State, loss: float, norm: float, skipped: bool, ran: Ran, trace: bool
+) -> Metrics:
+    return Metrics(
+        loss=loss,
+        grad_norm=norm,
+        lr=step.lr,
+        skipped=skipped,
+        loss_scale=state.loss_scale.scale,
+        step=step.number,
+        seconds=ran.seconds,
+        host_seconds=ran.host_seconds,
+        timeline=ran.timeline if trace else None,
+    )
+
+
+STATE = frozenset({"params", "master", "exp_avg", "exp_avg_sq"})
+
+
+def _settle(
+    special: Specialized, buffers: Buffers, started: set[int], number: int, error: BaseException
+) -> None:
+    """After a failed step: the state is as it was if no operation that writes it had started; else it is lost."""
+    ops = special.plan.graph.ops
+    touched = sorted(i for i in started if any(r.buffer in STATE for r in ops[i].writes))
+    if touched:
+        buffers.lost = (
+            f"step {number} failed after {ops[touched[0]].name} had begun to update it ({type(error).__name__}: "
+            f"{error}). Go on from an earlier copy of the parameters, with init(program, params=...)"
+        )
+    else:
+        buffers.generation -= 1
+        buffers.lost = ""
+
+
+def _rescale(state: State, *, overflow: bool) -> State:
+    return evolve(state, loss_scale=state.loss_scale.update(overflow=overflow))
+
+
+def _rows(batch: tuple[Any, Any]) -> int:
+    from torch.utils._pytree import tree_leaves
+
+    return next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor))
+
+
+def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
+    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+    for name, value in given.items():
+        if name not in shapes:
+            raise ValueError(
+                f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
+            )
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")
+
+
+def _key(*parts: Any) -> int:
+    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@contextmanager
+def _seeded(key: int, device: torch.device) -> Iterator[None]:
+    """The default generators seeded with `key`, and given back as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.default_generator.manual_seed(key)
+        if devices:
+            torch.cuda.default_generators[device.index].manual_seed(key)
+        yield

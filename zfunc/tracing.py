@@ -1,0 +1,151 @@
+"""What a segment costs, found by running it on tensors without data: shapes, FLOPs, memory, randomness.
+
+The invariant: nothing is allocated and nothing is computed; the same code runs as in training, on fake
+tensors, and what it would have kept alive is counted. So a plan's memory is known before it is run.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+ROUNDING = 512  # bytes; what an allocator rounds a block up to
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of all storages made under it that are alive: `live` now, `peak` at most.
+
+    Also notes whether an operation drew random numbers, and refuses to write into a tensor made elsewhere:
+    the function would not be pure.
+    """
+
+    def __init__(self, *, pure: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.random = False
+        self._pure = pure
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pure and func._schema.is_mutable:
+            self._check_pure(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                self._count(t)
+        return out
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether the storage of `t` was made under this tracker."""
+        return t.untyped_storage()._cdata in self._sizes
+
+    def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
+        for value, declared in zip(args, func._schema.arguments, strict=False):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                self._check_own(func, value)
+        for name, value in kwargs.items():
+            declared = next(a for a in func._schema.arguments if a.name == name)
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                self._check_own(func, value)
+
+    def _check_own(self, func: Any, value: Any) -> None:
+        for t in tree_leaves(value):
+            if isinstance(t, Tensor) and not self.holds(t):
+                raise ValueError(
+                    f"got an in-place change ({func}) of a tensor of shape {tuple(t.shape)} made outside the "
+                    "function (a parameter, the input, a buffer or a captured tensor), expected a pure "
+                    "function: return a new tensor instead (running statistics cannot be kept)"
+                )
+
+
+@frozen
+class Trace:
+    """What one run showed: `out` (meta tensors), and the costs of `zfunc.emit.SegmentCost`, in bytes and FLOPs."""
+
+    out: Any
+    flops: int
+    output_bytes: int
+    residual_bytes: int
+    forward_peak: int
+    backward_peak: int
+    random: bool
+
+
+Run = Callable[..., tuple[Any, Any, Callable[[Any], Any] | None]]
+
+
+def trace(run: Run, *args: Any, device: torch.device, warm: bool = False) -> Trace:
+    """Trace one segment. `run(*args)` does its forward and returns `(y, residuals, backward)`.
+
+    `args` are pytrees of tensors, of which only shape and dtype count. `backward`, a function of the
+    cotangents of `y`, is None where there is nothing to do. With `warm` it is run once before it is watched,
+    so that what it does only the first time is not counted.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        args = tree_map_only(Tensor, lambda t: like(t, device), args)
+        flops = FlopCounterMode(display=False)
+        if warm:
+            run(*args)
+        with torch.no_grad(), Tracker(pure=True) as tracker:
+            with flops:
+                y, residuals, backward = run(*args)
+            forward_peak, after = tracker.peak, tracker.live
+            output_bytes = _storage_bytes(y)
+            if backward is not None:
+                cotangent = [torch.empty_like(t) for t in tree_leaves(y) if t.is_floating_point()]
+                before = tracker.live
+                tracker.peak = before
+                grads = backward(cotangent)
+                backward_peak = tracker.peak - before
+                del grads, cotangent
+            else:
+                backward_peak = 0
+        out = tree_map_only(FakeTensor, lambda t: like(t, "meta"), y)
+        del residuals, backward
+    return Trace(
+        out,
+        flops.get_total_flops(),
+        output_bytes,
+        max(0, after - output_bytes),
+        forward_peak,
+        backward_peak,
+        tracker.random,
+    )
+
+
+def like(t: Tensor, device: torch.device | str) -> Tensor:
+    """An empty tensor of the same shape, strides and dtype: what a trace sees depends on the strides too."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _storage_bytes(tree: Any) -> int:
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(tree)}
+    return sum(-(-n // ROUNDING) * ROUNDING for n in storages.values())
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the tensors of a pytree, each rounded as an allocator would."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return sum(-(-t.numel() * t.dtype.itemsize // ROUNDING) * ROUNDING for t in leaves)
