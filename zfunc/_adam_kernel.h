@@ -8,8 +8,9 @@
  * (or, in the sums, meet in an order fixed by n), so the instruction set and the thread count cannot
  * change a bit. The payload of a NaN is not promised.
  *
- * A block of ZF_BLOCK elements goes through three loops while it lies in L1: gradient to scaled fp32,
- * Adam, rounding of the copy. Three loops instead of one avoid a product of types and modes. */
+ * A block of ZF_BLOCK elements goes through three loops while it lies in L1: widening of the gradient,
+ * Adam, rounding of the copy. Three loops instead of one avoid a product of types and modes; short blocks
+ * keep the memory busy, because only the middle loop fetches ahead. */
 #ifndef ZFUNC_ADAM_KERNEL_H
 #define ZFUNC_ADAM_KERNEL_H
 
@@ -341,7 +342,11 @@ typedef void (*zf_range)(const void *args, size_t begin, size_t end);
 
 ZF_COPIES(baseline, ZF_BASELINE, )
 #if defined(__x86_64__)
+#if defined(__clang__)
+#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c"
+#else
 #define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
+#endif
 ZF_COPIES(avx2, ZF_AVX2, __attribute__((target("avx2,f16c"))))
 ZF_COPIES(avx512, ZF_AVX512, __attribute__((target(ZF_TARGET_AVX512))))
 #define ZF_TABLE(kind) {zf_##kind##_baseline, zf_##kind##_avx2, zf_##kind##_avx512}

@@ -6,6 +6,7 @@ because the kernel sees addresses only. What the kernel computes is in adam_refe
 
 import ctypes
 import functools
+import importlib
 import logging
 import math
 import operator
@@ -27,19 +28,18 @@ log = logging.getLogger("zfunc")
 def _load_kernel() -> ModuleType:
     """Import the extension; its OpenMP symbols come from the runtime torch has loaded."""
     try:
-        from zfunc import _cpu_adam
+        return importlib.import_module("zfunc._cpu_adam")
     except ImportError as first:
         try:
             # By soname: torch's own libgomp, made visible, where there is one; the system's elsewhere.
             ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
-            from zfunc import _cpu_adam
+            return importlib.import_module("zfunc._cpu_adam")
         except (ImportError, OSError) as error:
             raise ImportError(
                 f"zfunc's host kernel did not load: {first}. If the module is missing, build it: "
-                "pip install -e . --no-build-isolation. If a GOMP_ or __kmpc_ symbol is missing, it was "
+                "pip install -e . --no-build-isolation. If an omp_, GOMP_ or __kmpc_ symbol is missing, it was "
                 "compiled for another OpenMP runtime than torch's: build with CC=gcc, or install libgomp"
             ) from error
-    return _cpu_adam
 
 
 _cpu_adam: Any = _load_kernel()
@@ -67,30 +67,8 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2
 
 
-def _check_lr(instance: Any, attribute: Any, value: Any) -> None:
-    del instance, attribute
-    if not callable(value):
-        _finite("lr", value, minimum=0.0)
-
-
-def _check_betas(instance: Any, attribute: Any, value: Any) -> None:
-    del instance, attribute
-    _betas(value)
-
-
-def _check_coefficient(instance: Any, attribute: Any, value: Any) -> None:
-    del instance
-    _finite(attribute.name, value, minimum=0.0)
-
-
-def _check_callable(instance: Any, attribute: Any, value: Any) -> None:
-    del instance
-    if not callable(value):
-        _refuse(TypeError, attribute.name, repr(value), "a function (name, shape) -> bool", "pass one")
-
-
-def _pair(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _pair(betas: Any) -> Any:
+    return tuple(betas) if isinstance(betas, list) else betas
 
 
 @attrs.frozen
@@ -105,16 +83,28 @@ class AdamW:
     0.0003
     """
 
-    lr: float | Callable[[int], float] = attrs.field(default=1e-3, validator=_check_lr)
-    betas: tuple[float, float] = attrs.field(
-        default=(0.9, 0.999), kw_only=True, converter=_pair, validator=_check_betas
-    )
-    eps: float = attrs.field(default=1e-8, kw_only=True, validator=_check_coefficient)
-    weight_decay: float = attrs.field(default=0.01, kw_only=True, validator=_check_coefficient)
-    decoupled: bool = attrs.field(default=True, kw_only=True, validator=attrs.validators.instance_of(bool))
-    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(
-        default=everything, kw_only=True, validator=_check_callable
-    )
+    lr: float | Callable[[int], float] = 1e-3
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_pair)
+    eps: float = attrs.field(default=1e-8, kw_only=True)
+    weight_decay: float = attrs.field(default=0.01, kw_only=True)
+    decoupled: bool = attrs.field(default=True, kw_only=True)
+    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=everything, kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Check every field."""
+        if not callable(self.lr):
+            _finite("lr", self.lr, minimum=0.0)
+        _betas(self.betas)
+        _finite("eps", self.eps, minimum=0.0)
+        _finite("weight_decay", self.weight_decay, minimum=0.0)
+        if not isinstance(self.decoupled, bool):
+            _refuse(
+                TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
+            )
+        if not callable(self.decay):
+            _refuse(
+                TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
+            )
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 1; ValueError where it is not finite or negative."""

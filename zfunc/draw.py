@@ -15,8 +15,8 @@ from zfunc.plan import Plan
 from zfunc.timeline import Event, Timeline
 
 PALETTE = (  # light enough for black letters, told apart on white and on black, neighbours far apart
-    *("#8ecae6", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#7fc8a9", "#d9a5e0", "#e5989b"),
-    *("#a7c957", "#f6bd60", "#90be6d", "#c9ada7", "#4fb3bf", "#bc8cf2", "#dda15e", "#94a3b8"),
+    *("#9bd5ea", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0", "#e8848c"),
+    *("#a7c957", "#f6c177", "#a98ff0", "#c9ada7", "#86b56a", "#4fb0c6", "#d69a55", "#94a3b8"),
 )
 ARROWS_UP_TO = 200  # operations; with more, the waits hide what they should show
 
@@ -98,13 +98,15 @@ def svg(timeline: Timeline, *, plan: Plan | None = None, title: str = "", width:
     """
     if width < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
-    left = _MARGIN + max([72.0, *(_LETTER * 1.15 * len(lane) + 16 for lane in timeline.lanes)])
+    left = _MARGIN + max([78.0, *(_LETTER * 1.15 * len(lane) + 16 for lane in timeline.lanes)])
     scale = (width - _MARGIN - left) / (timeline.seconds or 1.0)
     bottom = _HEAD + _ROW * len(timeline.lanes)
     verbs = _verbs(timeline, plan)
     legend = list(_legend(verbs, width, bottom + 38))
     height = bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
     after = _waits(plan) if plan else {}
+    short = len(timeline.events) <= ARROWS_UP_TO
+    thinnest = 1.0 if short else 0.25  # px; many bars widened to be seen would hide how idle a lane is
     rows = {lane: _HEAD + _ROW * n for n, lane in enumerate(timeline.lanes)}
     return "\n".join(
         [
@@ -118,8 +120,8 @@ def svg(timeline: Timeline, *, plan: Plan | None = None, title: str = "", width:
             f'<text class="dim" x="{_MARGIN:g}" y="49">{escape(_summary(timeline))}</text>',
             *_axis(timeline, left, scale, bottom, width),
             *(_lane(timeline, lane, y, left, width) for lane, y in rows.items()),
-            *(_bar(e, rows[e.lane], left, scale, verbs, after.get(e.op, ())) for e in timeline.events),
-            *(_arrows(timeline, after, rows, left, scale) if len(timeline.events) <= ARROWS_UP_TO else ()),
+            *(_arrows(timeline, after, rows, left, scale) if short else ()),
+            *(_bar(e, rows[e.lane], left, scale, thinnest, verbs, after) for e in timeline.events),
             *(mark for _, mark in legend),
             "</svg>\n",
         ]
@@ -238,11 +240,20 @@ def _lane(timeline: Timeline, lane: str, y: float, left: float, width: int) -> s
     )
 
 
-def _bar(e: Event, y: float, left: float, scale: float, verbs: dict[str, int], after: tuple[str, ...]) -> str:
-    x, wide = left + e.start * scale, max(0.3, e.seconds * scale)
+def _bar(
+    e: Event,
+    y: float,
+    left: float,
+    scale: float,
+    thinnest: float,
+    verbs: dict[str, int],
+    after: dict[str, tuple[str, ...]],
+) -> str:
+    x, wide = left + e.start * scale, max(thinnest, e.seconds * scale)
     gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
     told = f"{e.op}\n{e.lane}: {_seconds(e.seconds)}, from {_seconds(e.start)}"
-    told += "\nafter " + " ".join(after) if after else ""
+    if waits := after.get(e.op):
+        told += "\nafter " + " ".join(waits)
     bar = (
         f'<rect class="v{verbs[_verb(e.op)] % len(PALETTE)}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
         f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(told)}</title></rect>'
@@ -274,7 +285,7 @@ def _legend(verbs: dict[str, int], width: int, y: float) -> Iterator[tuple[int, 
     """A swatch and the name of each verb, and the row it is on."""
     row, x = 0, _MARGIN
     for verb, n in verbs.items():
-        wide = 18 + _LETTER * len(verb) + 18
+        wide = 18 + 6.0 * len(verb) + 24
         if x + wide > width - _MARGIN and x > _MARGIN:
             row, x = row + 1, _MARGIN
         top = y + 22 * row

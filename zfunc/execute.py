@@ -140,6 +140,9 @@ class Executor:
         self.patience = patience
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._threads: dict[str, SimpleQueue[Any]] = {}
+        # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
+        # change with it. Made here, it has happened before any step, whatever lanes come later.
+        torch.set_num_threads(torch.get_num_threads())
 
     def run(
         self, prepared: Prepared, mem: dict[Region, Any], step: Any, options: Options, started: set[int]

@@ -51,10 +51,10 @@ class GPTConfig:
     """
 
     vocab_size: int = attrs.field(default=256, validator=_check_count)
-    seq_length: int = attrs.field(default=256, validator=_check_count)
+    seq_length: int = attrs.field(default=128, validator=_check_count)
     num_layers: int = attrs.field(default=4, validator=_check_count)
-    hidden_size: int = attrs.field(default=192, validator=_check_count)
-    num_attention_heads: int = attrs.field(default=6, validator=_check_count)
+    hidden_size: int = attrs.field(default=128, validator=_check_count)
+    num_attention_heads: int = attrs.field(default=4, validator=_check_count)
     dropout: float = attrs.field(default=0.0, validator=_check_dropout)
     tied: bool = True
 

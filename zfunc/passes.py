@@ -11,18 +11,21 @@ The last segment never recomputes: its backward follows its forward at once.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from attrs import frozen
+from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor
 from torch.func import functionalize, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = ("all", "none", "min-cut")
 Values = dict[str, Tensor]
+Grads = tuple[Values, list[Tensor]]
 log = logging.getLogger("zfunc")
 
 
@@ -32,6 +35,10 @@ class Weights:
 
     trained: Values
     fixed: Values
+
+
+Pull = Callable[[Weights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
+Backward = Callable[[Weights, tuple[Any, ...], Sequence[Tensor]], Grads]
 
 
 @frozen
@@ -44,7 +51,7 @@ class Passes:
     """
 
     forward: Callable[[Weights, tuple[Any, ...]], tuple[Any, Any]]
-    backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], tuple[Values, list[Tensor]]]
+    backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
     keeps: bool
 
 
@@ -69,15 +76,76 @@ def passes(
     def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
         return function({**weights.trained, **weights.fixed}, *inputs)
 
-    def backward(
-        weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]
-    ) -> tuple[Values, list[Tensor]]:
+    if compiled:
+        forward, backward = _compile_forward(forward), _compile_backward(_pulled(pull))
+    else:
+        backward = _retraced(pull)
+    return Passes(lambda w, i: (forward(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
+
+
+def _pulled(pull: Pull) -> Backward:
+    """Recompute and pull back: the plain reference."""
+
+    def backward(weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]) -> Grads:
         _, pullback = pull(weights, inputs)
         return pullback(cotangents)
 
-    if compiled:
-        forward, backward = _compile_forward(forward), _compile_backward(backward)
-    return Passes(lambda w, i: (forward(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
+    return backward
+
+
+def _retraced(pull: Pull) -> Backward:
+    """`_pulled` as a graph, traced once for each set of shapes: the same operations less those whose result
+    backward does not need (the end of the recomputed forward), and no autograd around them.
+
+    A function whose control flow depends on data cannot be traced; `_pulled` itself serves then.
+    """
+    traced: dict[Any, Callable[..., Any] | None] = {}
+    plain = _pulled(pull)
+
+    def backward(weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]) -> Grads:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        key = _key(leaves, spec)
+        if key not in traced:
+            traced[key] = _trace_backward(pull, leaves, spec, list(cotangents))
+        graph = traced[key]
+        if graph is None:
+            return plain(weights, inputs, cotangents)
+        grads = graph(leaves, list(cotangents))
+        return _named(weights, grads)
+
+    return backward
+
+
+def _trace_backward(
+    pull: Pull, leaves: list[Any], spec: Any, cotangents: list[Tensor]
+) -> Callable[..., Any] | None:
+    def grads(primals: list[Any], tangents: list[Tensor]) -> list[Tensor]:
+        trained, fixed, inputs = tree_unflatten(primals, spec)
+        _, pullback = pull(Weights(trained, fixed), inputs)
+        of_weights, below = pullback(tangents)
+        return [*of_weights.values(), *below]
+
+    try:
+        graph = make_fx(functionalize(grads), tracing_mode="fake")(leaves, cotangents)
+    except Exception as error:
+        log.info("a segment's backward cannot be traced and runs through vjp itself: %s", error)
+        return None
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+    return graph
+
+
+def _named(weights: Weights, grads: Sequence[Tensor]) -> Grads:
+    num = len(weights.trained)
+    return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
+
+
+def _key(leaves: list[Any], spec: Any) -> Any:
+    """What a trace depends on. A leaf that is no tensor is part of the program."""
+    return (
+        tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves),
+        spec,
+    )
 
 
 def _floating(t: Any) -> bool:
@@ -129,7 +197,7 @@ def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> P
 
     def graphs(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = (tuple((t.shape, t.stride(), t.dtype, t.device) for t in leaves), spec)
+        key = _key(leaves, spec)
         if key not in traced:
             traced[key] = _trace(_pull(function, wrt_input), leaves, spec, compiled)
         return (leaves, spec, *traced[key])
@@ -141,19 +209,14 @@ def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> P
 
     def backward(
         weights: Weights, inputs: tuple[Any, ...], residuals: list[Any], cotangents: Sequence[Tensor]
-    ) -> tuple[Values, list[Tensor]]:
+    ) -> Grads:
         _, _, _, run, _, _ = graphs(weights, inputs)
-        grads = run(*residuals, *cotangents)
-        names = list(weights.trained)
-        return dict(zip(names, grads[: len(names)], strict=True)), list(grads[len(names) :])
+        return _named(weights, run(*residuals, *cotangents))
 
     return Passes(forward, backward, keeps=True)
 
 
 def _trace(pull: Callable[..., Any], leaves: list[Any], spec: Any, compiled: bool) -> tuple[Any, ...]:
-    from functorch.compile import min_cut_rematerialization_partition
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     specs: list[Any] = []
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:

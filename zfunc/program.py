@@ -7,7 +7,7 @@ a batch's shapes, staging buffers, threads) is determined by it and kept for eve
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from attrs import define, evolve, field, frozen

@@ -7,7 +7,7 @@ change; in debug mode it is handed no others. A stage returns nothing: it writes
 import math
 from collections.abc import Callable, MutableMapping
 from contextlib import AbstractContextManager
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -250,7 +250,7 @@ def _cotangents(op: Op, mem: Memory, step: Step) -> list[Tensor]:
     return mem[op.read("grad_act")]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cover(
     bucket: Bucket, names: tuple[str, ...]
 ) -> tuple[tuple[tuple[str, int, int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:

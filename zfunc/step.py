@@ -147,7 +147,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     state.check(program.identity, "apply")
     mem = _memory(program, state.buffers, [])
     views: dict[str, Tensor] = {}
-    for r, value in mem.items():
+    for value in mem.values():
         if isinstance(value, Flat):
             views.update(value.views)
     to_device = lambda t: t.to(program.device)  # noqa: E731

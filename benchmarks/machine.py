@@ -1,0 +1,40 @@
+"""What every benchmark says of the machine it ran on, and how it writes its results."""
+
+import json
+import os
+import platform
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def describe() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "gpu": gpu, "torch": torch.__version__}
+
+
+def write(json_path: str | None, name: str, results: Any) -> None:
+    """Write `results` as JSON to a file, or into a folder under a name with the hardware and the date."""
+    if json_path is None:
+        return
+    path = Path(json_path)
+    machine = describe()
+    if path.is_dir() or not path.suffix:
+        path.mkdir(parents=True, exist_ok=True)
+        hardware = (machine["gpu"] or f"cpu{machine['cores']}").lower().replace(" ", "-")
+        path = path / f"{name}-{hardware}-{date.today()}.json"
+    path.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+    print(f"written: {path}")
+
+
+def ratios(ours: list[float], theirs: list[float]) -> float:
+    """The median of the ratio ours / theirs, turn by turn: what drifts hits both."""
+    return median(a / b for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,209 @@
+"""A whole training step: zfunc against plain PyTorch and, if it is installed, DeepSpeed with CPU offload.
+
+The same model, data, precision and update; the contestants take turns in one run, and their losses are compared
+too. Figures are ratios of medians; on a GPU also absolute times.
+
+    python -m benchmarks.step [--num-layers 6 --hidden-size 256 ...] [--json FILE_OR_FOLDER]
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import zfunc
+from benchmarks.machine import describe, ratios, write
+from zfunc.gpt import GPTConfig, modules
+
+LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Contestant = Callable[[tuple[torch.Tensor, torch.Tensor]], float]
+
+
+def built(config: GPTConfig) -> list[tuple[str, torch.nn.Module]]:
+    torch.manual_seed(0)
+    return list(modules(config))
+
+
+def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> Contestant:
+    """One of zfunc's own ways to run the step."""
+    tied = {"out.weight": "embed.tok.weight"}
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in built(config)]
+    program = zfunc.compile(
+        segments,
+        optimizer=zfunc.AdamW(lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY),
+        precision=args.precision,
+        clip_norm=CLIP,
+        micro_batches=args.micro_batches,
+        device=args.device,
+        **settings,
+    )
+    states = [zfunc.init(program)]
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        states[0], metrics = zfunc.train_step(program, states[0], batch)
+        return metrics.loss
+
+    return step
+
+
+class Whole(torch.nn.Module):
+    """The same modules as one, each block checkpointed: how it is done in plain PyTorch."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleDict(built(config))
+        self.parts["head"].out.weight = self.parts["embed"].tok.weight
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        *body, head = self.parts.values()
+        x = body[0](x)
+        for block in body[1:]:
+            x = checkpoint(block, x, use_reentrant=False)
+        return head(x, targets)
+
+
+def with_torch(config: GPTConfig, args: argparse.Namespace) -> Contestant:
+    """autograd, checkpoint per block, clip_grad_norm_, fused AdamW."""
+    model = Whole(config).to(args.device, DTYPES[args.precision])
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
+    )
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        total = 0.0
+        for x, y in zip(*(t.chunk(args.micro_batches) for t in batch), strict=True):
+            loss = model(x.to(args.device), y.to(args.device)) / args.micro_batches
+            loss.backward()
+            total += float(loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
+    """DeepSpeed stage 2, optimizer offloaded to the CPU. GPU only: its CPU accelerator does not offload."""
+    import deepspeed
+
+    settings = {
+        "train_micro_batch_size_per_gpu": args.batch_size // args.micro_batches,
+        "gradient_accumulation_steps": args.micro_batches,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": args.precision == "bf16"},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": LR, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY},
+        },
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "cpu"},
+            "contiguous_gradients": True,
+            "overlap_comm": True,
+        },
+    }
+    engine, *_ = deepspeed.initialize(model=Whole(config), config=settings)
+
+    def step(batch: tuple[torch.Tensor, torch.Tensor]) -> float:
+        total = 0.0
+        for x, y in zip(*(t.chunk(args.micro_batches) for t in batch), strict=True):
+            loss = engine(x.to(engine.device), y.to(engine.device))
+            engine.backward(loss)
+            engine.step()
+            total += float(loss) / args.micro_batches
+        return total
+
+    return step
+
+
+def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Contestant]:
+    chosen: dict[str, Contestant] = {"torch": with_torch(config, args)}
+    for schedule in ("Serial", "Overlapped", "Interleaved"):
+        chosen[f"zfunc {schedule}"] = with_zfunc(config, args, schedule=schedule)
+    chosen["zfunc min-cut"] = with_zfunc(config, args, recompute="min-cut")
+    if args.compile_segments:
+        chosen["zfunc compiled"] = with_zfunc(config, args, compile_segments=True)
+    if args.deepspeed:
+        chosen["DeepSpeed"] = with_deepspeed(config, args)
+    return chosen
+
+
+def measure(config: GPTConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+    running = contestants(config, args)
+    generator = torch.Generator().manual_seed(1)
+    shape = (args.batch_size, config.seq_length + 1)
+    tokens = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(4)]
+    times: dict[str, list[float]] = {name: [] for name in running}
+    losses: dict[str, list[float]] = {name: [] for name in running}
+    for turn in range(args.warmup + args.turns):
+        batch = tokens[turn % 4][:, :-1], tokens[turn % 4][:, 1:]
+        for name, step in running.items():
+            if args.device != "cpu":
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            losses[name].append(step(batch))
+            if turn >= args.warmup:
+                times[name].append(time.perf_counter() - start)
+    return [
+        {
+            "name": name,
+            "seconds": median(times[name]),
+            "ratio_to_torch": ratios(times[name], times["torch"]),
+            "largest_loss_difference": max(
+                abs(a - b) for a, b in zip(losses[name], losses["torch"], strict=True)
+            ),
+        }
+        for name in running
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--num-layers", type=int, default=6)
+    p.add_argument("--hidden-size", type=int, default=256)
+    p.add_argument("--num-attention-heads", type=int, default=8)
+    p.add_argument("--seq-length", type=int, default=256)
+    p.add_argument("--batch-size", type=int, default=4)
+    p.add_argument("--micro-batches", type=int, default=1)
+    p.add_argument("--vocab-size", type=int, default=256)
+    p.add_argument("--precision", choices=list(DTYPES), default="fp32")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--turns", type=int, default=15)
+    p.add_argument("--warmup", type=int, default=3)
+    p.add_argument("--compile-segments", action="store_true")
+    p.add_argument("--deepspeed", action="store_true", help="needs a GPU and DeepSpeed installed")
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    config = GPTConfig(
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+    )
+    results = measure(config, args)
+    machine = describe()
+    on_gpu = args.device != "cpu"
+    print(f"{config}, batch {args.batch_size}, {args.precision}, on {machine['gpu'] if on_gpu else machine}")
+    print(f"{'':20} {'of torch':>9} {'loss diff':>10}" + (f" {'seconds':>9}" if on_gpu else ""))
+    for r in results:
+        seconds = f" {r['seconds']:9.4f}" if on_gpu else ""
+        print(f"{r['name']:20} {r['ratio_to_torch']:9.3f} {r['largest_loss_difference']:10.1e}{seconds}")
+    if not on_gpu:
+        for r in results:
+            del r["seconds"]  # on a shared CPU only the ratios mean anything
+    write(args.json, "step", {"arguments": vars(args), "rows": results})
+
+
+if __name__ == "__main__":
+    main()
