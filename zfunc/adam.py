@@ -5,14 +5,9 @@ because the kernel sees addresses only. What the kernel computes is in adam_refe
 """
 
 import ctypes
-import functools
 import importlib
-import logging
-import math
 import operator
-import os
-from collections.abc import Callable, Iterable
-from pathlib import Path
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -21,8 +16,7 @@ import torch
 from torch import Tensor
 
 from zfunc.adam_reference import coefficients
-
-log = logging.getLogger("zfunc")
+from zfunc.threads import clamp, default_threads
 
 
 def _load_kernel() -> ModuleType:
@@ -213,83 +207,9 @@ def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
     return _cpu_adam.accumulate(0, address, n, _TYPES[grad.dtype], False, _threads(threads))
 
 
-# ---- threads ---------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------
 
-
-@functools.cache
-def default_threads() -> int:
-    """Threads for a sweep: the physical cores this process may use, shared among the local ranks.
-
-    Affinity and the cgroup's quota bound the cores; LOCAL_WORLD_SIZE divides them. OMP_NUM_THREADS does
-    not count: torchrun sets it to 1 without being asked. Decided once, logged in one line.
-    """
-    cpus = os.sched_getaffinity(0)
-    cores, quota = _physical_cores(cpus), _cpu_quota()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = max(1, int(min(cores, quota)) // ranks)
-    log.info(
-        "host Adam uses %d threads: %d physical cores of %d CPUs, quota %s, %d local ranks",
-        threads,
-        cores,
-        len(cpus),
-        "none" if math.isinf(quota) else f"{quota:g}",
-        ranks,
-    )
-    return threads
-
-
-def _physical_cores(cpus: Iterable[int], root: Path = Path("/")) -> int:
-    """Cores behind these CPUs: hyperthreads of one core wait for the same memory."""
-    cores: set[str] = set()
-    for cpu in cpus:
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
-
-
-def _cpu_quota(root: Path = Path("/")) -> float:
-    """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    quotas = [math.inf]
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        here = mount / group.lstrip("/")
-        for level in (here, *here.parents):
-            quotas.append(_quota_of(level))
-            if level == mount:
-                break
-    return min(quotas)
-
-
-def _quota_of(level: Path) -> float:
-    try:
-        if (level / "cpu.max").exists():
-            quota, period = (level / "cpu.max").read_text().split()
-        else:
-            quota = (level / "cpu.cfs_quota_us").read_text()
-            period = (level / "cpu.cfs_period_us").read_text()
-        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf
-
-
-@functools.cache
-def _clamp(threads: int) -> int:
-    most = len(os.sched_getaffinity(0))
-    if threads > most:
-        log.warning(
-            "host Adam: %d threads asked for, this process may use %d CPUs: using those", threads, most
-        )
-    return min(threads, most)
+_FP32 = {torch.float32: _cpu_adam.FP32}
 
 
 def _threads(threads: int | None) -> int:
@@ -299,12 +219,7 @@ def _threads(threads: int | None) -> int:
         _refuse(TypeError, "threads", repr(threads), "an int or None", "pass None for the default")
     if threads < 1:
         _refuse(ValueError, "threads", repr(threads), "1 or more", "pass None for the default")
-    return _clamp(threads)
-
-
-# ---- checks ----------------------------------------------------------------------------------------
-
-_FP32 = {torch.float32: _cpu_adam.FP32}
+    return clamp(threads)
 
 
 def _span(name: str, tensor: Tensor, n: int, types: dict[torch.dtype, int]) -> tuple[int, int, str]:
