@@ -13,7 +13,7 @@ _HOMES = {
     "matrices_only": "zfunc.adam",
     "Segment": "zfunc.segments",
     "segment": "zfunc.segments",
-    "compile": "zfunc.program",
+    "compile": "zfunc.compiling",
     "init": "zfunc.step",
     "train_step": "zfunc.step",
     "params": "zfunc.step",

@@ -19,9 +19,9 @@ FP32, FP64 = 4, 8  # bytes
 class SegmentCost:
     """What one segment costs for one micro-batch: FLOPs and bytes.
 
-    `flops` is the forward's; `input_bytes` what it is handed; `residual_bytes` what its forward keeps for
-    its backward (0 where backward recomputes from the input); the workspaces are the peaks of what each pass
-    allocates beyond its inputs and declared outputs.
+    `flops` is the forward's, `backward_flops` the backward's, recomputing included; `input_bytes` what it is
+    handed; `residual_bytes` what its forward keeps for its backward (0 where that recomputes from the input);
+    the workspaces are the peaks of what each pass allocates beyond its inputs and declared outputs.
     """
 
     flops: int = 0
@@ -29,6 +29,7 @@ class SegmentCost:
     residual_bytes: int = 0
     forward_workspace: int = 0
     backward_workspace: int = 0
+    backward_flops: int = 0
 
 
 @frozen
@@ -186,7 +187,7 @@ class Emit:
             "compute",
             (*self._weights(s), self._input(m, s), *above, *self._residuals(m, s)),
             (*below, *grads),
-            flops=cost.flops * (3 if self.job.recompute[s] else 2),
+            flops=cost.backward_flops,
             workspace=cost.backward_workspace,
         )
 

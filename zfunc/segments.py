@@ -32,8 +32,13 @@ class Segment:
     Usually made by `segment` from a module; made by hand from a function:
 
     >>> from zfunc.layout import Parameter
-    >>> double = Segment("double", lambda p, x: x * p["w"], (Parameter("double.w", ()),), ("w",),
-    ...                  initial=lambda seed: {"double.w": torch.tensor(2.0)})
+    >>> double = Segment(
+    ...     "double",
+    ...     lambda p, x: x * p["w"],
+    ...     (Parameter("double.w", ()),),
+    ...     ("w",),
+    ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
+    ... )
     """
 
     name: str

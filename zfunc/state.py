@@ -65,8 +65,8 @@ class State:
             raise DonatedStateError(f"{action}: this state is gone: {self.buffers.lost}")
         if self.generation != self.buffers.generation:
             raise DonatedStateError(
-                f"{action}: got a state that an earlier train_step consumed (step {self.step}), expected the one it "
-                "returned: write `state, metrics = zfunc.train_step(program, state, batch)` and use that state"
+                f"{action}: got a state that an earlier train_step consumed (step {self.step}), expected the "
+                "one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
             )
 
 

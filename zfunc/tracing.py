@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
@@ -38,9 +38,10 @@ class Tracker(TorchDispatchMode):
             self._check_pure(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         self.random |= torch.Tag.nondeterministic_seeded in func.tags
-        for t in tree_leaves(out):
-            if isinstance(t, Tensor):
-                self._count(t)
+        if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self._count(t)
         return out
 
     def _count(self, t: Tensor) -> None:
@@ -82,57 +83,73 @@ class Tracker(TorchDispatchMode):
 
 @frozen
 class Trace:
-    """What one run showed: `out` (meta tensors), and the costs of `zfunc.emit.SegmentCost`, in bytes and FLOPs."""
+    """What a segment costs for one micro-batch, in FLOPs and bytes, and what it returns (`out`, on meta).
+
+    The peaks count what a pass allocates, its results included; `residual_bytes` is what is alive between the
+    two beside the output.
+    """
 
     out: Any
-    flops: int
+    forward_flops: int
+    backward_flops: int
     output_bytes: int
     residual_bytes: int
     forward_peak: int
     backward_peak: int
-    random: bool
 
 
-Run = Callable[..., tuple[Any, Any, Callable[[Any], Any] | None]]
+Forward = Callable[..., tuple[Any, Any]]
+Backward = Callable[..., Any]
 
 
-def trace(run: Run, *args: Any, device: torch.device, warm: bool = False) -> Trace:
-    """Trace one segment. `run(*args)` does its forward and returns `(y, residuals, backward)`.
+def is_random(function: Callable[..., Any], *args: Any, device: torch.device) -> bool:
+    """Whether `function(*args)` draws random numbers. Raises ValueError if it changes what it did not make."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Tracker(pure=True) as tracker:
+        function(*_faked(args, device))
+    return tracker.random
 
-    `args` are pytrees of tensors, of which only shape and dtype count. `backward`, a function of the
-    cotangents of `y`, is None where there is nothing to do. With `warm` it is run once before it is watched,
-    so that what it does only the first time is not counted.
+
+def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch.device) -> Trace:
+    """Trace one segment: `forward(*args)` returns `(y, residuals)`, `backward(*args, residuals, cotangents)`
+    what is handed down; None where nothing below is trained.
+
+    `args` are pytrees of tensors, of which only shape, strides and dtype count. Both run twice, because what
+    they do only the first time (tracing themselves) is not a cost of training.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        args = tree_map_only(Tensor, lambda t: like(t, device), args)
-        flops = FlopCounterMode(display=False)
-        if warm:
-            run(*args)
-        with torch.no_grad(), Tracker(pure=True) as tracker:
-            with flops:
-                y, residuals, backward = run(*args)
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        args = _faked(args, device)
+        y, residuals = forward(*args)
+        if backward is not None:
+            backward(*args, residuals, _cotangents(y))
+        del y, residuals
+        with Tracker() as tracker:
+            with FlopCounterMode(display=False) as forward_flops:
+                y, residuals = forward(*args)
             forward_peak, after = tracker.peak, tracker.live
             output_bytes = _storage_bytes(y)
-            if backward is not None:
-                cotangent = [torch.empty_like(t) for t in tree_leaves(y) if t.is_floating_point()]
-                before = tracker.live
-                tracker.peak = before
-                grads = backward(cotangent)
-                backward_peak = tracker.peak - before
-                del grads, cotangent
-            else:
-                backward_peak = 0
-        out = tree_map_only(FakeTensor, lambda t: like(t, "meta"), y)
-        del residuals, backward
-    return Trace(
-        out,
-        flops.get_total_flops(),
-        output_bytes,
-        max(0, after - output_bytes),
-        forward_peak,
-        backward_peak,
-        tracker.random,
-    )
+        backward_peak = backward_flops = 0
+        if backward is not None:
+            cotangents = _cotangents(y)
+            with Tracker() as tracker, FlopCounterMode(display=False) as counted:
+                backward(*args, residuals, cotangents)
+            backward_peak, backward_flops = tracker.peak, counted.get_total_flops()
+        return Trace(
+            out=tree_map_only(Tensor, lambda t: like(t, "meta"), y),
+            forward_flops=forward_flops.get_total_flops(),
+            backward_flops=backward_flops,
+            output_bytes=output_bytes,
+            residual_bytes=max(0, after - output_bytes),
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+        )
+
+
+def _faked(args: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda t: like(t, device), args)
+
+
+def _cotangents(y: Any) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tree_leaves(y) if t.is_floating_point()]
 
 
 def like(t: Tensor, device: torch.device | str) -> Tensor:

@@ -1,0 +1,244 @@
+"""`compile`: segments and settings become a Program, planned and verified before anything is allocated.
+
+The invariant: everything about the arguments is checked here, once, with what was got, what was expected and
+what to do; nothing below checks again.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve
+from torch import Tensor
+
+from zfunc import schedules
+from zfunc.adam import AdamW
+from zfunc.emit import Job, SegmentCost
+from zfunc.errors import nearest
+from zfunc.execute import Executor
+from zfunc.layout import Layout, Parameter, make_layout
+from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
+from zfunc.program import DTYPES, Cache, Precision, Program, Schedule, make_plan, specialize
+from zfunc.segments import Segment
+from zfunc.stages import STAGES, SegmentCall, Stage
+from zfunc.tracing import nbytes
+
+log = logging.getLogger("zfunc")
+
+
+def compile(
+    segments: Sequence[Segment],
+    *,
+    optimizer: AdamW | None = None,
+    schedule: Schedule | str | None = None,
+    precision: Precision = "bf16",
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+    bucket_size: int = 50_000_000,
+    device: torch.device | str | None = None,
+    group: None = None,
+    recompute: Recompute = "all",
+    compile_segments: bool = False,
+    grad_slots: int = 2,
+    host_slots: int = 2,
+    example: tuple[Any, Any] | None = None,
+    stages: dict[str, Stage] | None = None,
+    patience: float = 600.0,
+) -> Program:
+    """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
+
+    - `schedule`: anything callable `Graph -> Plan`, or the name of a class in `zfunc.schedules`; by default
+      `Overlapped()`.
+    - `precision`: of parameters and gradients on the device; master weights are fp32 always. "fp16" trains with
+      dynamic loss scaling.
+    - `clip_norm`: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; a barrier before Adam.
+    - `micro_batches`: equal parts of a batch, accumulated in fp32.
+    - `bucket_size`: elements of a bucket; `grad_slots` of them are on the device, `host_slots` in pinned memory.
+    - `recompute`: what a segment keeps for backward: "all" (only its input), "none", "min-cut".
+    - `compile_segments`: put every distinct segment through `torch.compile`.
+    - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
+    - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
+
+    Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
+    """
+    segments = _checked(segments)
+    _one_of("precision", precision, list(DTYPES))
+    _one_of("recompute", recompute, list(RECOMPUTE))
+    optimizer = optimizer or AdamW()
+    _positive(
+        micro_batches=micro_batches, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size
+    )
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise ValueError(f"clip_norm: got {clip_norm}, expected a positive number, or None not to clip")
+    if group is not None:
+        raise ValueError(f"group: got {group!r}, expected None: this version trains in one process")
+    if compile_segments and recompute == "none":
+        raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+    where = pick_device(device)
+
+    layout = make_layout(
+        [[evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments],
+        bucket_size=bucket_size,
+    )
+    last = len(segments) - 1
+    job = Job(
+        layout,
+        costs=(SegmentCost(),) * len(segments),
+        recompute=tuple(recompute == "all" and s != last for s in range(len(segments))),
+        element_bytes=DTYPES[precision].itemsize,
+        micro_batches=micro_batches,
+        barrier=clip_norm is not None or precision == "fp16",
+        grad_slots=grad_slots,
+        host_slots=host_slots,
+        constant_bytes=sum(nbytes(s.constants) for s in segments),
+    )
+    chosen = _schedule(schedule)
+    program = Program(
+        segments=segments,
+        calls=_calls(segments, layout, recompute, compile_segments, where),
+        layout=layout,
+        optimizer=optimizer,
+        schedule=chosen,
+        precision=precision,
+        clip_norm=clip_norm,
+        micro_batches=micro_batches,
+        device=where,
+        recompute=recompute,
+        job=job,
+        plan=make_plan(job, chosen),
+        stages={**STAGES, **(stages or {})},
+        executor=Executor(where, patience=patience),
+        cache=Cache(),
+    )
+    if example is None:
+        return program
+    return evolve(program, plan=specialize(program, example).plan)
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """The device to train on: the one asked for, else CUDA where there is one; what was chosen is logged."""
+    if device is None:
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        log.info("device: %s, because torch %s", found, "sees a GPU" if found == "cuda" else "sees no GPU")
+        return torch.device(found, torch.cuda.current_device()) if found == "cuda" else torch.device("cpu")
+    try:
+        where = torch.device(device)
+    except RuntimeError:
+        raise ValueError(
+            f"device: got {device!r}, expected 'cpu' or 'cuda'{nearest(str(device), ['cpu', 'cuda'])}"
+        ) from None
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {str(device)!r}, expected 'cpu' or 'cuda'")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device: got {str(device)!r}, but torch sees no GPU: use device='cpu', or install CUDA"
+        )
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    segments = tuple(segments)
+    if not segments:
+        raise ValueError("segments: got none, expected at least one: the last ends in the loss")
+    for s in segments:
+        if not isinstance(s, Segment):
+            raise TypeError(
+                f"segments: got a {type(s).__name__}, expected Segments: use zfunc.segment(name, module)"
+            )
+    names = [s.name for s in segments]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"segments: got two named {name!r}, expected a name of its own for each")
+    known = {name: p for s in segments for name, p in _owned(s).items()}
+    for s in segments:
+        for short, p in zip(s.short, s.parameters, strict=True):
+            if p.name not in known:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
+                    f"{nearest(p.name, list(known))}: give the full name, 'segment.name in its module'"
+                )
+            if p.shape != known[p.name].shape:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} has shape {p.shape}, {p.name!r} it is shared with has "
+                    f"{known[p.name].shape}: tied parameters have one shape"
+                )
+    return segments
+
+
+def _owned(segment: Segment) -> dict[str, Parameter]:
+    return {p.name: p for p in segment.parameters if p.name not in segment.shared}
+
+
+def _calls(
+    segments: Sequence[Segment], layout: Layout, recompute: Recompute, compiled: bool, device: torch.device
+) -> tuple[SegmentCall, ...]:
+    """One pair of passes for each distinct segment, so that it is traced or compiled once."""
+    trainable = {span.name for span in layout.spans}
+    made: list[tuple[Segment, tuple[Any, ...], Passes]] = []
+    calls: list[SegmentCall] = []
+    last = len(segments) - 1
+    for s, segment in enumerate(segments):
+        keep: Recompute = recompute
+        if s == last and recompute == "all":
+            keep = "min-cut" if compiled else "none"
+        settings = (keep, s > layout.first_trainable, s == last)
+        pair = next((p for other, seen, p in made if seen == settings and segment.like(other)), None)
+        if pair is None:
+            function = _scalar(segment) if s == last else segment.function
+            pair = passes(function, recompute=keep, wrt_input=settings[1], compiled=compiled)
+            made.append((segment, settings, pair))
+        names = segment.by_short
+        calls.append(
+            SegmentCall(
+                pair,
+                {short: full for short, full in names.items() if full in trainable},
+                {short: full for short, full in names.items() if full not in trainable},
+                {short: t.to(device) for short, t in segment.constants.items()},
+            )
+        )
+    return tuple(calls)
+
+
+def _scalar(segment: Segment) -> Callable[..., Tensor]:
+    """The last segment, its loss checked and in fp32: a loss scale of 2**16 has no fp16."""
+
+    def loss(*args: Any) -> Tensor:
+        y = segment.function(*args)
+        if not isinstance(y, Tensor) or y.dim() != 0 or not y.is_floating_point():
+            got = f"shape {tuple(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"segment {segment.name!r}: got {got} from the last segment, expected a scalar: the mean loss of "
+                "its micro-batch, as from F.cross_entropy(logits, targets)"
+            )
+        return y.float()
+
+    return loss
+
+
+def _schedule(schedule: Schedule | str | None) -> Schedule:
+    if schedule is None:
+        return schedules.Overlapped()
+    if isinstance(schedule, str):
+        _one_of("schedule", schedule, schedules.__all__)
+        return getattr(schedules, schedule)()
+    if isinstance(schedule, type):
+        schedule = schedule()
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule: got a {type(schedule).__name__}, expected something callable Graph -> Plan"
+        )
+    return schedule
+
+
+def _one_of(what: str, got: Any, known: list[str]) -> None:
+    if got not in known:
+        raise ValueError(f"{what}: got {got!r}, expected one of {', '.join(known)}{nearest(str(got), known)}")
+
+
+def _positive(**counts: int) -> None:
+    for what, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{what}: got {value!r}, expected a whole number of at least 1")
