@@ -13,6 +13,7 @@ from zfunc.graph import Op, Region
 from zfunc.layout import Bucket, Layout
 
 FP32, FP64 = 4, 8  # bytes
+BLOCK = 512  # bytes; what an allocator rounds a tensor of its own up to
 
 
 @frozen
@@ -65,6 +66,13 @@ class Job:
         """Elements of the largest bucket: the size of every staging slot."""
         return max(b.numel for b in self.layout.buckets)
 
+    def grad_bytes(self, s: int) -> int:
+        """Bytes of the gradients of segment `s`, as tensors of their own."""
+        names = set(self.layout.segments[s])
+        spans = (x for b in self.layout.buckets_of(s) for x in self.layout.buckets[b].spans)
+        sizes = ((x.stop - x.start) * self.element_bytes for x in spans if x.name in names)
+        return sum(-(-size // BLOCK) * BLOCK for size in sizes)
+
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated."""
         return self.micro_batches * len(bucket.deliveries)
@@ -96,7 +104,7 @@ class Emit:
         return Region("targets", (m,), self.job.target_bytes)
 
     def _loss(self, m: int) -> Region:
-        return Region("loss", (m,), FP32)
+        return Region("loss", (m,), BLOCK)
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.job.recompute[s] or s < self.job.layout.first_trainable:
@@ -108,11 +116,7 @@ class Emit:
 
     def _grads(self, m: int, s: int) -> Region:
         """The gradients one backward returns, before they are packed: one segment's, no more."""
-        layout, names = self.job.layout, set(self.job.layout.segments[s])
-        numel = sum(
-            x.stop - x.start for b in layout.buckets_of(s) for x in layout.buckets[b].spans if x.name in names
-        )
-        return Region("grads", (m, s), numel * self.job.element_bytes)
+        return Region("grads", (m, s), self.job.grad_bytes(s))
 
     def _grad_slot(self, k: int) -> Region:
         nbytes = self.job.slot_numel * self.job.element_bytes
@@ -188,7 +192,7 @@ class Emit:
             (*self._weights(s), self._input(m, s), *above, *self._residuals(m, s)),
             (*below, *grads),
             flops=cost.backward_flops,
-            workspace=cost.backward_workspace,
+            workspace=cost.backward_workspace + (BLOCK if last else 0),  # the cotangent of the loss
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:

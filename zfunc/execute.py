@@ -142,7 +142,8 @@ class Executor:
         self._threads: dict[str, SimpleQueue[Any]] = {}
         # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
         # change with it. Made here, it has happened before any step, whatever lanes come later.
-        torch.set_num_threads(torch.get_num_threads())
+        self._team = torch.get_num_threads()
+        torch.set_num_threads(self._team)
 
     def run(
         self, prepared: Prepared, mem: dict[Region, Any], step: Any, options: Options, started: set[int]
@@ -226,12 +227,22 @@ class Executor:
                         stream.synchronize()  # type: ignore[union-attr]  # FIFO: the one before has to finish
                     if random is not None:
                         time.sleep(random.random() * run.options.jitter.seconds)  # type: ignore[union-attr]
+                    if n != run.prepared.main:
+                        self._size_team(item)
                     self._issue(run, item, lane, stream)
                     previous = item
         except BaseException as error:  # also an interrupt: no lane may be left running
             self._fail(run, _named(error, item, lane))
         finally:
             run.running.pop(lane, None)
+
+    def _size_team(self, item: Item) -> None:
+        """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
+        would depend on the schedule. Copies and small host work are memory-bound and get one thread, or two
+        lanes on two cores would be four spinning threads. The Adam kernel brings its own team."""
+        wanted = self._team if item.op.kind == "compute" else 1
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
 
     def _await(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         for i in item.waits:
@@ -288,9 +299,7 @@ class Executor:
 
 
 def _work(tasks: "SimpleQueue[Any]") -> None:
-    """A lane's thread. Copies and small host work are memory-bound: one OpenMP thread, or two lanes on two cores
-    would be four spinning threads. The Adam kernel brings its own team."""
-    torch.set_num_threads(1)
+    """A lane's thread."""
     while (task := tasks.get()) is not None:
         executor, run, n, done = task
         try:

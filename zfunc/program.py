@@ -154,14 +154,9 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
 def _specialize(program: Program, micro: tuple[Any, Any]) -> Specialized:
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
-    grads = [0] * len(traces)
-    for bucket in program.layout.buckets:
-        for span in bucket.spans:
-            for s, names in enumerate(program.layout.segments):
-                grads[s] += (span.stop - span.start) * program.job.element_bytes * (span.name in names)
     costs = tuple(
-        _cost(t, size, grad_bytes, call.passes.keeps)
-        for t, size, grad_bytes, call in zip(traces, inputs, grads, program.calls, strict=True)
+        _cost(t, size, program.job.grad_bytes(i), call.passes.keeps)
+        for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
     job = evolve(program.job, costs=costs, target_bytes=nbytes(micro[1]))
     plan = make_plan(job, program.schedule)

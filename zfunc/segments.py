@@ -6,6 +6,7 @@ calling it changes nothing; what a module held is only the initial values.
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
@@ -26,8 +27,8 @@ class Segment:
     `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
     short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
     change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
-    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are tensors by short name that
-    are read and never trained (a module's buffers).
+    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
+    tensors by short name that are read and never trained (a module's buffers).
 
     Usually made by `segment` from a module; made by hand from a function:
 
@@ -136,7 +137,13 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
 
 def _functional(skeleton: nn.Module) -> Callable[..., Any]:
+    lock = threading.RLock()  # the call puts the parameters into the skeleton for as long as it runs
+
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        with lock:
+            return _call(params, inputs)
+
+    def _call(params: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Any:
         return torch.func.functional_call(skeleton, dict(params), inputs, tie_weights=False)
 
     return function
@@ -173,9 +180,6 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
     return dict(real.named_parameters(remove_duplicate=False)), dict(real.named_buffers())
 
 
-_PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.Size, torch.device)
-
-
 def _same(a: Any, b: Any) -> bool:
     """Whether two modules, or two of their attributes, are sure to behave alike. In doubt, they are not."""
     if isinstance(a, nn.Module) and type(a) is type(b):
@@ -190,4 +194,10 @@ def _same(a: Any, b: Any) -> bool:
         return len(a) == len(b) and all(map(_same, a, b))
     if isinstance(a, (set, frozenset)) and type(a) is type(b):
         return a == b
-    return a is b or (isinstance(a, _PLAIN) and type(a) is type(b) and a == b)
+    return a is b or (type(a) is type(b) and _is_value(a) and a == b)
+
+
+def _is_value(a: Any) -> bool:
+    """Whether equality means the same for ever: its type defines it, and can be hashed. A tensor is not one."""
+    kind = type(a)
+    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and not isinstance(a, Tensor)

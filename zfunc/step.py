@@ -5,6 +5,7 @@ the place it is used at; a step that raises before its first update leaves the s
 """
 
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -222,6 +223,7 @@ def _metrics(
     )
 
 
+_generators = threading.Lock()
 STATE = frozenset({"params", "master", "exp_avg", "exp_avg_sq"})
 
 
@@ -270,9 +272,9 @@ def _key(*parts: Any) -> int:
 
 @contextmanager
 def _seeded(key: int, device: torch.device) -> Iterator[None]:
-    """The default generators seeded with `key`, and given back as they were."""
+    """The default generators seeded with `key`, for one thread at a time, and given back as they were."""
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with _generators, torch.random.fork_rng(devices=devices):
         torch.default_generator.manual_seed(key)
         if devices:
             torch.cuda.default_generators[device.index].manual_seed(key)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-ROUNDING = 512  # bytes; what an allocator rounds a block up to
+from zfunc.emit import BLOCK
 
 
 class Tracker(TorchDispatchMode):
@@ -49,7 +49,7 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        size = -(-storage.nbytes() // BLOCK) * BLOCK
         self._sizes[key] = size
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -159,10 +159,10 @@ def like(t: Tensor, device: torch.device | str) -> Tensor:
 
 def _storage_bytes(tree: Any) -> int:
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(tree)}
-    return sum(-(-n // ROUNDING) * ROUNDING for n in storages.values())
+    return sum(-(-n // BLOCK) * BLOCK for n in storages.values())
 
 
 def nbytes(tree: Any) -> int:
     """Bytes of the tensors of a pytree, each rounded as an allocator would."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return sum(-(-t.numel() * t.dtype.itemsize // ROUNDING) * ROUNDING for t in leaves)
+    return sum(-(-t.numel() * t.dtype.itemsize // BLOCK) * BLOCK for t in leaves)

@@ -1,0 +1,23 @@
+"""GPU tests are skipped, with the reason, where there is no GPU. Hypothesis is quiet about slow machines."""
+
+import logging
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("zfunc", deadline=None, derandomize=True)
+settings.load_profile("zfunc")
+torch.set_num_threads(1)  # these tensors are tiny; teams that spin on a busy machine would take all the time
+logging.getLogger(
+    "torch.__trace"
+).propagate = False  # it formats everything for whoever listens, at any level
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device, torch sees none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,128 @@
+"""Small models for the laws, each with its batch: every shape of thing a model may contain, in seconds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+from zfunc.gpt import GPTConfig, modules
+from zfunc.layout import Parameter
+
+Batch = tuple[Any, Any]
+
+
+def tied_gpt(dropout: float = 0.0) -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """A GPT-2: tied embedding, tokens in, 64 of vocabulary."""
+    config = GPTConfig(
+        vocab_size=64, seq_length=16, num_layers=3, hidden_size=32, num_attention_heads=2, dropout=dropout
+    )
+    torch.manual_seed(0)
+    tied = {"out.weight": "embed.tok.weight"}
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in modules(config)]
+
+    def batch(i: int) -> Batch:
+        tokens = torch.randint(0, 64, (12, 17), generator=torch.Generator().manual_seed(i))
+        return tokens[:, :-1], tokens[:, 1:]
+
+    return segments, batch
+
+
+class Loss(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(width, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.mse_loss(self.out(x).squeeze(-1).float(), targets.float())
+
+
+class Scale(nn.Module):
+    """A parameter of one element, a buffer, and a frozen parameter."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, width))
+        self.gain = nn.Parameter(torch.full((width,), 0.9), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift.to(x.dtype)) * self.gain
+
+
+def regression(batch: int = 12) -> Callable[[int], Batch]:
+    def make(i: int) -> Batch:
+        g = torch.Generator().manual_seed(i)
+        return torch.randn(batch, 8, generator=g), torch.randn(batch, generator=g)
+
+    return make
+
+
+def odd_sizes() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Sizes of 1, frozen parameters, buffers, a segment without parameters, one huge beside many tiny."""
+    torch.manual_seed(0)
+    parts: list[tuple[str, nn.Module]] = [
+        ("inlet", nn.Sequential(nn.Linear(8, 16), nn.GELU())),
+        ("scale", Scale(16)),
+        ("nothing", nn.Tanh()),
+        ("huge", nn.Linear(16, 300)),
+        ("back", nn.Linear(300, 16, bias=False)),
+        ("loss", Loss(16)),
+    ]
+    return [zfunc.segment(n, m) for n, m in parts], regression()
+
+
+def frozen_below() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Nothing to train in the first two segments: backward stops above them."""
+    torch.manual_seed(0)
+    frozen = nn.Linear(8, 16).requires_grad_(False)
+    parts = [
+        ("frozen", frozen),
+        ("act", nn.GELU()),
+        ("body", nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.2))),
+        ("loss", Loss(16)),
+    ]
+    return [zfunc.segment(n, m) for n, m in parts], regression()
+
+
+def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+    """Hand-made segments that pass a tuple on, one leaf of it whole numbers; three share one weight."""
+    w = Parameter("a.w", (8, 8))
+
+    def first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x @ p["w"]), (x[:, 0] > 0).long()
+
+    def middle(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, sign = xs
+        return torch.tanh(x @ p["w"] + p["table"][sign]), sign
+
+    def last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+        return ((xs[0] @ p["w"]).sum(-1).float() - targets.float()).square().mean()
+
+    def initial(seed: int) -> dict[str, Tensor]:
+        return {"a.w": torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) / 3}
+
+    segments = [
+        zfunc.Segment("a", first, (w,), ("w",), initial=initial),
+        zfunc.Segment(
+            "b",
+            middle,
+            (w, Parameter("b.table", (2, 8))),
+            ("w", "table"),
+            initial=lambda _: {"b.table": torch.zeros(2, 8)},
+            shared={"a.w"},
+        ),
+        zfunc.Segment("c", last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
+    ]
+    return segments, regression()
+
+
+MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]]]] = {
+    "tied GPT": tied_gpt,
+    "GPT with dropout": lambda: tied_gpt(0.2),
+    "odd sizes": odd_sizes,
+    "frozen below": frozen_below,
+    "pairs": pairs,
+}
