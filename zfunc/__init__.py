@@ -1,38 +1,67 @@
 """zfunc: train models bigger than the GPU they run on. ZeRO-Offload as pure functions, the schedule an object.
 
-The calls of a training loop are here; see README.md for one. The torch-free floors (`zfunc.graph`, `zfunc.plan`,
-`zfunc.verify`, ...) can be imported without torch: this module imports nothing until it is asked.
+The calls of a training loop are here; see README.md for one. Names are looked up when they are first used, so
+the torch-free floors (`zfunc.graph`, `zfunc.plan`, `zfunc.verify`, `zfunc.schedules`, ...) need no torch.
 """
 
 from importlib import import_module
-from typing import Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zfunc import lr as lr
+    from zfunc import schedules as schedules
+    from zfunc.adam import AdamW, adam_update_, matrices_only
+    from zfunc.compiling import compile
+    from zfunc.errors import NonFiniteError
+    from zfunc.execute import Jitter
+    from zfunc.loss_scale import LossScale
+    from zfunc.segments import Segment, segment
+    from zfunc.step import apply, evaluate, init, params, train_step
 
 _HOMES = {
-    "AdamW": "zfunc.adam",
-    "adam_update_": "zfunc.adam",
-    "matrices_only": "zfunc.adam",
-    "Segment": "zfunc.segments",
-    "segment": "zfunc.segments",
-    "compile": "zfunc.compiling",
-    "init": "zfunc.step",
-    "train_step": "zfunc.step",
-    "params": "zfunc.step",
-    "apply": "zfunc.step",
-    "evaluate": "zfunc.step",
-    "Jitter": "zfunc.execute",
-    "LossScale": "zfunc.loss_scale",
-    "NonFiniteError": "zfunc.errors",
+    "AdamW": "adam",
+    "Jitter": "execute",
+    "LossScale": "loss_scale",
+    "NonFiniteError": "errors",
+    "Segment": "segments",
+    "adam_update_": "adam",
+    "apply": "step",
+    "compile": "compiling",
+    "evaluate": "step",
+    "init": "step",
+    "matrices_only": "adam",
+    "params": "step",
+    "segment": "segments",
+    "train_step": "step",
 }
 
-__all__ = [*_HOMES, "lr", "schedules"]
+__all__ = [
+    "AdamW",
+    "Jitter",
+    "LossScale",
+    "NonFiniteError",
+    "Segment",
+    "adam_update_",
+    "apply",
+    "compile",
+    "evaluate",
+    "init",
+    "lr",
+    "matrices_only",
+    "params",
+    "schedules",
+    "segment",
+    "train_step",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("lr", "schedules"):
-        return import_module(f"zfunc.{name}")
     if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(f"zfunc.{_HOMES[name]}"), name)
+    if not name.startswith("_") and find_spec(f"zfunc.{name}"):
+        return import_module(f"zfunc.{name}")
     raise AttributeError(f"module 'zfunc' has no attribute {name!r}")
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zfunc.errors import nearest
-from zfunc.execute import Jitter, Options, Ran
+from zfunc.errors import NonFiniteError, nearest
+from zfunc.execute import Jitter, Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
@@ -117,16 +117,30 @@ def train_step(
         raise
     buffers.lost = ""
     verdict = mem[Region("verdict")]
+    try:
+        scale = state.loss_scale.update(overflow=verdict.skip)
+    except NonFiniteError:
+        buffers.generation -= 1  # the step was skipped, so the state is what it was
+        raise
     after = evolve(
         state,
         generation=buffers.generation,
         step=state.step if verdict.skip else number,
         batches=state.batches + 1,
         sequences=state.sequences + _rows(batch),
+        loss_scale=scale,
     )
-    metrics = _metrics(step, state, verdict.loss, mem[Region("norm")], verdict.skip, ran, trace)
-    if program.precision == "fp16":
-        after = _rescale(after, overflow=verdict.skip)
+    metrics = Metrics(
+        loss=verdict.loss,
+        grad_norm=mem[Region("norm")],
+        lr=step.lr,
+        skipped=verdict.skip,
+        loss_scale=state.loss_scale.scale,
+        step=number,
+        seconds=ran.seconds,
+        host_seconds=ran.host_seconds,
+        timeline=ran.timeline if trace else None,
+    )
     return after, metrics
 
 
@@ -207,22 +221,6 @@ def _memory(program: Program, buffers: Buffers, micro: list[tuple[Any, Any]]) ->
     return mem
 
 
-def _metrics(
-    step: Step, state: State, loss: float, norm: float, skipped: bool, ran: Ran, trace: bool
-) -> Metrics:
-    return Metrics(
-        loss=loss,
-        grad_norm=norm,
-        lr=step.lr,
-        skipped=skipped,
-        loss_scale=state.loss_scale.scale,
-        step=step.number,
-        seconds=ran.seconds,
-        host_seconds=ran.host_seconds,
-        timeline=ran.timeline if trace else None,
-    )
-
-
 _generators = threading.Lock()
 STATE = frozenset({"params", "master", "exp_avg", "exp_avg_sq"})
 
@@ -243,13 +241,7 @@ def _settle(
         buffers.lost = ""
 
 
-def _rescale(state: State, *, overflow: bool) -> State:
-    return evolve(state, loss_scale=state.loss_scale.update(overflow=overflow))
-
-
 def _rows(batch: tuple[Any, Any]) -> int:
-    from torch.utils._pytree import tree_leaves
-
     return next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor))
 
 
