@@ -177,7 +177,7 @@ def _calls(
 ) -> tuple[SegmentCall, ...]:
     """One pair of passes for each distinct segment, so that it is traced or compiled once."""
     trainable = {span.name for span in layout.spans}
-    made: list[tuple[Segment, tuple[Any, ...], Passes]] = []
+    made: list[tuple[Segment, tuple[Any, ...], tuple[Passes, Passes]]] = []
     calls: list[SegmentCall] = []
     last = len(segments) - 1
     for s, segment in enumerate(segments):
@@ -188,12 +188,16 @@ def _calls(
         pair = next((p for other, seen, p in made if seen == settings and segment.like(other)), None)
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
-            pair = passes(function, recompute=keep, wrt_input=settings[1], compiled=compiled)
+            plain = passes(function, recompute=keep, wrt_input=settings[1])
+            fast = (
+                passes(function, recompute=keep, wrt_input=settings[1], compiled=True) if compiled else plain
+            )
+            pair = fast, plain
             made.append((segment, settings, pair))
         names = segment.by_short
         calls.append(
             SegmentCall(
-                pair,
+                *pair,
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
                 {short: t.to(device) for short, t in segment.constants.items()},

@@ -76,11 +76,9 @@ def passes(
     def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
         return function({**weights.trained, **weights.fixed}, *inputs)
 
-    if compiled:
-        forward, backward = _compile_forward(forward), _compile_backward(_pulled(pull))
-    else:
-        backward = _retraced(pull)
-    return Passes(lambda w, i: (forward(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
+    run = _compiled_forward(forward) if compiled else forward
+    backward = _retraced(pull, compiled)
+    return Passes(lambda w, i: (run(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
 
 
 def _pulled(pull: Pull) -> Backward:
@@ -93,7 +91,7 @@ def _pulled(pull: Pull) -> Backward:
     return backward
 
 
-def _retraced(pull: Pull) -> Backward:
+def _retraced(pull: Pull, compiled: bool) -> Backward:
     """`_pulled` as a graph, traced once for each set of shapes: the same operations less those whose result
     backward does not need (the end of the recomputed forward), and no autograd around them.
 
@@ -106,7 +104,8 @@ def _retraced(pull: Pull) -> Backward:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         key = _key(leaves, spec)
         if key not in traced:
-            traced[key] = _trace_backward(pull, leaves, spec, list(cotangents))
+            graph = _trace_backward(pull, leaves, spec, list(cotangents))
+            traced[key] = torch.compile(graph, dynamic=False) if graph and compiled else graph
         graph = traced[key]
         if graph is None:
             return plain(weights, inputs, cotangents)
@@ -133,6 +132,30 @@ def _trace_backward(
     graph.graph.eliminate_dead_code()
     graph.recompile()
     return graph
+
+
+def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` as a graph through `torch.compile`: traced first, so that it sees tensors and nothing else."""
+    traced: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def run(weights: Weights, inputs: tuple[Any, ...]) -> Any:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        key = _key(leaves, spec)
+        if key not in traced:
+            specs: list[Any] = []
+
+            def flat(primals: list[Any]) -> list[Any]:
+                trained, fixed, inputs = tree_unflatten(primals, spec)
+                out, out_spec = tree_flatten(forward(Weights(trained, fixed), inputs))
+                specs[:] = [out_spec]
+                return out
+
+            graph = make_fx(functionalize(flat), tracing_mode="fake")(leaves)
+            traced[key] = torch.compile(graph, dynamic=False), specs[0]
+        graph, out_spec = traced[key]
+        return tree_unflatten(graph(leaves), out_spec)
+
+    return run
 
 
 def _named(weights: Weights, grads: Sequence[Tensor]) -> Grads:
@@ -171,24 +194,6 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Callable[..., Any]:
         return y, lambda cotangents: pullback(list(cotangents), retain_graph=False, create_graph=False)
 
     return pull
-
-
-def _compile_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def flat(trained: Values, fixed: Values, inputs: tuple[Any, ...]) -> Any:
-        return forward(Weights(trained, fixed), inputs)
-
-    compiled = torch.compile(flat, dynamic=False)
-    return lambda weights, inputs: compiled(weights.trained, weights.fixed, inputs)
-
-
-def _compile_backward(backward: Callable[..., Any]) -> Callable[..., Any]:
-    def flat(trained: Values, fixed: Values, inputs: tuple[Any, ...], cotangents: list[Tensor]) -> Any:
-        return backward(Weights(trained, fixed), inputs, cotangents)
-
-    compiled = torch.compile(flat, dynamic=False)
-    return lambda weights, inputs, cotangents: compiled(
-        weights.trained, weights.fixed, inputs, list(cotangents)
-    )
 
 
 def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> Passes:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.adam import AdamW
@@ -34,6 +35,11 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Schedule = Callable[[Graph], Plan]
 log = logging.getLogger("zfunc")
+
+RANDOM_COMPILED = (
+    "draws random numbers, and compiled code draws them in an order of its own: with compile_segments its "
+    "backward would recompute another dropout. Use recompute='min-cut', which keeps what was drawn"
+)
 _identities = itertools.count(1)
 
 
@@ -215,19 +221,26 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
         return segment.function({**trained, **fixed}, *inputs)
 
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return call.passes.forward(Weights(trained, fixed), inputs)
+        return call.plain.forward(Weights(trained, fixed), inputs)
 
     def backward(trained: Any, fixed: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        return call.passes.backward(Weights(trained, fixed), inputs, residuals, cotangents)
+        return call.plain.backward(Weights(trained, fixed), inputs, residuals, cotangents)
 
     try:
         random = is_random(function, *weights, inputs, device=device)
+        if random and call.passes is not call.plain and not call.passes.keeps:
+            raise ValueError(RANDOM_COMPILED)
         pulled = backward if s >= program.layout.first_trainable else None
         return trace(forward, pulled, *weights, inputs, device=device), random
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise
         raise ValueError(f"segment {segment.name!r}: {error}") from error
+    except DataDependentOutputException as error:
+        raise ValueError(
+            f"segment {segment.name!r}: got a branch on the value of a tensor, expected operations that depend "
+            "on shapes alone: write it with torch.where, or move it between segments"
+        ) from error
     except Exception as error:
         shapes = [tuple(t.shape) for t in tree_leaves(inputs)]
         raise ValueError(

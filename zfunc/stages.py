@@ -29,6 +29,7 @@ class SegmentCall:
     """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
 
     passes: Passes
+    plain: Passes  # the same, never through torch.compile: what costs are traced with
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants: dict[str, Tensor]

@@ -6,6 +6,7 @@ tensors, and what it would have kept alive is counted. So a plan's memory is kno
 
 import weakref
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -37,7 +38,7 @@ class Tracker(TorchDispatchMode):
         if self._pure and func._schema.is_mutable:
             self._check_pure(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        self.random = self.random or _draws(func, args, kwargs or {})
         if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
@@ -81,6 +82,17 @@ class Tracker(TorchDispatchMode):
                 )
 
 
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers; attention is only said to, and does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for declared, given in zip_longest(func._schema.arguments, args, fillvalue=None):
+        if declared is not None and declared.name == "dropout_p":
+            value = given if given is not None else kwargs.get("dropout_p", declared.default_value)
+            return bool(value)
+    return True
+
+
 @frozen
 class Trace:
     """What a segment costs for one micro-batch, in FLOPs and bytes, and what it returns (`out`, on meta).
@@ -104,8 +116,10 @@ Backward = Callable[..., Any]
 
 def is_random(function: Callable[..., Any], *args: Any, device: torch.device) -> bool:
     """Whether `function(*args)` draws random numbers. Raises ValueError if it changes what it did not make."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad(), Tracker(pure=True) as tracker:
-        function(*_faked(args, device))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        args = _faked(args, device)
+        with Tracker(pure=True) as tracker:
+            function(*args)
     return tracker.random
 
 
