@@ -38,7 +38,9 @@ def overflowing(scale: float, **settings: Any) -> tuple[Any, zfunc.step.State]:
 
 
 def batch(bad: bool) -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full((4,), 200.0 if bad else 0.0)
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full(
+        (4,), 200.0 if bad else 0.0
+    )
 
 
 def test_an_overflow_skips_the_step_and_changes_no_parameter() -> None:
@@ -174,7 +176,7 @@ def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
 
 
 def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments, data = tied_gpt()
+    segments, _ = tied_gpt()
     program = zfunc.compile(segments, device="cpu")
     monkeypatch.setattr("zfunc.program.available_host_bytes", lambda: 1000)
     monkeypatch.setattr("zfunc.step.allocate", lambda *_: pytest.fail("allocated"))

@@ -157,8 +157,8 @@ class Executor:
         """
         plan = prepared.plan
         flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
+        base = self._begin(plan, options)  # finished when it returns: both clocks start here
         run = Run(prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started)
-        base = self._begin(plan, options)
         others = [n for n in range(len(plan.lanes)) if n != prepared.main]
         done = {n: threading.Event() for n in others}
         for n in others:

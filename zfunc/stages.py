@@ -67,7 +67,6 @@ Stage = Callable[[Op, Memory, Step], None]
 
 def load(op: Op, mem: Memory, step: Step) -> None:
     """Bring one micro-batch to the device; floating-point inputs in the compute precision."""
-    (m,) = op.index
     inputs, targets = mem[op.read("batch")]
     mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
     mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
