@@ -4,8 +4,8 @@ Any of them can be made without arguments. A new one is one file here, one line 
 the table of laws in the tests.
 """
 
-from zfunc.schedules.interleaved import Interleaved
-from zfunc.schedules.overlapped import Overlapped
-from zfunc.schedules.serial import Serial
+from .interleaved import Interleaved
+from .overlapped import Overlapped
+from .serial import Serial
 
 __all__ = ["Interleaved", "Overlapped", "Serial"]
