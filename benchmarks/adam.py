@@ -4,13 +4,10 @@ The contenders run in turn inside every repeat, so a noisy machine disturbs all 
 the median over repeats of the ratios within one repeat. The yardstick is the skeleton: the bytes of a
 step with bf16 gradient and bf16 copy, 28 a parameter, moved in one sweep without arithmetic.
 
-    python benchmarks/adam.py --sizes 1Mi,16Mi --repeats 15 --json adam.json
+    python -m benchmarks.adam --sizes 1Mi,16Mi --repeats 15 --json adam.json
 """
 
 import argparse
-import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +15,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.machine import describe, write
 from zfunc.adam import _cpu_adam, adam_update_, default_threads
 
 SCALE, LR, DECAY = 0.5, 1e-4, 0.1
@@ -135,26 +133,11 @@ def summary(n: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
         return {
             "elements": n,
             "name": name,
-            "milliseconds": statistics.median(times) * 1e3,
-            "nanoseconds_per_element": statistics.median(times) / n * 1e9,
             "times_skeleton": statistics.median(ratios),
+            "spread": [min(ratios), max(ratios)],
         }
 
     return [row(name, times) for name, times in seconds.items()]
-
-
-def machine(threads: int) -> dict[str, Any]:
-    model = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo") as lines:
-            model = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), model)
-    return {
-        "cpu": model,
-        "cpus": len(os.sched_getaffinity(0)),
-        "threads": threads,
-        "instruction_set": _cpu_adam.instruction_set(),
-        "torch": torch.__version__,
-    }
 
 
 def size(text: str) -> int:
@@ -169,14 +152,14 @@ def main() -> None:
     parser.add_argument("--sizes", default="1Mi,4Mi,16Mi,64Mi", help="elements, comma separated")
     parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--json", metavar="PATH", help="write machine and results there")
+    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument("--only", help="comma separated words; contenders without any of them are left out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    host, results = machine(options.threads), []
-    print(", ".join(f"{key} {value}" for key, value in host.items()))
-    print(f"{'elements':>10}  {'contender':<30}{'ms':>10}{'ns/element':>12}{'x skeleton':>12}")
+    kind, results = _cpu_adam.instruction_set(), []
+    print(f"{describe()}, {options.threads} threads, {kind}")
+    print(f"{'elements':>10}  {'contender':<30}{'x skeleton':>12}{'from':>8}{'to':>8}")
     for n in map(size, options.sizes.split(",")):
         table = contenders(n, options.threads)
         if options.only:
@@ -184,14 +167,10 @@ def main() -> None:
             table = {name: run for name, run in table.items() if any(word in name for word in words)}
         for row in summary(n, measure(table, options.repeats)):
             results.append(row)
-            print(
-                f"{n:>10}  {row['name']:<30}{row['milliseconds']:>10.3f}"
-                f"{row['nanoseconds_per_element']:>12.3f}{row['times_skeleton']:>12.2f}"
-            )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"machine": host, "repeats": options.repeats, "results": results}, file, indent=1)
-            file.write("\n")
+            low, high = row["spread"]
+            print(f"{n:>10}  {row['name']:<30}{row['times_skeleton']:>12.2f}{low:>8.2f}{high:>8.2f}")
+    settings = {"threads": options.threads, "repeats": options.repeats, "instruction_set": kind}
+    write(options.json, "adam", {**settings, "rows": results})
 
 
 if __name__ == "__main__":
