@@ -170,7 +170,7 @@ def _conflicts(ops: Iterable[Op]) -> Iterator[Conflict]:
                 yield Conflict(last_write[r], i, r)
             for reader in reads_since.get(r, ()):
                 yield Conflict(reader, i, r)
-        for r in op.reads:
+        for r in dict.fromkeys(op.reads):
             reads_since.setdefault(r, []).append(i)
         for r in op.writes:
             last_write[r] = i

@@ -182,8 +182,8 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
     for used in segments:
         new: list[Parameter] = []
         for p in used:
-            first = seen.setdefault(p.name, p)
-            if first is p:
+            if (first := seen.get(p.name)) is None:
+                seen[p.name] = p
                 new.append(p)
             elif first != p:
                 raise ValueError(

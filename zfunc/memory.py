@@ -50,28 +50,26 @@ def memory(plan: Plan) -> dict[Tier, Peak]:
 def _transient(plan: Plan, clocks: Mapping[int, Clock]) -> dict[Tier, tuple[int, str]]:
     """The largest sum of what may be alive together.
 
-    Every moment lies between the starts of two neighbours on any one lane, so the maximum over the positions
-    of one lane is a bound. All lanes bound the same thing; the tightest counts.
+    Every moment lies between the starts of two neighbours on any one lane, before the first or after the last,
+    so the maximum over these of one lane is a bound. All lanes bound the same thing; the tightest counts.
     """
     changes: dict[Tier, list[list[int]]] = {}
     for tier, nbytes, accesses in _lifetimes(plan):
-        lanes = changes.setdefault(tier, [[0] * (len(lane.ops) + 1) for lane in plan.lanes])
+        lanes = changes.setdefault(tier, [[0] * (len(lane.ops) + 2) for lane in plan.lanes])
         for n, deltas in enumerate(lanes):
-            begin = max(0, clocks[accesses[0]][n])
-            end = max(begin + 1, _first_after(plan, clocks, n, accesses))
-            deltas[min(begin, len(deltas) - 1)] += nbytes
-            deltas[min(end, len(deltas) - 1)] -= nbytes
+            deltas[clocks[accesses[0]][n] + 1] += nbytes  # 0 is before the lane's first operation starts
+            deltas[_first_after(plan, clocks, n, accesses) + 1] -= nbytes
     return {
-        tier: min(_highest(plan, n, deltas) for n, deltas in enumerate(lanes))
+        tier: min(_highest(plan, n, deltas) for n, deltas in enumerate(lanes) if plan.lanes[n].ops)
         for tier, lanes in changes.items()
     }
 
 
 def _highest(plan: Plan, lane: int, deltas: list[int]) -> tuple[int, str]:
     ops = plan.lanes[lane].ops
-    alive = list(accumulate(deltas))[: len(ops)]
-    highest = max(alive, default=0)
-    return (highest, plan.graph.ops[ops[alive.index(highest)]].name) if alive else (highest, "")
+    alive = list(accumulate(deltas))
+    highest = max(alive)
+    return highest, plan.graph.ops[ops[max(0, alive.index(highest) - 1)]].name
 
 
 def _lifetimes(plan: Plan) -> list[tuple[Tier, int, list[int]]]:

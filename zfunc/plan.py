@@ -14,7 +14,7 @@ from attrs import field, frozen
 
 from zfunc.graph import Graph, Kind, Op, Region, Tier
 
-Clock = list[int]  # for each lane, the position of the last operation known to have finished; -1 if none
+Clock = tuple[int, ...]  # for each lane, the position of the last operation known to have finished; -1 if none
 
 
 class PlanError(ValueError):
@@ -126,7 +126,7 @@ def in_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
 
 def _needed(op: int, needs: Sequence[int], clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
     lane, position = order.place[op]
-    known = clocks[order.lanes[lane].ops[position - 1]] if position else [-1] * len(order.lanes)
+    known = clocks[order.lanes[lane].ops[position - 1]] if position else (-1,) * len(order.lanes)
     latest: dict[int, int] = {}  # lane -> position of the last operation needed from it and not known done
     for there, p in (order.place[n] for n in needs if n in order.place):
         if there != lane and p > known[there]:
@@ -142,12 +142,11 @@ def _needed(op: int, needs: Sequence[int], clocks: Mapping[int, Clock], order: P
 
 def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]) -> Clock:
     lane, position = plan.place[op]
-    clock = list(clocks[plan.lanes[lane].ops[position - 1]]) if position else [-1] * len(plan.lanes)
+    clock = clocks[plan.lanes[lane].ops[position - 1]] if position else (-1,) * len(plan.lanes)
     for n in waits:
         if n in clocks:
-            clock = list(map(max, clock, clocks[n]))
-    clock[lane] = position
-    return clock
+            clock = tuple(map(max, clock, clocks[n]))
+    return (*clock[:lane], position, *clock[lane + 1 :])
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:

@@ -1,0 +1,116 @@
+"""How long does it take to make and check a plan, and how does that grow with the number of operations?
+
+The job is a chain of equal segments on two ranks, a bucket each. Times are the best of the repeats, each on
+a graph made anew, because what a graph derives it keeps.
+
+    python -m benchmarks.plan --sizes 1000,100000 --repeats 3 --json benchmarks/results
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from math import log
+from typing import Any
+
+from benchmarks.machine import write
+from zfunc import schedules
+from zfunc.emit import Job, SegmentCost
+from zfunc.graph import Graph
+from zfunc.layout import Parameter, make_layout
+from zfunc.memory import memory
+from zfunc.plan import Plan, parse
+from zfunc.recipes import zero_offload
+from zfunc.simulate import simulate
+from zfunc.verify import verify
+
+SIZES = "1000,3000,10000,30000,100000"
+TARGET_OPS, TARGET_SECONDS = 100_000, 5.0
+OPS_A_SEGMENT = 9
+CHECKED = ("emit", "conflicts", "build", "verify")  # what the target counts
+
+
+def make_job(num_ops: int) -> Job:
+    """About that many operations: forward, backward and the way of one bucket, for each segment."""
+    num_segments = max(1, round(num_ops / OPS_A_SEGMENT))
+    segments = [[Parameter(f"{s}.weight", (1024, 1024))] for s in range(num_segments)]
+    layout = make_layout(segments, bucket_size=1024 * 1024, world=2)
+    cost = SegmentCost(10**9, 10**6, 10**6, 10**5, 10**5, 3 * 10**9)
+    return Job(layout, (cost,) * num_segments, (True,) * num_segments, world=2)
+
+
+def measure(num_ops: int) -> tuple[int, dict[str, float]]:
+    """Operations in the graph, and seconds of each part."""
+    job = make_job(num_ops)
+    seconds: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = run()
+        seconds[name] = time.perf_counter() - start
+        return result
+
+    graph: Graph = timed("emit", lambda: Graph(tuple(zero_offload(job))))
+    timed("conflicts", lambda: graph.predecessors)
+    plan: Plan = timed("build", lambda: schedules.Overlapped()(graph))
+    timed("verify", lambda: verify(plan))
+    timed("memory", lambda: memory(plan))
+    timed("simulate", lambda: simulate(plan))
+    timed("interleave", lambda: schedules.Interleaved()(graph))
+    text: str = timed("text", plan.text)
+    timed("parse", lambda: parse(text))
+    return len(graph), seconds
+
+
+def best(num_ops: int, repeats: int) -> dict[str, Any]:
+    runs = [measure(num_ops) for _ in range(repeats)]
+    return {"ops": runs[0][0], "seconds": {name: min(s[name] for _, s in runs) for name in runs[0][1]}}
+
+
+def exponent(sizes: list[int], seconds: list[float]) -> float:
+    """The slope of log seconds over log size, by least squares: 1 is linear."""
+    xs, ys = [log(n) for n in sizes], [log(s) for s in seconds]
+    x0, y0 = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - x0) * (y - y0) for x, y in zip(xs, ys, strict=True)) / sum((x - x0) ** 2 for x in xs)
+
+
+def report(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Print seconds, microseconds an operation, and growth; return the exponents."""
+    names = list(rows[0]["seconds"])
+    print(f"{'operations':>18}" + "".join(f"{name:>12}" for name in names))
+    for row in rows:
+        print(f"{row['ops']:>10,} seconds" + "".join(f"{row['seconds'][name]:>12.4f}" for name in names))
+        per_op = "".join(f"{row['seconds'][name] / row['ops'] * 1e6:>12.2f}" for name in names)
+        print(f"{'us/op':>18}{per_op}")
+    if len(rows) < 2:
+        return {}
+    sizes = [row["ops"] for row in rows]
+    growth = {name: exponent(sizes, [row["seconds"][name] for row in rows]) for name in names}
+    print(f"{'growth exponent':>18}" + "".join(f"{growth[name]:>12.2f}" for name in names))
+    return growth
+
+
+def judge(row: dict[str, Any]) -> str:
+    """Whether the largest plan was made and checked in time."""
+    seconds = sum(row["seconds"][name] for name in CHECKED)
+    if row["ops"] < 0.9 * TARGET_OPS:
+        return f"{row['ops']:,} operations are too few to judge the target of {TARGET_OPS:,}"
+    verdict = "within" if seconds <= TARGET_SECONDS else "NOT within"
+    return f"{' + '.join(CHECKED)} of {row['ops']:,}: {seconds:.2f} s, {verdict} the target of {TARGET_SECONDS:g} s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--sizes", default=SIZES, help="operations, comma separated")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--json", metavar="PATH", help="a file, or a folder for a file named after the machine"
+    )
+    options = parser.parse_args()
+    rows = [best(int(size), options.repeats) for size in options.sizes.split(",")]
+    growth = report(rows)
+    print(judge(rows[-1]))
+    write(options.json, "plan", {"rows": rows, "growth_exponents": growth, "verdict": judge(rows[-1])})
+
+
+if __name__ == "__main__":
+    main()

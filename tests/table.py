@@ -1,0 +1,203 @@
+"""The table of laws: every recipe, job and schedule here goes through every torch-free law, for one line each.
+
+`cases` are the fixed ones, `jobs()` makes more of them with hypothesis. A job's sizes are small on purpose.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from itertools import product
+from random import Random
+
+import pytest
+from attrs import evolve, frozen
+from hypothesis import strategies as st
+
+from zfunc import schedules
+from zfunc.emit import Job, SegmentCost
+from zfunc.graph import Graph, Op
+from zfunc.layout import Parameter, make_layout
+from zfunc.plan import Plan, build
+from zfunc.recipes import zero_offload
+from zfunc.simulate import ROUND, Hardware
+
+Segments = list[list[Parameter]]
+
+
+@frozen
+class Scattered:
+    """No schedule at all: operations on lanes at random, in any order that does not deadlock."""
+
+    seed: int = 0
+    num_lanes: int = 4
+
+    def __call__(self, graph: Graph) -> Plan:
+        random = Random(self.seed)
+        lanes: dict[str, list[int]] = {f"lane{n}": [] for n in range(self.num_lanes)}
+        for op in shuffled(graph, random):
+            lanes[random.choice(list(lanes))].append(op)
+        return build(graph, lanes)
+
+
+def shuffled(graph: Graph, random: Random) -> Iterator[int]:
+    """Some order of the operations that keeps every dependency."""
+    left = [set(before) for before in graph.predecessors]
+    ready = [i for i, before in enumerate(left) if not before]
+    while ready:
+        done = ready.pop(random.randrange(len(ready)))
+        yield done
+        for i, before in enumerate(left):
+            if done in before:
+                before.remove(done)
+                if not before:
+                    ready.append(i)
+
+
+def job(
+    segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **given: object
+) -> Job:
+    """A job with costs that differ from segment to segment, so that no two regions are alike by accident."""
+    layout = make_layout(segments, bucket_size=bucket_size, world=given.get("world", 1))
+    costs = [
+        SegmentCost(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1))
+        for s in range(len(segments))
+    ]
+    recompute = tuple(recompute) or (True,) * len(segments)
+    return Job(layout, costs, recompute, target_bytes=16, **given)
+
+
+def chain(*shapes: tuple[int, ...]) -> Segments:
+    """One segment a shape, with a weight of that shape and a bias that does not decay."""
+    return [[Parameter(f"{s}.w", x), Parameter(f"{s}.b", x[-1:], decay=False)] for s, x in enumerate(shapes)]
+
+
+EMBED = Parameter("embed", (10, 8))
+TIED: Segments = [[EMBED], [Parameter("block", (8, 8))], [Parameter("norm", (8,), decay=False), EMBED]]
+TIED_NEXT: Segments = [[Parameter("a", (9,)), EMBED], [EMBED, Parameter("b", (70,))], [Parameter("c", (5,))]]
+TIED_THREE: Segments = [[EMBED], [EMBED, Parameter("a", (64,))], [Parameter("b", (3, 3))], [EMBED]]
+SPANNING: Segments = [[Parameter(f"p{s}", (8,))] for s in range(4)]  # one bucket of all four
+SPANNING_TIE: Segments = [
+    [EMBED],
+    [Parameter("a", (8,))],
+    [Parameter("b", (8,)), EMBED],
+    [Parameter("c", (8,))],
+]
+FROZEN: Segments = [
+    [Parameter("stem", (7, 7), trainable=False)],
+    [],
+    [Parameter("adapter", (8, 2)), Parameter("base", (64,), trainable=False)],
+    [Parameter("out", (20,))],
+]
+SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), decay=False)]]
+
+RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {
+    "zero_offload": zero_offload,
+}
+
+JOBS: dict[str, Job] = {
+    "tied": job(TIED, recompute=[True, False, False]),
+    "tied barrier": job(TIED, barrier=True),
+    "tied accumulated": job(TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3),
+    "tied neighbours": job(TIED_NEXT, bucket_size=1000, world=2),
+    "tied in three": job(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
+    "spanning": job(SPANNING, bucket_size=256, micro_batches=2),
+    "spanning a tie": job(SPANNING_TIE, bucket_size=1000),
+    "frozen": job(FROZEN, recompute=[False, True, False, True], element_bytes=4),
+    "frozen accumulated": job(FROZEN, micro_batches=3, grad_slots=1, barrier=True),
+    "scalars": job(SCALARS, bucket_size=1),
+    "one huge": job(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
+    "small buckets": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
+    "one segment": job([[Parameter("w", (2, 2))]], micro_batches=2),
+}
+
+SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
+    "Serial": schedules.Serial(),
+    "Overlapped": schedules.Overlapped(),
+    "Interleaved": schedules.Interleaved(),
+    "scattered over four lanes": Scattered(),
+    "scattered over two lanes": Scattered(seed=1, num_lanes=2),
+    "one lane of two": lambda graph: build(graph, {"all": range(len(graph)), "none": []}),
+}
+
+HARDWARE: dict[str, Hardware] = {
+    "round": ROUND,
+    "no latency": evolve(ROUND, latency=0.0),
+    "slow host": evolve(ROUND, rates={**ROUND.rates, "host": 1e3}),
+    "all at one byte a second": Hardware("slow", flops=1.0, rates=dict.fromkeys(ROUND.rates, 1.0)),
+}
+
+
+@cache
+def graph_of(recipe: str, name: str) -> Graph:
+    """The graph of a recipe on a job, by their names in the table."""
+    return Graph(tuple(RECIPES[recipe](JOBS[name])))
+
+
+@cache
+def plan_of(recipe: str, name: str, schedule: str) -> Plan:
+    """That graph under a schedule."""
+    return SCHEDULES[schedule](graph_of(recipe, name))
+
+
+every_graph = pytest.mark.parametrize(("recipe", "name"), list(product(RECIPES, JOBS)))
+every_plan = pytest.mark.parametrize(("recipe", "name", "schedule"), list(product(RECIPES, JOBS, SCHEDULES)))
+
+shapes = st.one_of(
+    st.just(()),
+    st.just((1,)),
+    st.tuples(st.integers(1, 200)),
+    st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    st.just((3000,)),
+)
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
+    """Segments, bucket size and world: sizes, ties, frozen parameters and empty segments of any kind."""
+    num_segments = draw(st.integers(1, 5))
+    segments: Segments = [[] for _ in range(num_segments)]
+    for n in range(draw(st.integers(1, 8))):
+        users = draw(st.sets(st.integers(0, num_segments - 1), min_size=1, max_size=min(3, num_segments)))
+        if draw(st.integers(0, 3)):  # most are not tied
+            users = {min(users)}
+        trainable = n == 0 or draw(st.integers(0, 4)) > 0
+        p = Parameter(f"p{n}", draw(shapes), trainable=trainable, decay=draw(st.booleans()))
+        for s in users:
+            segments[s].append(p)
+    bucket_size = draw(st.sampled_from([1, 64, 128, 300, 1024, 10_000]))
+    return segments, bucket_size, draw(st.integers(1, 3))
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    """Jobs over such layouts."""
+    segments, bucket_size, world = draw(layouts())
+    return job(
+        segments,
+        bucket_size=bucket_size,
+        world=world,
+        recompute=draw(st.tuples(*[st.booleans()] * len(segments))),
+        micro_batches=draw(st.integers(1, 3)),
+        barrier=draw(st.booleans()),
+        grad_slots=draw(st.integers(1, 3)),
+        host_slots=draw(st.integers(1, 3)),
+        element_bytes=draw(st.sampled_from([2, 4])),
+    )
+
+
+def graphs() -> st.SearchStrategy[Graph]:
+    """Graphs of any recipe on such jobs."""
+    return st.builds(lambda recipe, j: Graph(tuple(recipe(j))), st.sampled_from([*RECIPES.values()]), jobs())
+
+
+def plans() -> st.SearchStrategy[Plan]:
+    """Plans of such graphs under any schedule of the table, or scattered anew."""
+    scattered = st.builds(Scattered, st.integers(0, 1000), st.integers(1, 5))
+    schedule = st.one_of(st.sampled_from([*SCHEDULES.values()]), scattered)
+    return st.builds(lambda s, graph: s(graph), schedule, graphs())
+
+
+def hardware() -> st.SearchStrategy[Hardware]:
+    """Machines of any proportions."""
+    rate = st.floats(1e-3, 1e15)
+    rates = st.fixed_dictionaries(dict.fromkeys(ROUND.rates, rate))
+    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3))

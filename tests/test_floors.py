@@ -1,0 +1,128 @@
+"""Imports go down only, the lower floors need no torch, and nothing that interprets a plan knows a verb."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from table import JOBS, RECIPES
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom up: a module imports from the floors below its own, never from its own or one above.
+TORCH_FREE = (
+    {"layout", "graph", "errors", "lr"},
+    {"emit", "loss_scale"},
+    {"recipes"},
+    {"plan", "timeline"},
+    {"verify", "simulate", "memory", "draw"},
+    {"schedules"},
+    {"settings", "terminal"},
+)
+INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
+WITH_TORCH = (
+    {"adam_reference", "threads", "_cpu_adam"},
+    {"adam", "passes", "resources", "tracing", "segments", "state", "guard"},
+    {"stages", "execute"},
+    {"program"},
+    {"compiling"},
+    {"step"},
+    {INDEX},
+    {"gpt", "data"},
+    {"job"},
+    {"sketch", "train"},
+    {"runs"},
+    {"console"},
+    {"panel"},
+    {"cli"},
+    {"__main__"},
+)
+FLOORS = (*TORCH_FREE, *WITH_TORCH)
+FLOOR_OF = {module: n for n, modules in enumerate(FLOORS) for module in modules}
+INTERPRETERS = ("plan", "verify", "simulate", "memory", "draw", "timeline", "graph", "execute")
+
+
+def sources() -> Iterator[tuple[str, Path]]:
+    """Every module under the name its floor lists it by; a package stands for its files."""
+    for path in sorted((ROOT / "zfunc").glob("*.py")):
+        if path.stem != "__init__":
+            yield path.stem, path
+    for package in sorted(p.parent for p in (ROOT / "zfunc").glob("*/__init__.py")):
+        yield from ((package.name, path) for path in sorted(package.glob("*.py")))
+    if not (ROOT / "zfunc" / "schedules").exists():
+        yield from (("schedules", path) for path in sorted((ROOT / "schedules").glob("*.py")))
+
+
+SOURCES = list(sources())
+every_module = pytest.mark.parametrize(("module", "path"), SOURCES, ids=[f"{m}-{p.stem}" for m, p in SOURCES])
+
+
+def imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Every import of a file, those inside functions too, as a dotted name in parts."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = ("zfunc",) if path.parent.name == "zfunc" else ("zfunc", path.parent.name)
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = node.module.split(".") if node.module else ()
+            yield from ((*base, *module, alias.name) for alias in node.names)
+
+
+def is_torch_free(module: str) -> bool:
+    return FLOOR_OF.get(module, len(FLOORS)) < len(TORCH_FREE)
+
+
+@every_module
+def test_every_module_has_a_floor(module: str, path: Path) -> None:
+    assert module in FLOOR_OF, f"{path.name} is on no floor: add it to the list in {__file__}"
+
+
+@every_module
+def test_imports_go_down_only(module: str, path: Path) -> None:
+    for name in imports(path):
+        if name[0] != "zfunc":
+            continue
+        target = name[1] if len(name) > 1 and name[1] in FLOOR_OF else INDEX
+        if target == module == "schedules":
+            continue
+        assert FLOOR_OF[target] < FLOOR_OF.get(module, len(FLOORS)), (
+            f"{path.name} imports {'.'.join(name)}, which is not below it: move what both need to a lower floor"
+        )
+
+
+@every_module
+def test_the_lower_floors_do_not_import_torch(module: str, path: Path) -> None:
+    if is_torch_free(module):
+        assert not {name[0] for name in imports(path)} & {"torch", "functorch", "numpy"}
+
+
+def test_the_lower_floors_work_where_there_is_no_torch() -> None:
+    modules = [f"zfunc.{m}" for floor in TORCH_FREE for m in sorted(floor)]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'functorch', 'numpy')))\n"
+        "from importlib import import_module\n"
+        f"for name in {modules}: import_module(name)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def literals(path: Path) -> set[str]:
+    return {
+        n.value
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
+
+
+@every_module
+def test_no_interpreter_or_schedule_knows_a_verb(module: str, path: Path) -> None:
+    verbs = {op.verb for recipe in RECIPES.values() for job in JOBS.values() for op in recipe(job)}
+    assert len(verbs) >= 13
+    if module in INTERPRETERS or module == "schedules":
+        assert not literals(path) & verbs, (
+            f"{path.name} tells operations apart by verb: derive it from what they touch"
+        )

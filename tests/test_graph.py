@@ -1,0 +1,247 @@
+"""Laws of graphs and of recipes: what is derived is complete, and every recipe moves every gradient."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from table import JOBS, RECIPES, every_graph, graph_of, graphs, jobs
+
+from zfunc.emit import Job
+from zfunc.graph import Graph, Op, Region
+
+Recipe = Callable[[Job], Iterator[Op]]
+
+
+def conflicting_pairs(graph: Graph) -> set[tuple[int, int]]:
+    """By definition: two operations that touch a region which one of them writes."""
+    reads, writes = [set(op.reads) for op in graph], [set(op.writes) for op in graph]
+    return {
+        (a, b)
+        for b in range(len(graph))
+        for a in range(b)
+        if writes[a] & (reads[b] | writes[b]) or reads[a] & writes[b]
+    }
+
+
+def implied_pairs(graph: Graph) -> set[tuple[int, int]]:
+    """All that follows from `graph.predecessors` by transitivity."""
+    before: list[set[int]] = []
+    for needs in graph.predecessors:
+        before.append(set(needs).union(*(before[n] for n in needs)))
+    return {(a, b) for b, known in enumerate(before) for a in known}
+
+
+@st.composite
+def scribbles(draw: st.DrawFn) -> Graph:
+    """Operations that read and write five kept regions at random."""
+    some = st.lists(
+        st.sampled_from([Region("r", (n,), kept=True) for n in range(5)]), max_size=3, unique=True
+    ).map(tuple)
+    size = draw(st.integers(0, 14))
+    return Graph(tuple(Op("op", (n,), "compute", draw(some), draw(some)) for n in range(size)))
+
+
+@given(st.one_of(scribbles(), graphs()))
+def test_derived_order_implies_every_conflict_and_adds_none(graph: Graph) -> None:
+    pairs = conflicting_pairs(graph)
+    assert pairs <= implied_pairs(graph)
+    for c in graph.conflicts:
+        assert (c.before, c.after) in pairs
+        before, after = graph.ops[c.before], graph.ops[c.after]
+        assert c.region in before.writes + after.writes
+        assert c.region in before.regions
+        assert c.region in after.regions
+
+
+@given(st.one_of(scribbles(), graphs()))
+def test_derived_order_is_linear_in_what_is_touched(graph: Graph) -> None:
+    assert len(set(graph.conflicts)) == len(graph.conflicts)
+    assert len(graph.conflicts) <= sum(2 * len(op.reads) + len(op.writes) for op in graph)
+
+
+def test_a_region_has_one_size_one_tier_and_one_lifetime() -> None:
+    for other in (
+        Region("x", nbytes=8),
+        Region("x", nbytes=4, tier="host"),
+        Region("x", nbytes=4, kept=True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"b declares x as .* an earlier operation as .*: a region has one"
+        ):
+            Graph(
+                (Op("a", (), "compute", (), (Region("x", nbytes=4),)), Op("b", (), "compute", (), (other,)))
+            )
+
+
+def test_two_operations_cannot_share_a_name() -> None:
+    with pytest.raises(ValueError, match=r"two operations are named a\[1\]: give each its own index"):
+        Graph((Op("a", (1,), "compute"), Op("a", (1,), "host")))
+
+
+def test_a_region_is_its_buffer_and_index() -> None:
+    assert Region("x", (1,), 4, "host") == Region("x", (1,), 8)
+    assert Region("x", (1,)) != Region("x", (2,))
+    assert str(Region("x", (1, 2))) == "x[1,2]"
+    assert str(Region("x")) == "x"
+
+
+def test_unknown_kinds_and_tiers_and_negative_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="kind"):
+        Op("a", (), "gpu")
+    with pytest.raises(ValueError, match="tier"):
+        Region("a", tier="gpu")
+    with pytest.raises(ValueError, match="nbytes"):
+        Region("a", nbytes=-1)
+
+
+def test_an_operation_finds_its_regions_by_buffer() -> None:
+    x, y = Region("x", (1,)), Region("y")
+    op = Op("f", (), "compute", (x, y), (y,))
+    assert (op.read("x"), op.write("y"), op.regions) == (x, y, (x, y))
+    assert op.touches("x")
+    assert not op.touches("z")
+
+
+# --- laws of every recipe --------------------------------------------------------------------------------
+
+of_any_job = given(st.sampled_from([*RECIPES.values()]), st.one_of(jobs(), st.sampled_from([*JOBS.values()])))
+
+
+@every_graph
+def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, name: str) -> None:
+    written = {r for r in graph_of(recipe, name).regions if r.kept}
+    for op in graph_of(recipe, name):
+        assert set(op.reads) <= written, op.name
+        written.update(op.writes)
+
+
+@of_any_job
+def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe: Recipe, job: Job) -> None:
+    ops = list(recipe(job))
+    arrived = Counter(op.index[1] for op in ops if op.verb == "to_host")
+    packed = Counter(op.index[:2] for op in ops if op.verb == "pack")
+    for b in job.layout.buckets:
+        assert arrived[b.index] == job.micro_batches * len(b.deliveries) == job.num_deliveries(b)
+        for m in range(job.micro_batches):
+            assert packed[m, b.index] == sum(map(len, b.deliveries))
+    for verb in ("adam", "to_device", *(["all_gather"] if job.world > 1 else [])):
+        assert sorted(op.index[0] for op in ops if op.verb == verb) == [b.index for b in job.layout.buckets]
+
+
+@of_any_job
+def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: Job) -> None:
+    """Nothing else can see this: the slot is kept, so a lost gradient would be no race."""
+    holds: dict[Region, tuple[int, ...]] = {}
+    filled: dict[Region, list[int]] = {}
+    for op in recipe(job):
+        if op.verb == "pack":
+            m, b, s = op.index
+            slot = op.write("grad_slot")
+            if slot in op.reads:
+                assert holds[slot] == (m, b), f"{op.name} adds to a slot of another bucket"
+            else:
+                assert slot not in holds, f"{op.name} overwrites {holds.get(slot)}"
+                holds[slot], filled[slot] = (m, b), []
+            filled[slot].append(s)
+        elif op.verb in ("reduce_scatter", "square_sum", "to_host"):
+            slot = op.read("grad_slot")
+            assert holds[slot][1] == op.index[op.verb != "square_sum"]
+            if op.verb == "to_host":
+                m, b, d = op.index
+                assert holds.pop(slot) == (m, b)
+                assert tuple(filled.pop(slot)) == job.layout.buckets[b].deliveries[d]
+    assert not holds
+
+
+@of_any_job
+def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(recipe: Recipe, job: Job) -> None:
+    full: dict[Region, str] = {}
+    for op in recipe(job):
+        for r in op.reads:
+            if r.buffer == "host_slot":
+                del full[r]  # a KeyError is a slot read twice, or never filled
+        for r in op.writes:
+            if r.buffer == "host_slot":
+                assert r not in full, f"{op.name} overwrites what {full[r]} left"
+                full[r] = op.name
+    assert not full
+
+
+@of_any_job
+def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: Job) -> None:
+    adds = [op for op in recipe(job) if op.verb == "accumulate"]
+    begun: set[int] = set()
+    for op in adds:
+        b = op.index[1]
+        assert (op.write("grad_sum") in op.reads) == (b in begun)
+        begun.add(b)
+    due = {b.index: job.num_deliveries(b) for b in job.layout.buckets if job.num_deliveries(b) > 1}
+    assert Counter(op.index[1] for op in adds) == due
+
+
+@of_any_job
+def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> None:
+    regions = Graph(tuple(recipe(job))).regions
+    for buffer, most in (
+        ("grad_slot", job.grad_slots),
+        ("host_slot", job.host_slots),
+        ("param_slot", job.host_slots),
+    ):
+        assert {r.index for r in regions if r.buffer == buffer} <= {(n,) for n in range(most)}
+
+
+@of_any_job
+def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
+    used = [op.read("grad_slot").index for op in recipe(job) if op.verb == "to_host"]
+    assert used == [(n % job.grad_slots,) for n in range(len(used))]
+
+
+@of_any_job
+def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
+    recipe: Recipe, job: Job
+) -> None:
+    verbs = [op.verb for op in recipe(job)]
+    assert verbs.count("decide") == verbs.count("global_norm") == 1
+    assert verbs.index("decide") < verbs.index("adam")
+    if job.barrier:
+        last = len(verbs) - 1 - verbs[::-1].index("to_host")
+        assert last < verbs.index("global_norm") < verbs.index("decide")
+
+
+@of_any_job
+def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(recipe: Recipe, job: Job) -> None:
+    ops = {op.name: op for op in recipe(job)}
+    for b in (bucket.index for bucket in job.layout.buckets):
+        arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
+        adam, back = ops[f"adam[{b}]"], ops[f"to_device[{b}]"]
+        assert set(arrivals[-1].writes) & set(adam.reads)
+        assert set(adam.writes) & set(back.reads)
+        assert adam.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
+        assert back.write("params").index == (b,)
+    losses = [r.index for r in ops["decide"].reads if r.buffer == "loss"]
+    assert losses == [(m,) for m in range(job.micro_batches)]
+    assert ops["decide"].touches("norm") == job.barrier
+
+
+@of_any_job
+def test_the_norm_counts_every_bucket(recipe: Recipe, job: Job) -> None:
+    (norm,) = (op for op in recipe(job) if op.verb == "global_norm")
+    assert len(norm.reads) == len(job.layout.buckets)
+
+
+@of_any_job
+def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: Job) -> None:
+    ops = list(recipe(job))
+    for verb, first in (("forward", 0), ("backward", job.layout.first_trainable)):
+        done = sorted(op.index for op in ops if op.verb == verb)
+        assert done == [(m, s) for m in range(job.micro_batches) for s in range(first, job.num_segments)]
+
+
+@of_any_job
+def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: Job) -> None:
+    for op in recipe(job):
+        if op.verb in ("forward", "backward"):
+            read = {r.index[0] for r in op.reads if r.buffer == "params"}
+            assert read == set(job.layout.buckets_of(op.index[1])), op.name
