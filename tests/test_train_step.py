@@ -129,6 +129,31 @@ def test_a_non_finite_loss_names_the_step_and_leaves_the_state_unharmed(clip: fl
     assert metrics.step == 2
 
 
+class Cusp(nn.Module):
+    """A finite loss whose gradient is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (self.w.abs().sqrt() * x).float().mean() + 0 * targets.sum()
+
+
+def test_a_non_finite_gradient_is_refused_before_the_updates_with_clipping_and_never_silent() -> None:
+    clipped = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu", clip_norm=1.0)
+    state = zfunc.init(clipped)
+    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*unharmed"):
+        zfunc.train_step(clipped, state, regression(4)(0))
+    assert not any(p.isnan().any() for p in zfunc.params(clipped, state).values())
+    free = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu")
+    state = zfunc.init(free)
+    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*this state is gone"):
+        zfunc.train_step(free, state, regression(4)(0))
+    with pytest.raises(DonatedStateError, match="gradient norm of nan"):
+        zfunc.params(free, state)
+
+
 @pytest.mark.parametrize("schedule", ["Serial", "Overlapped"])
 @pytest.mark.parametrize("verb", ["load", "backward", "to_host", "decide"])
 def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: str) -> None:

@@ -55,7 +55,8 @@ def compile(
     - `clip_norm`: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; a barrier before Adam.
     - `micro_batches`: equal parts of a batch, accumulated in fp32.
     - `bucket_size`: elements of a bucket; `grad_slots` of them are on the device, `host_slots` in pinned memory.
-    - `recompute`: what a segment keeps for backward: "all" (only its input), "none", "min-cut".
+    - `recompute`: what backward computes again: "all" (a segment keeps only its input), "none" (it keeps all
+      that autograd would), or "min-cut" (it keeps the residuals that are cheapest to keep).
     - `compile_segments`: put every distinct segment through `torch.compile`.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
     - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.

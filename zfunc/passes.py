@@ -2,8 +2,9 @@
 
 The invariant: however little or much is kept, gradients are those of `torch.func.vjp`, to the bit.
 
-- `recompute="all"` keeps only the segment's input; backward runs the forward again inside `vjp`.
-- `recompute="none"` keeps the pullback itself.
+- `recompute="all"` recomputes everything: only the segment's input is kept, and backward runs the forward
+  again inside `vjp`.
+- `recompute="none"` recomputes nothing: the pullback itself is kept.
 - `recompute="min-cut"` traces both into pure functions once; residuals are the tensors the min-cut
   partitioner chose to hand from one to the other.
 
@@ -95,7 +96,7 @@ def _retraced(pull: Pull, compiled: bool) -> Backward:
     """`_pulled` as a graph, traced once for each set of shapes: the same operations less those whose result
     backward does not need (the end of the recomputed forward), and no autograd around them.
 
-    A function whose control flow depends on data cannot be traced; `_pulled` itself serves then.
+    Where a function cannot be traced so (a custom autograd Function, say), `_pulled` itself serves: logged.
     """
     traced: dict[Any, Callable[..., Any] | None] = {}
     plain = _pulled(pull)

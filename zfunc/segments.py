@@ -117,7 +117,9 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     owned = {p.name: short for short, p in reversed([*zip(own, parameters, strict=True)])}
     owned = {full: short for full, short in owned.items() if full not in set(share.values())}
     meta = on_meta == {True}
-    constants = _real_module(name, module, 0)[1] if meta else dict(module.named_buffers())
+    constants = dict(module.named_buffers())
+    if meta and constants:
+        constants = _real_module(name, module, 0)[1]
 
     def initial(seed: int) -> Values:
         values = _real_module(name, module, seed)[0] if meta else own

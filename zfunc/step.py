@@ -5,6 +5,7 @@ the place it is used at; a step that raises before its first update leaves the s
 """
 
 import hashlib
+import math
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.errors import NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
-from zfunc.graph import Region
+from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
@@ -95,13 +96,14 @@ def train_step(
     delays every operation at random.
 
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state,
-    NonFiniteError for a non-finite loss (or gradient norm, if it is known before the updates) without loss
-    scaling, ExecutionError if a stage fails. Where nothing had been updated, `state` can be used again.
+    NonFiniteError for a non-finite loss or gradient without loss scaling, ExecutionError if a stage fails.
+    Where nothing had been updated, `state` can be used again: always for a loss, for a gradient if clipping
+    makes the updates wait for its norm.
     """
     state.check(program.identity, "train_step")
     special = specialize(program, batch)
     buffers = state.buffers
-    held = {tier: peak.kept for tier, peak in special.memory.items()}
+    held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
     number = state.step + 1
     step = _step(program, special, state, number)
@@ -116,7 +118,14 @@ def train_step(
         _settle(special, buffers, started, number, error)
         raise
     buffers.lost = ""
-    verdict = mem[Region("verdict")]
+    verdict, norm = mem[Region("verdict")], mem[Region("norm")]
+    if not math.isfinite(norm) and not verdict.skip:
+        buffers.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
+        raise NonFiniteError(
+            f"step {number}: got a gradient norm of {norm} with a loss of {verdict.loss}, expected finite numbers; "
+            "without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
+            "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
+        )
     try:
         scale = state.loss_scale.update(overflow=verdict.skip)
     except NonFiniteError:
@@ -132,7 +141,7 @@ def train_step(
     )
     metrics = Metrics(
         loss=verdict.loss,
-        grad_norm=mem[Region("norm")],
+        grad_norm=norm,
         lr=step.lr,
         skipped=verdict.skip,
         loss_scale=state.loss_scale.scale,

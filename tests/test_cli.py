@@ -1,0 +1,438 @@
+"""The commands as a user meets them: what they print, what they leave behind, how they end."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import zfunc
+from zfunc.cli import main
+from zfunc.settings import Settings
+from zfunc.terminal import interrupts, printable
+from zfunc.train import Length
+
+
+def model(*sizes: int) -> list[str]:
+    flags = "--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--batch-size"
+    return [word for pair in zip(flags, map(str, sizes), strict=True) for word in pair]
+
+
+TINY = model(1, 16, 2, 16, 4)
+SMALL = model(2, 64, 4, 32, 4)
+TEN_BILLION = model(50, 4096, 32, 1024, 10)
+CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for n in range(30):
+        words = " ".join(f"{k * k % 97} and {k % 7}" for k in range(n, n + 80))
+        folder.joinpath(f"{n}.txt").write_text(words + "\n")
+    return folder
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in folder.joinpath("metrics.jsonl").read_text().splitlines()]
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return json.loads(folder.joinpath("summary.json").read_text())
+
+
+def train(*more: object) -> int:
+    return main(["train", *TINY, *map(str, more)])
+
+
+def start(*more: object, **given: Any) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", "zfunc", "train", *TINY, *map(str, more)]
+    return subprocess.Popen(command, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, **given)
+
+
+def wait_for_steps(folder: Path, count: int, running: "subprocess.Popen[str]") -> None:
+    path = folder / "metrics.jsonl"
+    for _ in range(600):
+        if path.exists() and path.read_text().count("\n") > count:
+            return
+        assert running.poll() is None, "it ended by itself"
+        time.sleep(0.1)
+    pytest.fail(f"no {count} steps within a minute")
+
+
+# --- a whole run -----------------------------------------------------------------------------------------
+
+
+def test_a_run_prints_lines_and_leaves_a_folder(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--data", texts, "--steps", 12, "--eval-every", 5, "--out", "run") == 0
+    out, err = capsys.readouterr()
+    assert not CONTROL.search(out)
+    assert err == ""
+    for told in (
+        "device: cpu, because",
+        "precision: fp32, because",
+        "30 files",
+        "held out",
+        "12/12",
+        "sample",
+    ):
+        assert told in out
+
+    run = Path("run")
+    steps = rows(run)
+    assert [row["step"] for row in steps] == list(range(13))
+    evaluated = [row["step"] for row in steps if "held_out_bits_per_byte" in row]
+    assert evaluated == [0, 5, 10, 12]
+    needed = {"step", "loss", "lr", "grad_norm", "skipped", "loss_scale", "tokens_per_second", "seconds"}
+    assert all(needed | {"host_seconds", "device_bytes", "host_bytes"} <= row.keys() for row in steps[1:])
+    assert steps[-1]["held_out_bits_per_byte"] < steps[0]["held_out_bits_per_byte"]
+
+    config = json.loads(run.joinpath("config.json").read_text())
+    assert config["settings"]["precision"] == "fp32"
+    assert config["settings"]["device"] == "cpu"
+    assert config["parameters"] == (256 + 16) * 16 + 12 * 16 * 16 + 13 * 16 + 2 * 16
+    assert re.fullmatch("[0-9a-f]{16}", config["plan"]["digest"])
+
+    trace = json.loads(run.joinpath("timeline.json").read_text())["traceEvents"]
+    assert {e["name"].partition("[")[0] for e in trace} >= {"forward", "backward", "adam", "to_device"}
+    assert "measured" in run.joinpath("timeline.svg").read_text()
+
+    end = summary(run)
+    assert (end["ended"], end["steps"]) == ("steps", 12)
+    assert end["held_out_bits_per_byte"] == steps[-1]["held_out_bits_per_byte"]
+    assert len(end["sample"]) > 100
+    assert end["planned_bytes"]["device"] > 0
+
+
+def test_equal_settings_give_equal_losses_and_samples(texts: Path) -> None:
+    for out, more in (("a", ()), ("b", ("--schedule", "Serial")), ("c", ("--seed", 1))):
+        assert train("--data", texts, "--steps", 6, "--dropout", 0.1, "--out", out, *more) == 0
+    a, b, c = ([row.get("loss") for row in rows(Path(out))] for out in "abc")
+    assert a == b != c
+    assert summary(Path("a"))["sample"] == summary(Path("b"))["sample"]
+
+
+def test_without_out_each_run_has_its_own_folder(texts: Path) -> None:
+    for _ in range(2):
+        assert train("--data", texts, "--steps", 1) == 0
+    assert len([*Path("runs").iterdir()]) == 2
+
+
+def test_tokens_of_a_bin(capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = (np.arange(4000) ** 2 % 500).astype("<u2")
+    tokens.tofile("train.bin")
+    assert train("--data", "train.bin", "--vocab-size", 500, "--steps", 3, "--out", "run") == 0
+    assert "bits per token" in capsys.readouterr().out
+    assert rows(Path("run"))[-1]["held_out_bits_per_token"] > 0
+    assert "held_out_bits_per_byte" not in rows(Path("run"))[-1]
+    assert summary(Path("run"))["sample"].split()[0].isdecimal()
+
+
+def test_a_run_in_fp16_with_micro_batches_without_clipping(texts: Path) -> None:
+    args = ("--precision", "fp16", "--micro-batches", 2, "--clip", 0, "--recompute", "min-cut")
+    assert train("--data", texts, "--steps", 2, "--out", "run", *args) == 0
+    assert rows(Path("run"))[1]["loss_scale"] == 65536
+
+
+# --- how it ends -----------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_ends_after_the_step_with_summary_and_sample(texts: Path) -> None:
+    running = start("--data", texts, "--steps", 10**7, "--out", "run", stdout=-1, stderr=-1)
+    wait_for_steps(Path("run"), 12, running)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0
+    assert not CONTROL.search(out), "a pipe gets lines only"
+    assert "stopping after this step" in err
+    assert "stopped as asked" in out
+    assert "sample: 320 bytes" in out
+    end = summary(Path("run"))
+    assert end["ended"] == "interrupt"
+    last = rows(Path("run"))[-1]
+    assert last["step"] == end["steps"]
+    assert "held_out_bits_per_byte" in last
+    assert Path("run/timeline.svg").exists()
+
+
+def test_a_kill_leaves_every_step_readable(texts: Path) -> None:
+    running = start("--data", texts, "--steps", 10**7, "--out", "run", stdout=subprocess.DEVNULL)
+    wait_for_steps(Path("run"), 12, running)
+    running.kill()
+    running.wait()
+    *whole, last = Path("run/metrics.jsonl").read_text().split("\n")
+    assert [json.loads(line)["step"] for line in whole] == list(range(len(whole)))
+    assert last == "" or not last.endswith("}")
+    assert json.loads(Path("run/config.json").read_text())["unit"] == "byte"
+    assert not Path("run/summary.json").exists()
+
+
+def test_on_a_terminal_there_is_a_panel(texts: Path) -> None:
+    ours, theirs = pty.openpty()
+    given = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
+    running = start("--data", texts, "--steps", 8, "--out", "run", **given)
+    os.close(theirs)
+    shown = b"".join(_read(ours)).decode()
+    assert running.wait(timeout=60) == 0
+    for told in ("╭", "gradient norm", "host Adam", "of the step", "held out", "all steps done", "sample: "):
+        assert told in shown
+    assert "Traceback" not in shown
+
+
+def _read(terminal: int) -> Iterator[bytes]:
+    while True:
+        try:
+            yield os.read(terminal, 65536)
+        except OSError:  # the other side is closed
+            return
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_stops_at_once_and_handlers_come_back(
+    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(number)
+    with interrupts("stopping") as stopping:
+        assert not stopping()
+        os.kill(os.getpid(), number)
+        assert stopping()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before
+    assert capfd.readouterr().err == "stopping\n"
+
+
+def test_stopped_at_once_is_130(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zfunc.train_step", _raises(KeyboardInterrupt()), raising=False)
+    assert train("--data", texts, "--steps", 3, "--out", "run") == 130
+    assert capsys.readouterr().err == "zfunc train: stopped at once\n"
+    assert summary(Path("run"))["ended"] == "failed"
+
+
+def test_a_failure_while_training_is_1_and_keeps_what_there_is(
+    texts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train("--data", texts, "--steps", 20, "--lr", "1e30", "--warmup", 0, "--out", "run") == 1
+    err = capsys.readouterr().err
+    assert "expected finite numbers" in err
+    assert "What there is up to then: run" in err
+    assert "Traceback" not in err
+    assert "expected finite" in summary(Path("run"))["error"]
+    assert rows(Path("run"))[-1]["step"] >= 1
+
+
+def _raises(error: BaseException) -> Callable[..., Any]:
+    def function(*_args: Any, **_kwargs: Any) -> Any:
+        raise error
+
+    return function
+
+
+# --- how long --------------------------------------------------------------------------------------------
+
+
+def test_the_time_bound_ends_a_run(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train("--data", texts, "--seconds", 1.5, "--out", "run") == 0
+    end = summary(Path("run"))
+    assert end["ended"] in ("steps", "seconds")
+    assert 0.5 < end["seconds"] < 20
+    assert "the learning rate comes down by then" in capsys.readouterr().out
+    lrs = [row["lr"] for row in rows(Path("run"))[1:]]
+    assert max(lrs) > 2 * lrs[-1]
+
+
+def test_the_length_follows_the_clock_only_where_it_must() -> None:
+    both = Length(Settings(steps=1000, seconds=100.0), 1000)
+    for step in range(1, 1001):  # fast enough: nothing changes
+        both = both.after(step, step * 0.09)
+        assert both.total == 1000
+    slow = Length(Settings(steps=1000, seconds=100.0), 1000)
+    for step in range(1, 100):
+        slow = slow.after(step, step * 0.2)
+    assert slow.total == 500
+    assert slow.ended(499, 99.8, lambda: False) == ""
+    assert slow.ended(500, 99.9, lambda: False) == "seconds"
+    assert both.ended(1000, 99.9, lambda: False) == "steps"
+    assert slow.ended(400, 100.0, lambda: False) == "seconds"
+    assert slow.ended(10, 1.0, lambda: True) == "interrupt"
+    timed = Length(Settings(steps=None, seconds=100.0), None)
+    assert timed.left(1, 1.0) == 99.0
+    assert timed.after(1, 20.0).total == 5
+    endless = Length(Settings(steps=7, seconds=None), 7)
+    assert endless.after(1, 1e9).total == 7
+
+
+# --- what is refused -------------------------------------------------------------------------------------
+
+REFUSED = {
+    "unknown schedule": (["--schedule", "Overlaped"], ["Overlaped", "expected one of", "'Overlapped'"]),
+    "unknown precision": (["--precision", "fp61"], ["fp61", "expected one of", "did you mean"]),
+    "unknown device": (["--device", "cud"], ["cud", "expected", "'cuda'"]),
+    "unknown recompute": (["--recompute", "mincut"], ["mincut", "'min-cut'"]),
+    "heads": (["--hidden-size", "17"], ["17", "expected a multiple", "16 or 18"]),
+    "micro-batches": (["--micro-batches", "3"], ["got 4", "expected a multiple", "3 or 6"]),
+    "no steps": (["--steps", "0"], ["--steps: got 0", "at least 1"]),
+    "negative layers": (["--num-layers", "-2"], ["--num-layers: got -2", "at least 1"]),
+    "no learning rate": (["--lr", "0"], ["--lr: got 0", "above 0"]),
+    "a learning rate of nan": (["--lr", "nan"], ["--lr: got nan", "finite"]),
+    "negative clip": (["--clip", "-1"], ["--clip: got -1", "0 or above"]),
+    "dropout": (["--dropout", "1"], ["--dropout: got 1", "below 1"]),
+    "negative seconds": (["--seconds", "-5"], ["--seconds: got -5", "above 0"]),
+    "not a number": (["--steps", "many"], ["--steps", "got 'many'", "expected a whole number"]),
+    "warm-up": (["--steps", "5", "--warmup", "5"], ["--warmup: got 5 of 5", "expected fewer"]),
+    "bucket of nothing": (["--bucket-size", "0"], ["--bucket-size: got 0", "at least 1"]),
+    "unknown option": (["--num-layer", "3"], ["--num-layer", "no option", "'--num-layers'"]),
+    "no such data": (["--data", "nowhere"], ["nowhere", "does not exist", "expected"]),
+    "empty folder": (["--data", "empty"], ["no text", "expected at least one file"]),
+    "empty file": (["--data", "empty.txt"], ["0 bytes", "expected"]),
+    "short data": (["--data", "short.txt", "--seq-length", "100"], ["tokens for seq_length=100", "shorter"]),
+    "vocabulary of bytes": (
+        ["--data", "short.txt", "--vocab-size", "99"],
+        ["got 99", "read as bytes", "256"],
+    ),
+    "token past the vocabulary": (
+        ["--data", "tokens.bin", "--vocab-size", "10"],
+        ["expected tokens below vocab_size=10"],
+    ),
+    "half a token": (["--data", "odd.bin"], ["multiple of 2", "check that the file is complete"]),
+    "out in a file": (["--out", "short.txt/run"], ["short.txt/run", "cannot be written", "name another"]),
+    "out in use": (["--out", "used"], ["holds files already", "name another"]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_on_one_screen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("empty").mkdir()
+    Path("used").mkdir()
+    Path("used/kept.txt").write_text("precious")
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("so little. " * 40)
+    Path("tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
+    Path("odd.bin").write_bytes(b"123")
+    args, told = REFUSED[name]
+    given = args if "--data" in args else ["--data", "short.txt", *args]
+    given = given if "--steps" in args or "--seconds" in args else [*given, "--steps", "2"]
+    assert train(*given) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("zfunc train: error: ")
+    assert err.count("\n") <= 12
+    assert "Traceback" not in out + err
+    for words in told:
+        assert words in err
+    assert not list(Path("runs").glob("*")), "what was refused leaves no folder"
+    assert Path("used/kept.txt").read_text() == "precious"
+
+
+def test_too_little_memory_is_said_before_training(
+    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zfunc.program.available_host_bytes", lambda: 1000)
+    assert train("--data", texts, "--steps", 2, "--out", "run") == 2
+    err = capsys.readouterr().err
+    assert "bytes of host memory, 1,000 are there" in err
+    assert not Path("run").exists()
+
+
+def test_the_traceback_is_shown_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", "nowhere", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_commands_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"zfunc {zfunc.__version__}\n"
+    for args in (["--help"], ["train", "--help"], ["draw", "--help"]):
+        assert main(args) == 0
+        assert "options:" in capsys.readouterr().out
+    assert main([]) == 2
+    capsys.readouterr()
+    assert main(["trian"]) == 2
+    assert "did you mean 'train'?" in capsys.readouterr().err
+
+
+def test_every_option_tells_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("train", "draw"):
+        main([command, "--help"])
+        told = capsys.readouterr().out.split("--debug")[1]
+        options = re.findall(r"^  --(\S+) (.*?)(?=^  --|\Z|^\n)", told, re.MULTILINE | re.DOTALL)
+        missing = [name for name, text in options if "default" not in text]
+        assert missing == ["compile-segments"] * (command == "train")
+
+
+# --- the panel -------------------------------------------------------------------------------------------
+
+
+def test_a_sample_cannot_command_the_terminal() -> None:
+    assert printable("a\x1b[2J\x07\u202e\rb") == "a\\x1b[2J\\x07\\u202e\\rb"
+
+
+# --- draw ------------------------------------------------------------------------------------------------
+
+
+def test_draw_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", *SMALL, "--schedule", "all", "--micro-batches", "2"]) == 0
+    out, err = capsys.readouterr()
+    for told in (
+        "Serial: one step",
+        "Overlapped: one step",
+        "Interleaved: one step",
+        "round numbers",
+        "f forward",
+    ):
+        assert told in out
+    assert err == ""
+
+
+def test_draw_writes_what_the_suffix_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", *SMALL, "--out", "step.svg"]) == 0
+    assert Path("step.svg").read_text().startswith("<svg")
+    assert "round numbers" in Path("step.svg").read_text()
+    assert main(["draw", *SMALL, "--schedule", "all", "--out", "step.json"]) == 0
+    for name in ("serial", "overlapped", "interleaved"):
+        assert json.loads(Path(f"step-{name}.json").read_text())["traceEvents"]
+    capsys.readouterr()
+    assert main(["draw", *SMALL, "--format", "chrome", "--compute-tflops", "50"]) == 0
+    assert json.loads(capsys.readouterr().out)["traceEvents"]
+
+
+def test_draw_takes_no_memory_for_parameters(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("zfunc.segments._real_module", _raises(AssertionError("made real")))
+    assert main(["draw", *TEN_BILLION]) == 0
+    assert "10,279,047,168 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--schedule", "Seriall"], "did you mean 'Serial'?"),
+        (["--format", "png"], "expected one of text, svg, chrome"),
+        (["--format", "svg", "--schedule", "all"], "add --out FILE"),
+        (["--out", "nowhere/step.svg"], "nowhere"),
+        (["--host-gbs", "0"], "--host-gbs: got 0"),
+    ],
+)
+def test_draw_refuses(args: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", *SMALL, *args]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("zfunc draw: error: ")
+    assert told in err

@@ -1,0 +1,187 @@
+"""What a person reads of a job: the words, and the plain lines that go into a pipe or a file.
+
+The invariant: nothing here knows more than the events tell, and a line holds printable characters only.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Protocol
+
+from attrs import define
+
+from zfunc.runs import Run, sample_text
+from zfunc.terminal import printable
+from zfunc.train import SAMPLE_TOKENS, TEMPERATURE, Evaluated, Event, Finished, Said, Started, Stepped
+
+EVERY = 5.0  # seconds from one plain line to the next
+
+
+class Screen(Protocol):
+    """Something that shows lines and events."""
+
+    def line(self, text: str) -> None:
+        """Show one line."""
+
+    def show(self, event: Event) -> None:
+        """Show what happened."""
+
+
+@define
+class Plain:
+    """A line for a step every few seconds, for every evaluation, and for whatever else is said."""
+
+    run: Run
+    unit: str
+    shown: float = float("-inf")
+    total: int | None = None
+
+    def line(self, text: str) -> None:
+        """Print it at once: who reads a pipe waits for it."""
+        print(printable(text), flush=True)
+
+    def show(self, event: Event) -> None:
+        """Print what is worth a line."""
+        for text in self._lines(event):
+            self.line(text)
+
+    def _lines(self, event: Event) -> Iterator[str]:
+        match event:
+            case Started():
+                self.total = event.settings.steps
+                yield from introduction(event, self.run)
+            case Evaluated():
+                yield f"{_count(0, self.total)}  {held_out_line(event.held_out, self.unit)}"
+            case Stepped():
+                if time.monotonic() - self.shown >= EVERY or event.held_out is not None:
+                    self.shown = time.monotonic()
+                    yield step_line(event)
+                if event.held_out is not None:
+                    count = _count(event.step, event.total)
+                    yield f"{count}  {held_out_line(event.held_out, self.unit)}"
+            case Said():
+                yield event.line
+            case Finished():
+                yield ""
+                yield ending(event)
+                yield from (f"  {name:<12}  {value}" for name, value in summary(event, self.run, self.unit))
+                yield sample_title(self.unit)
+                yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
+            case _:
+                pass
+
+
+# --- the words -------------------------------------------------------------------------------------------
+
+
+def introduction(event: Started, run: Run) -> Iterator[str]:
+    """What was read, built and planned, in a few lines."""
+    s, plan = event.settings, event.plan
+    precision = "a CPU computes fastest in it" if s.device == "cpu" else "a GPU computes fastest in it"
+    yield f"precision: {s.precision}" + (f", because {precision}" if s.precision in ("fp32", "bf16") else "")
+    first, *more = event.data
+    yield f"data: {first}"
+    yield from (f"  {text}" for text in more)
+    yield (
+        f"model: GPT of {s.num_layers} blocks of {s.hidden_size} features with {s.num_attention_heads} heads, "
+        f"sequences of {s.seq_length} {event.unit}s: {event.parameters:,} parameters"
+    )
+    planned = ", ".join(f"{size(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
+    yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {len(plan.lanes)} lanes ({plan.digest})"
+    yield f"  memory at most: {planned}"
+    yield f"run folder: {run.path}"
+
+
+def name(event: Started) -> str:
+    """The job in a few words."""
+    s = event.settings
+    return (
+        f"GPT {s.num_layers} x {s.hidden_size}, {event.parameters:,} parameters, {s.precision} on {s.device}"
+    )
+
+
+def step_line(event: Stepped) -> str:
+    """One step in one line."""
+    device = f"  device {size(event.device_bytes)}" if event.device_bytes else ""
+    scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
+    skipped = "  skipped: overflow" if event.skipped else ""
+    left = f"  {clock(event.seconds_left)} left" if event.seconds_left is not None else ""
+    return (
+        f"{_count(event.step, event.total)}  loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}"
+        f"{scale}  {event.tokens_per_second:,.0f} tokens/s  Adam {adam_share(event):.1%}{device}"
+        f"  host {size(event.host_bytes)}{left}{skipped}"
+    )
+
+
+def held_out_line(held_out: float, unit: str) -> str:
+    """An evaluation in a few words."""
+    return f"held out {held_out:.4f} bits per {unit}"
+
+
+def ending(event: Finished) -> str:
+    """How it ended."""
+    why = {
+        "steps": "all steps done",
+        "seconds": "the time is up",
+        "interrupt": "stopped as asked",
+    }
+    return f"{why[event.ended]}: {event.steps:,} steps in {clock(event.seconds)}"
+
+
+def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
+    """What it came to, as names and values."""
+    yield "loss", f"{event.loss:.4f}, the mean of the last {min(50, event.steps)} steps"
+    yield "held out", f"{event.held_out:.4f} bits per {unit}"
+    yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
+    peaks, planned = event.peak_bytes, event.planned_bytes
+    host = planned["host"] + planned["pinned"]
+    if "device" in peaks:
+        yield "device peak", f"{size(peaks['device'])}; planned {size(planned['device'])}"
+    else:
+        host += planned["device"]  # a CPU is its own device
+    yield (
+        "host peak",
+        f"{size(peaks['process'])} of this process, {size(peaks['process'] - peaks['host'])} of it before "
+        f"training; planned for tensors: {size(host)}",
+    )
+    if event.skipped:
+        yield "skipped", f"{event.skipped:,} steps, for an overflow"
+    yield "run folder", str(run.path)
+
+
+def sample_title(unit: str) -> str:
+    """What the sample is."""
+    return f"sample: {SAMPLE_TOKENS} {unit}s at temperature {TEMPERATURE}"
+
+
+def adam_share(event: Stepped) -> float:
+    """The share of the step that operations of the host took, Adam before all."""
+    return event.host_seconds / event.seconds if event.seconds else 0.0
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> size(900), size(3 << 20), size(40e9)
+    ('900 B', '3.0 MiB', '37.3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def clock(seconds: float) -> str:
+    """Seconds as one reads them off a clock.
+
+    >>> clock(7.4), clock(125), clock(3725)
+    ('0:07', '2:05', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _count(step: int, total: int | None) -> str:
+    wide = len(str(total)) if total else 5
+    return f"step {step:>{wide}}" + (f"/{total}" if total else "")

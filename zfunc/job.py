@@ -1,0 +1,182 @@
+"""From settings to a job: what is open is chosen, the data is opened, the GPT is compiled. Nothing is trained.
+
+The invariant: after `prepare`, everything that can be wrong with settings, data and machine has been said, and no
+memory has been taken for the model.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+import zfunc
+from zfunc.compiling import pick_device
+from zfunc.data import Corpus, batch_at, held_out_batches, open_corpus
+from zfunc.gpt import GPTConfig, modules
+from zfunc.lr import linear_warmup, warmup_cosine
+from zfunc.program import Program
+from zfunc.segments import Segment
+from zfunc.settings import Settings, Sketch
+
+BETAS = (0.9, 0.95)
+FINAL_LR = 0.1  # of the highest
+LONGEST_WARMUP = 150  # steps, where none is asked for
+HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most
+GPT2_VOCAB_SIZE = 50_257
+
+Batch = tuple[Tensor, Tensor]
+
+
+@frozen(eq=False)
+class Job:
+    """A program and its data, with the settings it was made from: nothing in them is open any more."""
+
+    settings: Settings
+    corpus: Corpus
+    held_out: tuple[Batch, ...]
+    program: Program
+
+    @property
+    def unit(self) -> str:
+        """What the data is made of: "byte" or "token"."""
+        return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
+
+    def batch(self, position: int) -> Batch:
+        """The batch at `position`, in sequences since the start."""
+        return _batch(self.settings, self.corpus, position)
+
+
+def prepare(settings: Settings, *, cache: Path) -> Job:
+    """Choose, open, compile. `cache` is a folder for gathered sources.
+
+    Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
+    """
+    settings = resolve(settings)
+    vocab_size = settings.vocab_size or GPT2_VOCAB_SIZE
+    corpus = open_corpus(settings.data, cache=cache, dtype=settings.dtype, vocab_size=vocab_size)
+    if settings.vocab_size not in (None, corpus.vocab_size):
+        raise ValueError(
+            f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
+            f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
+        )
+    settings = evolve(settings, vocab_size=corpus.vocab_size)
+    example = _batch(settings, corpus, 0)
+    held_out = _held_out(settings, corpus)
+    return Job(settings, corpus, held_out, build(settings, example))
+
+
+def resolve(settings: Settings) -> Settings:
+    """The settings with device, precision and bucket size chosen for this machine."""
+    device = pick_device(None if settings.device == "auto" else settings.device)
+    cuda = device.type == "cuda"
+    precision = settings.precision
+    if precision == "auto":
+        precision = "fp32" if not cuda else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    bucket_size = settings.bucket_size or (50_000_000 if cuda else 1 << 18)
+    return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
+
+
+def config(settings: Settings | Sketch) -> GPTConfig:
+    """The model of the settings."""
+    return GPTConfig(
+        vocab_size=settings.vocab_size or GPT2_VOCAB_SIZE,
+        seq_length=settings.seq_length,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        dropout=settings.dropout if isinstance(settings, Settings) else 0.0,
+    )
+
+
+def segments(settings: Settings | Sketch) -> tuple[Segment, ...]:
+    """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
+    with torch.device("meta"):
+        built = modules(config(settings))
+    tied = {"out.weight": "embed.tok.weight"}
+    return tuple(zfunc.segment(name, m, share=tied if name == "head" else None) for name, m in built)
+
+
+def build(settings: Settings, example: Batch) -> Program:
+    """The program of resolved settings, planned for batches like `example`."""
+    return zfunc.compile(
+        segments(settings),
+        optimizer=zfunc.AdamW(
+            lr=learning_rate(settings, settings.steps),
+            betas=BETAS,
+            weight_decay=settings.weight_decay,
+            decay=zfunc.matrices_only,
+        ),
+        schedule=settings.schedule,
+        precision=settings.precision,
+        clip_norm=settings.clip or None,
+        micro_batches=settings.micro_batches,
+        bucket_size=settings.bucket_size,
+        device=settings.device,
+        recompute=settings.recompute,
+        compile_segments=settings.compile_segments,
+        example=example,
+    )
+
+
+def learning_rate(settings: Settings, total: int | None) -> Callable[[int], float]:
+    """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up."""
+    warmup = settings.warmup
+    if warmup is None:
+        warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
+    if total is None:
+        return linear_warmup(settings.lr, warmup)
+    return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What this runs on and with, for the record."""
+    return {
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "zfunc": zfunc.__version__,
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()
+
+
+def _batch(settings: Settings, corpus: Corpus, position: int) -> Batch:
+    return batch_at(
+        corpus.train,
+        position,
+        batch_size=settings.batch_size,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        vocab_size=corpus.vocab_size,
+    )
+
+
+def _held_out(settings: Settings, corpus: Corpus) -> tuple[Batch, ...]:
+    """Always the same windows. In batches as small as a micro-batch: what fits in training has to fit here."""
+    rows = settings.batch_size // settings.micro_batches
+    try:
+        batches = held_out_batches(
+            corpus.held_out,
+            batch_size=rows,
+            seq_length=settings.seq_length,
+            limit=max(rows, HELD_OUT_TOKENS // settings.seq_length),
+            vocab_size=corpus.vocab_size,
+        )
+        return tuple(batches)
+    except ValueError as error:
+        raise ValueError(f"the held-out part of {corpus.name}: {error}") from error

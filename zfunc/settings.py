@@ -1,0 +1,284 @@
+"""Settings of the commands as values: defaults in two frozen classes, what each option means in one table.
+
+The invariant: the fields' defaults are the command line's, and a value that exists can be run, as far as that can
+be told without the data and the machine. No torch here: `zfunc --help` answers at once.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+from attrs import frozen
+
+from zfunc import schedules
+from zfunc.errors import nearest
+from zfunc.simulate import ROUND
+
+PRECISIONS = ("auto", "fp32", "bf16", "fp16")
+DEVICES = ("auto", "cpu", "cuda")
+RECOMPUTE = ("all", "none", "min-cut")
+FORMATS = ("text", "svg", "chrome")
+TOKEN_TYPES = ("uint16", "uint32")
+
+
+@frozen
+class Option:
+    """What a field means on the command line: its group, its help with the unit, and a check that raises."""
+
+    group: str
+    help: str
+    check: Callable[[str, Any], None]
+
+
+def flag(name: str) -> str:
+    """The flag of a field.
+
+    >>> flag("num_layers")
+    '--num-layers'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _count(name: str, value: Any, *, lowest: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(
+            f"{flag(name)}: got {value}, expected a whole number of at least {lowest}: pass {lowest} or more"
+        )
+
+
+def _positive(name: str, value: Any) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(
+            f"{flag(name)}: got {value:g}, expected a finite number above 0: leave it out for its default"
+        )
+
+
+def _not_negative(name: str, value: Any) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(
+            f"{flag(name)}: got {value:g}, expected a finite number, 0 or above: pass 0 to go without"
+        )
+
+
+def _probability(name: str, value: Any) -> None:
+    if not 0 <= value < 1:
+        raise ValueError(f"{flag(name)}: got {value:g}, expected 0 or above and below 1: pass 0 for none")
+
+
+def _one_of(names: Collection[str]) -> Callable[[str, Any], None]:
+    def check(name: str, value: Any) -> None:
+        if value not in names:
+            hint = nearest(str(value), list(names)) or ": choose one of them"
+            raise ValueError(f"{flag(name)}: got {value!r}, expected one of {', '.join(names)}{hint}")
+
+    return check
+
+
+def _device(name: str, value: Any) -> None:
+    kind, colon, index = value.partition(":")
+    if kind not in DEVICES or (colon and not (kind == "cuda" and index.isdecimal())):
+        hint = nearest(kind, list(DEVICES)) or ": choose one of them"
+        raise ValueError(
+            f"{flag(name)}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
+        )
+
+
+def _path(name: str, value: Any) -> None:
+    if value.exists() and not value.name:  # "", "." and "/"
+        raise ValueError(f"{flag(name)}: got {str(value)!r}, expected the path of a file or folder: name it")
+
+
+def _any(_name: str, _value: Any) -> None:
+    """Nothing to check."""
+
+
+_zero_or_more = partial(_count, lowest=0)
+_names = ", ".join
+
+COMMON = {
+    "num_layers": Option("model", "transformer blocks", _count),
+    "hidden_size": Option("model", "features of a token, a multiple of the heads", _count),
+    "num_attention_heads": Option("model", "attention heads", _count),
+    "seq_length": Option("model", "tokens of a sequence", _count),
+    "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", _count),
+    "micro_batches": Option("step", "equal parts of a batch; their gradients are accumulated", _count),
+    "clip": Option("step", "largest global gradient norm; 0 does not clip", _not_negative),
+    "precision": Option(
+        "how it runs",
+        f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto is bf16 on a GPU and fp32 on a CPU",
+        _one_of(PRECISIONS),
+    ),
+    "schedule": Option(
+        "how it runs",
+        f"what runs when, on which lane: {_names(schedules.__all__)}",
+        _one_of(schedules.__all__),
+    ),
+    "bucket_size": Option("how it runs", "elements that are moved and updated as a unit", _count),
+    "recompute": Option(
+        "how it runs",
+        f"what a block forgets between forward and backward: {_names(RECOMPUTE)}",
+        _one_of(RECOMPUTE),
+    ),
+}
+
+TRAIN = {
+    "data": Option(
+        "data",
+        "a text file, a folder of them, or a .bin of tokens as nanoGPT writes them "
+        "(default: the sources of Python's standard library)",
+        _path,
+    ),
+    "dtype": Option("data", f"of the tokens in a .bin: {_names(TOKEN_TYPES)}", _one_of(TOKEN_TYPES)),
+    "vocab_size": Option(
+        "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", _count
+    ),
+    **COMMON,
+    "dropout": Option("model", "probability to drop an activation", _probability),
+    "lr": Option("step", "highest learning rate; it falls to a tenth of it along a cosine", _positive),
+    "warmup": Option(
+        "step",
+        "steps in which the learning rate rises (default: a tenth of all, at most 150)",
+        _zero_or_more,
+    ),
+    "weight_decay": Option("step", "of matrices and embeddings, not of norms and biases", _not_negative),
+    "steps": Option("how long", "steps to train; without limit if only --seconds is given", _count),
+    "seconds": Option(
+        "how long",
+        "seconds to train, evaluations included; without limit if only --steps is given. If all steps "
+        "will not fit, there will be fewer: the learning rate comes down either way",
+        _positive,
+    ),
+    "eval_every": Option("how long", "steps from one held-out evaluation to the next", _count),
+    "device": Option(
+        "how it runs", f"{_names(DEVICES)}, or cuda:N; auto is a GPU where there is one", _device
+    ),
+    "bucket_size": Option(
+        "how it runs",
+        f"{COMMON['bucket_size'].help} (default: 262144 on a CPU, for its caches; 50000000 on a GPU)",
+        _count,
+    ),
+    "compile_segments": Option("how it runs", "put the blocks through torch.compile; needs a compiler", _any),
+    "seed": Option(
+        "how it runs", "of initial values, the order of data, dropout and the sample", _zero_or_more
+    ),
+    "out": Option("how it runs", "run folder, new or empty (default: runs/DATE-TIME)", _path),
+}
+
+DRAW = {
+    **COMMON,
+    "vocab_size": Option("model", "tokens there are", _count),
+    "schedule": Option(
+        "how it runs", f"{COMMON['schedule'].help}; or all", _one_of((*schedules.__all__, "all"))
+    ),
+    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", _positive),
+    "device_gbs": Option("hardware", "device memory, in GB/s", _positive),
+    "d2h_gbs": Option("hardware", "device to host, in GB/s", _positive),
+    "h2d_gbs": Option("hardware", "host to device, in GB/s", _positive),
+    "host_gbs": Option("hardware", "host memory, in GB/s", _positive),
+    "format": Option(
+        "picture",
+        f"{_names(FORMATS)} (default: what --out ends in, .svg or .json; else text)",
+        _one_of(FORMATS),
+    ),
+    "out": Option("picture", "file to write, or to write anew (default: print the picture)", _path),
+}
+
+
+@frozen(kw_only=True)
+class Settings:
+    """A training job. The defaults are that of `zfunc train`, made to end within 3 minutes on two cores.
+
+    None stands for what is only known when the job starts; the help of the option tells. Raises ValueError for
+    values that cannot be run, alone or together.
+    """
+
+    data: Path | None = None
+    dtype: str = "uint16"
+    vocab_size: int | None = None
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    seq_length: int = 128
+    dropout: float = 0.0
+    batch_size: int = 8
+    micro_batches: int = 1
+    lr: float = 4e-3
+    warmup: int | None = None
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    steps: int | None = 1500
+    seconds: float | None = 140.0
+    eval_every: int = 250
+    device: str = "auto"
+    precision: str = "auto"
+    schedule: str = "Overlapped"
+    recompute: str = "all"
+    bucket_size: int | None = None
+    compile_segments: bool = False
+    seed: int = 0
+    out: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _check(self, TRAIN)
+        if self.steps is None and self.seconds is None:
+            raise ValueError(
+                "--steps, --seconds: got neither, expected one at least: pass such as --steps 1500"
+            )
+        if self.steps is not None and self.warmup is not None and self.warmup >= self.steps:
+            raise ValueError(
+                f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
+            )
+        if self.compile_segments and self.recompute == "none":
+            raise ValueError(
+                "--compile-segments: got it with --recompute none, expected all or min-cut: leave one out"
+            )
+
+
+@frozen(kw_only=True)
+class Sketch:
+    """A step to draw. The defaults are a model large enough to see something, on round-number hardware."""
+
+    num_layers: int = 4
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    seq_length: int = 1024
+    vocab_size: int = 50257
+    batch_size: int = 8
+    micro_batches: int = 1
+    clip: float = 1.0
+    precision: str = "bf16"
+    schedule: str = "Overlapped"
+    recompute: str = "all"
+    bucket_size: int = 50_000_000
+    compute_tflops: float = ROUND.flops / 1e12
+    device_gbs: float = ROUND.rates["compute"] / 1e9
+    d2h_gbs: float = ROUND.rates["d2h"] / 1e9
+    h2d_gbs: float = ROUND.rates["h2d"] / 1e9
+    host_gbs: float = ROUND.rates["host"] / 1e9
+    format: str | None = None
+    out: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        _check(self, DRAW)
+
+
+def _check(settings: Settings | Sketch, options: dict[str, Option]) -> None:
+    for f in attrs.fields(type(settings)):
+        value = getattr(settings, f.name)
+        if value is not None:
+            options[f.name].check(f.name, value)
+    heads, parts = settings.num_attention_heads, settings.micro_batches
+    _multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
+    _multiple("batch_size", settings.batch_size, "micro_batches", parts)
+
+
+def _multiple(name: str, value: int, of: str, parts: int) -> None:
+    if value % parts:
+        near = [n for n in (value // parts * parts, (value // parts + 1) * parts) if n]
+        raise ValueError(
+            f"{flag(name)}: got {value} with {flag(of)} {parts}, expected a multiple of it: try {flag(name)} "
+            f"{' or '.join(map(str, near))}, or other {flag(of)}"
+        )
