@@ -1,0 +1,166 @@
+# # 3. Write a schedule
+#
+# Run it with `python examples/03_write_a_schedule.py`.
+#
+# A schedule is anything callable `Graph -> Plan`. It chooses lanes and the order on each; the waits are
+# derived. The first half of this file needs no torch: a schedule can be written, checked, timed and drawn
+# on any laptop. The second half trains with it.
+
+import sys
+
+from zfunc import schedules
+from zfunc.draw import text
+from zfunc.emit import Emit, Job, SegmentCost
+from zfunc.graph import Graph
+from zfunc.layout import Parameter, make_layout
+from zfunc.memory import memory
+from zfunc.plan import Plan, PlanError, build
+from zfunc.recipes import zero_offload
+from zfunc.simulate import simulate
+from zfunc.verify import verify
+
+# ## A graph without a model
+#
+# A recipe needs to know how large things are, not what they are: names and shapes, and what a segment
+# costs. Here are four segments of fifty million parameters, a bucket each, FLOPs for 4096 tokens.
+
+SIZE = 12 * 2048**2
+layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
+cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
+job = Job(layout, costs=(cost,) * 4, recompute=(True,) * 4)
+
+# `Emit` makes the operations, each with what it reads and writes. `adam` of bucket 3 reads the verdict on
+# this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the
+# device:
+
+adam = Emit(job).adam(3, host_slot=0)
+print(f"{adam} reads {', '.join(map(str, adam.reads))}")
+print(f"{adam} writes {', '.join(map(str, adam.writes))}")
+
+# The recipe yields operations in serial order. That is the meaning of the step, and what two operations
+# both touch is all there is to know about their order.
+
+graph = Graph(zero_offload(job))
+print(f"{len(graph)} operations, {len(graph.conflicts)} pairs whose order counts")
+
+# ## A schedule for one copy engine
+#
+# `Overlapped` gives copies out and copies in a lane each. Some machines have one engine for both. So: a
+# lane named "copies" for the two kinds, graph order on every lane.
+
+LANES = {"compute": "compute", "host": "host", "d2h": "copies", "h2d": "copies"}
+
+
+def in_graph_order(graph: Graph) -> Plan:
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(graph):
+        lanes.setdefault(LANES[op.kind], []).append(i)
+    return build(graph, lanes)
+
+
+print(f"\nin graph order\n{text(simulate(verify(in_graph_order(graph))))}")
+
+# The picture shows what is wrong with it. The copy of a bucket's new parameters waits for its Adam, and
+# behind it stand gradients that could leave at once. Compute is done early and the lane of copies is idle
+# for most of the step.
+#
+# ## A wrong one
+#
+# All copies out before all copies in, then? `build` finds that this order cannot start: the batch comes in
+# by a copy too. The error names the circle and marks the operations in it; here are its first lines.
+
+
+def out_before_in(graph: Graph) -> Plan:
+    lanes: dict[str, list[int]] = {}
+    for i in sorted(range(len(graph)), key=lambda i: graph.ops[i].kind == "h2d"):
+        lanes.setdefault(LANES[graph.ops[i].kind], []).append(i)
+    return build(graph, lanes)
+
+
+def first_lines(error: PlanError, count: int) -> str:
+    return "\n".join([*str(error).splitlines()[:count], "   ..."])
+
+
+try:
+    out_before_in(graph)
+except PlanError as error:
+    print(f"\n{first_lines(error, 8)}")
+
+# And one that forgets something. It looks fast; `verify` says what is missing.
+
+
+def without_copies_in(graph: Graph) -> Plan:
+    lanes: dict[str, list[int]] = {}
+    for i, op in enumerate(graph):
+        if op.kind != "h2d":
+            lanes.setdefault(LANES[op.kind], []).append(i)
+    return build(graph, lanes)
+
+
+try:
+    verify(without_copies_in(graph))
+except PlanError as error:
+    print(f"\n{first_lines(error, 3)}")
+
+# ## A better one
+#
+# A plan can be simulated, so a schedule may ask the simulation: each operation takes its place by when it
+# would start if there were two engines. Such an order cannot deadlock, because nothing starts before what
+# it depends on.
+
+
+def as_it_would_start(graph: Graph) -> Plan:
+    start = {e.op: e.start for e in simulate(schedules.Overlapped()(graph)).events}
+    lanes: dict[str, list[int]] = {}
+    for i in sorted(range(len(graph)), key=lambda i: start[graph.ops[i].name]):
+        lanes.setdefault(LANES[graph.ops[i].kind], []).append(i)
+    return build(graph, lanes)
+
+
+print(f"\nas it would start\n{text(simulate(verify(as_it_would_start(graph))))}")
+
+# Beside the shipped ones: one engine in this order is as fast as two. The memory it takes on the device is
+# known too, before anything has run.
+
+print("\n                      simulated   device memory")
+for schedule in (schedules.Serial(), in_graph_order, as_it_would_start, schedules.Overlapped()):
+    plan = verify(schedule(graph))
+    name = getattr(schedule, "__name__", type(schedule).__name__)
+    print(
+        f"{name:<20} {simulate(plan).seconds * 1e3:7.1f} ms   {memory(plan)['device'].nbytes / 2**20:6.0f} MiB"
+    )
+print(f"torch imported so far: {'torch' in sys.modules}")
+
+# ## Train with it
+#
+# `zfunc.compile` takes the function as it is and verifies the plan it makes for the real model. Ten steps
+# of a small one, under the new schedule and under `Serial`: the same bits.
+
+import torch
+from torch.nn import functional as F
+
+import zfunc
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # the tensors here are tiny
+
+
+class Loss(torch.nn.Linear):
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(super().forward(x), targets)
+
+
+body = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.Tanh()) for _ in range(3)]
+segments = [zfunc.segment(f"layer{i}", module) for i, module in enumerate((*body, Loss(32, 1)))]
+x = torch.randn(64, 32)
+batch = x, x.sum(dim=1, keepdim=True).sin()
+
+weights = []
+for schedule in (schedules.Serial(), as_it_would_start):
+    program = zfunc.compile(segments, schedule=schedule, precision="fp32", bucket_size=1500, device="cpu")
+    state = zfunc.init(program)
+    for _ in range(10):
+        state, metrics = zfunc.train_step(program, state, batch)
+    weights.append(zfunc.params(program, state))
+print(f"\nlanes: {', '.join(lane.name for lane in program.plan.lanes)}; loss {metrics.loss:.4f}")
+print(f"same bits as Serial: {all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])}")
