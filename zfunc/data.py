@@ -287,9 +287,11 @@ def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
 def _memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
     try:
         size = path.stat().st_size
-        if size == 0 or size % dtype.itemsize:
+        if size == 0:
+            raise ValueError(f"got {path}, which is empty; expected data to train on; check how it was made")
+        if size % dtype.itemsize:
             raise ValueError(
-                f"got {path} of {size:,} bytes; expected a positive multiple of {dtype.itemsize} "
+                f"got {path} of {size:,} bytes; expected a multiple of {dtype.itemsize} "
                 f"({dtype.name}); check that the file is complete, and the dtype it was written in"
             )
         return np.memmap(path, dtype, mode="r")
