@@ -302,7 +302,7 @@ REFUSED = {
     "unknown option": (["--num-layer", "3"], ["--num-layer", "no option", "'--num-layers'"]),
     "no such data": (["--data", "nowhere"], ["nowhere", "does not exist", "expected"]),
     "empty folder": (["--data", "empty"], ["no text", "expected at least one file"]),
-    "empty file": (["--data", "empty.txt"], ["0 bytes", "expected"]),
+    "empty file": (["--data", "empty.txt"], ["which is empty", "expected"]),
     "short data": (["--data", "short.txt", "--seq-length", "100"], ["tokens for seq_length=100", "shorter"]),
     "vocabulary of bytes": (
         ["--data", "short.txt", "--vocab-size", "99"],
