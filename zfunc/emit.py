@@ -120,15 +120,15 @@ class Emit:
 
     def _grad_slot(self, k: int) -> Region:
         nbytes = self.job.slot_numel * self.job.element_bytes
-        return Region("grad_slot", (k % self.job.grad_slots,), nbytes, kept=True)
+        return Region("grad_slot", (k % self.job.grad_slots,), nbytes, kept=True, dtype="compute")
 
     def _host_slot(self, k: int) -> Region:
         nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return Region("host_slot", (k % self.job.host_slots,), nbytes, "pinned", kept=True)
+        return Region("host_slot", (k % self.job.host_slots,), nbytes, "pinned", kept=True, dtype="compute")
 
     def _param_slot(self, b: int) -> Region:
         nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return Region("param_slot", (b % self.job.host_slots,), nbytes, "pinned", kept=True)
+        return Region("param_slot", (b % self.job.host_slots,), nbytes, "pinned", kept=True, dtype="compute")
 
     def _shard_bytes(self, b: int, element_bytes: int) -> int:
         return self.job.layout.buckets[b].numel // self.job.world * element_bytes
@@ -136,19 +136,19 @@ class Emit:
     def _host_grad(self, b: int) -> Region:
         """Where the whole gradient of a bucket waits on the host: fp32 where several are added up."""
         if self.job.num_deliveries(self.job.layout.buckets[b]) > 1:
-            return Region("grad_sum", (b,), self._shard_bytes(b, FP32), "host", kept=True)
+            return Region("grad_sum", (b,), self._shard_bytes(b, FP32), "host", kept=True, dtype="fp32")
         nbytes = self._shard_bytes(b, self.job.element_bytes)
-        return Region("host_grad", (b,), nbytes, "pinned", kept=True)
+        return Region("host_grad", (b,), nbytes, "pinned", kept=True, dtype="compute")
 
     def _moments(self, b: int) -> tuple[Region, ...]:
         buffers = ("master", "exp_avg", "exp_avg_sq")
         return tuple(Region(x, (b,), self._shard_bytes(b, FP32), "host", kept=True) for x in buffers)
 
     def _squares(self, b: int) -> Region:
-        return Region("squares", (b,), FP64, "device", kept=True)
+        return Region("squares", (b,), FP64, "device", kept=True, dtype="fp64")
 
     def _host_squares(self, b: int) -> Region:
-        return Region("host_squares", (b,), FP64, "pinned", kept=True)
+        return Region("host_squares", (b,), FP64, "pinned", kept=True, dtype="fp64")
 
     def _norm(self) -> Region:
         return Region("norm", (), FP64, "host", kept=True)

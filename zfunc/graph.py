@@ -12,6 +12,8 @@ from attrs import field, frozen, validators
 
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "disk"]
+Dtype = Literal["compute", "fp32", "fp64"]  # "compute" is the precision of parameters on the device
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -26,7 +28,8 @@ class Region:
     """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
 
     `nbytes` is its size and `tier` where it lives. A `kept` region is allocated once and stays; any other
-    exists from its first write to its last access.
+    exists from its first write to its last access. `dtype` is that of a staging buffer: the program allocates
+    a flat tensor of it. A kept region without one is provided otherwise (the state, the batch), or holds a value.
     """
 
     buffer: str
@@ -34,6 +37,7 @@ class Region:
     nbytes: int = field(default=0, eq=False, validator=validators.ge(0))
     tier: Tier = field(default="device", eq=False, validator=validators.in_(TIERS))
     kept: bool = field(default=False, eq=False)
+    dtype: Dtype | None = field(default=None, eq=False, validator=validators.in_((*DTYPES, None)))
 
     def __str__(self) -> str:
         return label(self.buffer, self.index)
@@ -111,17 +115,17 @@ class Graph:
     @ops.validator  # pyright: ignore
     def _check(self, _: object, ops: tuple[Op, ...]) -> None:
         seen: set[str] = set()
-        sizes: dict[Region, tuple[int, Tier, bool]] = {}
+        sizes: dict[Region, tuple[int, Tier, bool, Dtype | None]] = {}
         for op in ops:
             if op.name in seen:
                 raise ValueError(f"two operations are named {op.name}: give each its own index")
             seen.add(op.name)
             for r in op.regions:
-                was = sizes.setdefault(r, (r.nbytes, r.tier, r.kept))
-                if was != (r.nbytes, r.tier, r.kept):
+                now = (r.nbytes, r.tier, r.kept, r.dtype)
+                if (was := sizes.setdefault(r, now)) != now:
                     raise ValueError(
-                        f"{op.name} declares {r} as {(r.nbytes, r.tier, r.kept)}, an earlier operation as "
-                        f"{was} (bytes, tier, kept): a region has one size and one place"
+                        f"{op.name} declares {r} as {now}, an earlier operation as {was} (bytes, tier, kept, "
+                        "dtype): a region has one size and one place"
                     )
 
     def __len__(self) -> int:

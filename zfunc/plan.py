@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from zfunc.graph import Graph, Kind, Op, Region, Tier
+from zfunc.graph import Graph, Op, Region
 
 # For each lane the position of the last operation known to have finished, -1 if none.
 Clock = tuple[int, ...]
@@ -193,7 +193,8 @@ def _lane_lines(plan: Plan) -> Iterator[str]:
 def _lines(plan: Plan) -> Iterator[str]:
     yield "zfunc plan 1"
     for r in plan.graph.regions:
-        yield f"region {r} {r.nbytes} {r.tier}{' kept' if r.kept else ''}"
+        kept = [*(["kept"] if r.kept else []), *([r.dtype] if r.dtype else [])]
+        yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
     for op in plan.graph.ops:
         work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace") if (v := getattr(op, k))]
         yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
@@ -214,10 +215,9 @@ def parse(text: str) -> Plan:
     waits: dict[int, tuple[int, ...]] = {}
 
     def region(words: list[str]) -> None:
-        name, nbytes, tier, *kept = words
-        buffer, index = _split(name)
-        kept_flag = kept == ["kept"]
-        regions[name] = Region(buffer, index, int(nbytes), _tier(tier), kept_flag)
+        name, nbytes, tier, *rest = words
+        kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
+        regions[name] = Region(*_split(name), int(nbytes), _any(tier), kept, _any(*dtype))
 
     def op(words: list[str]) -> None:
         colon, arrow = words.index(":"), words.index("->")
@@ -226,7 +226,7 @@ def parse(text: str) -> Plan:
         reads = tuple(regions[w] for w in words[colon + 1 : arrow])
         writes = tuple(regions[w] for w in words[arrow + 1 :])
         position[words[0]] = len(ops)
-        ops.append(Op(verb, index, _kind(words[1]), reads, writes, **work))
+        ops.append(Op(verb, index, _any(words[1]), reads, writes, **work))
 
     def lane(words: list[str]) -> None:
         lanes.append((words[0], []))
@@ -255,13 +255,6 @@ def _split(name: str) -> tuple[str, tuple[int, ...]]:
     return buffer, tuple(int(i) for i in index.split(",") if i)
 
 
-def _tier(word: str) -> Tier:
-    return _any(word)  # Region checks it
-
-
-def _kind(word: str) -> Kind:
-    return _any(word)  # Op checks it
-
-
 def _any(value: object) -> Any:
+    """A word that the value it goes into checks itself."""
     return value

@@ -135,7 +135,8 @@ def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
 def staging(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
-        program.cache.staging = {r: _buffer(program, r) for r in _staged(program)}
+        regions = (r for r in program.plan.graph.regions if r.dtype)
+        program.cache.staging = {r: _buffer(program, r) for r in regions}
     return program.cache.staging
 
 
@@ -249,18 +250,10 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
         ) from error
 
 
-def _staged(program: Program) -> list[Region]:
-    state = {"params", "frozen", "master", "exp_avg", "exp_avg_sq", "batch", "norm", "verdict"}
-    return [r for r in program.plan.graph.regions if r.kept and r.buffer not in state]
-
-
 def _buffer(program: Program, r: Region) -> Tensor:
-    if r.buffer in ("squares", "host_squares"):
-        dtype, shape = torch.float64, ()
-    else:
-        dtype = torch.float32 if r.buffer == "grad_sum" else program.dtype
-        shape = (r.nbytes // dtype.itemsize,)
+    dtypes = {"compute": program.dtype, "fp32": torch.float32, "fp64": torch.float64}
+    dtype = dtypes[r.dtype or "compute"]
+    numel = r.nbytes // dtype.itemsize
     if r.tier == "device":
-        return torch.zeros(shape, dtype=dtype, device=program.device)
-    pinned = r.tier == "pinned" and program.device.type == "cuda"
-    return host_buffer(r.nbytes // dtype.itemsize, dtype, pinned=pinned).view(shape)
+        return torch.zeros(numel, dtype=dtype, device=program.device)
+    return host_buffer(numel, dtype, pinned=r.tier == "pinned" and program.device.type == "cuda")

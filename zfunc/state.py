@@ -11,7 +11,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.errors import DonatedStateError
-from zfunc.layout import Bucket, Layout, Span
+from zfunc.graph import Region
+from zfunc.layout import Layout, Span
 from zfunc.loss_scale import LossScale
 
 
@@ -87,6 +88,19 @@ def view(flat: Tensor, span: Span) -> Tensor:
     return flat[span.start : span.stop].view(span.shape)
 
 
-def unflatten(flat: Tensor, bucket: Bucket) -> Flat:
-    """Bucket `bucket` of the whole flat buffer, with a view for each parameter in it."""
-    return Flat(flat[bucket.start : bucket.stop], {span.name: view(flat, span) for span in bucket.spans})
+def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
+    """Where the regions of a State are: views of its buffers."""
+    mem: dict[Region, Any] = {}
+    for bucket in layout.buckets:
+        index = (bucket.index,)
+        views = {span.name: view(buffers.params, span) for span in bucket.spans}
+        mem[Region("params", index)] = Flat(buffers.params[bucket.start : bucket.stop], views)
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            mem[Region(name, index)] = getattr(buffers, name)[bucket.start : bucket.stop]
+    frozen_views = {span.name: view(buffers.frozen, span) for span in layout.frozen}
+    mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
+    return mem
+
+
+TRAINED = frozenset({"params", "master", "exp_avg", "exp_avg_sq"})
+"""The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""

@@ -23,7 +23,7 @@ from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
 from zfunc.stages import Step
-from zfunc.state import Buffers, Flat, State, allocate, unflatten, view
+from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
 from zfunc.timeline import Timeline
 
 
@@ -217,21 +217,13 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
 
 def _memory(program: Program, buffers: Buffers, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
     """Where every kept region is: views of the state's buffers, the program's staging, the batch."""
-    mem: dict[Region, Any] = dict(staging(program))
-    for bucket in program.layout.buckets:
-        b = (bucket.index,)
-        mem[Region("params", b)] = unflatten(buffers.params, bucket)
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            mem[Region(name, b)] = getattr(buffers, name)[bucket.start : bucket.stop]
-    frozen_views = {span.name: view(buffers.frozen, span) for span in program.layout.frozen}
-    mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
+    mem = {**staging(program), **regions(buffers, program.layout)}
     for m, part in enumerate(micro):
         mem[Region("batch", (m,))] = part
     return mem
 
 
 _generators = threading.Lock()
-STATE = frozenset({"params", "master", "exp_avg", "exp_avg_sq"})
 
 
 def _settle(
@@ -239,7 +231,7 @@ def _settle(
 ) -> None:
     """After a failed step: the state is as it was if no operation that writes it had started; else it is lost."""
     ops = special.plan.graph.ops
-    touched = sorted(i for i in started if any(r.buffer in STATE for r in ops[i].writes))
+    touched = sorted(i for i in started if any(r.buffer in TRAINED for r in ops[i].writes))
     if touched:
         buffers.lost = (
             f"step {number} failed after {ops[touched[0]].name} had begun to update it ({type(error).__name__}: "
