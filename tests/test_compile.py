@@ -1,5 +1,6 @@
 """Bad arguments: what was got, what was expected, what to do; and nothing lost."""
 
+import random
 from typing import Any
 
 import pytest
@@ -160,9 +161,9 @@ def test_batches_that_cannot_be_split() -> None:
         zfunc.train_step(program, state, regression(4)(0))
     with pytest.raises(TypeError, match="expected a pair"):
         zfunc.train_step(program, state, torch.zeros(3, 8))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="first dimensions"):
+    with pytest.raises(ValueError, match="rows, expected one number"):
         zfunc.train_step(program, state, (torch.zeros(3, 8), torch.zeros(6)))
-    with pytest.raises(ValueError, match="first dimensions"):
+    with pytest.raises(ValueError, match="rows, expected one number"):
         zfunc.train_step(program, state, (torch.zeros(0, 8), torch.zeros(0)))
     zfunc.train_step(program, state, regression(6)(0))
 
@@ -233,3 +234,120 @@ def test_compiled_dropout_needs_what_was_drawn_kept() -> None:
     program = compiled([*parts()[:1], drops, *parts()[1:]], compile_segments=True)
     with pytest.raises(ValueError, match="segment 'drops': draws random numbers.*min-cut"):
         zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+
+
+def test_two_parameters_of_one_name_from_nested_segment_names() -> None:
+    nested = nn.Module()
+    nested.b = nn.Linear(8, 8)
+    with pytest.raises(ValueError, match=r"two parameters named 'a\.b\.weight'"):
+        compiled([zfunc.segment("a", nested), zfunc.segment("a.b", nn.Linear(8, 8)), *parts()[1:]])
+
+
+def test_one_tensor_in_two_segments_has_to_be_said() -> None:
+    one, two = nn.Linear(8, 8), nn.Linear(8, 8)
+    two.weight = one.weight
+    with pytest.raises(ValueError, match=r"one tensor as 'one\.weight' and 'two\.weight', expected tied"):
+        compiled([zfunc.segment("one", one), zfunc.segment("two", two), *parts()[1:]])
+    said = zfunc.segment("two", two, share={"weight": "one.weight"})
+    compiled([zfunc.segment("one", one), said, *parts()[1:]])
+
+
+def test_a_schedule_that_plans_another_graph_is_refused() -> None:
+    other = compiled(micro_batches=1).plan
+    with pytest.raises(PlanError, match="a plan of another graph"):
+        compiled(micro_batches=2, schedule=lambda _: other)
+
+
+def test_a_complex_tensor_between_segments_is_refused() -> None:
+    class Fourier(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return x, torch.fft.fft(x)
+
+    class First(Loss):
+        def forward(self, x: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+            return super().forward(x[0] + x[1].real, targets)
+
+    program = compiled([parts()[0], zfunc.segment("f", Fourier()), zfunc.segment("loss", First(8))])
+    with pytest.raises(ValueError, match=r"segment 'loss': got a complex tensor.*view_as_real"):
+        zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+
+
+def test_an_integer_parameter_is_refused() -> None:
+    module = nn.Module()
+    module.index = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(ValueError, match="parameter 'index' of torch.int64.*register_buffer"):
+        zfunc.segment("s", module)
+
+
+def captures() -> nn.Module:
+    inner, outer = nn.Linear(8, 8), nn.Module()
+    outer.forward = inner.forward  # of another module: its parameters are not the outer one's
+    return outer
+
+
+def own_generator() -> nn.Module:
+    generator, module = torch.Generator(), nn.Module()
+    module.forward = lambda x: x + torch.rand(x.shape, generator=generator)
+    return module
+
+
+@pytest.mark.parametrize(("module", "message"), [(captures, "captured"), (own_generator, "generator")])
+def test_what_a_function_must_not_reach_for(module: Any, message: str) -> None:
+    program = compiled([zfunc.segment("s", module()), *parts()])
+    with pytest.raises(ValueError, match=rf"segment 's': got .*{message}"):
+        zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+
+
+def test_pythons_random_numbers_are_refused() -> None:
+    class Rolls(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * random.random()
+
+    program = compiled([zfunc.segment("s", Rolls()), *parts()])
+    with pytest.raises(ValueError, match="segment 's': got random numbers from Python"):
+        zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+
+
+def test_a_batch_of_arrays_or_under_inference_mode() -> None:
+    program = compiled()
+    state = zfunc.init(program)
+    x, y = regression(4)(0)
+    with pytest.raises(TypeError, match=r"\['ndarray'\].*from_numpy"):
+        zfunc.train_step(program, state, (x.numpy(), y))
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference mode"):
+        zfunc.train_step(program, state, (x, y))
+    zfunc.train_step(program, state, (x, y))
+
+
+def test_values_that_initial_leaves_out_have_to_come_from_somewhere() -> None:
+    def make() -> zfunc.Segment:
+        return zfunc.Segment(
+            "l",
+            lambda p, x, targets: (x @ p["w"] - targets[:, None]).square().mean(),
+            (Parameter("l.w", (8, 1)),),
+            ("w",),
+            initial=lambda _: {},
+        )
+
+    program = compiled([make()])
+    with pytest.raises(ValueError, match=r"segment 'l': got no initial value for \['l\.w'\]"):
+        zfunc.init(program)
+    given = nn.Parameter(torch.ones(8, 1))
+    state = zfunc.init(program, params={"l.w": given})
+    assert torch.equal(zfunc.params(program, state)["l.w"], torch.ones(8, 1))
+    assert not state.buffers.master.requires_grad
+
+
+def test_repeated_names_in_a_hand_made_segment() -> None:
+    w = Parameter("l.w", (2,))
+    with pytest.raises(ValueError, match=r"the parameters \['l\.w'\] more than once"):
+        zfunc.Segment("l", lambda p, x: x, (w, w), ("a", "b"), initial=lambda _: {})
+
+
+def test_torchs_default_dtype_does_not_matter() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        program = compiled([zfunc.segment("body", nn.Linear(8, 8)), zfunc.segment("loss", Loss(8))])
+        zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -43,7 +43,7 @@ def test_a_lane_that_never_ends_is_named() -> None:
     release = threading.Event()
     graph = Graph((Op("make", (), "compute", writes=(X,)), Op("stuck", (), "host")))
     stages = {"make": lambda *_: None, "stuck": lambda *_: release.wait()}
-    with pytest.raises(LaneTimeout, match="its end of lane cpu, which is in stuck"):
+    with pytest.raises(LaneTimeout, match="the end of lane cpu, which is in stuck"):
         run(build(graph, {"gpu": [0], "cpu": [1]}), stages, {}, patience=0.1)
     release.set()
 

@@ -77,7 +77,7 @@ def test_a_module_tied_inside_has_one_parameter() -> None:
     module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     module[1].weight = module[0].weight
     s = zfunc.segment("body", module)
-    assert [p.name for p in s.parameters] == ["body.0.weight", "body.0.weight"]
+    assert [p.name for p in s.parameters] == ["body.0.weight"]
     assert list(s.initial(0)) == ["body.0.weight"]
 
 

@@ -338,3 +338,120 @@ def test_device_gradient_memory_does_not_grow_with_depth(depth: int) -> None:
     )
     zfunc.train_step(program, zfunc.init(program), regression()(0))
     assert max(alive) == 2 * 128 + 72
+
+
+# --- ties inside a segment, threads, structure ----------------------------------------------------------
+
+
+class TiedInside(nn.Module):
+    """One weight used by two layers, and one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.b.weight = self.a.weight
+        self.twice = self.once = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.once(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+        return (self.out(x).squeeze(-1) - targets).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_ties_inside_a_segment_add_their_gradients_up(recompute: str) -> None:
+    torch.manual_seed(0)
+    module, batch = TiedInside(), regression(4)(0)
+    loss = module(*batch)
+    grads = torch.autograd.grad(loss, list(module.parameters()))
+    expected = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    body = zfunc.segment("first", nn.Linear(8, 8, bias=False))  # so that the tied one may recompute
+    alone = zfunc.compile([zfunc.segment("m", module)], precision="fp32", device="cpu")
+    _, metrics = zfunc.train_step(alone, zfunc.init(alone), batch)
+    assert metrics.grad_norm == pytest.approx(expected, rel=1e-5)
+    assert metrics.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    after = zfunc.compile(
+        [body, zfunc.segment("m", module)], precision="fp32", device="cpu", recompute=recompute
+    )
+    identity = {**zfunc.params(after, zfunc.init(after)), "first.weight": torch.eye(8)}
+    _, both = zfunc.train_step(after, zfunc.init(after, params=identity), batch)
+    assert both.loss == pytest.approx(metrics.loss, rel=1e-5)
+
+
+def test_a_share_may_name_either_of_two_tied_inside() -> None:
+    for short in ("a.weight", "b.weight"):
+        tied = zfunc.segment("m", TiedInside(), share={short: "first.weight"})
+        assert [p.name for p in tied.parameters].count("first.weight") == 1
+        assert not any(p.name in ("m.a.weight", "m.b.weight") for p in tied.parameters)
+
+
+def test_one_program_makes_one_step_at_a_time() -> None:
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state, other = zfunc.init(program), zfunc.init(program)
+    with program.cache.busy, pytest.raises(RuntimeError, match="in a step already.*second program"):
+        zfunc.train_step(program, state, data(0))
+    zfunc.train_step(program, state, data(0))
+    zfunc.train_step(program, other, data(0))
+
+
+def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
+    """The signal comes while the calling thread waits for a slow copy: no update may follow behind its back."""
+    import signal
+    import time
+
+    from zfunc.stages import to_host
+
+    def slow(op: Any, mem: Any, step: Any) -> None:
+        time.sleep(0.2)
+        to_host(op, mem, step)
+
+    segments, data = tied_gpt()
+    program = zfunc.compile(
+        segments, device="cpu", bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow}
+    )
+    state = zfunc.init(program)
+    zfunc.program.specialize(program, data(0))
+    before = zfunc.params(program, state)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.setitimer(signal.ITIMER_REAL, 0.15)
+    with pytest.raises(KeyboardInterrupt):
+        zfunc.train_step(program, state, data(0))
+    try:
+        kept = zfunc.params(program, state)
+    except DonatedStateError:
+        return  # an update had begun, and it says so
+    time.sleep(1.0)
+    assert all(torch.equal(v, before[k]) for k, v in kept.items())
+    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+
+
+def test_batches_of_another_structure_are_planned_anew() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            y = x["a"] * self.w
+            return torch.nn.functional.dropout(y, 0.5) if "drop" in x else y
+
+    program = zfunc.compile(
+        [zfunc.segment("drops", Drops()), zfunc.segment("loss", Loss(8))], precision="fp32", device="cpu"
+    )
+    x, y = regression(4)(0)
+    state, _ = zfunc.train_step(program, zfunc.init(program), ({"a": x, "b": x}, y))
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    zfunc.train_step(program, state, ({"a": x, "drop": x}, y))
+    assert torch.equal(torch.rand(2), expected)  # the dropout was seen and seeded apart
+
+
+def test_a_state_is_not_pickled() -> None:
+    import pickle
+
+    segments, _ = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    with pytest.raises(TypeError, match=r"zfunc\.params"):
+        pickle.dumps(zfunc.init(program))

@@ -153,7 +153,22 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"segments: got two named {name!r}, expected a name of its own for each")
-    known = {name: p for s in segments for name, p in _owned(s).items()}
+    known: dict[str, Parameter] = {}
+    origins: dict[int, str] = {}
+    for s in segments:
+        for name, p in _owned(s).items():
+            if name in known:
+                raise ValueError(
+                    f"segments: got two parameters named {name!r}, expected a name of its own for each: rename "
+                    f"segment {s.name!r}, or tie them with share="
+                )
+            known[name] = p
+        for name, tensor in s.origins.items():
+            if origins.setdefault(id(tensor), name) != name and name not in s.shared:
+                raise ValueError(
+                    f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
+                    f"to be said: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
+                )
     for s in segments:
         for short, p in zip(s.short, s.parameters, strict=True):
             if p.name not in known:
@@ -208,7 +223,7 @@ def _calls(
 
 
 def _scalar(segment: Segment) -> Callable[..., Tensor]:
-    """The last segment, its loss checked and in fp32: a loss scale of 2**16 has no fp16."""
+    """The last segment, its loss checked and in fp32. One that is fp16 inside overflows at a scale of 2**16."""
 
     def loss(*args: Any) -> Tensor:
         y = segment.function(*args)

@@ -94,7 +94,7 @@ class Emit:
         """What segment `s` reads: its buckets, and its frozen parameters."""
         layout = self.job.layout
         nbytes = layout.frozen_numel * self.job.element_bytes + self.job.constant_bytes
-        frozen = (Region("frozen", (), nbytes, kept=True),) if nbytes else ()
+        frozen = (Region("frozen", (), nbytes, kept=True),) if nbytes or layout.frozen else ()
         return tuple(self._params(b) for b in layout.buckets_of(s)) + frozen
 
     def _input(self, m: int, s: int) -> Region:

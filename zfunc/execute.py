@@ -15,7 +15,7 @@ The invariant: the executor knows no verb. What it may not reorder, it takes fro
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from queue import SimpleQueue
 from random import Random
@@ -26,7 +26,7 @@ from attrs import define, field, frozen
 
 from zfunc.errors import ExecutionError, LaneTimeout
 from zfunc.graph import Op, Region
-from zfunc.guard import Guard
+from zfunc.guard import Guard, tensors
 from zfunc.plan import Plan
 from zfunc.timeline import Event, Timeline
 
@@ -161,12 +161,21 @@ class Executor:
         run = Run(prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started)
         others = [n for n in range(len(plan.lanes)) if n != prepared.main]
         done = {n: threading.Event() for n in others}
-        for n in others:
-            self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
-        self._drive(run, prepared.main)
-        for n in others:
-            self._join(run, done[n], plan.lanes[n].name)
-        self._synchronize()
+        handed: list[int] = []
+        try:
+            for n in others:
+                handed.append(n)
+                self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
+            self._drive(run, prepared.main)
+            for n in others:
+                self._join(run, done[n], plan.lanes[n].name)
+        except BaseException as error:  # an interrupt here, or a lane that never ends
+            self._fail(run, error)
+            for n in handed:  # what is running may still write: the caller must not look before it has ended
+                done[n].wait(0 if isinstance(error, LaneTimeout) else self.patience)
+            raise
+        finally:
+            self._synchronize()
         if run.failure is not None:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
@@ -312,20 +321,9 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
 def _share(mem: Mapping[Region, Any], item: Item, stream: Any) -> None:
     """Tell the allocator about tensors that come and go and are used on a stream they were not made on."""
     for r in item.drops:
-        value = mem.get(r)
-        for t in _tensors(value):
+        for t in tensors(mem.get(r)):
             if t.is_cuda:
                 t.record_stream(stream)
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, Sequence) and not isinstance(value, str):
-        for v in value:
-            yield from _tensors(v)
 
 
 def _named(error: BaseException, item: Item | None, lane: str) -> BaseException:
@@ -338,7 +336,7 @@ def _named(error: BaseException, item: Item | None, lane: str) -> BaseException:
     return named
 
 
-def _waiting(what: str, lane: str, run: Run, patience: float, op: str = "its end") -> str:
+def _waiting(what: str, lane: str, run: Run, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
     doing = f"is in {now}" if now else "is not in any operation"
     return (

@@ -1,7 +1,7 @@
 """Debug mode: a stage sees only the regions its operation declared, and only in the way it declared them.
 
-The invariant: what passes here cannot race. A key that was not declared raises; a kept tensor that is only
-written holds NaN beforehand, so a read of it shows; one that is only read must come out unchanged.
+What is checked: a key that was not declared raises; a kept tensor that is only written holds NaN beforehand, so a
+read of it shows; tensors that are only read must come out unchanged.
 """
 
 from collections.abc import Iterator, MutableMapping
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from zfunc.errors import UndeclaredAccess
 from zfunc.graph import Op, Region
@@ -22,16 +23,16 @@ class Guard(MutableMapping[Region, Any]):
         reads, writes = set(op.reads), set(op.writes)
         self._may = reads | writes
         self._writable = writes
-        self._before = {r: [t.clone() for t in _tensors(mem[r])] for r in reads - writes if r in mem}
+        self._before = {r: [t.clone() for t in tensors(mem[r])] for r in reads - writes if r in mem}
         for r in writes - reads:
-            for t in _tensors(mem.get(r)):
+            for t in tensors(mem.get(r)):
                 if t.is_floating_point():
                     t.fill_(float("nan"))
 
     def check(self) -> None:
         """Raise if a region that was only to be read has changed."""
         for r, before in self._before.items():
-            after = list(_tensors(self._mem.get(r)))
+            after = list(tensors(self._mem.get(r)))
             if len(before) != len(after) or not all(map(_identical, before, after)):
                 raise UndeclaredAccess(
                     f"{self._op.name} changed {r}, which it declares as read only: declare it under writes in "
@@ -66,10 +67,9 @@ class Guard(MutableMapping[Region, Any]):
         return len(self._may)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    value = getattr(value, "flat", value)
-    if isinstance(value, Tensor):
-        yield value
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a region's value: a tensor, a pytree of them, or a flat buffer with its views."""
+    return [t for t in tree_leaves(getattr(value, "flat", value)) if isinstance(t, Tensor)]
 
 
 def _identical(a: Tensor, b: Tensor) -> bool:

@@ -75,7 +75,10 @@ def passes(
         return Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
 
     def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
-        return function({**weights.trained, **weights.fixed}, *inputs)
+        with (
+            torch.enable_grad()
+        ):  # as in backward, for a function that asks; nothing here requires a gradient
+            return function({**weights.trained, **weights.fixed}, *inputs)
 
     run = _compiled_forward(forward) if compiled else forward
     backward = _retraced(pull, compiled)
@@ -127,8 +130,10 @@ def _trace_backward(
 
     try:
         graph = make_fx(functionalize(grads), tracing_mode="fake")(leaves, cotangents)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
-        log.info("a segment's backward cannot be traced and runs through vjp itself: %s", error)
+        log.warning("a segment's backward cannot be traced and runs through vjp itself: %s", error)
         return None
     graph.graph.eliminate_dead_code()
     graph.recompile()

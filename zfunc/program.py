@@ -5,7 +5,7 @@ a batch's shapes, staging buffers, threads) is determined by it and kept for eve
 """
 
 import itertools
-import logging
+import threading
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.adam import AdamW
 from zfunc.emit import Job, SegmentCost
@@ -23,7 +23,7 @@ from zfunc.graph import Graph, Region, Tier
 from zfunc.layout import Layout
 from zfunc.memory import Peak, memory
 from zfunc.passes import Recompute, Weights
-from zfunc.plan import Plan
+from zfunc.plan import Plan, PlanError
 from zfunc.recipes import zero_offload
 from zfunc.resources import available_device_bytes, available_host_bytes, host_buffer
 from zfunc.segments import Segment
@@ -34,7 +34,6 @@ from zfunc.verify import verify
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Schedule = Callable[[Graph], Plan]
-log = logging.getLogger("zfunc")
 
 RANDOM_COMPILED = (
     "draws random numbers, and compiled code draws them in an order of its own: with compile_segments its "
@@ -90,11 +89,19 @@ class Cache:
 
     specialized: dict[Any, Specialized] = field(factory=dict)
     staging: dict[Region, Tensor] | None = None
+    busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
 def make_plan(job: Job, schedule: Schedule) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
-    return verify(schedule(Graph(tuple(zero_offload(job)))))
+    graph = Graph(tuple(zero_offload(job)))
+    plan = verify(schedule(graph))
+    if plan.graph != graph:
+        raise PlanError(
+            "got a plan of another graph, expected one of the graph the schedule was handed: return "
+            "zfunc.plan.build(graph, lanes)"
+        )
+    return plan
 
 
 def specialize(program: Program, batch: tuple[Any, Any]) -> Specialized:
@@ -103,8 +110,8 @@ def specialize(program: Program, batch: tuple[Any, Any]) -> Specialized:
     Raises ValueError where a segment cannot take its input or the last one returns no scalar.
     """
     micro = split(batch, program.micro_batches)[0]
-    leaves = tree_leaves(micro)
-    key = tuple((t.shape, t.dtype) if isinstance(t, Tensor) else t for t in leaves)
+    leaves, structure = tree_flatten(micro)
+    key = (structure, tuple((t.shape, t.dtype) for t in leaves))
     if key not in program.cache.specialized:
         program.cache.specialized[key] = _specialize(program, micro)
     return program.cache.specialized[key]
@@ -114,10 +121,14 @@ def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
     """`batch` in equal parts along the first dimension of every tensor, as views."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TypeError(f"batch: got {type(batch).__name__}, expected a pair (inputs, targets)")
-    sizes = {t.shape[0] if t.dim() else None for t in tree_leaves(batch) if isinstance(t, Tensor)}
-    if len(sizes) != 1 or None in sizes or 0 in sizes:
+    strangers = {type(t).__name__ for t in tree_leaves(tuple(batch)) if not isinstance(t, Tensor)}
+    if strangers:
+        raise TypeError(f"batch: got {sorted(strangers)} in it, expected tensors: use torch.from_numpy, say")
+    sizes = {t.shape[0] if t.dim() else 0 for t in tree_leaves(tuple(batch))}
+    if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            f"batch: got tensors with first dimensions {sizes}, expected one and the same, not 0"
+            f"batch: got tensors of {sorted(sizes)} rows, expected one number above 0: give every tensor of "
+            "inputs and targets the batch as its first dimension"
         )
     (rows,) = sizes
     if rows % micro_batches:
@@ -150,11 +161,11 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
         checks.append(("device", want["device"], available_device_bytes(program.device)))
     for what, bytes_needed, there in checks:
         if bytes_needed > there:
-            at = needed["device"].op
+            at = needed["device"].op if what == "device" or on_cpu else ""
             raise OutOfMemory(
                 f"{action}: needs {bytes_needed:,} bytes of {what} memory, {there:,} are there"
-                f"{f' (the peak is at {at})' if at else ''}; nothing was allocated. Use more micro_batches, a "
-                "smaller bucket_size, recompute='all', or a smaller model"
+                f"{f' (the peak is at {at})' if at else ''}; nothing was allocated or started. Use more "
+                "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
 
 
@@ -193,7 +204,9 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
     targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1])
     last = len(program.segments) - 1
     for s, call in enumerate(program.calls):
-        key = (id(call.passes), tuple((t.shape, t.stride(), t.dtype) for t in tree_leaves(x)))
+        leaves, structure = tree_flatten(x)
+        _check_real(program, s, leaves)
+        key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,))
         trace_of, draws = seen[key]
@@ -201,6 +214,20 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
         random |= {s} if draws else set()
         x = trace_of.out
     return traces, frozenset(random)
+
+
+def _check_real(program: Program, s: int, leaves: list[Any]) -> None:
+    """What segment `s` is handed: tensors, and none that a gradient would be lost of."""
+    for t in leaves:
+        if not isinstance(t, Tensor):
+            got, mend = f"a {type(t).__name__}", "pass tensors, or close over it"
+        elif t.is_complex():
+            got, mend = "a complex tensor", "pass torch.view_as_real(x)"
+        else:
+            continue
+        raise ValueError(
+            f"segment {program.segments[s].name!r}: got {got} in its input, expected real tensors alone: {mend}"
+        )
 
 
 def _fake(program: Program, t: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -17,10 +18,12 @@ def available_host_bytes() -> int:
     fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     try:
-        room = int((_CGROUP / "memory.max").read_text()) - int((_CGROUP / "memory.current").read_text())
+        limit, used = (int((_CGROUP / f"memory.{x}").read_text()) for x in ("max", "current"))
+        cached = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no control group, or no limit ("max")
         return available
-    return max(0, min(available, room))
+    # Used counts the page cache: what was read of a data set and can be dropped is room.
+    return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
 
 
 def available_device_bytes(device: torch.device) -> int:
@@ -37,12 +40,12 @@ def host_buffer(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
     torch's caching pinned allocator rounds a size up to a power of two, nearly doubling a large buffer.
     """
     if not pinned or numel == 0:
-        return torch.zeros(numel, dtype=dtype)
+        return torch.zeros(numel, dtype=dtype, device="cpu")
     nbytes = numel * dtype.itemsize
     pages = _Pages(-1, nbytes)  # anonymous, zeroed, page-aligned: two registrations never share a page
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
     runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, 0))
+    code = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, PORTABLE))
     if code:
         raise RuntimeError(
             f"got CUDA error {code} when pinning {nbytes:,} bytes, expected room for them: raise the limit of "

@@ -28,7 +28,8 @@ class Segment:
     short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
     change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
     of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
-    tensors by short name that are read and never trained (a module's buffers).
+    tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
+    tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
 
     Usually made by `segment` from a module; made by hand from a function:
 
@@ -49,10 +50,18 @@ class Segment:
     initial: Callable[[int], Values] = field(kw_only=True)
     evaluate: Callable[..., Any] | None = field(default=None, kw_only=True)
     shared: frozenset[str] = field(default=frozenset(), converter=frozenset, kw_only=True)
+    origins: dict[str, nn.Parameter] = field(factory=dict, kw_only=True, repr=False)
+    twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
     constants: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
+            if repeated := sorted({name for name in names if list(names).count(name) > 1}):
+                raise ValueError(
+                    f"segment {self.name!r}: got the {what} {repeated} more than once, expected each once: let "
+                    "the function use one value in several places"
+                )
         if len(self.parameters) != len(self.short):
             raise ValueError(
                 f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
@@ -77,6 +86,8 @@ class Segment:
             return False
         if [p.trainable for p in self.parameters] != [p.trainable for p in other.parameters]:
             return False
+        if self.twins != other.twins:
+            return False
         if self.module is None or other.module is None:
             return self.function is other.function and not self.constants and not other.constants
         return _same(self.module, other.module)
@@ -93,20 +104,28 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     Raises ValueError for a name with no parameter in `share`, and for a module that is partly on meta.
     """
     share = dict(share or {})
-    own = dict(module.named_parameters(remove_duplicate=False))
+    own = _slots(module, "_parameters")
+    for short, p in own.items():
+        if not p.is_floating_point():
+            raise ValueError(
+                f"segment {name!r}: got parameter {short!r} of {p.dtype}, expected floating point: make it a "
+                "buffer (register_buffer), which is read and never trained"
+            )
     for short in share:
         if short not in own:
             raise ValueError(
                 f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
                 "give the name inside the module, then the full name of the other segment's parameter"
             )
-    own = {short: p for short, p in own.items() if p is not None}
-    first: dict[int, str] = {}
-    parameters: list[Parameter] = []
-    for short, p in own.items():
-        twin = first.setdefault(id(p), short)  # tied inside the module
-        full = share.get(short) or share.get(twin) or f"{name}.{twin}"
-        parameters.append(Parameter(full, tuple(p.shape), p.requires_grad))
+    twin: dict[int, str] = {}  # tied inside the module: the shared name, else the first, counts
+    for short, p in (*((x, own[x]) for x in share), *own.items()):
+        twin.setdefault(id(p), short)
+    fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{name}.{twin[id(p)]}" for x, p in own.items()}
+    chosen: dict[str, str] = {}  # full name -> the one name it is differentiated by
+    for short, full in fulls.items():
+        chosen.setdefault(full, short)
+    twins = {short: chosen[full] for short, full in fulls.items()}
+    parameters = tuple(Parameter(f, tuple(own[x].shape), own[x].requires_grad) for f, x in chosen.items())
     on_meta = {t.is_meta for t in own.values()}
     if len(on_meta) > 1:
         raise ValueError(
@@ -114,10 +133,9 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
             "build it under one `with torch.device(...)`"
         )
     skeleton = _skeleton(module)
-    owned = {p.name: short for short, p in reversed([*zip(own, parameters, strict=True)])}
-    owned = {full: short for full, short in owned.items() if full not in set(share.values())}
+    owned = {full: short for full, short in chosen.items() if full not in set(share.values())}
     meta = on_meta == {True}
-    constants = dict(module.named_buffers())
+    constants = _slots(module, "_buffers")
     if meta and constants:
         constants = _real_module(name, module, 0)[1]
 
@@ -127,23 +145,35 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
     return Segment(
         name,
-        _functional(skeleton),
-        tuple(parameters),
-        tuple(own),
+        _functional(skeleton, twins),
+        parameters,
+        tuple(chosen.values()),
         initial=initial,
         shared=frozenset(share.values()),
-        evaluate=_functional(_skeleton(module).eval()),
-        constants={k: v.detach() for k, v in constants.items()},
+        origins={full: own[short] for full, short in chosen.items()},
+        twins={short: twin for short, twin in twins.items() if short != twin},
+        evaluate=_functional(_skeleton(module).eval(), twins),
+        constants={k: v.detach().clone() for k, v in constants.items()},
         module=skeleton,
     )
 
 
-def _functional(skeleton: nn.Module) -> Callable[..., Any]:
+def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
+    """Every parameter or buffer by name, once for each place that holds it: a module used twice has its once."""
+    return {
+        f"{prefix}.{k}" if prefix else k: t
+        for prefix, m in module.named_modules()
+        for k, t in getattr(m, kind).items()
+        if t is not None
+    }
+
+
+def _functional(skeleton: nn.Module, twins: Mapping[str, str]) -> Callable[..., Any]:
     lock = threading.RLock()  # the call puts the parameters into the skeleton for as long as it runs
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
         with lock:
-            return _call(params, inputs)
+            return _call({**params, **{x: params[twin] for x, twin in twins.items()}}, inputs)
 
     def _call(params: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Any:
         return torch.func.functional_call(skeleton, dict(params), inputs, tie_weights=False)
@@ -168,7 +198,7 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
         for t in (*real.parameters(), *real.buffers()):
             if t.is_floating_point():
                 t.fill_(math.nan)  # so that what reset_parameters leaves out is seen
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA as well
         for child in reversed([*real.modules()]):  # a module's own reset comes after its children's
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):
@@ -179,7 +209,7 @@ def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Value
                 f"segment {name!r}: {what} has no value, expected reset_parameters of the module or one above "
                 "it to fill it: define it there, or build the module on the CPU"
             )
-    return dict(real.named_parameters(remove_duplicate=False)), dict(real.named_buffers())
+    return _slots(real, "_parameters"), _slots(real, "_buffers")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -115,6 +115,7 @@ def square_sum_(op: Op, mem: Memory, step: Step) -> None:
     (b,) = op.index
     grad = mem[op.read("grad_slot")][: step.layout.buckets[b].numel]
     if grad.is_cuda:
+        # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         mem[op.write("squares")].copy_(norm.double().square_())
     else:

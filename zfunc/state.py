@@ -54,6 +54,12 @@ class State:
     loss_scale: LossScale = field(factory=LossScale)
     seed: int = 0
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a State is memory that belongs to a program of this process and is not copied or pickled: take "
+            "zfunc.params(program, state), and zfunc.init(program, params=...) there"
+        )
+
     def check(self, program: int, action: str) -> None:
         """Raise if this State may not be used by `program` for `action`."""
         if self.program != program:
@@ -74,12 +80,11 @@ class State:
 def allocate(layout: Layout, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
     on_device: dict[str, Any] = {"dtype": dtype, "device": device}
+    on_host: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
     return Buffers(
         params=torch.zeros(layout.numel, **on_device),
         frozen=torch.zeros(layout.frozen_numel, **on_device),
-        master=torch.zeros(layout.numel),
-        exp_avg=torch.zeros(layout.numel),
-        exp_avg_sq=torch.zeros(layout.numel),
+        **{x: torch.zeros(layout.numel, **on_host) for x in ("master", "exp_avg", "exp_avg_sq")},
     )
 
 

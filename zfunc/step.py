@@ -16,7 +16,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zfunc.errors import NonFiniteError, nearest
+from zfunc.errors import LaneTimeout, NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
 from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNSCALED, LossScale
@@ -25,6 +25,8 @@ from zfunc.program import Program, Specialized, check_memory, specialize, split,
 from zfunc.stages import Step
 from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
 from zfunc.timeline import Timeline
+
+_generators = threading.Lock()  # the default generators are everybody's
 
 
 @frozen
@@ -67,7 +69,14 @@ def init(
     frozen_spans = {span.name: span for span in program.layout.frozen}
     for s, segment in enumerate(program.segments):
         values = segment.initial(_key(seed, "init", s))
-        for name, value in {**values, **{k: v for k, v in given.items() if k in values}}.items():
+        names = [p.name for p in segment.parameters if p.name not in segment.shared]
+        if missing := [name for name in names if name not in values and name not in given]:
+            raise ValueError(
+                f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
+                "owns: return it from initial, or pass it in params"
+            )
+        for name in names:
+            value = (given[name] if name in given else values[name]).detach()
             span = spans.get(name) or frozen_spans[name]
             if tuple(value.shape) != span.shape:
                 raise ValueError(
@@ -100,6 +109,22 @@ def train_step(
     Where nothing had been updated, `state` can be used again: always for a loss, for a gradient if clipping
     makes the updates wait for its norm.
     """
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("train_step: got inference mode, expected none: gradients need it off")
+    if not program.cache.busy.acquire(blocking=False):
+        raise RuntimeError(
+            "train_step: got a program that is in a step already, expected one step at a time: its staging "
+            "buffers are shared. Compile a second program for a second thread"
+        )
+    try:
+        return _train_step(program, state, batch, Options(jitter, debug, trace))
+    finally:
+        program.cache.busy.release()
+
+
+def _train_step(
+    program: Program, state: State, batch: tuple[Any, Any], options: Options
+) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
     special = specialize(program, batch)
     buffers = state.buffers
@@ -108,7 +133,6 @@ def train_step(
     number = state.step + 1
     step = _step(program, special, state, number)
     mem = _memory(program, buffers, split(batch, program.micro_batches))
-    options = Options(jitter, debug, trace)
     buffers.generation += 1
     buffers.lost = f"step {number} did not finish"  # until it has
     started: set[int] = set()
@@ -148,13 +172,16 @@ def train_step(
         step=number,
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
-        timeline=ran.timeline if trace else None,
+        timeline=ran.timeline if options.trace else None,
     )
     return after, metrics
 
 
 def params(program: Program, state: State) -> dict[str, Tensor]:
-    """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once."""
+    """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once.
+
+    Frozen parameters have no master: theirs are the values on the device, in the compute precision.
+    """
     state.check(program.identity, "params")
     buffers = state.buffers
     trained = {span.name: view(buffers.master, span).clone() for span in program.layout.spans}
@@ -223,14 +250,14 @@ def _memory(program: Program, buffers: Buffers, micro: list[tuple[Any, Any]]) ->
     return mem
 
 
-_generators = threading.Lock()
-
-
 def _settle(
     special: Specialized, buffers: Buffers, started: set[int], number: int, error: BaseException
 ) -> None:
     """After a failed step: the state is as it was if no operation that writes it had started; else it is lost."""
     ops = special.plan.graph.ops
+    if isinstance(error, LaneTimeout):
+        buffers.lost = f"step {number} was given up while a lane was still busy ({error})"
+        return
     touched = sorted(i for i in started if any(r.buffer in TRAINED for r in ops[i].writes))
     if touched:
         buffers.lost = (

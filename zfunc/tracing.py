@@ -4,6 +4,7 @@ The invariant: nothing is allocated and nothing is computed; the same code runs 
 tensors, and what it would have kept alive is counted. So a plan's memory is known before it is run.
 """
 
+import random
 import weakref
 from collections.abc import Callable
 from itertools import zip_longest
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from zfunc.emit import BLOCK
 
@@ -29,15 +30,17 @@ class Tracker(TorchDispatchMode):
 
     def __init__(self, *, pure: bool = False) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self.flops = 0
         self.random = False
         self._pure = pure
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._pure and func._schema.is_mutable:
+        if self._pure:
             self._check_pure(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
         self.random = self.random or _draws(func, args, kwargs or {})
         if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
             for t in tree_leaves(out):
@@ -64,6 +67,18 @@ class Tracker(TorchDispatchMode):
         return t.untyped_storage()._cdata in self._sizes
 
     def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
+        if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
+            raise ValueError(
+                f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
+                "handed: a captured one would never be trained"
+            )
+        if kwargs.get("generator") is not None:
+            raise ValueError(
+                f"got a generator of the function's own (in {func}), expected the default one: that is seeded the "
+                "same for the forward and for recomputing it"
+            )
+        if not func._schema.is_mutable:
+            return
         for value, declared in zip(args, func._schema.arguments, strict=False):
             if declared.alias_info is not None and declared.alias_info.is_write:
                 self._check_own(func, value)
@@ -118,8 +133,14 @@ def is_random(function: Callable[..., Any], *args: Any, device: torch.device) ->
     """Whether `function(*args)` draws random numbers. Raises ValueError if it changes what it did not make."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args = _faked(args, device)
+        before = random.getstate()
         with Tracker(pure=True) as tracker:
             function(*args)
+        if random.getstate() != before:
+            raise ValueError(
+                "got random numbers from Python's random module, expected torch's: those are seeded the same for "
+                "the forward and for recomputing it"
+            )
     return tracker.random
 
 
@@ -137,19 +158,19 @@ def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch
             backward(*args, residuals, _cotangents(y))
         del y, residuals
         with Tracker() as tracker:
-            with FlopCounterMode(display=False) as forward_flops:
-                y, residuals = forward(*args)
+            y, residuals = forward(*args)
+            forward_flops = tracker.flops
             forward_peak, after = tracker.peak, tracker.live
             output_bytes = _storage_bytes(y)
         backward_peak = backward_flops = 0
         if backward is not None:
             cotangents = _cotangents(y)
-            with Tracker() as tracker, FlopCounterMode(display=False) as counted:
+            with Tracker() as tracker:
                 backward(*args, residuals, cotangents)
-            backward_peak, backward_flops = tracker.peak, counted.get_total_flops()
+            backward_peak, backward_flops = tracker.peak, tracker.flops
         return Trace(
             out=tree_map_only(Tensor, lambda t: like(t, "meta"), y),
-            forward_flops=forward_flops.get_total_flops(),
+            forward_flops=forward_flops,
             backward_flops=backward_flops,
             output_bytes=output_bytes,
             residual_bytes=max(0, after - output_bytes),
@@ -163,7 +184,7 @@ def _faked(args: Any, device: torch.device) -> Any:
 
 
 def _cotangents(y: Any) -> list[Tensor]:
-    return [torch.empty_like(t) for t in tree_leaves(y) if t.is_floating_point()]
+    return [torch.empty_like(t) for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
 def like(t: Tensor, device: torch.device | str) -> Tensor:
@@ -172,7 +193,8 @@ def like(t: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _storage_bytes(tree: Any) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tree_leaves(tree)}
+    held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in held}
     return sum(-(-n // BLOCK) * BLOCK for n in storages.values())
 
 
