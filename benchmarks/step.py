@@ -79,7 +79,7 @@ def with_torch(config: GPTConfig, args: argparse.Namespace) -> Contestant:
         for x, y in zip(*(t.chunk(args.micro_batches) for t in batch), strict=True):
             loss = model(x.to(args.device), y.to(args.device)) / args.micro_batches
             loss.backward()
-            total += float(loss)
+            total += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -116,7 +116,7 @@ def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
             loss = engine(x.to(engine.device), y.to(engine.device))
             engine.backward(loss)
             engine.step()
-            total += float(loss) / args.micro_batches
+            total += float(loss.detach()) / args.micro_batches
         return total
 
     return step
