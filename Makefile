@@ -25,12 +25,17 @@ $(STAMP): $(NATIVE)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
 	touch $(STAMP)
 
+LARGE := --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 \
+	--precision bf16 --turns 7 --compile-segments
+
 # On a machine with a GPU: builds in place with what is installed, installs nothing from a registry.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
 	$(PYTHON) -m pytest -m gpu tests
 	$(PYTHON) -m benchmarks.step --json benchmarks/results
+	$(PYTHON) -m benchmarks.step $(LARGE) --json benchmarks/results
 	$(PYTHON) -m benchmarks.adam --json benchmarks/results
+	$(PYTHON) -m benchmarks.plan --json benchmarks/results
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.adam

@@ -202,7 +202,8 @@ def main() -> None:
     if not on_gpu:
         for r in results:
             del r["seconds"]  # on a shared CPU only the ratios mean anything
-    write(args.json, "step", {"arguments": vars(args), "rows": results})
+    name = f"step-{args.num_layers}x{args.hidden_size}-{args.precision}"
+    write(args.json, name, {"arguments": vars(args), "rows": results})
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Literal
 from attrs import field, frozen, validators
 
 from zfunc.graph import Op, Region
-from zfunc.layout import Bucket, Layout
+from zfunc.layout import Bucket, Layout, round_up
 
 FP32, FP64 = 4, 8  # bytes
 BLOCK = 512  # bytes; what an allocator rounds a tensor of its own up to
@@ -71,7 +71,7 @@ class Job:
         names = set(self.layout.segments[s])
         spans = (x for b in self.layout.buckets_of(s) for x in self.layout.buckets[b].spans)
         sizes = ((x.stop - x.start) * self.element_bytes for x in spans if x.name in names)
-        return sum(-(-size // BLOCK) * BLOCK for size in sizes)
+        return sum(round_up(size, BLOCK) for size in sizes)
 
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated."""

@@ -100,7 +100,7 @@ class Layout:
     @property
     def frozen_numel(self) -> int:
         """Length of the flat buffer of frozen parameters, padding included."""
-        return _round_up(self.frozen[-1].stop, ALIGNMENT) if self.frozen else 0
+        return round_up(self.frozen[-1].stop, ALIGNMENT) if self.frozen else 0
 
     @cached_property
     def num_trainable(self) -> int:
@@ -155,7 +155,7 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
     offset = 0
     for index, group in enumerate(groups):
         spans, stop = _place(group, offset)
-        stop = _round_up(stop - offset, quantum) + offset
+        stop = round_up(stop - offset, quantum) + offset
         buckets.append(Bucket(index, offset, stop, spans, _deliveries(group, contributors)))
         offset = stop
     frozen, _ = _place([p for own in owned for p in own if not p.trainable], 0)
@@ -215,7 +215,7 @@ def _group(
     groups: list[list[Parameter]] = []
     filled = 0
     for p in reversed([p for own in owned for p in own]):
-        size = _round_up(p.numel, ALIGNMENT)
+        size = round_up(p.numel, ALIGNMENT)
         if groups and filled + size <= bucket_size and joins(p, groups[-1]):
             groups[-1].append(p)
             filled += size
@@ -238,9 +238,10 @@ def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ..
     spans: list[Span] = []
     for p in parameters:
         spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.decay))
-        offset = _round_up(offset + p.numel, ALIGNMENT)
+        offset = round_up(offset + p.numel, ALIGNMENT)
     return tuple(spans), offset
 
 
-def _round_up(value: int, quantum: int) -> int:
+def round_up(value: int, quantum: int) -> int:
+    """The smallest multiple of `quantum` that is at least `value`."""
     return -(-value // quantum) * quantum
