@@ -3,6 +3,8 @@
 import itertools
 import logging
 import math
+import threading
+import time
 from pathlib import Path
 
 import attrs
@@ -507,3 +509,24 @@ def test_optimizer_checks_at_birth(field, value):
 def test_a_bad_learning_rate_names_its_step(value):
     with pytest.raises(ValueError, match="step 12"):
         AdamW(lr=lambda _: value).lr_at(12)
+
+
+def test_other_threads_run_while_the_kernel_does():
+    n = 1 << 23
+    buffers = [torch.ones(n) for _ in range(4)]
+    interval: list[float] = []
+
+    def update() -> None:
+        start = time.perf_counter()
+        adam_update_(*buffers, step=1, lr=0.1, threads=1)
+        interval.extend((start, time.perf_counter()))
+
+    update()
+    interval.clear()
+    worker, beats = threading.Thread(target=update), []
+    worker.start()
+    while worker.is_alive():
+        beats.append(time.perf_counter())
+    start, end = interval
+    middle = [t for t in beats if start + (end - start) / 4 < t < end - (end - start) / 4]
+    assert len(middle) > 3  # with the GIL held there would be none

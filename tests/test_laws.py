@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
 from models import MODELS
 from table import Scattered
+from torch import Tensor
 
 import zfunc
 from zfunc import schedules
 from zfunc.errors import DonatedStateError
 from zfunc.execute import Jitter
+from zfunc.layout import Parameter
+from zfunc.loss_scale import LossScale
 from zfunc.program import Program, specialize
 from zfunc.tracing import Tracker
 
@@ -113,6 +119,85 @@ def test_9_measured_memory_stays_within_the_plan(model: str, settings: str, reco
     assert 0 < measured.peak <= planned
     assert planned <= 1.25 * measured.peak + 40 * 512  # small models: every scalar counts 512 bytes
     assert measured.live == 0  # nothing is left behind
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> list[list[tuple[str, tuple[int, ...], bool]]]:
+    """Segments as lists of (name, shape, trainable): many tiny, one huge, sizes of 1, tied, frozen, none."""
+    shapes = st.sampled_from([(), (1,), (1, 1), (3,), (2, 5), (7, 9), (700,)])
+    segments: list[list[tuple[str, tuple[int, ...], bool]]] = []
+    for s in range(draw(st.integers(1, 5))):
+        own = draw(st.lists(st.tuples(shapes, st.integers(0, 4)), max_size=4))
+        segments.append([(f"s{s}.p{i}", shape, bool(kind)) for i, (shape, kind) in enumerate(own)])
+    earlier = [p for own in segments for p in own]
+    for own in segments:
+        if earlier and draw(st.booleans()):
+            tied = draw(st.sampled_from(earlier))
+            own += [tied] if tied not in own else []
+    segments[-1].append(("last.w", (1,), True))
+    return segments
+
+
+def from_layout(layout: list[list[tuple[str, tuple[int, ...], bool]]]) -> list[zfunc.Segment]:
+    def function(params: dict[str, Tensor], x: Tensor, *targets: Tensor) -> Tensor:
+        for name in sorted(params):
+            x = torch.sin(x + params[name].mean())
+        return (x - targets[0]).float().square().mean() if targets else x
+
+    owner = {name: s for s, own in reversed([*enumerate(layout)]) for name, *_ in own}
+    segments = []
+    for s, own in enumerate(layout):
+        parameters = [Parameter(*p) for p in own]
+        mine = {p.name: p.shape for p in parameters if owner[p.name] == s}
+        segments.append(
+            zfunc.Segment(
+                f"segment{s}",
+                function,
+                parameters,
+                [p.name for p in parameters],
+                initial=lambda seed, mine=mine: {
+                    k: torch.randn(v, generator=torch.Generator().manual_seed(seed)) for k, v in mine.items()
+                },
+                shared={p.name for p in parameters} - mine.keys(),
+            )
+        )
+    return segments
+
+
+@given(
+    layouts(),
+    st.sampled_from([1, 70, 200, 10_000]),
+    st.sampled_from([1, 2, 3]),
+    st.sampled_from([None, 0.01]),
+    st.sampled_from(["fp32", "bf16", "fp16"]),
+    st.integers(0, 5),
+)
+@examples(max_examples=40)
+def test_2_and_10_on_any_layout(
+    layout: Any, bucket_size: int, micro_batches: int, clip: float | None, precision: Any, seed: int
+) -> None:
+    x, y = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(1, 0, 24).view(6, 4)
+    results = []
+    for schedule, debug in (("Serial", False), (Scattered(seed), False), ("Interleaved", True)):
+        made = zfunc.compile(
+            from_layout(layout),
+            schedule=schedule,
+            bucket_size=bucket_size,
+            micro_batches=micro_batches,
+            clip_norm=clip,
+            precision=precision,
+            device="cpu",
+            grad_slots=1 + seed % 2,
+            host_slots=1 + seed % 3,
+        )
+        state = zfunc.init(made, loss_scale=LossScale(2.0**10))
+        for _ in range(2):
+            state, m = zfunc.train_step(made, state, (x, y), debug=debug)
+        results.append(
+            ([m.loss, m.grad_norm], [state.buffers.master.clone(), state.buffers.exp_avg_sq.clone()])
+        )
+    assert all(same(r, results[0]) for r in results)
+    assert results[0][0][1] > 0
 
 
 def test_7_a_donated_state_raises_with_what_to_do() -> None:
