@@ -224,7 +224,7 @@ def test_stopped_at_once_is_130(
     monkeypatch.setattr("zfunc.train_step", _raises(KeyboardInterrupt()), raising=False)
     assert train("--data", texts, "--steps", 3, "--out", "run") == 130
     assert capsys.readouterr().err == "zfunc train: stopped at once\n"
-    assert summary(Path("run"))["ended"] == "failed"
+    assert summary(Path("run"))["ended"] == "stopped at once"
 
 
 def test_a_failure_while_training_is_1_and_keeps_what_there_is(
@@ -436,3 +436,37 @@ def test_draw_refuses(args: list[str], told: str, capsys: pytest.CaptureFixture[
     err = capsys.readouterr().err
     assert err.startswith("zfunc draw: error: ")
     assert told in err
+
+
+def test_draw_writes_to_what_is_no_regular_file_and_through_links(tmp_path: Path) -> None:
+    (tmp_path / "link.svg").symlink_to(tmp_path / "target.svg")
+    assert main(["draw", *SMALL, "--out", str(tmp_path / "link.svg")]) == 0
+    assert (tmp_path / "link.svg").is_symlink()
+    assert (tmp_path / "target.svg").read_text().startswith("<svg")
+    assert main(["draw", *SMALL, "--out", "/dev/null"]) == 0
+    assert Path("/dev/null").is_char_device()
+
+
+@pytest.mark.parametrize(
+    ("out", "told"), [("x.png", "expected a name that ends"), ("no/x.svg", "cannot be written")]
+)
+def test_draw_says_where_it_cannot_write(tmp_path: Path, capsys: Any, out: str, told: str) -> None:
+    assert main(["draw", *SMALL, "--out", str(tmp_path / out)]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--num-layers", "100000000"], "a model of"),
+        (["--hidden-size", "10000000000", "--num-attention-heads", "1"], "a model of"),
+        (["--batch-size", "1000000000000"], "a batch of"),
+    ],
+)
+def test_absurd_sizes_are_refused_by_arithmetic(
+    tmp_path: Path, capsys: Any, flags: list[str], told: str
+) -> None:
+    assert main(["train", *flags, "--out", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert told in err
+    assert "bytes of host memory" in err

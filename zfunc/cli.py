@@ -93,7 +93,12 @@ def train(args: argparse.Namespace) -> None:
 def draw(args: argparse.Namespace) -> None:
     """`zfunc draw`."""
     sketch = Sketch(**_given(args, Sketch))
-    form = sketch.format or SUFFIXES.get(sketch.out.suffix if sketch.out else "", "text")
+    suffix = sketch.out.suffix if sketch.out else ""
+    if sketch.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
+        raise ValueError(
+            f"--out: got {sketch.out}, expected a name that ends in .svg, .json or .txt: or say --format"
+        )
+    form = sketch.format or SUFFIXES.get(suffix, "text")
     if sketch.schedule == "all" and sketch.out is None and form != "text":
         raise ValueError(
             f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
@@ -105,15 +110,24 @@ def draw(args: argparse.Namespace) -> None:
     pictures = {name: picture(one, form, width=max(60, columns)) for name, one in drawn(sketch).items()}
     if sketch.out is None:
         print("\n".join(pictures.values()), end="")
-    elif form == "text":
-        write_whole(sketch.out, "\n".join(pictures.values()))
-        print(f"written: {sketch.out}")
+        return
+    if form == "text":
+        files = {sketch.out: "\n".join(pictures.values())}
     else:
-        for name, text in pictures.items():
-            many = len(pictures) > 1
-            path = sketch.out.with_stem(f"{sketch.out.stem}-{name.lower()}") if many else sketch.out
+        stem, many = sketch.out.stem, len(pictures) > 1
+        files = {
+            sketch.out.with_stem(f"{stem}-{name.lower()}") if many else sketch.out: text
+            for name, text in pictures.items()
+        }
+    for path, text in files.items():
+        try:
             write_whole(path, text)
-            print(f"written: {path}")
+        except OSError as error:
+            raise ValueError(
+                f"--out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "
+                "that is there: name another"
+            ) from error
+        print(f"written: {path}")
 
 
 def train_settings(args: argparse.Namespace) -> Settings:

@@ -22,6 +22,7 @@ from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
 from zfunc.program import DTYPES, Cache, Precision, Program, Schedule, make_plan, specialize
 from zfunc.segments import Segment
 from zfunc.stages import STAGES, SegmentCall, Stage
+from zfunc.threads import default_threads
 from zfunc.tracing import nbytes
 
 log = logging.getLogger("zfunc")
@@ -77,6 +78,7 @@ def compile(
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
     where = pick_device(device)
+    default_threads()  # decided, and said in the log, before any lane runs
 
     layout = make_layout(
         [[evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments],

@@ -17,9 +17,11 @@ from torch import Tensor
 import zfunc
 from zfunc.compiling import pick_device
 from zfunc.data import Corpus, batch_at, held_out_batches, open_corpus
-from zfunc.gpt import GPTConfig, modules
+from zfunc.errors import OutOfMemory
+from zfunc.gpt import GPTConfig, modules, num_parameters
 from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.program import Program
+from zfunc.resources import available_host_bytes
 from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
 
@@ -65,9 +67,25 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
         )
     settings = evolve(settings, vocab_size=corpus.vocab_size)
+    _check_size(settings)
     example = _batch(settings, corpus, 0)
     held_out = _held_out(settings, corpus)
     return Job(settings, corpus, held_out, build(settings, example))
+
+
+def _check_size(settings: Settings) -> None:
+    """Refuse what cannot fit by arithmetic alone, before even a model without memory is built of it."""
+    parameters, there = num_parameters(config(settings)), available_host_bytes()
+    tokens = settings.batch_size * (settings.seq_length + 1)
+    for what, needed in (
+        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * 12),
+        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8),
+    ):
+        if needed > there:
+            raise OutOfMemory(
+                f"{what} needs {needed:,} bytes of host memory, {there:,} are there; nothing was allocated. "
+                "Make it smaller"
+            )
 
 
 def resolve(settings: Settings) -> Settings:

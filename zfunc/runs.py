@@ -14,6 +14,7 @@ another's folder.
 import json
 import math
 import os
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -91,7 +92,9 @@ def record_failure(run: Run, error: BaseException) -> None:
     """Write down that, and why, the job did not end by itself."""
     if (run.path / "config.json").exists():
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        write_whole(run.path / "summary.json", _json({"ended": "failed", "error": told}))
+        ended = "stopped at once" if isinstance(error, KeyboardInterrupt) else "failed"
+        with suppress(OSError):  # a full disk may be the error itself, which is what has to be told
+            write_whole(run.path / "summary.json", _json({"ended": ended, "error": told}))
 
 
 def sample_text(event: Finished, unit: str) -> str:
@@ -102,7 +105,11 @@ def sample_text(event: Finished, unit: str) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, or not at all."""
+    """Write a file so that it is there whole, or not at all. A link is followed; a device or pipe is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -224,7 +224,7 @@ def evaluate(job: Job, program: Program, state: State) -> float:
 def sample(job: Job, program: Program, state: State) -> tuple[int, ...]:
     """Tokens the model makes, one at a time, after the beginning of the held-out data."""
     tokens = job.corpus.held_out[: (job.settings.seq_length + 1) // 2].tolist()
-    generator = torch.Generator().manual_seed(job.settings.seed)
+    generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     made: list[int] = []
     while len(made) < SAMPLE_TOKENS:
         window = torch.tensor([[*tokens, *made][-job.settings.seq_length :]])  # [1, tokens]
