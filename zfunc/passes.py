@@ -66,18 +66,12 @@ def passes(
     if recompute == "min-cut":
         return _min_cut(function, wrt_input, compiled)
     pull = _pull(function, wrt_input)
-    if recompute == "none":
-        if compiled:
-            raise ValueError(
-                "got compile_segments=True with recompute='none', expected 'all' or 'min-cut': a pullback "
-                "cannot be compiled"
-            )
+    if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
         return Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
 
     def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
-        with (
-            torch.enable_grad()
-        ):  # as in backward, for a function that asks; nothing here requires a gradient
+        # Grad mode is on as in backward, for a function that asks; nothing here requires a gradient.
+        with torch.enable_grad():
             return function({**weights.trained, **weights.fixed}, *inputs)
 
     run = _compiled_forward(forward) if compiled else forward
@@ -101,22 +95,35 @@ def _retraced(pull: Pull, compiled: bool) -> Backward:
 
     Where a function cannot be traced so (a custom autograd Function, say), `_pulled` itself serves: logged.
     """
-    traced: dict[Any, Callable[..., Any] | None] = {}
     plain = _pulled(pull)
 
+    def make(leaves: list[Any], spec: Any, cotangents: Sequence[Tensor]) -> Callable[..., Any] | None:
+        graph = _trace_backward(pull, leaves, spec, list(cotangents))
+        return torch.compile(graph, dynamic=False) if graph and compiled else graph
+
+    graph_of = _traced_once(make)
+
     def backward(weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]) -> Grads:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = _key(leaves, spec)
-        if key not in traced:
-            graph = _trace_backward(pull, leaves, spec, list(cotangents))
-            traced[key] = torch.compile(graph, dynamic=False) if graph and compiled else graph
-        graph = traced[key]
+        leaves, graph = graph_of(weights, inputs, cotangents)
         if graph is None:
             return plain(weights, inputs, cotangents)
-        grads = graph(leaves, list(cotangents))
-        return _named(weights, grads)
+        return _named(weights, graph(leaves, list(cotangents)))
 
     return backward
+
+
+def _traced_once(make: Callable[..., Any]) -> Callable[..., tuple[list[Any], Any]]:
+    """`(weights, inputs, *more) -> (leaves, make(leaves, spec, *more))`, made once for all that trace alike."""
+    made: dict[Any, Any] = {}
+
+    def get(weights: Weights, inputs: tuple[Any, ...], *more: Any) -> tuple[list[Any], Any]:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        key = _key(leaves, spec)
+        if key not in made:
+            made[key] = make(leaves, spec, *more)
+        return leaves, made[key]
+
+    return get
 
 
 def _trace_backward(
@@ -142,23 +149,23 @@ def _trace_backward(
 
 def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` as a graph through `torch.compile`: traced first, so that it sees tensors and nothing else."""
-    traced: dict[Any, tuple[Callable[..., Any], Any]] = {}
+
+    def make(leaves: list[Any], spec: Any) -> tuple[Callable[..., Any], Any]:
+        specs: list[Any] = []
+
+        def flat(primals: list[Any]) -> list[Any]:
+            trained, fixed, inputs = tree_unflatten(primals, spec)
+            out, out_spec = tree_flatten(forward(Weights(trained, fixed), inputs))
+            specs[:] = [out_spec]
+            return out
+
+        graph = make_fx(functionalize(flat), tracing_mode="fake")(leaves)
+        return torch.compile(graph, dynamic=False), specs[0]
+
+    graph_of = _traced_once(make)
 
     def run(weights: Weights, inputs: tuple[Any, ...]) -> Any:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = _key(leaves, spec)
-        if key not in traced:
-            specs: list[Any] = []
-
-            def flat(primals: list[Any]) -> list[Any]:
-                trained, fixed, inputs = tree_unflatten(primals, spec)
-                out, out_spec = tree_flatten(forward(Weights(trained, fixed), inputs))
-                specs[:] = [out_spec]
-                return out
-
-            graph = make_fx(functionalize(flat), tracing_mode="fake")(leaves)
-            traced[key] = torch.compile(graph, dynamic=False), specs[0]
-        graph, out_spec = traced[key]
+        leaves, (graph, out_spec) = graph_of(weights, inputs)
         return tree_unflatten(graph(leaves), out_spec)
 
     return run
@@ -181,7 +188,7 @@ def _floating(t: Any) -> bool:
     return isinstance(t, Tensor) and t.is_floating_point()
 
 
-def _pull(function: Callable[..., Any], wrt_input: bool) -> Callable[..., Any]:
+def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to a tuple of views, never the flat buffer."""
 
     def pull(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
@@ -204,30 +211,24 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Callable[..., Any]:
 
 def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> Passes:
     """Trace on first use for each set of shapes; the two graphs serve every segment that shares the pair."""
-    traced: dict[Any, tuple[Callable[..., Any], Callable[..., Any], Any, int]] = {}
-
-    def graphs(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = _key(leaves, spec)
-        if key not in traced:
-            traced[key] = _trace(_pull(function, wrt_input), leaves, spec, compiled)
-        return (leaves, spec, *traced[key])
+    pull = _pull(function, wrt_input)
+    graphs_of = _traced_once(lambda leaves, spec: _trace(pull, leaves, spec, compiled))
 
     def forward(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        leaves, _, run, _, out_spec, num_out = graphs(weights, inputs)
+        leaves, (run, _, out_spec, num_out) = graphs_of(weights, inputs)
         flat = run(*leaves)
         return tree_unflatten(flat[:num_out], out_spec), list(flat[num_out:])
 
     def backward(
         weights: Weights, inputs: tuple[Any, ...], residuals: list[Any], cotangents: Sequence[Tensor]
     ) -> Grads:
-        _, _, _, run, _, _ = graphs(weights, inputs)
+        _, (_, run, _, _) = graphs_of(weights, inputs)
         return _named(weights, run(*residuals, *cotangents))
 
     return Passes(forward, backward, keeps=True)
 
 
-def _trace(pull: Callable[..., Any], leaves: list[Any], spec: Any, compiled: bool) -> tuple[Any, ...]:
+def _trace(pull: Pull, leaves: list[Any], spec: Any, compiled: bool) -> tuple[Any, ...]:
     specs: list[Any] = []
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:

@@ -27,9 +27,7 @@ def available_host_bytes() -> int:
 
 
 def available_device_bytes(device: torch.device) -> int:
-    """Memory of `device` this process may still take, in bytes; what torch has cached and not used counts."""
-    if device.type != "cuda":
-        return available_host_bytes()
+    """Memory of a CUDA device this process may still take, in bytes; what torch has cached and not used counts."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -196,16 +196,14 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change.
     """
     state.check(program.identity, "apply")
-    mem = _memory(program, state.buffers, [])
     views: dict[str, Tensor] = {}
-    for value in mem.values():
+    for value in regions(state.buffers, program.layout).values():
         if isinstance(value, Flat):
             views.update(value.views)
-    to_device = lambda t: t.to(program.device)  # noqa: E731
     x = tree_map_only(
         Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
     )
-    more = tree_map_only(Tensor, to_device, more)
+    more = tree_map_only(Tensor, lambda t: t.to(program.device), more)
     with torch.no_grad():
         for s, (segment, call) in enumerate(zip(program.segments, program.calls, strict=True)):
             weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
