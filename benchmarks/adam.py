@@ -16,7 +16,9 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, write
-from zfunc.adam import _cpu_adam, adam_update_, default_threads
+from zfunc.kernel import cpu_adam
+from zfunc.sweeps import adam_update_
+from zfunc.threads import default_threads
 
 SCALE, LR, DECAY = 0.5, 1e-4, 0.1
 Contender = Callable[[], None]
@@ -60,8 +62,9 @@ def zfunc_step(n: int, threads: int, moments: float | None = None) -> Contender:
 
 def skeleton(n: int, threads: int) -> Contender:
     b = buffers(n)
-    addresses = [b[name].data_ptr() for name in ("master", "exp_avg", "exp_avg_sq", "grad", "out")]
-    return lambda: _cpu_adam.skeleton(*addresses, n, threads) if b else None  # b keeps the memory alive
+    state = [(b[name].data_ptr(), 4) for name in ("master", "exp_avg", "exp_avg_sq")]
+    addresses = [b[name].data_ptr() for name in ("grad", "out")]
+    return lambda: cpu_adam.skeleton(state, *addresses, n, threads) if b else None  # b keeps the memory alive
 
 
 def torch_step(n: int, moments: float | None = None, **kind: bool) -> Contender:
@@ -157,7 +160,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    kind, results = _cpu_adam.instruction_set(), []
+    kind, results = cpu_adam.instruction_set(), []
     print(f"{describe()}, {options.threads} threads, {kind}")
     print(f"{'elements':>10}  {'contender':<30}{'x skeleton':>12}{'from':>8}{'to':>8}")
     for n in map(size, options.sizes.split(",")):

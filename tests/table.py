@@ -93,6 +93,12 @@ RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {
     "zero_offload": zero_offload,
 }
 
+MOMENTS: list[dict[str, object]] = [
+    {"moments": "fp32"},
+    {"moments": "8bit"},
+    {"moments": "16bit", "send_high_half": True},
+]
+
 JOBS: dict[str, Job] = {
     "tied": job(TIED, recompute=[True, False, False]),
     "tied barrier": job(TIED, barrier=True),
@@ -107,6 +113,8 @@ JOBS: dict[str, Job] = {
     "one huge": job(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
     "small buckets": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": job([[Parameter("w", (2, 2))]], micro_batches=2),
+    "16 bits": job(TIED_NEXT, moments="16bit", send_high_half=True, host_slots=1),
+    "8 bits": job(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
@@ -181,6 +189,7 @@ def jobs(draw: st.DrawFn) -> Job:
         grad_slots=draw(st.integers(1, 3)),
         host_slots=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from([2, 4])),
+        **draw(st.sampled_from(MOMENTS)),
     )
 
 

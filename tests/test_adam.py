@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import zfunc.adam as adam
 import zfunc.threads
-from zfunc.adam import AdamW, accumulate_, adam_update_, default_threads, matrices_only, square_sum
+from zfunc.adam import AdamW, matrices_only
 from zfunc.adam_reference import coefficients, reference_square_sum, reference_update, round_to, to_float32
+from zfunc.kernel import cpu_adam as kernel
+from zfunc.sweeps import accumulate_, adam_update_, square_sum
+from zfunc.threads import default_threads
 
-kernel = adam._cpu_adam
 ISAS = range(len(kernel.instruction_sets()))
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 CODES = {"fp32": kernel.FP32, "bf16": kernel.BF16, "fp16": kernel.FP16, None: kernel.NONE}
@@ -67,7 +68,11 @@ def run_kernel(buffers, grad, *, out, weight_decay=0.0, decoupled=True, threads=
     for start, stop in itertools.pairwise([0, *chunks, p.size]):
         parts = [x[start:stop].ctypes.data for x in (p, m, v, g)]
         to = 0 if copy is None else copy[start:stop].ctypes.data
-        kernel.adam_update(*parts, to, stop - start, CODES[grad], CODES[out], mode, *factors, threads, isa)
+        state = [parts[0], 0, *parts[1:3], 0, 0, 0, 0]  # no low half, no exponents, no dither
+        types = CODES[grad], CODES[out], mode
+        kernel.adam_update(
+            kernel.MOMENTS_FP32, *state, parts[3], to, stop - start, *types, *factors, threads, isa
+        )
     return copy
 
 

@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
     {"layout", "graph", "errors", "lr"},
-    {"emit", "loss_scale"},
+    {"moments", "loss_scale"},
+    {"emit"},
     {"recipes"},
     {"plan", "timeline"},
     {"verify", "simulate", "memory", "draw"},
@@ -24,7 +25,9 @@ TORCH_FREE = (
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
     {"adam_reference", "threads", "_cpu_adam"},
-    {"adam", "passes", "resources", "tracing", "segments", "state", "guard"},
+    {"compact_reference", "kernel", "resources"},
+    {"checks", "compact"},
+    {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
     {"stages", "execute"},
     {"program"},
     {"compiling"},

@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zfunc import lr as lr
     from zfunc import schedules as schedules
-    from zfunc.adam import AdamW, adam_update_, matrices_only
+    from zfunc.adam import AdamW, matrices_only
     from zfunc.compiling import compile
     from zfunc.errors import NonFiniteError
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
     from zfunc.segments import Segment, segment
     from zfunc.step import apply, evaluate, init, params, train_step
+    from zfunc.sweeps import adam_update_
 
 _HOMES = {
     "AdamW": "adam",
@@ -25,7 +26,7 @@ _HOMES = {
     "LossScale": "loss_scale",
     "NonFiniteError": "errors",
     "Segment": "segments",
-    "adam_update_": "adam",
+    "adam_update_": "sweeps",
     "apply": "step",
     "compile": "compiling",
     "evaluate": "step",

@@ -8,9 +8,9 @@
  * (or, in the sums, meet in an order fixed by n), so the instruction set and the thread count cannot
  * change a bit. The payload of a NaN is not promised.
  *
- * A block of ZF_BLOCK elements goes through three loops while it lies in L1: widening of the gradient,
- * Adam, rounding of the copy. Three loops instead of one avoid a product of types and modes; short blocks
- * keep the memory busy, because only the middle loop fetches ahead. */
+ * A block of ZF_BLOCK elements goes through a few loops while it lies in L1: widening of the gradient and of
+ * compact state, Adam, rounding of what is kept and of the copy. Several loops instead of one avoid a product
+ * of types and modes; short blocks keep the memory busy, because only the middle loop fetches ahead. */
 #ifndef ZFUNC_ADAM_KERNEL_H
 #define ZFUNC_ADAM_KERNEL_H
 
@@ -22,9 +22,8 @@
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+
+#include "_number_formats.h"
 
 #define ZF_BLOCK 128       /* elements between two loops; a multiple of 64 */
 #define ZF_LINE 16         /* fp32 elements of a cache line */
@@ -43,13 +42,18 @@
 
 enum { ZF_NONE = 0, ZF_FP32 = 1, ZF_BF16 = 2, ZF_FP16 = 3 };          /* element types */
 enum { ZF_NO_DECAY = 0, ZF_DECOUPLED = 1, ZF_L2 = 2 };                /* weight decay */
-enum { ZF_BASELINE = 0, ZF_AVX2 = 1, ZF_AVX512 = 2, ZF_NUM_ISA = 3 }; /* instruction sets */
+enum { ZF_MOMENTS_FP32 = 0, ZF_MOMENTS_16BIT = 1, ZF_MOMENTS_8BIT = 2 }; /* what the state is kept in */
 
 typedef struct {
-    float *master, *exp_avg, *exp_avg_sq; /* INOUT [n] */
-    const void *grad;                     /* IN    [n] of grad_type */
-    void *out;                            /* OUT   [n] of out_type, or NULL */
-    int grad_type, out_type, decay_mode;
+    void *master;                 /* INOUT [n] fp32; bf16 in compact state: the high half */
+    int16_t *low;                 /* INOUT [n], compact state only: the low half */
+    void *exp_avg, *exp_avg_sq;   /* INOUT [n] fp32, bf16 or 8-bit codes */
+    uint8_t *exp_avg_exponent;    /* INOUT [ceil(n / ZF_SHARED)], 8-bit codes only */
+    uint8_t *exp_avg_sq_exponent; /* INOUT the same */
+    const void *grad;             /* IN    [n] of grad_type */
+    void *out;                    /* OUT   [n] of out_type, or NULL */
+    int moments, grad_type, out_type, decay_mode;
+    uint32_t exp_avg_dither, exp_avg_sq_dither; /* of a block's first element */
     float grad_scale, grad_floor, beta1, one_minus_beta1, beta2, one_minus_beta2;
     float step_size, inv_sqrt_bias2, eps, decay; /* decay: lr * weight_decay, or weight_decay for L2 */
     int stream;
@@ -63,98 +67,12 @@ typedef struct {
 } zf_sum_args;
 
 typedef struct {
-    float *a, *b, *c;   /* INOUT [n] */
+    void *state[4];     /* INOUT [n] of width[i] bytes each */
+    size_t width[4];    /* 0: no more state */
     const uint16_t *in; /* IN    [n] */
-    uint16_t *out;      /* OUT   [n] */
+    uint16_t *out;      /* OUT   [n], or NULL: `in` is read all the same */
     int stream;
 } zf_skeleton_args;
-
-#define ZF_INLINE static inline __attribute__((always_inline))
-
-/* ---- one element ---------------------------------------------------------------------------------- */
-
-ZF_INLINE uint32_t zf_bits(float x) { uint32_t b; memcpy(&b, &x, 4); return b; }
-ZF_INLINE float zf_float(uint32_t b) { float x; memcpy(&x, &b, 4); return x; }
-
-/* 0 if |x| is below the floor. Compared as integers: NaN and inf are above every floor, and the result
- * does not depend on the CPU's denormal modes. */
-ZF_INLINE float zf_flush(float x, int32_t floor_bits) {
-    uint32_t b = zf_bits(x);
-    return zf_float((int32_t)(b & 0x7fffffff) < floor_bits ? 0 : b);
-}
-
-ZF_INLINE float zf_from_bf16(uint16_t h) { return zf_float((uint32_t)h << 16); }
-
-/* yes where the condition holds, else no: with masks, because a branch would keep a loop scalar. */
-ZF_INLINE uint32_t zf_select(int condition, uint32_t yes, uint32_t no) {
-    uint32_t mask = (uint32_t)-condition;
-    return (yes & mask) | (no & ~mask);
-}
-
-ZF_INLINE float zf_from_fp16(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000) << 16, mag = (uint32_t)(h & 0x7fff) << 13;
-    int32_t exponent = (int32_t)(h & 0x7c00);
-    uint32_t normal = mag + (112u << 23), special = mag + (224u << 23);
-    /* 0.5 + mag has the fp16 subnormal in its last bits; the difference is exact and never denormal. */
-    uint32_t small = zf_bits(zf_float((126u << 23) | (uint32_t)(h & 0x3ff)) - 0.5f);
-    uint32_t b = zf_select(exponent == 0, small, zf_select(exponent == 0x7c00, special, normal));
-    return zf_float(b | sign);
-}
-
-ZF_INLINE uint16_t zf_to_bf16(float x) {
-    uint32_t b = zf_bits(x), rounded = b + 0x7fff + ((b >> 16) & 1);
-    return (uint16_t)(zf_select((int32_t)(b & 0x7fffffff) > 0x7f800000, b | 0x400000, rounded) >> 16);
-}
-
-ZF_INLINE uint16_t zf_to_fp16(float x) {
-    uint32_t b = zf_bits(x), mag = b & 0x7fffffff, sign = (b >> 16) & 0x8000;
-    uint32_t normal = (mag - (112u << 23) + 0xfff + ((mag >> 13) & 1)) >> 13;
-    /* Below 2^-14 adding 0.5 lets the float adder round at the last bit of an fp16 subnormal. */
-    uint32_t small = zf_bits(zf_float(mag) + 0.5f) - (126u << 23);
-    uint32_t h = zf_select((int32_t)mag < (113 << 23), small, normal);
-    h = zf_select((int32_t)mag >= (143 << 23), 0x7c00, h); /* from 65520 on it rounds to inf by itself */
-    h = zf_select((int32_t)mag > 0x7f800000, 0x7e00, h);
-    return (uint16_t)(h | sign);
-}
-
-#if defined(__x86_64__)
-/* The same bits in one instruction, wherever there is AVX2. */
-#define ZF_F16C __attribute__((target("avx2,f16c")))
-ZF_F16C static void zf_widen_f16c(float *restrict g, const uint16_t *restrict h, size_t n) {
-    size_t whole = n & ~(size_t)7;
-    for (size_t i = 0; i < whole; i += 8)
-        _mm256_storeu_ps(g + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(h + i))));
-    for (size_t i = whole; i < n; i++) g[i] = zf_from_fp16(h[i]);
-}
-ZF_F16C static void zf_narrow_f16c(uint16_t *restrict h, const float *restrict p, size_t n) {
-    size_t whole = n & ~(size_t)7;
-    for (size_t i = 0; i < whole; i += 8)
-        _mm_storeu_si128((__m128i *)(h + i), _mm256_cvtps_ph(_mm256_loadu_ps(p + i), 0 /* to nearest */));
-    for (size_t i = whole; i < n; i++) h[i] = zf_to_fp16(p[i]);
-}
-#endif
-
-ZF_INLINE void zf_widen_fp16(float *restrict g, const uint16_t *restrict h, size_t n, int isa) {
-#if defined(__x86_64__)
-    if (isa != ZF_BASELINE) {
-        zf_widen_f16c(g, h, n);
-        return;
-    }
-#endif
-    (void)isa;
-    for (size_t i = 0; i < n; i++) g[i] = zf_from_fp16(h[i]);
-}
-
-ZF_INLINE void zf_narrow_fp16(uint16_t *restrict h, const float *restrict p, size_t n, int isa) {
-#if defined(__x86_64__)
-    if (isa != ZF_BASELINE) {
-        zf_narrow_f16c(h, p, n);
-        return;
-    }
-#endif
-    (void)isa;
-    for (size_t i = 0; i < n; i++) h[i] = zf_to_fp16(p[i]);
-}
 
 /* ---- one block ------------------------------------------------------------------------------------ */
 
@@ -175,19 +93,21 @@ ZF_INLINE const float *zf_load(float *restrict g, const void *grad, int type, si
     return g;
 }
 
+/* Memory that a block walks through: where it is, and bytes an element. */
+typedef struct {
+    const void *at;
+    size_t width;
+} zf_walk;
+
 ZF_INLINE void zf_core(const zf_adam_args *a, float *restrict p, float *restrict m, float *restrict v,
-                       const float *restrict grad, const char *raw, size_t n, int mode) {
+                       const float *restrict grad, size_t n, int mode, const zf_walk *walk, int walks) {
     const float b1 = a->beta1, c1 = a->one_minus_beta1, b2 = a->beta2, c2 = a->one_minus_beta2;
     const float size = a->step_size, bias = a->inv_sqrt_bias2, eps = a->eps, decay = a->decay;
     const float scale = a->grad_scale;
     const int32_t floor = (int32_t)zf_bits(a->grad_floor);
-    const size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
     for (size_t line = 0; line < n; line += ZF_LINE) {
         size_t stop = n - line < ZF_LINE ? n : line + ZF_LINE;
-        zf_prefetch(p + line, ZF_AHEAD * 4);
-        zf_prefetch(m + line, ZF_AHEAD * 4);
-        zf_prefetch(v + line, ZF_AHEAD * 4);
-        zf_prefetch(raw + line * width, ZF_AHEAD * width);
+        for (int w = 0; w < walks; w++) zf_prefetch(walk[w].at, (line + ZF_AHEAD) * walk[w].width);
         for (size_t i = line; i < stop; i++) {
             float g = zf_flush(grad[i], floor) * scale;
             if (mode == ZF_L2) g = zf_flush(g + decay * p[i], ZF_FLOOR_GRAD);
@@ -200,6 +120,13 @@ ZF_INLINE void zf_core(const zf_adam_args *a, float *restrict p, float *restrict
             p[i] = p[i] - change;
         }
     }
+}
+
+ZF_INLINE void zf_core_of_mode(const zf_adam_args *a, float *p, float *m, float *v, const float *g, size_t n,
+                               const zf_walk *walk, int walks) {
+    if (a->decay_mode == ZF_DECOUPLED) zf_core(a, p, m, v, g, n, ZF_DECOUPLED, walk, walks);
+    else if (a->decay_mode == ZF_L2) zf_core(a, p, m, v, g, n, ZF_L2, walk, walks);
+    else zf_core(a, p, m, v, g, n, ZF_NO_DECAY, walk, walks);
 }
 
 /* The copy is written and not read: a streaming store saves reading its lines first. */
@@ -246,23 +173,97 @@ ZF_INLINE void zf_fence(int stream) {
 
 /* ---- a range of blocks ---------------------------------------------------------------------------- */
 
+ZF_INLINE zf_walk zf_gradient(const zf_adam_args *a, size_t at) {
+    size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
+    zf_walk walk = {(const char *)a->grad + at * width, width};
+    return walk;
+}
+
 ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    float *p = a->master + at, *m = a->exp_avg + at, *v = a->exp_avg_sq + at;
-    size_t width = a->grad_type == ZF_FP32 ? 4 : 2;
-    const char *raw = (const char *)a->grad + at * width;
+    float *p = (float *)a->master + at, *m = (float *)a->exp_avg + at, *v = (float *)a->exp_avg_sq + at;
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
-    if (a->decay_mode == ZF_DECOUPLED) zf_core(a, p, m, v, g, raw, n, ZF_DECOUPLED);
-    else if (a->decay_mode == ZF_L2) zf_core(a, p, m, v, g, raw, n, ZF_L2);
-    else zf_core(a, p, m, v, g, raw, n, ZF_NO_DECAY);
+    const zf_walk walk[] = {{p, 4}, {m, 4}, {v, 4}, zf_gradient(a, at)};
+    zf_core_of_mode(a, p, m, v, g, n, walk, 4);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
+/* What rounding adds to each element of a block, shifted below the last bit kept. */
+typedef struct {
+    uint32_t exp_avg[ZF_SHARED], exp_avg_sq[ZF_SHARED];
+} zf_dithers;
+
+ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a, int shift) {
+    for (uint32_t i = 0; i < ZF_SHARED; i++) {
+        d->exp_avg[i] = (a->exp_avg_dither + i * ZF_SPREAD) >> shift;
+        d->exp_avg_sq[i] = (a->exp_avg_sq_dither + i * ZF_SPREAD) >> shift;
+    }
+}
+
+ZF_INLINE void zf_16bit_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa) {
+    float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
+    float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
+    uint16_t *high = (uint16_t *)a->master + at;
+    uint16_t *exp_avg = (uint16_t *)a->exp_avg + at, *exp_avg_sq = (uint16_t *)a->exp_avg_sq + at;
+    const zf_walk walk[] = {{high, 2}, {a->low + at, 2}, {exp_avg, 2}, {exp_avg_sq, 2}, zf_gradient(a, at)};
+    zf_join(p, high, a->low + at, n);
+    zf_unpack_bf16(m, exp_avg, n);
+    zf_unpack_bf16(v, exp_avg_sq, n);
+    const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
+    zf_core_of_mode(a, p, m, v, g, n, walk, 5);
+    zf_split(high, a->low + at, p, n);
+    for (size_t i = 0; i < n; i += ZF_SHARED) {
+        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
+        zf_pack_bf16(exp_avg + i, m + i, few, d->exp_avg);
+        zf_pack_bf16(exp_avg_sq + i, v + i, few, d->exp_avg_sq);
+    }
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+}
+
+ZF_INLINE void zf_8bit_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa) {
+    float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
+    float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
+    uint16_t *high = (uint16_t *)a->master + at;
+    uint8_t *exp_avg = (uint8_t *)a->exp_avg + at, *exp_avg_sq = (uint8_t *)a->exp_avg_sq + at;
+    uint8_t *avg_exponent = a->exp_avg_exponent + at / ZF_SHARED;
+    uint8_t *avg_sq_exponent = a->exp_avg_sq_exponent + at / ZF_SHARED;
+    const zf_walk walk[] = {{high, 2}, {a->low + at, 2}, {exp_avg, 1}, {exp_avg_sq, 1}, zf_gradient(a, at)};
+    zf_join(p, high, a->low + at, n);
+    for (size_t i = 0; i < n; i += ZF_SHARED) {
+        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
+        zf_unpack_codes(m + i, exp_avg + i, avg_exponent[i / ZF_SHARED], few, ZF_AVG_CODE);
+        zf_unpack_codes(v + i, exp_avg_sq + i, avg_sq_exponent[i / ZF_SHARED], few, ZF_AVG_SQ_CODE);
+    }
+    const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
+    zf_core_of_mode(a, p, m, v, g, n, walk, 5);
+    zf_split(high, a->low + at, p, n);
+    for (size_t i = 0; i < n; i += ZF_SHARED) {
+        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
+        avg_exponent[i / ZF_SHARED] =
+            zf_pack_codes(exp_avg + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
+        avg_sq_exponent[i / ZF_SHARED] =
+            zf_pack_codes(exp_avg_sq + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
+    }
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+}
+
+/* Whole blocks have constant trip counts. */
 ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_adam_args *a = (const zf_adam_args *)args;
     size_t at = begin;
-    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_adam_block(a, at, ZF_BLOCK, isa); /* constant trip counts */
-    if (at < end) zf_adam_block(a, at, end - at, isa);
+    zf_dithers d;
+    if (a->moments == ZF_MOMENTS_FP32) {
+        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_adam_block(a, at, ZF_BLOCK, isa);
+        if (at < end) zf_adam_block(a, at, end - at, isa);
+    } else if (a->moments == ZF_MOMENTS_16BIT) {
+        zf_spread(&d, a, 16);
+        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_16bit_block(a, &d, at, ZF_BLOCK, isa);
+        if (at < end) zf_16bit_block(a, &d, at, end - at, isa);
+    } else {
+        zf_spread(&d, a, 32 - ZF_MANTISSA);
+        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_8bit_block(a, &d, at, ZF_BLOCK, isa);
+        if (at < end) zf_8bit_block(a, &d, at, end - at, isa);
+    }
     zf_fence(a->stream);
 }
 
@@ -300,22 +301,24 @@ ZF_INLINE void zf_sum_body(const void *args, size_t begin, size_t end, int isa) 
     }
 }
 
-/* The yardstick: the loads and stores of a step with a 16-bit gradient and copy, and no arithmetic. */
-ZF_INLINE void zf_skeleton_block(const zf_skeleton_args *s, size_t at, size_t n) {
-    float *restrict a = s->a + at, *restrict b = s->b + at, *restrict c = s->c + at;
-    for (size_t line = 0; line < n; line += ZF_LINE) {
-        size_t stop = n - line < ZF_LINE ? n : line + ZF_LINE;
-        zf_prefetch(a + line, ZF_AHEAD * 4);
-        zf_prefetch(b + line, ZF_AHEAD * 4);
-        zf_prefetch(c + line, ZF_AHEAD * 4);
-        for (size_t i = line; i < stop; i++) {
-            float x = a[i], y = b[i], z = c[i];
-            a[i] = z;
-            b[i] = x;
-            c[i] = y;
-        }
+/* The yardstick: the loads and stores of a step with a 16-bit gradient, and no arithmetic. */
+ZF_INLINE void zf_touch(char *restrict x, size_t bytes) {
+    for (size_t line = 0; line < bytes; line += 64) {
+        size_t stop = bytes - line < 64 ? bytes : line + 64;
+        zf_prefetch(x + line, ZF_AHEAD * 4);
+        for (size_t i = line; i < stop; i++) x[i] = (char)~x[i];
     }
-    zf_store(s->out + at, s->in + at, n * sizeof(uint16_t), s->stream);
+}
+
+ZF_INLINE void zf_skeleton_block(const zf_skeleton_args *s, size_t at, size_t n) {
+    for (int k = 0; k < 4; k++) zf_touch((char *)s->state[k] + at * s->width[k], n * s->width[k]);
+    if (s->out) {
+        zf_store(s->out + at, s->in + at, n * sizeof(uint16_t), s->stream);
+        return;
+    }
+    uint16_t *restrict first = (uint16_t *)s->state[0] + at;
+    const uint16_t *restrict in = s->in + at;
+    for (size_t i = 0; i < n; i++) first[i] ^= in[i];
 }
 
 ZF_INLINE void zf_skeleton_body(const void *args, size_t begin, size_t end, int isa) {
@@ -363,7 +366,7 @@ static int zf_supports(int isa) {
     if (isa == ZF_BASELINE) return 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("f16c")) return 0;
+    if (!__builtin_cpu_supports("avx2")) return 0; /* F16C is older, and clang 14 cannot ask for it */
     if (isa == ZF_AVX2) return 1;
     if (isa == ZF_AVX512)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -413,7 +416,7 @@ static int zf_sum(zf_sum_args *a, size_t n, int threads, int isa, double *sum) {
 }
 
 static void zf_skeleton(zf_skeleton_args *s, size_t n, int threads, int isa) {
-    s->stream = n >= ZF_STREAM_MIN;
+    s->stream = s->out && n >= ZF_STREAM_MIN;
     zf_run(zf_skeleton_table[isa], s, n, ZF_BLOCK, threads);
 }
 

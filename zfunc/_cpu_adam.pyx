@@ -6,17 +6,37 @@ copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best 
 """
 
 from libc.stddef cimport size_t
-from libc.stdint cimport uint16_t, uintptr_t
+from libc.stdint cimport int16_t, uint8_t, uint16_t, uint32_t, uintptr_t
 
+
+cdef extern from *:
+    """
+    #include <linux/futex.h>
+    #include <sys/syscall.h>
+    #include <unistd.h>
+
+    /* Adds 0 to the word, atomically, in the operating system: where memory cannot be written, that is an
+     * error and not a signal. Bytes around the address do not change, whoever else writes there. */
+    static int zf_writable(uintptr_t address) {
+        int unused = 0;
+        return syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 0, 0L,
+                       (int *)(address & ~(uintptr_t)3), FUTEX_OP(FUTEX_OP_ADD, 0, FUTEX_OP_CMP_EQ, 0)) >= 0;
+    }
+    """
+    bint zf_writable(uintptr_t address)
 
 cdef extern from "_adam_kernel.h" nogil:
     ctypedef struct zf_adam_args:
-        float *master
-        float *exp_avg
-        float *exp_avg_sq
+        void *master
+        int16_t *low
+        void *exp_avg
+        void *exp_avg_sq
+        uint8_t *exp_avg_exponent
+        uint8_t *exp_avg_sq_exponent
         const void *grad
         void *out
-        int grad_type, out_type, decay_mode
+        int moments, grad_type, out_type, decay_mode
+        uint32_t exp_avg_dither, exp_avg_sq_dither
         float grad_scale, grad_floor, beta1, one_minus_beta1, beta2, one_minus_beta2
         float step_size, inv_sqrt_bias2, eps, decay
     ctypedef struct zf_sum_args:
@@ -24,12 +44,12 @@ cdef extern from "_adam_kernel.h" nogil:
         const void *grad
         int grad_type, first
     ctypedef struct zf_skeleton_args:
-        float *a
-        float *b
-        float *c
+        void *state[4]
+        size_t width[4]
         const uint16_t *in_ "in"
         uint16_t *out
     int ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16, ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2, ZF_NUM_ISA
+    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
     bint zf_supports(int isa)
     void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
     int zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *sum)
@@ -38,6 +58,7 @@ cdef extern from "_adam_kernel.h" nogil:
 
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
+MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))
 
@@ -60,10 +81,21 @@ cdef int checked_isa(int isa) except -1:
     return isa
 
 
+def writable(uintptr_t address):
+    """Whether the memory at this address can be written."""
+    return zf_writable(address)
+
+
 def adam_update(
-    uintptr_t master,        # INOUT [n] fp32
-    uintptr_t exp_avg,       # INOUT [n] fp32
-    uintptr_t exp_avg_sq,    # INOUT [n] fp32
+    int moments,             # IN    MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT
+    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half
+    uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
+    uintptr_t exp_avg,       # INOUT [n] fp32, bf16 or codes
+    uintptr_t exp_avg_sq,    # INOUT [n] as exp_avg
+    uintptr_t exp_avg_exponent,     # INOUT [ceil(n / 64)] uint8; 0 without codes
+    uintptr_t exp_avg_sq_exponent,  # INOUT [ceil(n / 64)] uint8; 0 without codes
+    uint32_t exp_avg_dither,        # IN    what rounding of compact moments adds, at a block's first element
+    uint32_t exp_avg_sq_dither,
     uintptr_t grad,          # IN    [n] of grad_type
     uintptr_t out,           # OUT   [n] of out_type, or 0
     size_t n,
@@ -83,12 +115,15 @@ def adam_update(
     int threads,
     int isa=-1,
 ):
-    """One Adam step in place; see adam_reference.py for what it computes."""
+    """One Adam step in place; see adam_reference.py and compact_reference.py for what it computes."""
     cdef zf_adam_args args
     cdef int use = checked_isa(isa)
-    args.master = <float *>master
-    args.exp_avg = <float *>exp_avg
-    args.exp_avg_sq = <float *>exp_avg_sq
+    args.moments = moments
+    args.master, args.low = <void *>master, <int16_t *>low
+    args.exp_avg, args.exp_avg_sq = <void *>exp_avg, <void *>exp_avg_sq
+    args.exp_avg_exponent = <uint8_t *>exp_avg_exponent
+    args.exp_avg_sq_exponent = <uint8_t *>exp_avg_sq_exponent
+    args.exp_avg_dither, args.exp_avg_sq_dither = exp_avg_dither, exp_avg_sq_dither
     args.grad = <const void *>grad
     args.out = <void *>out
     args.grad_type, args.out_type, args.decay_mode = grad_type, out_type, decay_mode
@@ -125,19 +160,20 @@ def accumulate(
 
 
 def skeleton(
-    uintptr_t a,             # INOUT [n] fp32, rotated among the three
-    uintptr_t b,             # INOUT [n] fp32
-    uintptr_t c,             # INOUT [n] fp32
+    state,                   # INOUT pairs (address, bytes an element), at most 4; the first of 2 bytes without out
     uintptr_t grad,          # IN    [n] 16 bits
-    uintptr_t out,           # OUT   [n] 16 bits
+    uintptr_t out,           # OUT   [n] 16 bits, or 0
     size_t n,
     int threads,
     int isa=-1,
 ):
-    """Move the 28 bytes a parameter of a 16-bit step without arithmetic: the benchmark's yardstick."""
+    """Move the bytes of a step over such state without arithmetic: the benchmark's yardstick."""
     cdef zf_skeleton_args args
-    cdef int use = checked_isa(isa)
-    args.a, args.b, args.c = <float *>a, <float *>b, <float *>c
+    cdef int use = checked_isa(isa), k
+    cdef uintptr_t address
+    for k in range(4):
+        address, args.width[k] = state[k] if k < len(state) else (0, 0)
+        args.state[k] = <void *>address
     args.in_, args.out = <const uint16_t *>grad, <uint16_t *>out
     with nogil:
         zf_skeleton(&args, n, threads, use)

@@ -95,6 +95,8 @@ def compile(
         grad_slots=grad_slots,
         host_slots=host_slots,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
+        moments=optimizer.moments,
+        send_high_half=optimizer.moments != "fp32" and precision == "bf16",
     )
     chosen = _schedule(schedule)
     program = Program(

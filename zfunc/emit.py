@@ -11,6 +11,7 @@ from attrs import field, frozen, validators
 
 from zfunc.graph import Op, Region
 from zfunc.layout import Bucket, Layout, round_up
+from zfunc.moments import BUFFERS, HIGH_HALF, Moments
 
 FP32, FP64 = 4, 8  # bytes
 BLOCK = 512  # bytes; what an allocator rounds a tensor of its own up to
@@ -41,7 +42,8 @@ class Job:
     updated before the norm of the whole gradient is known (clipping, fp16). `grad_slots` and `host_slots`
     are the staging buffers on the device and in pinned memory, each the size of the largest bucket.
     `recompute[s]` says whether segment `s` recomputes its forward in backward. `constant_bytes` is the size
-    of what the model keeps on the device beside its parameters.
+    of what the model keeps on the device beside its parameters. With `send_high_half` the device gets the high
+    half of the split master as it is, and there is no other copy.
     """
 
     layout: Layout
@@ -55,6 +57,8 @@ class Job:
     world: int = field(default=1, validator=validators.ge(1))
     target_bytes: int = 0
     constant_bytes: int = 0
+    moments: Moments = field(default="fp32", validator=validators.in_(BUFFERS))
+    send_high_half: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -140,9 +144,25 @@ class Emit:
         nbytes = self._shard_bytes(b, self.job.element_bytes)
         return Region("host_grad", (b,), nbytes, "pinned", kept=True, dtype="compute")
 
-    def _moments(self, b: int) -> tuple[Region, ...]:
-        buffers = ("master", "exp_avg", "exp_avg_sq")
-        return tuple(Region(x, (b,), self._shard_bytes(b, FP32), "host", kept=True) for x in buffers)
+    def _state(self, b: int) -> tuple[Region, ...]:
+        """What the host keeps of a bucket; what is sent to the device from where it lies is pinned."""
+        numel = self.job.layout.buckets[b].numel // self.job.world
+        return tuple(
+            Region(
+                x.name,
+                (b,),
+                x.nbytes(numel),
+                "pinned" if self.job.send_high_half and x.name == HIGH_HALF else "host",
+                kept=True,
+            )
+            for x in BUFFERS[self.job.moments]
+        )
+
+    def _copy(self, b: int) -> Region:
+        """The new parameters of a bucket as the device wants them."""
+        if self.job.send_high_half:
+            return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
+        return self._param_slot(b)
 
     def _squares(self, b: int) -> Region:
         return Region("squares", (b,), FP64, "device", kept=True, dtype="fp64")
@@ -244,15 +264,16 @@ class Emit:
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one sweep: unscale, clip, Adam, and the copy for the device."""
         grad = self._host_grad(b) if host_slot is None else self._host_slot(host_slot)
-        state, copy = self._moments(b), self._param_slot(b)
-        nbytes = 2 * sum(r.nbytes for r in state) + self._shard_bytes(b, self.job.element_bytes)
-        nbytes += self._host_grad(b).nbytes
-        return Op("adam", (b,), "host", (self._verdict(), grad, *state), (*state, copy), nbytes=nbytes)
+        state = self._state(b)
+        copy = () if self.job.send_high_half else (self._copy(b),)
+        nbytes = 2 * sum(r.nbytes for r in state) + self._host_grad(b).nbytes
+        nbytes += len(copy) * self._shard_bytes(b, self.job.element_bytes)
+        return Op("adam", (b,), "host", (self._verdict(), grad, *state), (*state, *copy), nbytes=nbytes)
 
     def to_device(self, b: int) -> Op:
         """Copy the new parameters of bucket `b` (this rank's slice) to the device, if the step counts."""
         nbytes = self._shard_bytes(b, self.job.element_bytes)
-        reads = (self._verdict(), self._param_slot(b), self._params(b))
+        reads = (self._verdict(), self._copy(b), self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:

@@ -19,7 +19,9 @@ from zfunc.compiling import pick_device
 from zfunc.data import Corpus, batch_at, held_out_batches, open_corpus
 from zfunc.errors import OutOfMemory
 from zfunc.gpt import GPTConfig, modules, num_parameters
+from zfunc.layout import ALIGNMENT
 from zfunc.lr import linear_warmup, warmup_cosine
+from zfunc.moments import BUFFERS
 from zfunc.program import Program
 from zfunc.resources import available_host_bytes
 from zfunc.segments import Segment
@@ -77,13 +79,14 @@ def _check_size(settings: Settings) -> None:
     """Refuse what cannot fit by arithmetic alone, before even a model without memory is built of it."""
     parameters, there = num_parameters(config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
+    kept = sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
     for what, needed in (
-        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * 12),
+        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept),
         (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8),
     ):
         if needed > there:
             raise OutOfMemory(
-                f"{what} needs {needed:,} bytes of host memory, {there:,} are there; nothing was allocated. "
+                f"{what} needs {needed:,.0f} bytes of host memory, {there:,} are there; nothing was allocated. "
                 "Make it smaller"
             )
 
@@ -128,6 +131,7 @@ def build(settings: Settings, example: Batch) -> Program:
             betas=BETAS,
             weight_decay=settings.weight_decay,
             decay=zfunc.matrices_only,
+            moments=settings.moments,
         ),
         schedule=settings.schedule,
         precision=settings.precision,

@@ -9,7 +9,7 @@ No torch here: a layout can be made, printed and tested without it.
 
 from collections.abc import Sequence
 from functools import cached_property
-from math import lcm, prod
+from math import prod
 
 from attrs import field, frozen, validators
 
@@ -63,7 +63,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding included; a multiple of the world size."""
+        """Number of elements, padding included; every rank's slice of it is aligned."""
         return self.stop - self.start
 
     @cached_property
@@ -129,9 +129,9 @@ class Layout:
 def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, world: int = 1) -> Layout:
     """Lay out `segments` (each the parameters it uses) in buckets of at most `bucket_size` elements.
 
-    A parameter larger than `bucket_size` has a bucket of its own; bucket ends are padded to a multiple of
-    `world`. Buckets fill from the last segment backwards, the order gradients arrive in, so a short one is
-    left at the front. Tied and untied parameters never share a bucket.
+    A parameter larger than `bucket_size` has a bucket of its own. Bucket ends are padded so that each of `world`
+    ranks has an equal slice that begins on the alignment. Buckets fill from the last segment backwards, the order
+    gradients arrive in, so a short one is left at the front. Tied and untied parameters never share a bucket.
 
     Raises ValueError for a bucket size or world below 1, for one name with two shapes, and for a model
     without a trainable parameter.
@@ -150,7 +150,7 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
         raise ValueError("no parameter is trainable: give at least one segment one with requires_grad=True")
 
     groups = _group(trainable, contributors, bucket_size)
-    quantum = lcm(ALIGNMENT, world)
+    quantum = ALIGNMENT * world
     buckets: list[Bucket] = []
     offset = 0
     for index, group in enumerate(groups):

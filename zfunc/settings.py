@@ -15,11 +15,13 @@ from attrs import frozen
 
 from zfunc import schedules
 from zfunc.errors import nearest
+from zfunc.moments import BUFFERS
 from zfunc.simulate import ROUND
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
+MOMENTS = tuple(BUFFERS)
 FORMATS = ("text", "svg", "chrome")
 TOKEN_TYPES = ("uint16", "uint32")
 
@@ -110,6 +112,11 @@ COMMON = {
         "how it runs",
         f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto is bf16 on a GPU and fp32 on a CPU",
         _one_of(PRECISIONS),
+    ),
+    "moments": Option(
+        "how it runs",
+        f"what the host keeps of Adam's moments: {_names(MOMENTS)}; the less, the faster the host's step",
+        _one_of(MOMENTS),
     ),
     "schedule": Option(
         "how it runs",
@@ -214,6 +221,7 @@ class Settings:
     eval_every: int = 250
     device: str = "auto"
     precision: str = "auto"
+    moments: str = "fp32"
     schedule: str = "Overlapped"
     recompute: str = "all"
     bucket_size: int | None = None
@@ -250,6 +258,7 @@ class Sketch:
     micro_batches: int = 1
     clip: float = 1.0
     precision: str = "bf16"
+    moments: str = "fp32"
     schedule: str = "Overlapped"
     recompute: str = "all"
     bucket_size: int = 50_000_000

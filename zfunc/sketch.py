@@ -80,6 +80,7 @@ def _graph(sketch: Sketch) -> Graph:
     shape = sketch.batch_size, sketch.seq_length
     program = zfunc.compile(
         segments(sketch),
+        optimizer=zfunc.AdamW(moments=sketch.moments),
         precision="bf16" if sketch.precision == "auto" else sketch.precision,
         clip_norm=sketch.clip or None,
         micro_batches=sketch.micro_batches,

@@ -14,12 +14,14 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.adam import AdamW, accumulate_, adam_update_, square_sum
+from zfunc.adam import AdamW
 from zfunc.errors import NonFiniteError
 from zfunc.graph import Op, Region
 from zfunc.layout import Bucket, Layout
+from zfunc.moments import BUFFERS, HIGH_HALF
 from zfunc.passes import Passes, Weights
-from zfunc.state import Flat
+from zfunc.state import Flat, optimizer_state
+from zfunc.sweeps import accumulate_, adam_update_, square_sum
 
 Memory = MutableMapping[Region, Any]
 
@@ -176,15 +178,13 @@ def adam(op: Op, mem: Memory, step: Step) -> None:
         return
     bucket, optimizer = step.layout.buckets[b], step.optimizer
     (grad,) = (mem[r] for r in op.reads if r.buffer in ("host_grad", "host_slot", "grad_sum"))
-    master, exp_avg, exp_avg_sq = (mem[op.write(x)] for x in ("master", "exp_avg", "exp_avg_sq"))
-    copy = mem[op.write("param_slot")]
+    kept = {x.name: mem[op.write(x.name)] for x in BUFFERS[optimizer.moments]}
+    copy = mem[op.write("param_slot")] if op.touches("param_slot") else None
     for start, stop, decayed in bucket.runs:
         adam_update_(
-            master[start:stop],
-            exp_avg[start:stop],
-            exp_avg_sq[start:stop],
+            *optimizer_state(kept, start, stop),
             grad[start:stop],
-            out=copy[start:stop],
+            out=None if copy is None else copy[start:stop],
             step=step.number,
             lr=step.lr,
             betas=optimizer.betas,
@@ -199,7 +199,8 @@ def to_device(op: Op, mem: Memory, step: Step) -> None:
     """Copy a bucket's new parameters to the device, if the step counts."""
     if not mem[op.read("verdict")].skip:
         params: Flat = mem[op.write("params")]
-        params.flat.copy_(mem[op.read("param_slot")][: params.flat.numel()], non_blocking=True)
+        (copy,) = (mem[r] for r in op.reads if r.buffer in ("param_slot", HIGH_HALF))
+        params.flat.copy_(copy[: params.flat.numel()], non_blocking=True)
 
 
 STAGES: dict[str, Stage] = {

@@ -23,7 +23,7 @@ from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
 from zfunc.stages import Step
-from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
+from zfunc.state import TRAINED, Buffers, Flat, State, allocate, put_weights, regions, view, weights
 from zfunc.timeline import Timeline
 
 _generators = threading.Lock()  # the default generators are everybody's
@@ -63,7 +63,7 @@ def init(
     given = dict(params or {})
     _check_names(program, given)
     check_memory(program, memory(program.plan), held={}, action="init")
-    buffers = allocate(program.layout, program.dtype, program.device)
+    buffers = allocate(program.job, program.dtype, program.device)
     staging(program)
     spans = {span.name: span for span in program.layout.spans}
     frozen_spans = {span.name: span for span in program.layout.frozen}
@@ -83,8 +83,9 @@ def init(
                     f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
                 )
             if name in spans:
-                view(buffers.master, span).copy_(value)
-            view(buffers.params if name in spans else buffers.frozen, span).copy_(value)
+                put_weights(buffers, span, value)
+            else:
+                view(buffers.frozen, span).copy_(value)
     scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 
@@ -184,7 +185,7 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
     """
     state.check(program.identity, "params")
     buffers = state.buffers
-    trained = {span.name: view(buffers.master, span).clone() for span in program.layout.spans}
+    trained = {span.name: weights(buffers, span) for span in program.layout.spans}
     fixed = {span.name: view(buffers.frozen, span).float().cpu() for span in program.layout.frozen}
     return {**trained, **fixed}
 

@@ -1,0 +1,128 @@
+"""Does training suffer from compact moments? The default job, longer, with each kind and the same seeds.
+
+A run is determined by its settings, so the curves of a seed start from the same weights and read the same batches.
+The job is that of `zfunc train`: the sources of Python's standard library as bytes, a GPT of 4 x 128.
+
+    python -m benchmarks.moments --steps 2000 --seeds 0,1,2 --json benchmarks/results
+    python -m benchmarks.moments --plot docs/moments.svg --from benchmarks/results/moments-....json
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.machine import describe, write
+from zfunc.job import prepare
+from zfunc.moments import BUFFERS
+from zfunc.settings import Settings
+from zfunc.train import Evaluated, Finished, Stepped, train
+
+WINDOW = 50  # steps a training loss is averaged over
+ALLOWED = {"16bit": 0.005, "8bit": 0.01}
+
+
+def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
+    """One training to its end: held-out bits per byte at every evaluation, and training loss in between."""
+    settings = Settings(moments=moments, seed=seed, steps=steps, seconds=None, device="cpu")
+    held_out: list[tuple[int, float]] = []
+    losses: list[float] = []
+    for event in train(prepare(settings, cache=cache)):
+        if isinstance(event, Evaluated):
+            held_out.append((0, event.held_out))
+        elif isinstance(event, Stepped):
+            losses.append(event.loss)
+            if event.held_out is not None:
+                held_out.append((event.step, event.held_out))
+        elif isinstance(event, Finished):
+            held_out.append((event.steps, event.held_out))
+    means = [fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
+    return {"moments": moments, "seed": seed, "steps": steps, "held_out": held_out, "loss": means}
+
+
+def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Final held-out loss against fp32 moments of the same seed, and the mean over the seeds."""
+    final = {(x["moments"], x["seed"]): x["held_out"][-1][1] for x in runs}
+    seeds = sorted({seed for _, seed in final})
+    rows = []
+    for moments in BUFFERS:
+        values = [final[moments, seed] for seed in seeds if (moments, seed) in final]
+        if len(values) == len(seeds):
+            exact = [final["fp32", seed] for seed in seeds]
+            each = [a / b - 1 for a, b in zip(values, exact, strict=True)]
+            rows.append(
+                {"moments": moments, "held_out": values, "mean": fmean(values), "over_fp32": fmean(each),
+                 "each_over_fp32": each}
+            )  # fmt: skip
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(f"{'moments':<8}{'held-out bits per byte':>28}{'mean':>9}{'over fp32':>11}{'allowed':>9}")
+    for row in rows:
+        values = " ".join(f"{x:.4f}" for x in row["held_out"])
+        allowed = f"{ALLOWED[row['moments']]:.1%}" if row["moments"] in ALLOWED else ""
+        print(f"{row['moments']:<8}{values:>28}{row['mean']:>9.4f}{row['over_fp32']:>+11.2%}{allowed:>9}")
+
+
+def plot(runs: list[dict[str, Any]], path: str) -> None:
+    """Held-out loss over the steps, and how far above fp32 moments of the same seed, all seeds."""
+    from benchmarks.plots import COLORS, figure, save
+
+    fig, (left, right) = figure(2, title="Compact moments on the default job, three seeds")
+    exact = {x["seed"]: dict(x["held_out"]) for x in runs if x["moments"] == "fp32"}
+    for x in runs:
+        steps, values = zip(*x["held_out"], strict=True)
+        first = x["seed"] == min(exact)
+        label = x["moments"] if first else None
+        left.plot(steps, values, color=COLORS[x["moments"]], linewidth=1.2, alpha=0.8, label=label)
+        if x["moments"] != "fp32":
+            over = [100 * (v / exact[x["seed"]][s] - 1) for s, v in x["held_out"]]
+            right.plot(steps, over, color=COLORS[x["moments"]], linewidth=1.2, alpha=0.8, label=label)
+    left.set(xlabel="step", ylabel="held-out bits per byte", yscale="log")
+    left.set_yticks([2, 3, 4, 6, 8], labels=["2", "3", "4", "6", "8"])
+    right.axhline(0, color=COLORS["fp32"], linewidth=1)
+    right.set(xlabel="step", ylabel="above fp32 moments, %", ylim=(-3, 3))
+    for axes in (left, right):
+        axes.legend(frameon=False)
+    save(fig, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--moments", default=",".join(BUFFERS), help="comma separated")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
+    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
+    parser.add_argument(
+        "--from", dest="given", metavar="JSON", help="results to show and plot, instead of training"
+    )
+    parser.add_argument("--plot", metavar="SVG", help="draw the curves; needs matplotlib")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.given:
+        runs = json.loads(Path(options.given).read_text())["results"]["runs"]
+    else:
+        print(describe())
+        runs = []
+        with TemporaryDirectory() as cache:
+            for seed in map(int, options.seeds.split(",")):
+                for moments in options.moments.split(","):
+                    runs.append(run(moments, seed, options.steps, Path(cache)))
+                    last = runs[-1]["held_out"][-1][1]
+                    print(f"seed {seed}, {moments}: {last:.4f} bits per byte held out", flush=True)
+    rows = table(runs)
+    show(rows)
+    if not options.given:
+        write(options.json, "moments", {"rows": rows, "runs": runs})
+    if options.plot:
+        plot(runs, options.plot)
+
+
+if __name__ == "__main__":
+    main()

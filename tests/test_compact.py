@@ -1,0 +1,420 @@
+"""Compact state: packed formats are exact where they can be, unbiased where not; the kernel is the reference."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zfunc.adam_reference import coefficients, reference_update, round_to
+from zfunc.compact import Codes, SplitMaster
+from zfunc.compact_reference import (
+    AVG_ADVANCE,
+    AVG_CODE,
+    AVG_SQ_ADVANCE,
+    AVG_SQ_CODE,
+    BLOCK,
+    Compact,
+    dither,
+    join,
+    pack,
+    pack_bf16,
+    pack_codes,
+    reference_compact_update,
+    split,
+    unpack,
+    unpack_codes,
+)
+from zfunc.kernel import cpu_adam as kernel
+from zfunc.sweeps import adam_update_
+
+ISAS = range(len(kernel.instruction_sets()))
+TYPES = {"fp32": kernel.FP32, "bf16": kernel.BF16, "fp16": kernel.FP16, None: kernel.NONE}
+DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
+MOMENTS = {"16bit": kernel.MOMENTS_16BIT, "8bit": kernel.MOMENTS_8BIT}
+FORMATS = {"exp_avg": AVG_CODE, "exp_avg_sq": AVG_SQ_CODE}
+ALL = np.arange(1 << 16, dtype=np.uint32)
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def from_bits(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def same(got, expected):
+    """Equal bits, every NaN alike."""
+    got, expected = (np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32) for x in (got, expected))
+    np.testing.assert_array_equal(got, expected)
+
+
+# ---- the split master --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_split_master_is_exact_for_every_high_half(low):
+    x = from_bits((ALL << 16) | low)
+    same(join(*split(x)), x)
+
+
+@pytest.mark.parametrize("high", [0x0000, 0x8000, 0x0001, 0x3F80, 0xBF80, 0x3F7F, 0x7F7F, 0xFF7F])
+def test_split_master_is_exact_for_every_low_half(high):
+    x = from_bits((high << 16) | ALL)
+    same(join(*split(x)), x)
+
+
+@given(st.lists(floats, min_size=1, max_size=70))
+def test_split_master_is_exact_for_any_float(values):
+    x = np.array(values, np.float32)
+    same(join(*split(x)), x)
+
+
+def test_high_half_is_the_nearest_bfloat16():
+    x = from_bits(np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint64))
+    high = split(x)[0]
+    ties = (x.view(np.uint32) & 0xFFFF) == 0x8000
+    np.testing.assert_array_equal(high[~ties & ~np.isnan(x)], round_to(x, "bf16")[~ties & ~np.isnan(x)])
+    assert np.isnan(from_bits(high.astype(np.uint32) << 16)[np.isnan(x)]).all()
+    assert (split(from_bits([0x3F808000, 0xBF818000]))[0] == [0x3F81, 0xBF82]).all()  # ties: away from zero
+
+
+def test_split_of_tensors():
+    x = torch.randn(1000)
+    halves = SplitMaster.of(x)
+    assert torch.equal(halves.join(), x)
+    torch.testing.assert_close(halves.high.float(), x, rtol=2**-8, atol=0)
+
+
+# ---- bfloat16 moments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 1_000_000])
+def test_every_bfloat16_is_kept_as_it_is(step):
+    packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, AVG_ADVANCE))
+    same(from_bits(packed.astype(np.uint32) << 16), from_bits(ALL << 16))
+
+
+@pytest.mark.parametrize("x", [1.001, -3.3e-7, 1.17e-38, 255.9])
+def test_rounding_to_bfloat16_is_unbiased_over_every_dither(x):
+    packed = pack_bf16(np.full(1 << 16, x, np.float32), ALL << 16)
+    mean = from_bits(packed.astype(np.uint32) << 16).astype(np.float64).mean()
+    assert mean == np.float32(x)
+
+
+# ---- 8-bit moments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code_at_every_exponent_is_kept_as_it_is(name):
+    """256 codes are four blocks; each gets the largest code, so that the block's exponent is the same again."""
+    code = FORMATS[name]
+    codes = np.arange(256, dtype=np.uint8).reshape(-1, BLOCK).copy()
+    codes[:, 0] = 127 if code.signed else 255
+    for exponent in range(255 - code.lowest):
+        values = unpack_codes(codes.ravel(), np.full(4, exponent, np.uint8), code)
+        again, exponents = pack_codes(values, dither(256, exponent, AVG_ADVANCE), code)
+        np.testing.assert_array_equal(again, codes.ravel())
+        np.testing.assert_array_equal(exponents, exponent)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_codes_are_evenly_spaced_in_each_binade_and_ordered(name):
+    code = FORMATS[name]
+    most = 1 << (7 if code.signed else 8)
+    values = unpack_codes(
+        np.arange(most, dtype=np.uint8), np.full(most // BLOCK, 127 - code.lowest, np.uint8), code
+    )
+    assert values[0] == 0
+    assert values[-1] == 1.875  # the block's binade is that of 1
+    assert (np.diff(values) > 0).all()
+    assert np.diff(np.diff(values)[: 2 * 8]).max() == 0  # subnormals reach down at the spacing above them
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("x", [1.001, 0.3, 1e-4, 2.0**-15 * 0.77])
+def test_rounding_to_codes_is_unbiased_over_every_dither(name, x):
+    n = 1 << 20
+    values = np.full(n, x, np.float32)
+    values[::BLOCK] = 1.5  # so that the block's binade is fixed
+    packed = pack_codes(values, np.arange(n, dtype=np.uint32) << np.uint32(12), FORMATS[name])
+    got = unpack_codes(*packed, FORMATS[name]).astype(np.float64).reshape(-1, BLOCK)[:, 1:]
+    np.testing.assert_allclose(got.mean(), np.float32(x), rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@given(values=st.lists(floats, min_size=1, max_size=200), step=st.integers(1, 1 << 40))
+def test_codes_of_anything(name, values, step):
+    """Within one unit where the block reaches; not finite is contagious in a block; never up to inf."""
+    code = FORMATS[name]
+    x = np.array(values, np.float32)
+    x = x if code.signed else np.abs(x)
+    codes, exponent = pack_codes(x, dither(x.size, step, AVG_SQ_ADVANCE), code)
+    got = unpack_codes(codes, exponent, code)
+    for start in range(0, x.size, BLOCK):
+        block, out = x[start : start + BLOCK], got[start : start + BLOCK]
+        if not (np.abs(block) <= 1.875 * 2.0**127).all():
+            assert np.isnan(out).all()
+            continue
+        assert np.isfinite(out).all()
+        largest = max(np.abs(block).max(), 2.0 ** (code.lowest - 127))
+        smallest = 2.0 ** (1 - (1 << code.exponent_bits)) * largest  # half a unit of the subnormals, or more
+        size = np.abs(block).astype(np.float64)
+        assert (np.abs(out - block) <= np.maximum(size / 8, 2 * smallest)).all()
+        assert (np.sign(out) * np.sign(block) >= 0).all()
+        if not code.signed:
+            assert ((out > 0) == (block > 0)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeroed_bytes_are_zero_moments(name):
+    values = unpack_codes(np.zeros(64, np.uint8), np.zeros(1, np.uint8), FORMATS[name])
+    assert (values.view(np.uint32) == 0).all()
+
+
+def test_second_moments_never_become_zero():
+    x = np.full(BLOCK, 2.0**-119, np.float32)
+    x[0] = 1e30
+    for step in range(1, 200):
+        got = unpack_codes(*pack_codes(x, dither(BLOCK, step, AVG_SQ_ADVANCE), AVG_SQ_CODE), AVG_SQ_CODE)
+        assert (got > 0).all()
+
+
+# ---- over many steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_moment_that_changes_less_than_half_a_unit_a_step_moves(moments):
+    """At beta2 = 0.999 a step takes 0.1 % off, half a unit is at least 0.2 %: rounding to nearest stands still."""
+    n, steps = 256, 3000
+    rng = np.random.default_rng(0)
+    v = rng.random(n, dtype=np.float32) + np.float32(0.5)
+    zero = np.zeros(n, np.float32)
+    state = pack(zero, zero, v, moments=moments, step=1)
+    nearest = v
+    for step in range(1, steps + 1):
+        state, _ = reference_compact_update(state, zero, step=step, lr=1e-3)
+        nearest = from_bits(round_to(nearest * np.float32(0.999), "bf16").astype(np.uint32) << 16)
+    ratio = unpack(state)[2].astype(np.float64) / (v.astype(np.float64) * 0.999**steps)
+    # A moment that only decays meets the recurrence in step: it goes by 1 % (16 bits) or 5 % (8 bits) faster.
+    assert 0.97 < ratio.mean() < 1 if moments == "16bit" else 0.85 < ratio.mean() < 1
+    assert abs(ratio - ratio.mean()).max() < {"16bit": 0.05, "8bit": 0.4}[moments]
+    assert (nearest > 0.4).all()  # what the dither is for: the true value is a twentieth
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_moments_track_those_in_fp32(moments):
+    """Under noisy gradients of sizes that differ a thousandfold inside a block."""
+    n, steps = 512, 500
+    rng = np.random.default_rng(1)
+    scale = np.exp2(rng.uniform(-10, 0, n)).astype(np.float32)
+    zero = np.zeros(n, np.float32)
+    exact, state = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1)
+    errors = []
+    for step in range(1, steps + 1):
+        grad = (rng.standard_normal(n).astype(np.float32) + np.float32(0.3)) * scale
+        exact = reference_update(*exact, grad, step=step, lr=1e-3)[:3]
+        state, _ = reference_compact_update(state, grad, step=step, lr=1e-3)
+        errors.append(np.sqrt(unpack(state)[2].astype(np.float64)) / np.sqrt(exact[2]) - 1)
+    late = np.array(errors[steps // 2 :])
+    assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.02}[moments]
+    assert late.std() < {"16bit": 0.01, "8bit": 0.12}[moments]
+    moved = np.abs(exact[0]).mean()
+    assert np.abs(unpack(state)[0] - exact[0]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------
+
+
+def placed(x, offset):
+    """A copy of x that starts `offset` elements into its storage."""
+    store = np.empty(x.size + offset, x.dtype)
+    store[offset:] = x
+    return store[offset:]
+
+
+def fresh(n, moments, seed=0, step=1):
+    rng = np.random.default_rng(seed)
+    p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
+    spread = np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
+    return pack(p, m * spread, np.square(m * spread), moments=moments, step=step)
+
+
+def gradient(n, kind, seed):
+    return round_to(np.random.default_rng(seed).standard_normal(n).astype(np.float32), kind)
+
+
+def run_kernel(state, grad, kinds, *, step, weight_decay, decoupled, threads=1, isa=-1, chunks=(), **factors):
+    """The raw kernel, in place, on NumPy arrays, split at `chunks`; returns the copy."""
+    grad_kind, out = kinds
+    n = grad.size
+    numpy_types = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+    copy = None if out is None else placed(np.zeros(n, numpy_types[out]), 1)
+    mode = kernel.NO_DECAY if not weight_decay else kernel.DECOUPLED if decoupled else kernel.L2
+    values = coefficients(
+        step=step, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, decoupled=decoupled, **factors
+    )
+    moments = "16bit" if state.exp_avg_exponent is None else "8bit"
+    for start, stop in itertools.pairwise([0, *chunks, n]):
+        parts = [x[start:stop].ctypes.data for x in state[:4]]
+        exponents = [0 if x is None else x[start // BLOCK :].ctypes.data for x in state[4:]]
+        dithers = [step * x & 0xFFFFFFFF for x in (AVG_ADVANCE, AVG_SQ_ADVANCE)]
+        to = 0 if copy is None else copy[start:stop].ctypes.data
+        kernel.adam_update(
+            MOMENTS[moments], *parts, *exponents, *dithers, grad[start:stop].ctypes.data, to, stop - start,
+            TYPES[grad_kind], TYPES[out], mode, *values, threads, isa,
+        )  # fmt: skip
+    return copy
+
+
+def assert_same_state(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and one.dtype == np.uint16:
+            same(from_bits(one.astype(np.uint32) << 16), from_bits(other.astype(np.uint32) << 16))
+        elif one is not None:
+            np.testing.assert_array_equal(one, other)
+
+
+def check_steps(n, moments, grad, out, decay, *, offset=0, steps=2, state=None, **how):
+    weight_decay, decoupled = DECAYS[decay]
+    factors = {"weight_decay": weight_decay, "decoupled": decoupled, "lr": 1e-3, "grad_scale": 0.3}
+    expected = state or fresh(n, moments)
+    mine = Compact(*(None if x is None else placed(x, offset) for x in expected))
+    for step in range(1, steps + 1):
+        g = gradient(n, grad, step)
+        expected, copy = reference_compact_update(expected, g, step=step, out=out, **factors)
+        mine_copy = run_kernel(mine, placed(g, offset), (grad, out), step=step, **factors, **how)
+        assert_same_state(mine, expected)
+        if out is not None:
+            np.testing.assert_array_equal(mine_copy, copy)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(
+    ("grad", "out"), [("bf16", None), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")]
+)
+def test_kernel_is_the_reference(moments, grad, out, decay, isa):
+    for n in (0, 1, 15, 55, 63, 64, 65, 127, 128, 129, 1000):
+        check_steps(n, moments, grad, out, decay, isa=isa, steps=3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_offsets_and_chunks_change_nothing(moments, threads, isa):
+    check_steps((1 << 20) + 1, moments, "bf16", None, "decoupled", threads=threads, isa=isa)
+    check_steps(40_001, moments, "bf16", None, "decoupled", threads=threads, isa=isa, offset=3)
+    chunks = (64, 128, 192, 5 * 64, 33_344)
+    check_steps(40_001, moments, "fp16", "fp16", "l2", threads=threads, isa=isa, chunks=chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), moments=st.sampled_from(sorted(MOMENTS)), n=st.integers(0, 300), seed=st.integers(0, 99)
+)
+def test_any_bytes_in_a_state(data, moments, n, seed):
+    """Every bit pattern a state can hold, every gradient: no trap, no difference."""
+    rng = np.random.default_rng(seed)
+    kinds = fresh(n, moments)
+    any_state = []
+    for x in kinds:
+        info = None if x is None else np.iinfo(x.dtype)
+        any_state.append(
+            x if info is None else rng.integers(info.min, info.max, x.size, x.dtype, endpoint=True)
+        )
+    grad = data.draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    check_steps(n, moments, grad, data.draw(st.sampled_from([None, "bf16"])), "decoupled",
+                state=Compact(*any_state), steps=1, isa=data.draw(st.sampled_from(list(ISAS))))  # fmt: skip
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 3e38, 1e-45])
+def test_special_gradients(moments, bad):
+    expected = fresh(200, moments)
+    mine = Compact(*(None if x is None else x.copy() for x in expected))
+    g = gradient(200, "fp32", 0)
+    g[77] = bad
+    factors = {"weight_decay": 0.0, "decoupled": True, "lr": 1e-3, "grad_scale": 1.0, "step": 1}
+    expected, _ = reference_compact_update(expected, g, **factors)
+    run_kernel(mine, g, ("fp32", None), **factors)
+    assert_same_state(mine, expected)
+    p, m, v = unpack(mine)
+    if not np.isfinite(bad):
+        assert np.isnan(p[77])
+        assert not np.isfinite(v[77])
+        assert np.isfinite(m[128:]).all()  # the poison stays in its block
+
+
+# ---- the public call ---------------------------------------------------------------------------------------
+
+
+def tensors(n, moments):
+    state = fresh(n, moments)
+    master = SplitMaster(
+        torch.from_numpy(state.high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(state.low)
+    )
+    if moments == "8bit":
+        pairs = zip(state[2:4], state[4:], strict=True)
+        return master, *(Codes(*map(torch.from_numpy, pair)) for pair in pairs), state
+    return master, *(torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for x in state[2:4]), state
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_public_call_is_the_reference(moments):
+    *buffers, state = tensors(1000, moments)
+    before = Compact(*(None if x is None else x.copy() for x in state))
+    grad, out = torch.randn(1000), torch.empty(1000)
+    adam_update_(*buffers, grad, out=out, step=7, lr=1e-2, weight_decay=0.1, grad_scale=0.5)
+    expected, copy = reference_compact_update(
+        before, grad.numpy(), out="fp32", step=7, lr=1e-2, weight_decay=0.1, grad_scale=0.5
+    )
+    assert_same_state(state, expected)  # the tensors are views of its arrays
+    np.testing.assert_array_equal(out.numpy(), copy)
+    assert torch.equal(out, buffers[0].join())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda b: b.update(exp_avg=torch.zeros(128)), TypeError, "exp_avg: got float32; expected bfloat16"),
+        (lambda b: b.update(exp_avg_sq=Codes.zeros(128)), TypeError, "exp_avg_sq: got Codes"),
+        (lambda b: b.update(exp_avg=Codes.zeros(128)), TypeError, "exp_avg_sq: got Tensor; expected Codes"),
+        (
+            lambda b: b.update(exp_avg=Codes.zeros(129), exp_avg_sq=Codes.zeros(128)),
+            ValueError,
+            r"exp_avg.codes: got shape \[129\]",
+        ),
+        (
+            lambda b: b.update(
+                exp_avg=Codes(torch.zeros(128, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)),
+                exp_avg_sq=Codes.zeros(128),
+            ),
+            ValueError,
+            r"exp_avg.exponents: got shape \[3\]; expected shape \[2\]",
+        ),
+        (
+            lambda b: b.update(master=SplitMaster(b["master"].high, b["master"].low.int())),
+            TypeError,
+            "master.low: got int32",
+        ),
+        (
+            lambda b: b.update(master=SplitMaster(b["master"].high, b["master"].low[:64])),
+            ValueError,
+            r"master.low: got shape \[64\]",
+        ),
+        (lambda b: b.update(exp_avg_sq=b["exp_avg"]), ValueError, "overlap"),
+        (lambda b: b.update(exp_avg=b["master"].high), ValueError, "overlap"),
+        (lambda b: b.update(master=torch.zeros(128)), TypeError, "exp_avg: got bfloat16; expected float32"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_untouched(change, error, words):
+    master, m, v, state = tensors(128, "16bit")
+    before = [None if x is None else x.copy() for x in state]
+    buffers = {"master": master, "exp_avg": m, "exp_avg_sq": v}
+    change(buffers)
+    with pytest.raises(error, match=words):
+        adam_update_(**buffers, grad=torch.ones(128), step=1, lr=1.0)
+    assert_same_state(state, before)

@@ -1,0 +1,129 @@
+"""Arguments of the host sweeps, checked before the kernel sees an address.
+
+The invariant: a check raises TypeError or ValueError that says what was got, what was expected and what to do,
+and touches nothing.
+"""
+
+import operator
+from collections.abc import Collection
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zfunc.kernel import cpu_adam
+from zfunc.threads import clamp, default_threads
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def checked_threads(threads: int | None) -> int:
+    """As many threads as asked for, or as there are; None takes the default."""
+    if threads is None:
+        return default_threads()
+    if type(threads) is not int:
+        refuse(TypeError, "threads", repr(threads), "an int or None", "pass None for the default")
+    if threads < 1:
+        refuse(ValueError, "threads", repr(threads), "1 or more", "pass None for the default")
+    return clamp(threads)
+
+
+def span_of(
+    name: str, tensor: Tensor, n: int, types: Collection[torch.dtype], *, written: bool = True
+) -> tuple[int, int, str]:
+    """Address, end and name of a good buffer of n elements; anything else raises."""
+    if (
+        not isinstance(tensor, Tensor)
+        or tensor.dtype not in types
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or tensor.dim() != 1
+        or tensor.numel() != n
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+    ):
+        _refuse_buffer(name, tensor, n, types)
+    try:
+        address = tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper of torch.func or a fake tensor
+        raise TypeError(
+            f"{name}: got {type(tensor).__name__} without memory of its own; expected a plain tensor; "
+            "call this outside torch.func transforms and torch.compile"
+        ) from error
+    end = address + n * tensor.element_size()
+    if written and n and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
+        refuse(ValueError, name, "read-only memory", "memory that can be written", "clone it first")
+    return address, end, name
+
+
+def _refuse_buffer(name: str, tensor: Any, n: int, types: Collection[torch.dtype]) -> NoReturn:
+    if not isinstance(tensor, Tensor):
+        refuse(TypeError, name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)")
+    if tensor.dtype not in types:
+        expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in types)
+        refuse(TypeError, name, str(tensor.dtype).removeprefix("torch."), expected, "convert it first")
+    if not tensor.is_cpu:
+        refuse(ValueError, name, f"a tensor on {tensor.device}", "a tensor on cpu", "copy it with .cpu()")
+    if tensor.layout is not torch.strided or tensor.is_neg():
+        refuse(
+            ValueError, name, "a lazy or sparse view", "plain memory", "pass .to_dense() or .resolve_neg()"
+        )
+    if tensor.dim() != 1 or tensor.numel() != n:
+        got, expected = f"shape {list(tensor.shape)}", f"shape [{n}], as the first buffer"
+        refuse(ValueError, name, got, expected if tensor.dim() == 1 else "one dimension", "pass a flat view")
+    refuse(ValueError, name, f"stride {tensor.stride()[0]}", "a contiguous buffer", "pass .contiguous()")
+
+
+def check_disjoint(spans: list[tuple[int, int, str]]) -> None:
+    """Raise ValueError where two buffers share memory."""
+    end, last = 0, ""
+    for start, stop, name in sorted(spans):
+        if start < end:
+            refuse(
+                ValueError,
+                f"{last} and {name}",
+                f"memory that overlaps by {end - start} bytes",
+                "buffers apart",
+                "clone one of them",
+            )
+        end, last = stop, name
+
+
+def checked_step(step: Any) -> int:
+    """A step counted from 1."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        refuse(TypeError, "step", repr(step), "an int", "count steps from 1")
+    if number < 1 or isinstance(step, bool):
+        refuse(ValueError, "step", repr(step), "1 or more", "count steps from 1, not 0")
+    return number
+
+
+def checked_betas(betas: Any) -> tuple[float, float]:
+    """Two decay rates in [0, 1)."""
+    try:
+        beta1, beta2 = betas
+        good = 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        refuse(ValueError, "betas", repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+    return betas
+
+
+def checked_finite(name: str, value: Any, minimum: float = -FLOAT32_MAX) -> float:
+    """A number at or above `minimum` that float32 can hold."""
+    try:
+        good = minimum <= value <= FLOAT32_MAX
+    except TypeError:
+        refuse(TypeError, name, repr(value), "a number", "pass a float")
+    if not good:
+        floor = " at or above 0" if minimum == 0.0 else ""
+        refuse(ValueError, name, repr(value), f"a finite float32{floor}", "correct it, or skip this step")
+    return value
+
+
+def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:
+    """Raise what every check raises: got, expected, next action."""
+    raise kind(f"{name}: got {got}; expected {expected}; {action}")

@@ -1,0 +1,49 @@
+"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments, there and back.
+
+The invariant: these types only say what the bytes are. What they mean is in compact_reference.py, and converting
+goes through it; the kernel updates them in place.
+"""
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zfunc.compact_reference import BLOCK, join, split
+
+
+@frozen(eq=False)
+class SplitMaster:
+    """fp32 weights [n] in two halves; `high` is their bf16 copy, rounded to nearest, ties away from zero.
+
+    >>> halves = SplitMaster.of(torch.tensor([1.0, 3.1415927]))
+    >>> halves.high, halves.join()
+    (tensor([1.0000, 3.1406], dtype=torch.bfloat16), tensor([1.0000, 3.1416]))
+    """
+
+    high: Tensor  # [n] bf16
+    low: Tensor  # [n] int16
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "SplitMaster":
+        """The halves of fp32 weights [n] on the host."""
+        high, low = split(weights.detach().numpy())
+        return cls(torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low))
+
+    def join(self) -> Tensor:
+        """The fp32 weights [n], exact: a NaN comes back as a NaN."""
+        high = self.high.view(torch.int16).numpy().view(np.uint16)
+        return torch.from_numpy(join(high, self.low.numpy()))
+
+
+@frozen(eq=False)
+class Codes:
+    """A moment [n] in 8 bits an element, and an exponent for each block of 64 elements."""
+
+    codes: Tensor  # [n] uint8
+    exponents: Tensor  # [ceil(n / 64)] uint8
+
+    @classmethod
+    def zeros(cls, n: int) -> "Codes":
+        """The moment before the first step."""
+        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.uint8))

@@ -1,0 +1,159 @@
+"""The host sweeps: Adam, accumulation and the sum of squares as checked calls into the kernel.
+
+The invariant: a call that raises has touched no buffer. Everything is checked before the kernel starts,
+because the kernel sees addresses only. What the kernel computes is in adam_reference.py and compact_reference.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfunc.adam_reference import coefficients
+from zfunc.checks import (
+    check_disjoint,
+    checked_betas,
+    checked_finite,
+    checked_step,
+    checked_threads,
+    refuse,
+    span_of,
+)
+from zfunc.compact import Codes, SplitMaster
+from zfunc.compact_reference import AVG_ADVANCE, AVG_SQ_ADVANCE, BLOCK
+from zfunc.kernel import cpu_adam
+
+Types = dict[torch.dtype, int]
+FLOATS: Types = {torch.float32: cpu_adam.FP32, torch.bfloat16: cpu_adam.BF16, torch.float16: cpu_adam.FP16}
+
+
+def adam_update_(
+    master: Tensor | SplitMaster,
+    exp_avg: Tensor | Codes,
+    exp_avg_sq: Tensor | Codes,
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """One Adam step over 1-D contiguous host buffers, in place, in one sweep.
+
+    master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
+    with two Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
+    (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
+    master has its bf16 copy already, `master.high`. `step` counts from 1. `threads=None` takes
+    `default_threads()`; the thread count never changes a bit. The arithmetic is that of
+    `adam_reference.reference_update`, between unpacking and packing as in `compact_reference`.
+
+    Raises TypeError or ValueError, with every buffer untouched, on a wrong dtype, device, shape or
+    layout, on buffers that overlap, and on factors out of range or not finite: a step whose norm is
+    inf or NaN has to be skipped, not applied. Gradients themselves may hold inf and NaN; they propagate.
+
+    >>> weights, m, v = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
+    >>> weights
+    tensor([0.8333, 1.0000])
+    """
+    n = _numel(master.high if isinstance(master, SplitMaster) else master)
+    kept = _state(master, exp_avg, exp_avg_sq, n)
+    spans = [*kept.spans.values(), span_of("grad", grad, n, FLOATS, written=False)]
+    if out is not None:
+        spans.append(span_of("out", out, n, FLOATS))
+    check_disjoint(spans)
+    step = checked_step(step)
+    factors = coefficients(
+        step,
+        checked_finite("lr", lr, minimum=0.0),
+        checked_betas(betas),
+        checked_finite("eps", eps, minimum=0.0),
+        checked_finite("weight_decay", weight_decay, minimum=0.0),
+        decoupled,
+        checked_finite("grad_scale", grad_scale),
+    )
+    cpu_adam.adam_update(
+        kept.moments,
+        *(kept.spans[x][0] if x in kept.spans else 0 for x in _BUFFERS),
+        *(step * advance & 0xFFFFFFFF for advance in (AVG_ADVANCE, AVG_SQ_ADVANCE)),
+        grad.data_ptr(),
+        0 if out is None else out.data_ptr(),
+        n,
+        FLOATS[grad.dtype],
+        cpu_adam.NONE if out is None else FLOATS[out.dtype],
+        cpu_adam.NO_DECAY if not weight_decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2,
+        *factors,
+        checked_threads(threads),
+    )
+
+
+def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> float:
+    """Add grad to acc, or put it there if `first`; returns the sum of squares of the new acc, in double.
+
+    acc: [n] fp32, written. grad: [n] fp32, bf16 or fp16. The sum is taken in an order fixed by n alone:
+    the same bits for any thread count and instruction set. inf and NaN propagate into it, so it is the
+    finite check as well. Bad buffers raise TypeError or ValueError and leave acc untouched.
+
+    >>> acc = torch.empty(2)
+    >>> accumulate_(acc, torch.tensor([1.0, 2.0]), first=True), accumulate_(acc, torch.ones(2), first=False)
+    (5.0, 13.0)
+    """
+    n = _numel(acc)
+    spans = [span_of("acc", acc, n, [torch.float32]), span_of("grad", grad, n, FLOATS, written=False)]
+    check_disjoint(spans)
+    return cpu_adam.accumulate(
+        spans[0][0], spans[1][0], n, FLOATS[grad.dtype], bool(first), checked_threads(threads)
+    )
+
+
+def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
+    """The sum of squares of grad [n] (fp32, bf16 or fp16) in double, with the guarantees of `accumulate_`.
+
+    >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+    25.0
+    """
+    n = _numel(grad)
+    address = span_of("grad", grad, n, FLOATS, written=False)[0]
+    return cpu_adam.accumulate(0, address, n, FLOATS[grad.dtype], False, checked_threads(threads))
+
+
+# ---- the buffers of a state ------------------------------------------------------------------------
+
+_BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg.exponents", "exp_avg_sq.exponents")
+
+
+class _State(NamedTuple):
+    moments: int
+    spans: dict[str, tuple[int, int, str]]  # by the names of _BUFFERS
+
+
+def _numel(tensor: Any) -> int:
+    return tensor.numel() if isinstance(tensor, Tensor) else 0
+
+
+def _state(master: Any, exp_avg: Any, exp_avg_sq: Any, n: int) -> _State:
+    """What the three are kept in, and where; anything that is not one of the three kinds raises."""
+    if not isinstance(master, SplitMaster):
+        buffers = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        return _State(
+            cpu_adam.MOMENTS_FP32, {x: span_of(x, t, n, [torch.float32]) for x, t in buffers.items()}
+        )
+    spans = {
+        "master": span_of("master.high", master.high, n, [torch.bfloat16]),
+        "master.low": span_of("master.low", master.low, n, [torch.int16]),
+    }
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if not isinstance(exp_avg, Codes):
+        spans |= {x: span_of(x, t, n, [torch.bfloat16]) for x, t in moments.items()}
+        return _State(cpu_adam.MOMENTS_16BIT, spans)
+    for x, codes in moments.items():
+        if not isinstance(codes, Codes):
+            refuse(TypeError, x, type(codes).__name__, "Codes, as exp_avg", "keep both moments alike")
+        spans[x] = span_of(f"{x}.codes", codes.codes, n, [torch.uint8])
+        spans[f"{x}.exponents"] = span_of(f"{x}.exponents", codes.exponents, -(-n // BLOCK), [torch.uint8])
+    return _State(cpu_adam.MOMENTS_8BIT, spans)
