@@ -1,146 +1,260 @@
 """How close is the host update to the memory limit, and how far are the others?
 
-The contenders run in turn inside every repeat, so a noisy machine disturbs all of them alike; a ratio is
-the median over repeats of the ratios within one repeat. The yardstick is the skeleton: the bytes of a
-step with bf16 gradient and bf16 copy, 28 a parameter, moved in one sweep without arithmetic.
+Everybody updates the same parameters: bf16 gradients come in, are unscaled, go through AdamW with weight decay,
+and a 16-bit copy comes out. The contenders take turns inside every repeat, so a noisy machine disturbs all of them
+alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
+move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments, 18 with 16 bits, 14
+with 8.
 
-    python -m benchmarks.adam --sizes 1Mi,16Mi --repeats 15 --json adam.json
+    python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
+    python -m benchmarks.adam --from benchmarks/results/adam-....json --plot docs/adam.svg
 """
 
 import argparse
-import statistics
+import json
 import time
 from collections.abc import Callable
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from attrs import frozen
+from torch import Tensor
 
 from benchmarks.machine import describe, write
+from zfunc.compact import Codes, SplitMaster
 from zfunc.kernel import cpu_adam
+from zfunc.resources import host_buffer
 from zfunc.sweeps import adam_update_
 from zfunc.threads import default_threads
 
-SCALE, LR, DECAY = 0.5, 1e-4, 0.1
-Contender = Callable[[], None]
+SCALE, LR, DECAY, STEP = 0.5, 1e-4, 0.1, 10
+DENORMAL = 1e-40  # what moments decay to in thousands of steps without a gradient
+YARDSTICK = "skeleton fp32"
+SIZES = "1Mi,4Mi,16Mi,64Mi,256Mi"
 
 
-def buffers(n: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    grad = torch.randn(n, generator=generator).mul_(1e-3)
-    return {
-        "master": torch.randn(n, generator=generator),
-        "exp_avg": grad * 0.1,
-        "exp_avg_sq": grad * grad,
-        "grad": grad.bfloat16(),
-        "out": torch.empty(n, dtype=torch.bfloat16),
-    }
+@frozen
+class Contender:
+    """One way to make the step; with `idle`, on moments that have had no gradient for thousands of steps."""
+
+    run: Callable[[], object]
+    idle: bool = False
 
 
-def zfunc_step(n: int, threads: int, moments: float | None = None) -> Contender:
-    b = buffers(n)
-    if moments is not None:  # rows that no longer get gradients: both moments decay towards denormals
-        b["grad"].zero_()
-        b["exp_avg"].fill_(moments)
-        b["exp_avg_sq"].fill_(moments)
+class Memory:
+    """The buffers all contenders share: they take turns, and 256 Mi parameters of each own would not fit."""
+
+    def __init__(self, n: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        fp32, bf16, uint8 = torch.float32, torch.bfloat16, torch.uint8
+
+        def new(dtype: torch.dtype, size: int = n) -> Tensor:
+            return host_buffer(size, dtype, pinned=False)
+
+        self.n = n
+        self.master, self.exp_avg, self.exp_avg_sq, self.grad32 = (new(fp32) for _ in range(4))
+        self.grad, self.out = new(bf16), new(bf16)
+        self.split = SplitMaster(new(bf16), new(torch.int16))
+        self.bf16 = new(bf16), new(bf16)
+        self.codes = tuple(Codes(new(uint8), new(uint8, -(-n // 64))) for _ in range(2))
+        self.master.normal_(generator=generator)
+        self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
+        self.split.high.copy_(self.master)
+
+    def fill(self, *, idle: bool) -> None:
+        """Moments of a training under way, or those that thousands of steps without a gradient have made small."""
+        if not idle:
+            self.exp_avg.copy_(self.grad).mul_(0.1)
+            torch.square(self.grad, out=self.bf16[1])
+            self.exp_avg_sq.copy_(self.bf16[1])
+            self.bf16[0].copy_(self.exp_avg)
+            for codes, value, exponent in zip(self.codes, (0x48, 0xA0), (75, 65), strict=True):
+                codes.codes.fill_(value)
+                codes.exponents.fill_(exponent)
+        else:
+            for x in (self.exp_avg, self.exp_avg_sq, *self.bf16):
+                x.fill_(DENORMAL)
+
+
+def zfunc_step(
+    memory: Memory, state: tuple[Any, ...], threads: int, *, idle: bool = False
+) -> Callable[[], None]:
+    grad = torch.zeros_like(memory.grad) if idle else memory.grad
+    out = None if isinstance(state[0], SplitMaster) else memory.out
 
     def run() -> None:
         adam_update_(
-            b["master"],
-            b["exp_avg"],
-            b["exp_avg_sq"],
-            b["grad"],
-            out=b["out"],
-            step=10,
-            lr=LR,
-            weight_decay=DECAY,
-            grad_scale=SCALE,
-            threads=threads,
+            *state, grad, out=out, step=STEP, lr=LR, weight_decay=DECAY, grad_scale=SCALE, threads=threads
         )
 
     return run
 
 
-def skeleton(n: int, threads: int) -> Contender:
-    b = buffers(n)
-    state = [(b[name].data_ptr(), 4) for name in ("master", "exp_avg", "exp_avg_sq")]
-    addresses = [b[name].data_ptr() for name in ("grad", "out")]
-    return lambda: cpu_adam.skeleton(state, *addresses, n, threads) if b else None  # b keeps the memory alive
+def skeleton(
+    memory: Memory, tensors: tuple[Tensor, ...], out: Tensor | None, threads: int
+) -> Callable[[], None]:
+    state = [(t.data_ptr(), t.element_size()) for t in tensors]
+    addresses = memory.grad.data_ptr(), 0 if out is None else out.data_ptr()
+    return lambda: cpu_adam.skeleton(state, *addresses, memory.n, threads)
 
 
-def torch_step(n: int, moments: float | None = None, **kind: bool) -> Contender:
-    b = buffers(n)
-    b["master"].grad = torch.empty(n)
-    optimizer = torch.optim.AdamW([b["master"]], lr=LR, weight_decay=DECAY, **kind)
-    if moments is not None:
-        b["grad"].zero_()
-        b["master"].grad.zero_()
-        optimizer.step()
-        for name in ("exp_avg", "exp_avg_sq"):
-            optimizer.state[b["master"]][name].fill_(moments)
+def with_optimizer(memory: Memory, optimizer: Any, *, idle: bool = False) -> Callable[[], None]:
+    """The step around any optimizer of torch's kind: unscale pass, step, copy pass."""
+    p, grad = memory.master, memory.grad
+    p.grad = memory.grad32
+    optimizer.step()  # makes its state, whose moments are then the shared ones
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[p][name] = getattr(memory, name)
+    scale = 0.0 if idle else SCALE
 
     def run() -> None:
-        b["master"].grad.copy_(b["grad"])
-        b["master"].grad.mul_(SCALE)
+        memory.grad32.copy_(grad)
+        memory.grad32.mul_(scale)
         optimizer.step()
-        b["out"].copy_(b["master"])
+        memory.out.copy_(p)
 
     return run
 
 
-def deepspeed_step(n: int) -> Contender | None:
+def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
+    m = memory
+    fp32 = (m.master, m.exp_avg, m.exp_avg_sq)
+    states = {"fp32": fp32, "16bit": (m.split, *m.bf16), "8bit": (m.split, *m.codes)}
+    halves = (m.split.high, m.split.low)
+
+    def torch_adamw(**kind: bool) -> Any:
+        return torch.optim.AdamW([m.master], lr=LR, weight_decay=DECAY, **kind)
+
+    table = {
+        YARDSTICK: Contender(skeleton(m, fp32, m.out, threads)),
+        "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
+        "skeleton 8bit": Contender(skeleton(m, (*halves, *(c.codes for c in m.codes)), None, threads)),
+        **{f"zfunc {name}": Contender(zfunc_step(m, state, threads)) for name, state in states.items()},
+        **{
+            f"zfunc {name}, decayed": Contender(zfunc_step(m, states[name], threads, idle=True), idle=True)
+            for name in ("fp32", "16bit")  # 8 bits hold no denormal number
+        },
+        "torch fused": Contender(with_optimizer(m, torch_adamw(fused=True))),
+        "torch fused, decayed": Contender(with_optimizer(m, torch_adamw(fused=True), idle=True), idle=True),
+        "torch foreach": Contender(with_optimizer(m, torch_adamw(foreach=True))),
+        "torch for-loop": Contender(with_optimizer(m, torch_adamw(foreach=False))),
+    }
     try:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
     except ImportError:
-        return None
-    b = buffers(n)
-    b["master"].grad = torch.empty(n)
-    optimizer = DeepSpeedCPUAdam([b["master"]], lr=LR, weight_decay=DECAY, adamw_mode=True)
-
-    def run() -> None:
-        b["master"].grad.copy_(b["grad"])
-        b["master"].grad.mul_(SCALE)
-        optimizer.step()
-        b["out"].copy_(b["master"])
-
-    return run
+        return table
+    optimizer = DeepSpeedCPUAdam([m.master], lr=LR, weight_decay=DECAY, adamw_mode=True)
+    return {**table, "deepspeed": Contender(with_optimizer(m, optimizer))}
 
 
-def contenders(n: int, threads: int) -> dict[str, Contender]:
-    table: dict[str, Contender | None] = {
-        "skeleton": skeleton(n, threads),
-        "zfunc": zfunc_step(n, threads),
-        "zfunc, decayed moments": zfunc_step(n, threads, moments=1e-40),
-        "torch fused": torch_step(n, fused=True),
-        "torch fused, decayed moments": torch_step(n, fused=True, moments=1e-40),
-        "torch foreach": torch_step(n, foreach=True),
-        "torch for-loop": torch_step(n, foreach=False),
-        "deepspeed": deepspeed_step(n),
-    }
-    return {name: run for name, run in table.items() if run is not None}
-
-
-def measure(table: dict[str, Contender], repeats: int) -> dict[str, list[float]]:
+def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[str, list[float]]:
+    """Seconds of every contender in every repeat; an extra round first touches pages and starts threads."""
     seconds: dict[str, list[float]] = {name: [] for name in table}
-    for repeat in range(repeats + 2):  # two rounds to touch pages and start threads
-        for name, run in table.items():
+    for repeat in range(repeats + 1):
+        for name, contender in table.items():
+            memory.fill(idle=contender.idle)
+            if contender.idle:
+                contender.run()  # what this one makes of such moments is what it has in the long run
             start = time.perf_counter()
-            run()
-            if repeat >= 2:
+            contender.run()
+            if repeat:
                 seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
-def summary(n: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    def row(name: str, times: list[float]) -> dict[str, Any]:
-        ratios = [own / base for own, base in zip(times, seconds["skeleton"], strict=True)]
-        return {
-            "elements": n,
-            "name": name,
-            "times_skeleton": statistics.median(ratios),
-            "spread": [min(ratios), max(ratios)],
-        }
+def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """For each contender its time over the yardstick's, over its own skeleton's, and DeepSpeed's over its."""
 
-    return [row(name, times) for name, times in seconds.items()]
+    def ratio(name: str, base: str) -> float | None:
+        if base not in seconds:
+            return None
+        return median(a / b for a, b in zip(seconds[name], seconds[base], strict=True))
+
+    def spread(name: str) -> list[float]:
+        ratios = [a / b for a, b in zip(seconds[name], seconds[YARDSTICK], strict=True)]
+        return [min(ratios), max(ratios)]
+
+    rows = []
+    for name in seconds:
+        kind = name.removeprefix("zfunc ").removesuffix(", decayed")
+        theirs = ratio("deepspeed", name) if "deepspeed" in seconds else None
+        rows.append(
+            {
+                "elements": n,
+                "threads": threads,
+                "name": name,
+                "times_skeleton": ratio(name, YARDSTICK),
+                "spread": spread(name),
+                "times_own_skeleton": ratio(name, f"skeleton {kind}") if name.startswith("zfunc") else None,
+                "faster_than_deepspeed": theirs,
+                "faster_than_torch_fused": ratio("torch fused", name) if "torch fused" in seconds else None,
+            }
+        )
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    print(
+        f"{'elements':>10} {'threads':>7}  {'contender':<24}{'x skeleton':>11}{'from':>7}{'to':>7}{'x own':>7}"
+        f"{'DeepSpeed / it':>16}{'fused / it':>12}"
+    )
+    for row in rows:
+        low, high = row["spread"]
+        told = [row["times_own_skeleton"], row["faster_than_deepspeed"], row["faster_than_torch_fused"]]
+        own, deepspeed, fused = (f"{x:.2f}" if x is not None else "" for x in told)
+        print(
+            f"{row['elements']:>10} {row['threads']:>7}  {row['name']:<24}{row['times_skeleton']:>11.2f}{low:>7.2f}"
+            f"{high:>7.2f}{own:>7}{deepspeed:>16}{fused:>12}"
+        )
+
+
+def plot(results: dict[str, Any], machine: dict[str, Any], path: str) -> None:
+    """Time over the skeleton's: on the left by size with all threads, on the right by threads at one size."""
+    from benchmarks.plots import COLORS, figure, save
+
+    rows = results["rows"]
+    most = max(row["threads"] for row in rows)
+    size = sorted({row["elements"] for row in rows})[-2:][0]
+    told = f"{machine['cpu']}, {machine['cores']} cores, {results['instruction_set']}"
+    fig, (left, right) = figure(
+        2, title=f"Host step over a loop that moves the bytes of fp32 moments ({told})"
+    )
+    shown = [
+        "torch foreach",
+        "deepspeed",
+        "torch fused",
+        YARDSTICK,
+        "zfunc fp32",
+        "zfunc 16bit",
+        "zfunc 8bit",
+    ]
+    for name in shown:
+        color = COLORS[name.removeprefix("zfunc ").split()[0]]
+        style = {"color": color, "linewidth": 1.4, "linestyle": "--" if name == "torch foreach" else "-"}
+        for axes, key, chosen in (
+            (left, "elements", lambda row: row["threads"] == most),
+            (right, "threads", lambda row: row["elements"] == size),
+        ):
+            points = [
+                (row[key], row["times_skeleton"]) for row in rows if row["name"] == name and chosen(row)
+            ]
+            if points:
+                axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=3, label=name, **style)
+    left.set_xscale("log", base=2)
+    left.set(xlabel=f"parameters, {most} threads", ylabel="time over the skeleton's", yscale="log")
+    right.set(xlabel=f"threads, {size >> 20} Mi parameters", yscale="log")
+    sizes = sorted({row["elements"] for row in rows})
+    left.set_xticks(sizes, labels=[f"{n >> 20} Mi" for n in sizes])
+    counts = sorted({row["threads"] for row in rows})
+    right.set_xticks(counts, labels=[str(t) for t in counts])
+    ticks = [0.5, 0.7, 1, 1.5, 2, 3, 5, 8]
+    for axes in (left, right):
+        axes.set_yticks(ticks, labels=[f"{x:g}" for x in ticks])
+        axes.minorticks_off()
+    right.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    save(fig, path)
 
 
 def size(text: str) -> int:
@@ -150,30 +264,47 @@ def size(text: str) -> int:
     return int(text)
 
 
+def thread_counts() -> str:
+    """1, 2, 4 and so on, and all."""
+    most = default_threads()
+    return ",".join(map(str, sorted({*(1 << k for k in range(most.bit_length())), most})))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sizes", default="1Mi,4Mi,16Mi,64Mi", help="elements, comma separated")
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--repeats", type=int, default=11)
-    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
+    parser.add_argument("--sizes", default=SIZES, help=f"elements, comma separated (default: {SIZES})")
+    parser.add_argument("--threads", help="comma separated (default: 1, 2, 4, ... and all)")
+    parser.add_argument("--repeats", type=int, default=11, help="fewer from 64 Mi elements on")
     parser.add_argument("--only", help="comma separated words; contenders without any of them are left out")
+    parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
+    parser.add_argument(
+        "--from", dest="given", metavar="JSON", help="results to show and plot, not to measure"
+    )
+    parser.add_argument("--plot", metavar="SVG", help="draw the results; needs matplotlib")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-
-    kind, results = cpu_adam.instruction_set(), []
-    print(f"{describe()}, {options.threads} threads, {kind}")
-    print(f"{'elements':>10}  {'contender':<30}{'x skeleton':>12}{'from':>8}{'to':>8}")
-    for n in map(size, options.sizes.split(",")):
-        table = contenders(n, options.threads)
-        if options.only:
-            words = ["skeleton", *options.only.split(",")]
-            table = {name: run for name, run in table.items() if any(word in name for word in words)}
-        for row in summary(n, measure(table, options.repeats)):
-            results.append(row)
-            low, high = row["spread"]
-            print(f"{n:>10}  {row['name']:<30}{row['times_skeleton']:>12.2f}{low:>8.2f}{high:>8.2f}")
-    settings = {"threads": options.threads, "repeats": options.repeats, "instruction_set": kind}
-    write(options.json, "adam", {**settings, "rows": results})
+    if options.given:
+        kept = json.loads(Path(options.given).read_text())
+        results, machine = kept["results"], kept["machine"]
+    else:
+        machine, kind = describe(), cpu_adam.instruction_set()
+        print(f"{machine}, {kind}", flush=True)
+        rows = []
+        for threads in map(int, (options.threads or thread_counts()).split(",")):
+            torch.set_num_threads(threads)
+            for n in map(size, options.sizes.split(",")):
+                memory = Memory(n)
+                table = contenders(memory, threads)
+                if options.only:
+                    words = [YARDSTICK, *options.only.split(",")]
+                    table = {name: x for name, x in table.items() if any(word in name for word in words)}
+                repeats = options.repeats if n < 64 << 20 else max(3, options.repeats // 2)
+                rows += summary(n, threads, measure(memory, table, repeats))
+                print(f"measured: {n >> 20} Mi elements on {threads} threads", flush=True)
+        results = {"instruction_set": kind, "repeats": options.repeats, "rows": rows}
+        write(options.json, "adam", results)
+    show(results["rows"])
+    if options.plot:
+        plot(results, machine, options.plot)
 
 
 if __name__ == "__main__":

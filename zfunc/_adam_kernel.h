@@ -311,7 +311,7 @@ ZF_INLINE void zf_touch(char *restrict x, size_t bytes) {
 }
 
 ZF_INLINE void zf_skeleton_block(const zf_skeleton_args *s, size_t at, size_t n) {
-    for (int k = 0; k < 4; k++) zf_touch((char *)s->state[k] + at * s->width[k], n * s->width[k]);
+    for (int k = 0; k < 4 && s->width[k]; k++) zf_touch((char *)s->state[k] + at * s->width[k], n * s->width[k]);
     if (s->out) {
         zf_store(s->out + at, s->in + at, n * sizeof(uint16_t), s->stream);
         return;

@@ -1,0 +1,139 @@
+"""One case: buffers before, and after by the NumPy reference.
+
+The invariant: what a case must give is computed here, from what it begins with and nothing else.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from zfunc.adam_reference import Array, coefficients, reference_update, round_to, to_float32
+from zfunc.compact_reference import (
+    AVG_ADVANCE,
+    AVG_SQ_ADVANCE,
+    BLOCK,
+    Compact,
+    pack,
+    reference_compact_update,
+)
+
+from .stream import Buffer, Case
+
+DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
+DTYPES = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+State = Sequence[Array]  # master, exp_avg, exp_avg_sq: [n] fp32
+
+
+def random_state(n: int, seed: int = 0) -> State:
+    """Weights and moments of usual size."""
+    rng = np.random.default_rng(seed)
+    p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
+    return p, m * np.float32(0.1), rng.random(n, dtype=np.float32)
+
+
+def random_grad(n: int, kind: str, seed: int = 1) -> Array:
+    """A gradient of unit size, of the type `kind`."""
+    return round_to(np.random.default_rng(seed).standard_normal(n).astype(np.float32), kind)
+
+
+def stale(n: int, kind: str) -> Array:
+    """What a buffer that is only written holds before: bits no result has."""
+    return np.full(n * np.dtype(DTYPES[kind]).itemsize, 0xA5, np.uint8).view(DTYPES[kind])
+
+
+# ---- one case --------------------------------------------------------------------------------------
+
+
+def adam_case(
+    state: State | Compact,
+    grad: Array,
+    kind: str,
+    *,
+    moments: str = "fp32",
+    out: str = "none",
+    decay: str = "none",
+    step: int = 3,
+    lr: float = 1e-3,
+    scale: float = 0.3,
+) -> Case:
+    """One Adam step over fp32 or compact state."""
+    n, (weight_decay, decoupled) = grad.size, DECAYS[decay]
+    setting = {
+        "step": step,
+        "lr": lr,
+        "grad_scale": scale,
+        "weight_decay": weight_decay,
+        "decoupled": decoupled,
+    }
+    step_of = fp32_step if moments == "fp32" else compact_step
+    buffers, copy = step_of(state, grad, moments, None if out == "none" else out, setting)
+    copies = () if copy is None else (Buffer("out", stale(n, out), copy),)
+    return Case(
+        f"moments {moments}, grad {kind}, out {out}, decay {decay}, scale {scale}",
+        "adam",
+        n,
+        (*buffers, Buffer("grad", grad, grad), *copies),
+        moments,
+        kind,
+        out,
+        decay,
+        dither=(step * AVG_ADVANCE & 0xFFFFFFFF, step * AVG_SQ_ADVANCE & 0xFFFFFFFF),
+        factors=coefficients(betas=(0.9, 0.999), eps=1e-8, **setting),
+    )
+
+
+Stepped = tuple[list[Buffer], Array | None]
+
+
+def fp32_step(state: State, grad: Array, _: str, out: str | None, setting: dict[str, Any]) -> Stepped:
+    """The buffers of a step over fp32 state, and the copy."""
+    new = reference_update(*state, grad, out=out, **setting)
+    roles = ("master", "exp_avg", "exp_avg_sq")
+    return [Buffer(*each) for each in zip(roles, state, new[:3], strict=True)], new.out
+
+
+def compact_step(
+    state: State | Compact, grad: Array, moments: str, out: str | None, setting: dict
+) -> Stepped:
+    """The buffers of a step over compact state, and the copy; fp32 state is packed first."""
+    with np.errstate(all="ignore"):
+        packed = isinstance(state, Compact)
+        before = state if packed else pack(*state, moments=moments, step=setting["step"] - 1)
+        after, copy = reference_compact_update(before, grad, out=out, **setting)
+    found = []
+    for field, old, new in zip(Compact._fields, before, after, strict=True):
+        if old is not None:
+            role = "master" if field == "high" else field
+            found.append(Buffer(role, old, new, BLOCK if field.endswith("exponent") else 1))
+    return found, copy
+
+
+def sum_case(acc: Array | None, grad: Array, kind: str, *, first: bool) -> Case:
+    """The sum of squares of a gradient, added to `acc` or written to it where there is one."""
+    with np.errstate(all="ignore"):
+        new = to_float32(grad) if acc is None or first else acc + to_float32(grad)
+    name = "without a sum" if acc is None else "first" if first else "next"
+    held = () if acc is None else (Buffer("acc", stale(acc.size, "fp32") if first else acc, new),)
+    buffers = (*held, Buffer("grad", grad, grad))
+    return Case(f"{name}, grad {kind}", "sum", grad.size, buffers, grad=kind, first=first, summed=new)
+
+
+def skeleton_case(n: int, widths: Sequence[int], *, copy: bool) -> Case:
+    """The benchmark's yardstick: state complemented, the gradient copied, or xor-ed into the first of 2 bytes."""
+    grad = random_grad(n, "bf16")
+    buffers = []
+    for role, width in zip(("master", "low", "exp_avg", "exp_avg_sq"), widths, strict=False):
+        before = np.arange(n * width).astype(np.uint8).view(f"u{width}")
+        mixed = role == "master" and not copy
+        buffers.append(Buffer(role, before, ~before ^ grad if mixed else ~before))
+    buffers.append(Buffer("grad", grad, grad))
+    if copy:
+        buffers.append(Buffer("out", stale(n, "bf16"), grad))
+    return Case(f"widths {widths}", "skeleton", n, tuple(buffers))
+
+
+def race() -> Case:
+    """Not a case to pass: all threads write one element."""
+    x = np.zeros(1, np.float32)
+    return Case("on purpose", "race", 1, (Buffer("master", x, x + 2),), threads=2)

@@ -1,0 +1,204 @@
+/* The host kernel as a program of its own, without torch and Python: cases from stdin, buffers to stdout.
+ *
+ * Every buffer is a heap block that ends with its last byte, so a sanitizer sees one byte too far. stream.py
+ * writes the cases and reads the buffers; the structs below are the format, in the byte order of the machine.
+ * `kernel_cases describe` prints what the numbers in a case stand for, the instruction sets this CPU runs among
+ * them: names are declared here or in the kernel, and nowhere else. */
+#include <stdio.h>
+
+#include "_adam_kernel.h"
+
+#define ROLES(each)                                                                                           \
+    each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_exponent) each(exp_avg_sq_exponent)     \
+    each(grad) each(out) each(acc)
+#define AS_ENUM(name) ROLE_##name,
+#define AS_TEXT(name) #name,
+enum { ROLES(AS_ENUM) NUM_ROLES };
+static const char *const roles[] = {ROLES(AS_TEXT)};
+
+typedef struct {
+    uint32_t op, isa, threads, num_buffers, num_calls;
+    int32_t moments, grad_type, out_type, decay_mode, first;
+    uint32_t dither[2];
+    double factor[10]; /* adam_reference.Coefficients, in that order */
+} header;
+
+typedef struct {
+    uint32_t role, width, per, offset; /* `width` bytes for every `per` elements, `offset` bytes into its block */
+    uint64_t bytes;
+} buffer;
+
+typedef struct {
+    uint64_t begin, end; /* elements of one call of the kernel */
+} span;
+
+typedef struct {
+    header h;
+    buffer buffers[NUM_ROLES];
+    char *blocks[NUM_ROLES]; /* of malloc */
+    span *calls;
+} zf_case;
+
+static void stop(const char *why) {
+    fprintf(stderr, "kernel_cases: %s\n", why);
+    exit(3);
+}
+
+/* ---- what a case can ask for ------------------------------------------------------------------------ */
+
+/* Where the element at `begin` of a buffer is; NULL if the case has no such buffer. */
+static void *at(const zf_case *c, uint32_t role, size_t begin) {
+    for (uint32_t i = 0; i < c->h.num_buffers; i++) {
+        const buffer *b = &c->buffers[i];
+        if (b->role == role) return c->blocks[i] + b->offset + begin / b->per * b->width;
+    }
+    return NULL;
+}
+
+static double run_adam(const zf_case *c, size_t begin, size_t n) {
+    const double *f = c->h.factor;
+    zf_adam_args args = {
+        .master = at(c, ROLE_master, begin),
+        .low = at(c, ROLE_low, begin),
+        .exp_avg = at(c, ROLE_exp_avg, begin),
+        .exp_avg_sq = at(c, ROLE_exp_avg_sq, begin),
+        .exp_avg_exponent = at(c, ROLE_exp_avg_exponent, begin),
+        .exp_avg_sq_exponent = at(c, ROLE_exp_avg_sq_exponent, begin),
+        .grad = at(c, ROLE_grad, begin),
+        .out = at(c, ROLE_out, begin),
+        .moments = c->h.moments,
+        .grad_type = c->h.grad_type,
+        .out_type = c->h.out_type,
+        .decay_mode = c->h.decay_mode,
+        .exp_avg_dither = c->h.dither[0],
+        .exp_avg_sq_dither = c->h.dither[1],
+        .grad_scale = (float)f[0],
+        .grad_floor = (float)f[1],
+        .beta1 = (float)f[2],
+        .one_minus_beta1 = (float)f[3],
+        .beta2 = (float)f[4],
+        .one_minus_beta2 = (float)f[5],
+        .step_size = (float)f[6],
+        .inv_sqrt_bias2 = (float)f[7],
+        .eps = (float)f[8],
+        .decay = (float)f[9],
+    };
+    zf_adam(&args, n, (int)c->h.threads, (int)c->h.isa);
+    return 0;
+}
+
+static double run_sum(const zf_case *c, size_t begin, size_t n) {
+    zf_sum_args args = {.acc = at(c, ROLE_acc, begin),
+                        .grad = at(c, ROLE_grad, begin),
+                        .grad_type = c->h.grad_type,
+                        .first = c->h.first};
+    double sum = 0;
+    if (zf_sum(&args, n, (int)c->h.threads, (int)c->h.isa, &sum)) stop("no memory for the partial sums");
+    return sum;
+}
+
+static double run_skeleton(const zf_case *c, size_t begin, size_t n) {
+    const uint32_t state[4] = {ROLE_master, ROLE_low, ROLE_exp_avg, ROLE_exp_avg_sq};
+    zf_skeleton_args args = {.in = at(c, ROLE_grad, begin), .out = at(c, ROLE_out, begin)};
+    int used = 0;
+    for (int k = 0; k < 4; k++)
+        for (uint32_t i = 0; i < c->h.num_buffers; i++)
+            if (c->buffers[i].role == state[k]) {
+                args.state[used] = at(c, state[k], begin);
+                args.width[used++] = c->buffers[i].width;
+            }
+    zf_skeleton(&args, n, (int)c->h.threads, (int)c->h.isa);
+    return 0;
+}
+
+/* Not the kernel: every thread writes one element, which a thread sanitizer that works has to report. */
+static double run_race(const zf_case *c, size_t begin, size_t n) {
+    float *x = at(c, ROLE_master, begin);
+    (void)n;
+#ifdef _OPENMP
+#pragma omp parallel num_threads(c->h.threads)
+#endif
+    x[0] += 1;
+    return 0;
+}
+
+static const struct {
+    const char *name;
+    double (*run)(const zf_case *, size_t begin, size_t n); /* a sum, or 0 */
+} ops[] = {{"adam", run_adam}, {"sum", run_sum}, {"skeleton", run_skeleton}, {"race", run_race}};
+
+enum { NUM_OPS = sizeof ops / sizeof *ops };
+
+static void describe(void) {
+    static const char *const sets[] = {"baseline", "avx2", "avx512"};
+    for (int i = 0; i < ZF_NUM_ISA; i++)
+        if (zf_supports(i)) printf("isa %s %d\n", sets[i], i);
+    for (int i = 0; i < NUM_ROLES; i++) printf("role %s %d\n", roles[i], i);
+    for (int i = 0; i < NUM_OPS; i++) printf("op %s %d\n", ops[i].name, i);
+    printf("type none %d\ntype fp32 %d\ntype bf16 %d\ntype fp16 %d\n", ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16);
+    printf("decay none %d\ndecay decoupled %d\ndecay l2 %d\n", ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2);
+    printf("moments fp32 %d\nmoments 16bit %d\n", ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT);
+    printf("moments 8bit %d\n", ZF_MOMENTS_8BIT);
+}
+
+/* ---- the stream ------------------------------------------------------------------------------------- */
+
+static void take(void *to, size_t bytes) {
+    if (fread(to, 1, bytes, stdin) != bytes) stop("the input ended inside a case");
+}
+
+static void give(const void *from, size_t bytes) {
+    if (fwrite(from, 1, bytes, stdout) != bytes) stop("the output could not be written");
+}
+
+static void *allocate(size_t bytes) {
+    void *block = malloc(bytes);
+    if (!block && bytes) stop("no memory for the buffers");
+    return block;
+}
+
+/* 0 at the end of the input. */
+static int next_case(zf_case *c) {
+    size_t got = fread(&c->h, 1, sizeof c->h, stdin);
+    if (!got) return 0;
+    if (got != sizeof c->h) stop("the input ended inside a case");
+    if (c->h.op >= NUM_OPS || c->h.num_buffers > NUM_ROLES) stop("this is not a case");
+    if (c->h.isa >= ZF_NUM_ISA || !zf_supports((int)c->h.isa)) stop("this CPU does not run that instruction set");
+    for (uint32_t i = 0; i < c->h.num_buffers; i++) {
+        buffer *b = &c->buffers[i];
+        take(b, sizeof *b);
+        c->blocks[i] = allocate(b->offset + b->bytes);
+        take(c->blocks[i] + b->offset, b->bytes);
+    }
+    c->calls = allocate(c->h.num_calls * sizeof *c->calls);
+    take(c->calls, c->h.num_calls * sizeof *c->calls);
+    return 1;
+}
+
+/* All buffers as they are now, after the sum of each call; freed. */
+static void finish_case(zf_case *c) {
+    for (uint32_t i = 0; i < c->h.num_buffers; i++) {
+        give(c->blocks[i] + c->buffers[i].offset, c->buffers[i].bytes);
+        free(c->blocks[i]);
+    }
+    free(c->calls);
+    fflush(stdout); /* a sanitizer that ends the next case leaves this one readable */
+}
+
+int main(int count, char **words) {
+    zf_case c;
+    if (count == 2 && !strcmp(words[1], "describe")) {
+        describe();
+        return 0;
+    }
+    if (count != 1) stop("usage: kernel_cases < cases > buffers, or kernel_cases describe");
+    while (next_case(&c)) {
+        for (uint32_t i = 0; i < c.h.num_calls; i++) {
+            span call = c.calls[i];
+            double sum = ops[c.h.op].run(&c, call.begin, call.end - call.begin);
+            give(&sum, sizeof sum);
+        }
+        finish_case(&c);
+    }
+    return 0;
+}

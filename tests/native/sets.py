@@ -1,0 +1,142 @@
+"""The sets of cases: sizes, types, instruction sets, threads, parts, placements and special values.
+
+The invariant: how a case is run (instruction set, threads, parts, placement) is varied around a result that was
+computed once, because it may not change a bit.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+
+from zfunc.adam_reference import Array, round_to
+from zfunc.compact_reference import BLOCK, Compact, split
+
+from .cases import DECAYS, DTYPES, adam_case, random_grad, random_state, skeleton_case, sum_case
+from .stream import Case
+
+MOMENTS, TYPES, OUTS = ("fp32", "16bit", "8bit"), ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
+SIZES = (0, 1, 15, 55, 64, 127, 128, 129, 4097)
+EXTREMES = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 2.0**-56, 2.0**-57)
+EXTREMES += (2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25)
+
+
+def on(isas: Iterable[str], cases: Iterable[Case]) -> Iterator[Case]:
+    """Every case on every instruction set."""
+    return (case._replace(isa=isa) for case, isa in itertools.product(cases, isas))
+
+
+def types(sizes: Sequence[int]) -> Iterator[Case]:
+    """Every type of gradient, copy and state with every decay; sizes in turn, so that all meet most."""
+    kinds = itertools.product(MOMENTS, TYPES, OUTS, DECAYS)
+    for i, (moments, grad, out, decay) in enumerate(kinds):
+        for n in (sizes[i % len(sizes)], sizes[(i // 3 + 4) % len(sizes)]):
+            state, values = random_state(n, i), random_grad(n, grad, i)
+            yield adam_case(state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3)
+
+
+def every_size(sizes: Sequence[int]) -> Iterator[Case]:
+    """Every size with every kind of state, moved off its alignment as well."""
+    for n, moments, offset in itertools.product(sizes, MOMENTS, (0, 1, 3, 7)):
+        kind, out, decay = TYPES[n % 3], OUTS[(n + offset) % 4], list(DECAYS)[offset % 3]
+        case = adam_case(random_state(n), random_grad(n, kind), kind, moments=moments, out=out, decay=decay)
+        yield case._replace(offset=offset)
+
+
+def shared(n: int, moments: Sequence[str] = MOMENTS) -> Iterator[Case]:
+    """Sizes that several threads work on, whole and in parts; from 262144 on the copy bypasses the caches."""
+    ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
+    for kind, state in itertools.product(TYPES, moments):
+        case = adam_case(
+            random_state(n), random_grad(n, kind), kind, moments=state, out=kind, decay="decoupled"
+        )
+        yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways)
+    for case in sums([n], TYPES):
+        yield from (case._replace(threads=threads, cuts=cuts) for threads, cuts in ways[1:])
+    yield skeleton_case(n, (4, 4, 4), copy=True)._replace(threads=3)
+
+
+def sums(sizes: Iterable[int], kinds: Sequence[str]) -> Iterator[Case]:
+    """Accumulation: the first time, the next, and sums of squares alone."""
+    for n, kind in itertools.product(sizes, kinds):
+        grad, acc = random_grad(n, kind), random_state(n)[0]
+        for held, first in ((acc, True), (acc, False), (None, False)):
+            yield sum_case(held, grad, kind, first=first)
+
+
+def skeletons(sizes: Iterable[int]) -> Iterator[Case]:
+    """The yardstick for each kind of state."""
+    for n in sizes:
+        yield skeleton_case(n, (4, 4, 4), copy=True)
+        yield from (skeleton_case(n, widths, copy=False) for widths in ((2, 2, 2, 2), (2, 2, 1, 1)))
+
+
+def special(scales: Sequence[float]) -> Iterator[Case]:
+    """Infinities, NaN, denormals, the floors and the largest values meet, in every kind of state."""
+    some = (0.0, 1.0, math.inf, math.nan, 2.0**-100, 2.0**-120, 1e-40)
+    rows = np.array(list(itertools.product(EXTREMES, some, some, EXTREMES)), np.float32)
+    rows = np.random.default_rng(0).permutation(rows)  # else a block of 64 would hold one exponent
+    p, m, v, g = rows.T.copy()
+    for i, (scale, decay, moments) in enumerate(itertools.product(scales, DECAYS, MOMENTS)):
+        kind, out = TYPES[(i + i // 9) % 3], OUTS[1 + (i // 3 + i) % 3]
+        with np.errstate(all="ignore"):
+            grad = round_to(g, kind)
+            yield adam_case((p, m, v), grad, kind, moments=moments, out=out, decay=decay, scale=scale)
+            yield adam_case((p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale)
+
+
+def small(*moments: Array) -> list[Array]:
+    """The same moments with what is not finite gone: an 8-bit block with one such element has no other."""
+    return [np.nan_to_num(x, nan=2.0**-110, posinf=2.0**-90, neginf=-3.0) for x in moments]
+
+
+def conversions() -> Iterator[Case]:
+    """All 16-bit values widen; every exponent, tie and neighbour of a tie rounds."""
+    every = np.arange(1 << 16, dtype=np.uint16)
+    for kind in ("bf16", "fp16"):
+        yield sum_case(np.zeros(every.size, np.float32), every.view(DTYPES[kind]), kind, first=True)
+    lows = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
+    x = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | np.array(lows, np.uint32)).reshape(-1)
+    p, zero = x.view(np.float32), np.zeros(x.size, np.float32)
+    for out, moments in (("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "16bit")):
+        with np.errstate(all="ignore"):  # with a zero gradient and learning rate the weights stay
+            yield adam_case((p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0)
+
+
+def codes() -> Iterator[Case]:
+    """Every code of both 8-bit formats under many exponents, one of them that of a block that is not finite."""
+    exponents = np.array([45, 46, 60, 100, 127, 200, 254, 255], np.uint8)
+    code = np.arange(256, dtype=np.uint8)
+    every, blocks = np.tile(code, exponents.size), exponents.repeat(code.size // BLOCK)
+    high, low = split(np.ones(every.size, np.float32))
+    state = Compact(high, low, every, every, blocks, blocks)
+    yield adam_case(state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
+
+
+def full(isas: Sequence[str]) -> Iterator[Case]:
+    """Everything."""
+    yield from on(isas, itertools.chain(types(SIZES), every_size(SIZES)))
+    yield from on(isas, itertools.chain(sums((*SIZES, 16_384, 16_385), TYPES), skeletons(SIZES)))
+    yield from on(isas, itertools.chain(shared(32_768 + 3), special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80))))
+    yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
+
+
+def reduced(isas: Sequence[str]) -> Iterator[Case]:
+    """Every kind once, in a second or two."""
+    yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
+    yield from on(isas, itertools.chain(sums((0, 55, 16_385), TYPES), skeletons((1, 129)), special((-0.5,))))
+    yield from on(isas, conversions())
+    yield from threads(isas[-1:])
+
+
+def threads(isas: Sequence[str]) -> Iterator[Case]:
+    """What several threads work on."""
+    yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
+
+
+SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {
+    "full": full,
+    "reduced": reduced,
+    "threads": threads,
+}
