@@ -4,7 +4,7 @@ A run is determined by its settings, so the curves of a seed start from the same
 The job is that of `zfunc train`: the sources of Python's standard library as bytes, a GPT of 4 x 128.
 
     python -m benchmarks.moments --steps 2000 --seeds 0,1,2 --json benchmarks/results
-    python -m benchmarks.moments --plot docs/moments.svg --from benchmarks/results/moments-....json
+    python -m benchmarks.moments --from benchmarks/results/moments-....json --plot docs/moments.svg
 """
 
 import argparse
@@ -47,17 +47,15 @@ def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Final held-out loss against fp32 moments of the same seed, and the mean over the seeds."""
     final = {(x["moments"], x["seed"]): x["held_out"][-1][1] for x in runs}
-    seeds = sorted({seed for _, seed in final})
+    seeds = sorted(seed for moments, seed in final if moments == "fp32")
+    exact = [final["fp32", seed] for seed in seeds]
     rows = []
     for moments in BUFFERS:
         values = [final[moments, seed] for seed in seeds if (moments, seed) in final]
-        if len(values) == len(seeds):
-            exact = [final["fp32", seed] for seed in seeds]
+        if values and len(values) == len(seeds):
             each = [a / b - 1 for a, b in zip(values, exact, strict=True)]
-            rows.append(
-                {"moments": moments, "held_out": values, "mean": fmean(values), "over_fp32": fmean(each),
-                 "each_over_fp32": each}
-            )  # fmt: skip
+            row = {"moments": moments, "held_out": values, "mean": fmean(values), "each_over_fp32": each}
+            rows.append({**row, "over_fp32": fmean(each)})
     return rows
 
 
@@ -106,7 +104,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.given:
-        runs = json.loads(Path(options.given).read_text())["results"]["runs"]
+        runs = [x for path in options.given for x in json.loads(Path(path).read_text())["results"]["runs"]]
     else:
         print(describe())
         runs = []

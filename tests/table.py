@@ -114,6 +114,8 @@ JOBS: dict[str, Job] = {
     "small buckets": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": job([[Parameter("w", (2, 2))]], micro_batches=2),
     "16 bits": job(TIED_NEXT, moments="16bit", send_high_half=True, host_slots=1),
+    "stage 1": job(TIED, stage=1, micro_batches=2, world=2, barrier=True),
+    "stage 1, spanning": job(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": job(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
 }
 
@@ -189,6 +191,7 @@ def jobs(draw: st.DrawFn) -> Job:
         grad_slots=draw(st.integers(1, 3)),
         host_slots=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from([2, 4])),
+        stage=draw(st.sampled_from([1, 2])),
         **draw(st.sampled_from(MOMENTS)),
     )
 

@@ -1,7 +1,6 @@
 """Adam on the host: the kernel is the NumPy reference to the bit, and the reference is Adam."""
 
 import itertools
-import logging
 import math
 import threading
 import time
@@ -19,7 +18,6 @@ from zfunc.adam import AdamW, matrices_only
 from zfunc.adam_reference import coefficients, reference_square_sum, reference_update, round_to, to_float32
 from zfunc.kernel import cpu_adam as kernel
 from zfunc.sweeps import accumulate_, adam_update_, square_sum
-from zfunc.threads import default_threads
 
 ISAS = range(len(kernel.instruction_sets()))
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -427,47 +425,6 @@ def test_one_openmp_runtime():
     paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
     runtimes = {path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
     assert len(runtimes) == 1
-
-
-def test_default_threads(monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="zfunc")
-    monkeypatch.setattr(zfunc.threads, "_physical_cores", lambda _: 8)
-    monkeypatch.setattr(zfunc.threads, "_cpu_quota", lambda: 6.5)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for ranks, expected in (("1", 6), ("2", 3), ("16", 1)):
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert default_threads.__wrapped__() == expected
-    assert "6 threads: 8 physical cores" in caplog.text
-
-
-def test_hyperthreads_are_one_core(tmp_path):
-    for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
-        topology = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
-        topology.mkdir(parents=True)
-        (topology / "thread_siblings_list").write_text(siblings + "\n")
-    assert zfunc.threads._physical_cores(range(4), tmp_path) == 2
-    assert zfunc.threads._physical_cores([0, 1, 9], tmp_path) == 3  # an unknown CPU is a core of its own
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "expected"),
-    [
-        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "150000 100000"}, 1.5),
-        ("0::/", {"cpu.max": "300000 100000"}, 3.0),
-        ("3:cpu,cpuacct:/x", {"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
-        ("3:cpu:/x", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
-        ("5:memory:/x", {}, math.inf),
-    ],
-)
-def test_cgroup_quota(tmp_path, cgroup, files, expected):
-    for name, text in {
-        "proc/self/cgroup": cgroup,
-        **{f"sys/fs/cgroup/{k}": v for k, v in files.items()},
-    }.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    assert zfunc.threads._cpu_quota(tmp_path) == expected
 
 
 def test_too_many_threads_are_clamped_and_logged_once(caplog):

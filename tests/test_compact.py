@@ -16,6 +16,7 @@ from zfunc.compact_reference import (
     AVG_SQ_ADVANCE,
     AVG_SQ_CODE,
     BLOCK,
+    MANTISSA_BITS,
     Compact,
     dither,
     join,
@@ -126,9 +127,11 @@ def test_codes_are_evenly_spaced_in_each_binade_and_ordered(name):
         np.arange(most, dtype=np.uint8), np.full(most // BLOCK, 127 - code.lowest, np.uint8), code
     )
     assert values[0] == 0
-    assert values[-1] == 1.875  # the block's binade is that of 1
+    assert values[-1] == 1.9375  # the block's binade is that of 1
     assert (np.diff(values) > 0).all()
-    assert np.diff(np.diff(values)[: 2 * 8]).max() == 0  # subnormals reach down at the spacing above them
+    assert (
+        np.diff(np.diff(values)[: 2 << MANTISSA_BITS]).max() == 0
+    )  # subnormals reach down at the spacing above them
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -153,14 +156,16 @@ def test_codes_of_anything(name, values, step):
     got = unpack_codes(codes, exponent, code)
     for start in range(0, x.size, BLOCK):
         block, out = x[start : start + BLOCK], got[start : start + BLOCK]
-        if not (np.abs(block) <= 1.875 * 2.0**127).all():
+        if not (np.abs(block) <= 1.9375 * 2.0**127).all():
             assert np.isnan(out).all()
             continue
         assert np.isfinite(out).all()
         largest = max(np.abs(block).max(), 2.0 ** (code.lowest - 127))
-        smallest = 2.0 ** (1 - (1 << code.exponent_bits)) * largest  # half a unit of the subnormals, or more
+        smallest = (
+            2.0 ** (2 - (1 << code.exponent_bits) - MANTISSA_BITS) * largest
+        )  # the unit of the subnormals, or more
         size = np.abs(block).astype(np.float64)
-        assert (np.abs(out - block) <= np.maximum(size / 8, 2 * smallest)).all()
+        assert (np.abs(out - block) <= np.maximum(size / (1 << MANTISSA_BITS), 1.1 * smallest)).all()
         assert (np.sign(out) * np.sign(block) >= 0).all()
         if not code.signed:
             assert ((out > 0) == (block > 0)).all()
@@ -217,8 +222,8 @@ def test_moments_track_those_in_fp32(moments):
         state, _ = reference_compact_update(state, grad, step=step, lr=1e-3)
         errors.append(np.sqrt(unpack(state)[2].astype(np.float64)) / np.sqrt(exact[2]) - 1)
     late = np.array(errors[steps // 2 :])
-    assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.02}[moments]
-    assert late.std() < {"16bit": 0.01, "8bit": 0.12}[moments]
+    assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.03}[moments]
+    assert late.std() < {"16bit": 0.01, "8bit": 0.16}[moments]
     moved = np.abs(exact[0]).mean()
     assert np.abs(unpack(state)[0] - exact[0]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
 

@@ -13,9 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
-    {"layout", "graph", "errors", "lr"},
-    {"moments", "loss_scale"},
-    {"emit"},
+    {"layout", "graph", "errors", "lr", "topology"},
+    {"moments", "loss_scale", "placement"},
+    {"emit", "pages", "threads"},
     {"recipes"},
     {"plan", "timeline"},
     {"verify", "simulate", "memory", "draw"},
@@ -24,11 +24,11 @@ TORCH_FREE = (
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
-    {"adam_reference", "threads", "_cpu_adam"},
+    {"adam_reference", "teams", "ranks", "_cpu_adam"},
     {"compact_reference", "kernel", "resources"},
     {"checks", "compact"},
     {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
-    {"stages", "execute"},
+    {"stages", "execute", "bandwidth", "weights"},
     {"program"},
     {"compiling"},
     {"step"},
@@ -38,7 +38,9 @@ WITH_TORCH = (
     {"sketch", "train"},
     {"runs"},
     {"console"},
-    {"panel"},
+    {"panel", "machine"},
+    {"devices"},
+    {"doctor"},
     {"cli"},
     {"__main__"},
 )

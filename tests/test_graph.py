@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from table import JOBS, RECIPES, every_graph, graph_of, graphs, jobs
@@ -106,7 +107,11 @@ def test_an_operation_finds_its_regions_by_buffer() -> None:
 
 # --- laws of every recipe --------------------------------------------------------------------------------
 
-of_any_job = given(st.sampled_from([*RECIPES.values()]), st.one_of(jobs(), st.sampled_from([*JOBS.values()])))
+any_job = st.one_of(jobs(), st.sampled_from([*JOBS.values()]))
+of_any_job = given(st.sampled_from([*RECIPES.values()]), any_job)
+of_any_job_of_stage_2 = given(
+    st.sampled_from([*RECIPES.values()]), any_job.map(lambda job: evolve(job, stage=2))
+)
 
 
 @every_graph
@@ -121,16 +126,17 @@ def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, n
 def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe: Recipe, job: Job) -> None:
     ops = list(recipe(job))
     arrived = Counter(op.index[1] for op in ops if op.verb == "to_host")
-    packed = Counter(op.index[:2] for op in ops if op.verb == "pack")
+    packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
     for b in job.layout.buckets:
-        assert arrived[b.index] == job.micro_batches * len(b.deliveries) == job.num_deliveries(b)
+        due = 1 if job.stage == 1 else job.micro_batches * len(b.deliveries)
+        assert arrived[b.index] == due == job.num_deliveries(b)
         for m in range(job.micro_batches):
             assert packed[m, b.index] == sum(map(len, b.deliveries))
     for verb in ("adam", "to_device", *(["all_gather"] if job.world > 1 else [])):
         assert sorted(op.index[0] for op in ops if op.verb == verb) == [b.index for b in job.layout.buckets]
 
 
-@of_any_job
+@of_any_job_of_stage_2
 def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: Job) -> None:
     """Nothing else can see this: the slot is kept, so a lost gradient would be no race."""
     holds: dict[Region, tuple[int, ...]] = {}
@@ -153,6 +159,27 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
                 assert holds.pop(slot) == (m, b)
                 assert tuple(filled.pop(slot)) == job.layout.buckets[b].deliveries[d]
     assert not holds
+
+
+@given(st.sampled_from([*RECIPES.values()]), any_job.map(lambda job: evolve(job, stage=1)))
+def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(recipe: Recipe, job: Job) -> None:
+    added: dict[Region, list[tuple[int, int]]] = {}
+    for op in recipe(job):
+        if op.verb in ("pack", "add"):
+            m, b, s = op.index
+            slot = op.write("grad_slot")
+            assert slot.index == (b,)
+            assert (slot in op.reads) == (slot in added), (
+                f"{op.name} overwrites what was added, or adds to nothing"
+            )
+            added.setdefault(slot, []).append((m, s))
+        elif op.verb == "to_host":
+            slot = op.read("grad_slot")
+            groups = job.layout.buckets[slot.index[0]].deliveries
+            assert added.pop(slot) == [
+                (m, s) for m in range(job.micro_batches) for group in groups for s in group
+            ]
+    assert not added
 
 
 @of_any_job
@@ -185,14 +212,14 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: J
 def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> None:
     regions = Graph(tuple(recipe(job))).regions
     for buffer, most in (
-        ("grad_slot", job.grad_slots),
+        ("grad_slot", len(job.layout.buckets) if job.stage == 1 else job.grad_slots),
         ("host_slot", job.host_slots),
         ("param_slot", job.host_slots),
     ):
         assert {r.index for r in regions if r.buffer == buffer} <= {(n,) for n in range(most)}
 
 
-@of_any_job
+@of_any_job_of_stage_2
 def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
     used = [op.read("grad_slot").index for op in recipe(job) if op.verb == "to_host"]
     assert used == [(n % job.grad_slots,) for n in range(len(used))]
@@ -220,7 +247,9 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(recipe: 
         assert set(adam.writes) & set(back.reads)
         assert adam.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
         assert back.write("params").index == (b,)
-    losses = [r.index for r in ops["decide"].reads if r.buffer == "loss"]
+    if job.world > 1:
+        assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
+    losses = [r.index for r in ops["mean_loss" if job.world > 1 else "decide"].reads if r.buffer == "loss"]
     assert losses == [(m,) for m in range(job.micro_batches)]
     assert ops["decide"].touches("norm") == job.barrier
 

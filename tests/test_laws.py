@@ -36,6 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "moments": "8bit",
     },
     "bf16, moments in 16 bits": {"precision": "bf16", "moments": "16bit"},
+    "stage 1, fp32 in 2, clipped": {"precision": "fp32", "stage": 1, "micro_batches": 2, "clip_norm": 0.5},
     "bf16 in 3, clipped, small buckets": {
         "precision": "bf16",
         "micro_batches": 3,

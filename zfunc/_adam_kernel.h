@@ -260,7 +260,7 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
         for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_16bit_block(a, &d, at, ZF_BLOCK, isa);
         if (at < end) zf_16bit_block(a, &d, at, end - at, isa);
     } else {
-        zf_spread(&d, a, 32 - ZF_MANTISSA);
+        zf_spread(&d, a, 32 - ZF_CUT);
         for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_8bit_block(a, &d, at, ZF_BLOCK, isa);
         if (at < end) zf_8bit_block(a, &d, at, end - at, isa);
     }
@@ -377,10 +377,10 @@ static int zf_supports(int isa) {
 
 /* ---- threads -------------------------------------------------------------------------------------- */
 
-/* A static partition into whole units. A team smaller than asked for still covers everything. */
+/* A static partition into whole units. A team smaller than asked for still covers everything; of a larger one some
+ * have nothing to do, because a team that changes its size loses threads and where they were bound. */
 static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int threads) {
     size_t units = (n + unit - 1) / unit;
-    if ((size_t)threads > units) threads = (int)units;
     if (threads <= 1 || n < ZF_FORK_MIN) {
         range(args, 0, n);
         return;

@@ -105,13 +105,14 @@ ZF_INLINE void zf_narrow_fp16(uint16_t *restrict h, const float *restrict p, siz
 /* ---- compact state: compact_reference.py ------------------------------------------------------------ */
 
 #define ZF_SHARED 64          /* elements that share an exponent, and the period of the dither */
-#define ZF_MANTISSA 20        /* bits of a float below the three that a code keeps */
 #define ZF_SPREAD 0x9e3779b9u /* dither from an element to the next */
 #define ZF_NOT_FINITE 255     /* stored as the exponent of a block with an inf or a NaN in it */
 
 /* The two 8-bit codes as constants of inlined calls: exponent bits, sign, the lowest exponent of a block. */
-#define ZF_AVG_CODE 4, 1, 45
-#define ZF_AVG_SQ_CODE 5, 0, 41
+#define ZF_AVG_CODE 3, 1, 38
+#define ZF_AVG_SQ_CODE 4, 0, 26
+#define ZF_MANTISSA_BITS 4
+#define ZF_CUT (23 - ZF_MANTISSA_BITS) /* bits of a float below those that a code keeps */
 
 ZF_INLINE void zf_join(float *restrict p, const uint16_t *restrict high, const int16_t *restrict low, size_t n) {
     for (size_t i = 0; i < n; i++) p[i] = zf_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]);
@@ -142,11 +143,11 @@ ZF_INLINE void zf_pack_bf16(uint16_t *restrict h, const float *restrict x, size_
  * the linear scale lies above the logarithmic one when packing, and beneath it when unpacking. */
 ZF_INLINE void zf_unpack_codes(float *restrict x, const uint8_t *restrict code, uint8_t stored, size_t n,
                                int exponent_bits, int has_sign, int lowest) {
-    const uint32_t top = (1u << exponent_bits) - 1, most = top * 8 + 7;
+    const uint32_t top = (1u << exponent_bits) - 1, most = ((top + 1) << ZF_MANTISSA_BITS) - 1;
     const uint32_t normal = (stored + (uint32_t)lowest - top + 1) << 23;
     for (size_t i = 0; i < n; i++) {
         uint32_t c = has_sign ? (uint32_t)(int8_t)code[i] : code[i];
-        uint32_t shifted = ((c & most) << ZF_MANTISSA) + normal;
+        uint32_t shifted = ((c & most) << ZF_CUT) + normal;
         int32_t linear = (int32_t)zf_bits(zf_float(shifted) - zf_float(normal));
         int32_t size = (int32_t)(shifted - (1u << 23));
         size = linear < size ? linear : size;
@@ -156,7 +157,7 @@ ZF_INLINE void zf_unpack_codes(float *restrict x, const uint8_t *restrict code, 
         for (size_t i = 0; i < n; i++) x[i] = zf_float(0x7fc00000);
 }
 
-/* Returns the stored exponent: of the largest after rounding up to three mantissa bits, so no code overflows. */
+/* Returns the stored exponent: of the largest after rounding up to what a code keeps, so no code overflows. */
 ZF_INLINE uint8_t zf_pack_codes(uint8_t *restrict code, const float *restrict x, size_t n,
                                  const uint32_t *restrict dither, int exponent_bits, int has_sign, int lowest) {
     const uint32_t top = (1u << exponent_bits) - 1;
@@ -165,7 +166,7 @@ ZF_INLINE uint8_t zf_pack_codes(uint8_t *restrict code, const float *restrict x,
         int32_t size = (int32_t)(zf_bits(x[i]) & 0x7fffffff);
         largest = size > largest ? size : largest;
     }
-    uint32_t exponent = ((uint32_t)largest + ((1u << ZF_MANTISSA) - 1)) >> 23;
+    uint32_t exponent = ((uint32_t)largest + ((1u << ZF_CUT) - 1)) >> 23;
     if (exponent < (uint32_t)lowest) exponent = (uint32_t)lowest;
     if (exponent >= 255) {
         memset(code, 0, n);
@@ -177,7 +178,7 @@ ZF_INLINE uint8_t zf_pack_codes(uint8_t *restrict code, const float *restrict x,
         int32_t linear = (int32_t)(zf_bits(zf_float((uint32_t)size) + zf_float(normal)) - normal);
         int32_t units = size - (int32_t)(normal - (1u << 23));
         units = linear > units ? linear : units;
-        int32_t q = (int32_t)(((uint32_t)units + dither[i]) >> ZF_MANTISSA), nonzero = size < 1 ? size : 1;
+        int32_t q = (int32_t)(((uint32_t)units + dither[i]) >> ZF_CUT), nonzero = size < 1 ? size : 1;
         if (has_sign) q |= (int32_t)(zf_bits(x[i]) >> 24 & 0x80);
         else q = q > nonzero ? q : nonzero;
         code[i] = (uint8_t)q;

@@ -1,8 +1,8 @@
 """The command `zfunc`: arguments in, exit code out.
 
 Exit codes: 0 for what was done as asked, also for a training that Ctrl-C ended after a whole step, with
-evaluation, summary and sample; 1 for a failure while training; 2 for arguments, data or a machine that will not
-do; 130 for a second Ctrl-C, which stops at once.
+evaluation, summary and sample; 1 for a failure while training, or where `zfunc doctor` finds something wrong; 2 for
+arguments, data or a machine that will not do; 130 for a second Ctrl-C, which stops at once.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or DONE)
     try:
-        args.run(args)
+        return args.run(args) or DONE
     except KeyboardInterrupt:
         return _complain(args, "stopped at once", STOPPED)
     except BrokenPipeError:  # who read the output has left
@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(args, str(error), REFUSED)
     except Exception as error:
         return _complain(args, f"{type(error).__name__}: {error}", FAILED)
-    return DONE
 
 
 def train(args: argparse.Namespace) -> None:
@@ -130,6 +129,15 @@ def draw(args: argparse.Namespace) -> None:
         print(f"written: {path}")
 
 
+def doctor(args: argparse.Namespace) -> int:
+    """`zfunc doctor`."""
+    from zfunc.doctor import examine, show, well
+
+    checks = examine()
+    show(checks, as_json=args.json)
+    return DONE if well(checks) else FAILED
+
+
 def train_settings(args: argparse.Namespace) -> Settings:
     """The settings of the arguments. Who gives only one of steps and seconds wants no bound by the other."""
     given = _given(args, Settings)
@@ -165,6 +173,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     texts = {
         "train": "train a GPT, by default of bytes on the sources of Python's standard library",
         "draw": "draw one step as it would run under a schedule; needs no GPU",
+        "doctor": "say what this machine has for a step, what it reaches, and what is wrong",
     }
     made = {
         name: commands.add_parser(
@@ -179,7 +188,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     }
     _add(made["train"], Settings, TRAIN)
     _add(made["draw"], Sketch, DRAW)
-    for name, run in (("train", train), ("draw", draw)):
+    made["doctor"].add_argument("--json", action="store_true", help="as one JSON object, for programs")
+    made["doctor"].epilog = "Exit codes: 0 nothing is wrong, 1 something is."
+    for name, run in (("train", train), ("draw", draw), ("doctor", doctor)):
         made[name].set_defaults(run=run, prog=made[name].prog)
         made[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
     made["train"].epilog = (

@@ -4,12 +4,15 @@ The invariant: these types only say what the bytes are. What they mean is in com
 goes through it; the kernel updates them in place.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from attrs import frozen
 from torch import Tensor
 
 from zfunc.compact_reference import BLOCK, join, split
+from zfunc.moments import HIGH_HALF
 
 
 @frozen(eq=False)
@@ -47,3 +50,18 @@ class Codes:
     def zeros(cls, n: int) -> "Codes":
         """The moment before the first step."""
         return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.uint8))
+
+
+def optimizer_state(
+    kept: Mapping[str, Tensor], start: int, stop: int
+) -> tuple[Tensor | SplitMaster, Tensor | Codes, Tensor | Codes]:
+    """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
+    part = slice(start, stop)
+    if "master" in kept:
+        return kept["master"][part], kept["exp_avg"][part], kept["exp_avg_sq"][part]
+    master = SplitMaster(kept[HIGH_HALF][part], kept["master_low"][part])
+    if "exp_avg_exponent" not in kept:
+        return master, kept["exp_avg"][part], kept["exp_avg_sq"][part]
+    blocks = slice(start // BLOCK, -(-stop // BLOCK))
+    first, second = (Codes(kept[x][part], kept[f"{x}_exponent"][blocks]) for x in ("exp_avg", "exp_avg_sq"))
+    return master, first, second

@@ -9,8 +9,8 @@ Three formats, each over blocks of 64 consecutive elements counted from the star
 
 - the split master: the weight's bfloat16 (the copy that goes to the device) and the 16 bits it lacks; exact.
 - bfloat16 moments.
-- 8-bit moments: a code each and an exponent for the block. A code is a float of 3 mantissa bits, subnormals
-  included, whose largest binade is the block's: sign and 4 exponent bits for exp_avg, 5 exponent bits for
+- 8-bit moments: a code each and an exponent for the block. A code is a float of 4 mantissa bits, subnormals
+  included, whose largest binade is the block's: sign and 3 exponent bits for exp_avg, 4 exponent bits for
   exp_avg_sq, whose values span twice as many binades. There a value above 0 never becomes 0: it divides.
 
 Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
@@ -33,14 +33,15 @@ from numpy.typing import NDArray
 from zfunc.adam_reference import Array, reference_update
 
 BLOCK = 64  # elements that share an exponent, and the period of the dither
-MANTISSA = 20  # bits of a float32 below the three that a code keeps
+MANTISSA_BITS = 4  # that a code keeps
+CUT = 23 - MANTISSA_BITS  # bits of a float32 below them
 SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio
 AVG_ADVANCE, AVG_SQ_ADVANCE = (
     0xC13FA9A9,
     0x91E10DA5,
 )  # from a step to the next: 2^32 / rho, 2^32 / rho^2, rho^3 = rho + 1
 NOT_FINITE = (
-    255  # stored as the exponent where an element is inf, NaN or above 1.875 * 2^127: all are NaN then
+    255  # stored as the exponent where an element is inf, NaN or above 1.9375 * 2^127: all are NaN then
 )
 
 
@@ -56,7 +57,7 @@ class Code(NamedTuple):
     lowest: int
 
 
-AVG_CODE, AVG_SQ_CODE = Code(4, True, 45), Code(5, False, 41)
+AVG_CODE, AVG_SQ_CODE = Code(3, True, 38), Code(4, False, 26)
 
 
 class Compact(NamedTuple):
@@ -105,15 +106,15 @@ def pack_codes(x: Array, dither: Array, code: Code) -> tuple[Array, Array]:
     """Round float32 x [n] to codes [n] and the stored exponents [ceil(n / 64)] of their blocks, both uint8."""
     size = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
     largest = np.pad(size, (0, -x.size % BLOCK)).reshape(-1, BLOCK).max(axis=1, initial=0)
-    # After rounding up to three mantissa bits, so no code overflows. What is that close to inf counts as inf.
-    exponent = np.maximum((largest + np.uint32((1 << MANTISSA) - 1)) >> np.uint32(23), np.uint32(code.lowest))
+    # After rounding up to what a code keeps, so no code overflows. What is that close to inf counts as inf.
+    exponent = np.maximum((largest + np.uint32((1 << CUT) - 1)) >> np.uint32(23), np.uint32(code.lowest))
     finite = exponent < 255
     normal = _smallest_normal(exponent, code)[: x.size]
     # Below it, adding it lets the float adder line the bits up, as those of a subnormal.
     with np.errstate(all="ignore"):
         small = (size.view(np.float32) + normal.view(np.float32)).view(np.uint32) - normal
     units = np.where(size < normal, small, size - normal + np.uint32(1 << 23))
-    q = (units + (dither >> np.uint32(12))) >> np.uint32(MANTISSA)
+    q = (units + (dither >> np.uint32(32 - CUT))) >> np.uint32(CUT)
     q = q | (x.view(np.uint32) >> np.uint32(31) << np.uint32(7)) if code.signed else np.maximum(q, size != 0)
     stored = np.where(finite, exponent - np.uint32(code.lowest), NOT_FINITE)
     return np.where(finite.repeat(BLOCK)[: x.size], q, 0).astype(np.uint8), stored.astype(np.uint8)
@@ -123,7 +124,9 @@ def unpack_codes(codes: Array, stored: Array, code: Code) -> Array:
     """The float32 values of codes [n], given the stored exponents [ceil(n / 64)] of their blocks; exact."""
     exponent = stored.astype(np.uint32) + np.uint32(code.lowest)
     normal = _smallest_normal(exponent, code)[: codes.size]
-    shifted = (codes.astype(np.uint32) & np.uint32((8 << code.exponent_bits) - 1)) << np.uint32(MANTISSA)
+    shifted = (
+        codes.astype(np.uint32) & np.uint32((1 << (code.exponent_bits + MANTISSA_BITS)) - 1)
+    ) << np.uint32(CUT)
     with np.errstate(all="ignore"):
         small = (shifted + normal).view(np.float32) - normal.view(np.float32)
     size = np.where(shifted < 1 << 23, small.view(np.uint32), shifted + normal - np.uint32(1 << 23))

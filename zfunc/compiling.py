@@ -6,11 +6,12 @@ what to do; nothing below checks again.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from attrs import evolve
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from zfunc import schedules
 from zfunc.adam import AdamW
@@ -20,6 +21,7 @@ from zfunc.execute import Executor
 from zfunc.layout import Layout, Parameter, make_layout
 from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
 from zfunc.program import DTYPES, Cache, Precision, Program, Schedule, make_plan, specialize
+from zfunc.ranks import Ranks
 from zfunc.segments import Segment
 from zfunc.stages import STAGES, SegmentCall, Stage
 from zfunc.threads import default_threads
@@ -38,7 +40,8 @@ def compile(
     micro_batches: int = 1,
     bucket_size: int = 50_000_000,
     device: torch.device | str | None = None,
-    group: None = None,
+    group: Any = None,
+    stage: Literal[1, 2] = 2,
     recompute: Recompute = "all",
     compile_segments: bool = False,
     grad_slots: int = 2,
@@ -59,6 +62,10 @@ def compile(
     - `recompute`: what backward computes again: "all" (a segment keeps only its input), "none" (it keeps all
       that autograd would), or "min-cut" (it keeps the residuals that are cheapest to keep).
     - `compile_segments`: put every distinct segment through `torch.compile`.
+    - `group`: the ranks to train with, a `torch.distributed` process group; None is the default group where there
+      is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
+    - `stage`: of ZeRO. 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device in full, in
+      the compute precision, and reduces once.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
     - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
 
@@ -73,8 +80,9 @@ def compile(
     )
     if clip_norm is not None and not 0 < clip_norm < float("inf"):
         raise ValueError(f"clip_norm: got {clip_norm}, expected a positive number, or None not to clip")
-    if group is not None:
-        raise ValueError(f"group: got {group!r}, expected None: this version trains in one process")
+    if stage not in (1, 2):
+        raise ValueError(f"stage: got {stage!r}, expected 1 or 2, as ZeRO numbers them")
+    ranks = _ranks(group)
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
     where = pick_device(device)
@@ -83,6 +91,7 @@ def compile(
     layout = make_layout(
         [[evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments],
         bucket_size=bucket_size,
+        world=ranks.world,
     )
     last = len(segments) - 1
     job = Job(
@@ -94,6 +103,8 @@ def compile(
         barrier=clip_norm is not None or precision == "fp16",
         grad_slots=grad_slots,
         host_slots=host_slots,
+        world=ranks.world,
+        stage=stage,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
         moments=optimizer.moments,
         send_high_half=optimizer.moments != "fp32" and precision == "bf16",
@@ -115,6 +126,7 @@ def compile(
         stages={**STAGES, **(stages or {})},
         executor=Executor(where, patience=patience),
         cache=Cache(),
+        ranks=ranks,
     )
     if example is None:
         return program
@@ -255,6 +267,15 @@ def _schedule(schedule: Schedule | str | None) -> Schedule:
             f"schedule: got a {type(schedule).__name__}, expected something callable Graph -> Plan"
         )
     return schedule
+
+
+def _ranks(group: Any) -> Ranks:
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group: got {group!r}, expected a process group of torch.distributed that this rank is in, or None: "
+            "make one with torch.distributed.new_group"
+        )
+    return Ranks.of(group)
 
 
 def _one_of(what: str, got: Any, known: list[str]) -> None:

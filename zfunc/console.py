@@ -10,7 +10,7 @@ from typing import Protocol
 from attrs import define
 
 from zfunc.runs import Run, sample_text
-from zfunc.terminal import printable
+from zfunc.terminal import printable, size
 from zfunc.train import SAMPLE_TOKENS, TEMPERATURE, Evaluated, Event, Finished, Said, Started, Stepped
 
 EVERY = 5.0  # seconds from one plain line to the next
@@ -158,19 +158,6 @@ def sample_title(unit: str) -> str:
 def adam_share(event: Stepped) -> float:
     """The share of the step that operations of the host took, Adam before all."""
     return event.host_seconds / event.seconds if event.seconds else 0.0
-
-
-def size(nbytes: float) -> str:
-    """Bytes in the unit that suits them.
-
-    >>> size(900), size(3 << 20), size(40e9)
-    ('900 B', '3.0 MiB', '37.3 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError
 
 
 def clock(seconds: float) -> str:

@@ -42,7 +42,9 @@ class Job:
     updated before the norm of the whole gradient is known (clipping, fp16). `grad_slots` and `host_slots`
     are the staging buffers on the device and in pinned memory, each the size of the largest bucket.
     `recompute[s]` says whether segment `s` recomputes its forward in backward. `constant_bytes` is the size
-    of what the model keeps on the device beside its parameters. With `send_high_half` the device gets the high
+    of what the model keeps on the device beside its parameters. Of `world` ranks each keeps and updates its slice
+    of every bucket; `stage` is ZeRO's: with 2 every micro-batch's gradient is reduced at once, with 1 the device
+    adds them up in full and the sum is reduced. With `send_high_half` the device gets the high
     half of the split master as it is, and there is no other copy.
     """
 
@@ -55,6 +57,7 @@ class Job:
     grad_slots: int = field(default=2, validator=validators.ge(1))
     host_slots: int = field(default=2, validator=validators.ge(1))
     world: int = field(default=1, validator=validators.ge(1))
+    stage: Literal[1, 2] = field(default=2, validator=validators.in_((1, 2)))
     target_bytes: int = 0
     constant_bytes: int = 0
     moments: Moments = field(default="fp32", validator=validators.in_(BUFFERS))
@@ -78,8 +81,8 @@ class Job:
         return sum(round_up(size, BLOCK) for size in sizes)
 
     def num_deliveries(self, bucket: Bucket) -> int:
-        """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated."""
-        return self.micro_batches * len(bucket.deliveries)
+        """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated there."""
+        return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)
 
 
 @frozen
@@ -123,6 +126,10 @@ class Emit:
         return Region("grads", (m, s), self.job.grad_bytes(s))
 
     def _grad_slot(self, k: int) -> Region:
+        """Where a bucket's gradient waits on the device: one of a few slots, or in stage 1 its own."""
+        if self.job.stage == 1:
+            nbytes = self.job.layout.buckets[k].numel * self.job.element_bytes
+            return Region("grad_slot", (k,), nbytes, kept=True, dtype="compute")
         nbytes = self.job.slot_numel * self.job.element_bytes
         return Region("grad_slot", (k % self.job.grad_slots,), nbytes, kept=True, dtype="compute")
 
@@ -173,6 +180,9 @@ class Emit:
     def _norm(self) -> Region:
         return Region("norm", (), FP64, "host", kept=True)
 
+    def _mean_loss(self) -> Region:
+        return Region("mean_loss", (), FP64, "host", kept=True)
+
     def _verdict(self) -> Region:
         return Region("verdict", (), FP64, "host", kept=True)
 
@@ -222,8 +232,14 @@ class Emit:
         reads = (self._grads(m, s),) if first else (self._grads(m, s), into)
         return Op("pack", (m, b, s), "compute", reads, (into,), nbytes=nbytes)
 
+    def add(self, m: int, b: int, s: int) -> Op:
+        """Add what segment `s` has of bucket `b` to the sum on the device (stage 1)."""
+        into = self._grad_slot(b)
+        nbytes = 3 * self.job.layout.buckets[b].numel * self.job.element_bytes
+        return Op("add", (m, b, s), "compute", (self._grads(m, s), into), (into,), nbytes=nbytes)
+
     def reduce_scatter(self, m: int, b: int, d: int, slot: int) -> Op:
-        """Average bucket `b` over the ranks; each keeps its slice, in place."""
+        """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
         return Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes)
@@ -255,9 +271,17 @@ class Emit:
         kind = "network" if self.job.world > 1 else "host"
         return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
 
+    def _losses(self) -> tuple[Region, ...]:
+        return tuple(self._loss(m) for m in range(self.job.micro_batches))
+
+    def mean_loss(self) -> Op:
+        """The mean loss over all ranks, so that they decide alike."""
+        nbytes = FP64 * (self.job.world - 1)
+        return Op("mean_loss", (), "network", self._losses(), (self._mean_loss(),), nbytes=nbytes)
+
     def decide(self) -> Op:
         """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
-        losses = tuple(self._loss(m) for m in range(self.job.micro_batches))
+        losses = (self._mean_loss(),) if self.job.world > 1 else self._losses()
         norm = (self._norm(),) if self.job.barrier else ()
         return Op("decide", (), "host", (*losses, *norm), (self._verdict(),))
 

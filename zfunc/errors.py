@@ -21,8 +21,16 @@ class ExecutionError(RuntimeError):
     """A stage raised; the message names the operation and the lane, the cause is chained."""
 
 
+class RankError(RuntimeError):
+    """Ranks that have to be alike are not, or one is gone; raised on every rank that is left."""
+
+
 class LaneTimeout(RuntimeError):  # noqa: N818
     """A lane waited too long; the message says for which operation of which lane."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
 
 
 def nearest(got: str, known: list[str]) -> str:

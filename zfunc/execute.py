@@ -28,6 +28,7 @@ from zfunc.errors import ExecutionError, LaneTimeout
 from zfunc.graph import Op, Region
 from zfunc.guard import Guard, tensors
 from zfunc.plan import Plan
+from zfunc.teams import take_seats
 from zfunc.timeline import Event, Timeline
 
 Stage = Callable[..., None]
@@ -61,6 +62,7 @@ class Prepared:
     plan: Plan
     lanes: tuple[tuple[Item, ...], ...]
     main: int
+    sweeping: frozenset[int]  # lanes of host operations without compute beside them
     accesses: dict[Region, int]
     events: dict[int, torch.cuda.Event]
 
@@ -124,9 +126,11 @@ def prepare(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> Pr
             on_stream = cuda and op.kind != "host"
             items.append(Item(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
         lanes.append(tuple(items))
-    compute = [n for n, items in enumerate(lanes) if any(x.op.kind == "compute" for x in items)]
+    kinds = [{x.op.kind for x in items} for items in lanes]
+    compute = [n for n, of in enumerate(kinds) if "compute" in of]
+    sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
     events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind != "host"}
-    return Prepared(plan, tuple(lanes), compute[0] if compute else 0, accesses, events)
+    return Prepared(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
 
 
 class Executor:
@@ -227,6 +231,10 @@ class Executor:
         previous: Item | None = None
         item: Item | None = None
         try:
+            if (
+                n in run.prepared.sweeping and n != run.prepared.main
+            ):  # the caller's thread is not ours to bind
+                take_seats()
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 for item in run.prepared.lanes[n]:
                     self._await(run, item, lane, stream)
@@ -248,7 +256,12 @@ class Executor:
     def _size_team(self, item: Item) -> None:
         """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
         would depend on the schedule. Copies and small host work are memory-bound and get one thread, or two
-        lanes on two cores would be four spinning threads. The Adam kernel brings its own team."""
+        lanes on two cores would be four spinning threads.
+
+        The Adam kernel brings its own, of all cores, beside compute on the CPU too. A smaller one would starve
+        compute: every product waits at its barrier for the thread whose core the sweep has, and the others spin.
+        With a full one there are more threads than CPUs, for which libgomp cuts spinning short: who waits sleeps,
+        and is woken ahead of the sweep."""
         wanted = self._team if item.op.kind == "compute" else 1
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)

@@ -66,6 +66,16 @@ class Bucket:
         """Number of elements, padding included; every rank's slice of it is aligned."""
         return self.stop - self.start
 
+    def slice_of(self, rank: int, world: int) -> tuple[int, int]:
+        """Elements, relative to the bucket, that `rank` of `world` ranks keeps and updates."""
+        size = self.numel // world
+        return rank * size, (rank + 1) * size
+
+    def runs_within(self, start: int, stop: int) -> tuple[tuple[int, int, bool], ...]:
+        """The `runs` between `start` and `stop`, cut off there."""
+        cut = ((max(start, a), min(stop, b), decay) for a, b, decay in self.runs)
+        return tuple(run for run in cut if run[0] < run[1])
+
     @cached_property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
         """Maximal `(start, stop, decay)` runs, relative to the bucket, that tile it without a gap."""
@@ -77,6 +87,15 @@ class Bucket:
             else:
                 runs.append((span.start - self.start, stop - self.start, span.decay))
         return tuple(runs)
+
+
+@frozen
+class Piece:
+    """Elements `start` to `stop` of a parameter, and where one rank's buffers have them; none if they are equal."""
+
+    start: int
+    stop: int
+    at: int
 
 
 @frozen
@@ -119,6 +138,14 @@ class Layout:
     def buckets_of(self, segment: int) -> tuple[int, ...]:
         """Indices of the buckets whose parameters segment number `segment` reads, ascending."""
         return self._used[segment]
+
+    def piece(self, span: Span, rank: int, world: int) -> Piece:
+        """What `rank` of `world` ranks keeps of a parameter: its slices of all buckets lie one after the other."""
+        bucket = self.buckets[self._buckets_of[span.name]]
+        first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
+        start, stop = max(span.start, first), min(span.stop, last)
+        at = bucket.start // world + start - first
+        return Piece(start - span.start, max(start, stop) - span.start, at)
 
     @cached_property
     def first_trainable(self) -> int:

@@ -24,6 +24,7 @@ from zfunc.layout import Layout
 from zfunc.memory import Peak, memory
 from zfunc.passes import Recompute, Weights
 from zfunc.plan import Plan, PlanError
+from zfunc.ranks import Ranks
 from zfunc.recipes import zero_offload
 from zfunc.resources import available_device_bytes, available_host_bytes, host_buffer
 from zfunc.segments import Segment
@@ -65,6 +66,7 @@ class Program:
     stages: dict[str, Stage] = field(repr=False)
     executor: Executor = field(repr=False)
     cache: "Cache" = field(repr=False)
+    ranks: Ranks = field(factory=Ranks, repr=False)
     identity: int = field(factory=_identities.__next__)
 
     @property
@@ -89,6 +91,7 @@ class Cache:
 
     specialized: dict[Any, Specialized] = field(factory=dict)
     staging: dict[Region, Tensor] | None = None
+    agreed: bool = False  # all ranks have been found to run the same plan
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 

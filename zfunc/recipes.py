@@ -16,7 +16,8 @@ def zero_offload(job: Job) -> Iterator[Op]:
 
     Gradients leave the device a bucket at a time, while backward goes on, through `job.grad_slots` slots.
     With a barrier (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam
-    of a bucket follows its gradient at once.
+    of a bucket follows its gradient at once. On several ranks each reduces, copies, updates and sends back its
+    slice of every bucket: ZeRO's stage 2; with `job.stage` 1 gradients are added up on the device first.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
@@ -27,6 +28,8 @@ def zero_offload(job: Job) -> Iterator[Op]:
         for s in segments:
             yield emit.forward(m, s)
         last = m == job.micro_batches - 1
+        if last and job.world > 1:
+            yield emit.mean_loss()
         if last and not job.barrier:
             yield emit.decide()
         yield from _backward(job, emit, m, update=last and not job.barrier)
@@ -49,11 +52,25 @@ def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
         yield emit.backward(m, s)
         parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
         for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
+            if job.stage == 1:
+                yield from _add_up(job, emit, m, b, d, s, update=update)
+                continue
             yield emit.pack(m, b, s, slot, first=s == group[0])
             if s == group[-1]:
                 complete = update and d == len(layout.buckets[b].deliveries) - 1
                 yield from _deliver(job, emit, m, b, d, slot, update=complete)
                 slot += 1
+
+
+def _add_up(job: Job, emit: Emit, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
+    """Stage 1: add to the bucket's sum on the device, and deliver it after the last contribution of the step."""
+    deliveries = job.layout.buckets[b].deliveries
+    if m == 0 and d == 0:
+        yield emit.pack(m, b, s, b, first=s == deliveries[0][0])
+    else:
+        yield emit.add(m, b, s)
+    if m == job.micro_batches - 1 and s == deliveries[-1][-1]:
+        yield from _deliver(job, emit, m, b, d, b, update=update)
 
 
 def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:

@@ -1,13 +1,17 @@
-"""What this machine has: free memory, and pinned buffers of exactly the size asked for."""
+"""What this machine has: free memory, and the one allocator of the buffers the host sweeps over."""
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zfunc.pages import PAGE, Pages, anonymous, touch
+from zfunc.placement import first_touches
+from zfunc.threads import default_seats, default_threads
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _CGROUP = Path("/sys/fs/cgroup")
@@ -32,32 +36,39 @@ def available_device_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def host_buffer(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-    """A zeroed host tensor [numel]; pinned ones are page-aligned and registered at their exact size.
+def host_buffer(
+    numel: int, dtype: torch.dtype, *, pinned: bool, sweeps: Sequence[tuple[int, int]] = ()
+) -> Tensor:
+    """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
 
-    torch's caching pinned allocator rounds a size up to a power of two, nearly doubling a large buffer.
+    Its pages are there when it returns: each touched first from the NUMA node whose thread will sweep over it.
+    `sweeps` are the elements (start, stop) one call of the kernel covers, ascending; () is one over all. Pinned
+    buffers are registered with CUDA: torch's caching pinned allocator would round the size up to a power of two,
+    nearly doubling a large one. Raises MemoryError where there is no room, RuntimeError if CUDA refuses.
+
+    >>> host_buffer(3, torch.float32, pinned=False)
+    tensor([0., 0., 0.])
     """
-    if not pinned or numel == 0:
-        return torch.zeros(numel, dtype=dtype, device="cpu")
     nbytes = numel * dtype.itemsize
-    pages = _Pages(-1, nbytes)  # anonymous, zeroed, page-aligned: two registrations never share a page
+    if not numel or (nbytes < PAGE and not pinned):
+        return torch.zeros(numel, dtype=dtype, device="cpu")
+    pages, seats = anonymous(nbytes), default_seats()
+    threads = default_threads()
+    touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), seats)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
-    runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(tensor.data_ptr(), nbytes, PORTABLE))
-    if code:
-        raise RuntimeError(
-            f"got CUDA error {code} when pinning {nbytes:,} bytes, expected room for them: raise the limit of "
-            "locked memory (ulimit -l), or lower bucket_size"
-        )
-    pages.release = partial(runtime.cudaHostUnregister, tensor.data_ptr())
+    if pinned:
+        _pin(pages)
     return tensor
 
 
-class _Pages(mmap.mmap):
-    """Anonymous memory that is unregistered before it is unmapped; a tensor on it keeps it alive."""
-
-    release: Callable[[], object] | None = None
-
-    def __del__(self) -> None:
-        if self.release is not None:
-            self.release()
+def _pin(pages: Pages) -> None:
+    # A fork would leave this process copies of pages it writes to, and the device the ones it knows.
+    pages.madvise(mmap.MADV_DONTFORK)
+    runtime: Any = torch.cuda.cudart()
+    code = int(runtime.cudaHostRegister(pages.address, len(pages), PORTABLE))
+    if code:
+        raise RuntimeError(
+            f"got CUDA error {code} when pinning {len(pages):,} bytes, expected room for them: raise the limit of "
+            "locked memory (ulimit -l), or lower bucket_size"
+        )
+    pages.release = partial(runtime.cudaHostUnregister, pages.address)

@@ -15,12 +15,14 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.adam import AdamW
+from zfunc.compact import optimizer_state
 from zfunc.errors import NonFiniteError
 from zfunc.graph import Op, Region
 from zfunc.layout import Bucket, Layout
 from zfunc.moments import BUFFERS, HIGH_HALF
 from zfunc.passes import Passes, Weights
-from zfunc.state import Flat, optimizer_state
+from zfunc.ranks import Ranks
+from zfunc.state import Flat
 from zfunc.sweeps import accumulate_, adam_update_, square_sum
 
 Memory = MutableMapping[Region, Any]
@@ -53,6 +55,11 @@ class Step:
     dtype: torch.dtype
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
+    ranks: Ranks
+
+    def slice_of(self, b: int) -> slice:
+        """Of a bucket's elements those that this rank keeps and updates."""
+        return slice(*self.layout.buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 
 @frozen
@@ -112,10 +119,26 @@ def pack(op: Op, mem: Memory, step: Step) -> None:
     torch._foreach_copy_(pieces, [grads[name] for name, *_ in covered])
 
 
+def add(op: Op, mem: Memory, step: Step) -> None:
+    """Add one segment's gradients to its bucket's sum on the device."""
+    _, b, s = op.index
+    total, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    covered, _ = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
+    pieces = [total[start:stop].view(shape) for _, start, stop, shape in covered]
+    torch._foreach_add_(pieces, [grads[name] for name, *_ in covered])
+
+
+def reduce_scatter(op: Op, mem: Memory, step: Step) -> None:
+    """Sum a bucket over the ranks: this rank's slice of the slot becomes the sum of everybody's."""
+    _, b, _ = op.index
+    slot = mem[op.write("grad_slot")][: step.layout.buckets[b].numel]
+    step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
+
+
 def square_sum_(op: Op, mem: Memory, step: Step) -> None:
-    """Sum the squares of a complete bucket, where it is."""
+    """Sum the squares of this rank's slice of a complete bucket, where it is."""
     (b,) = op.index
-    grad = mem[op.read("grad_slot")][: step.layout.buckets[b].numel]
+    grad = mem[op.read("grad_slot")][step.slice_of(b)]
     if grad.is_cuda:
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
@@ -125,36 +148,44 @@ def square_sum_(op: Op, mem: Memory, step: Step) -> None:
 
 
 def to_host(op: Op, mem: Memory, step: Step) -> None:
-    """Copy a bucket's gradient, and its squares where it is complete, to pinned memory."""
+    """Copy this rank's slice of a bucket's gradient, and its squares if it is complete, to pinned memory."""
     _, b, _ = op.index
-    numel = step.layout.buckets[b].numel
+    grad = mem[op.read("grad_slot")][step.slice_of(b)]
     for r in op.writes:
         if r.buffer == "host_squares":
             mem[r].copy_(mem[op.read("squares")], non_blocking=True)
         else:
-            mem[r][:numel].copy_(mem[op.read("grad_slot")][:numel], non_blocking=True)
+            mem[r][: grad.numel()].copy_(grad, non_blocking=True)
 
 
 def accumulate(op: Op, mem: Memory, step: Step) -> None:
     """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
-    _, b, _ = op.index
     total = mem[op.write("grad_sum")]
     first = not any(r.buffer == "grad_sum" for r in op.reads)
-    grad = mem[op.read("host_slot")][: step.layout.buckets[b].numel]
+    grad = mem[op.read("host_slot")][: total.numel()]
     mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
 
 
 def global_norm(op: Op, mem: Memory, step: Step) -> None:
-    """The unscaled norm of the whole gradient; squares are added in the order of the buckets."""
+    """The unscaled norm of the whole gradient; squares are added over the ranks, then bucket by bucket."""
+    _finished(step)
     total = 0.0
-    for r in op.reads:
-        total += float(mem[r])
+    for squares in step.ranks.sums([float(mem[r]) for r in op.reads]):
+        total += squares
     mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
+
+
+def mean_loss(op: Op, mem: Memory, step: Step) -> None:
+    """The mean of the losses of every micro-batch of every rank."""
+    _finished(step)
+    losses = [float(mem[r]) for r in op.reads]
+    (total,) = step.ranks.sums([sum(losses) / len(losses)])
+    mem[op.write("mean_loss")] = total / step.ranks.world
 
 
 def decide(op: Op, mem: Memory, step: Step) -> None:
     """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
-    losses = [float(mem[r]) for r in op.reads if r.buffer == "loss"]
+    losses = [float(mem[r]) for r in op.reads if r.buffer in ("loss", "mean_loss")]
     loss = sum(losses) / len(losses)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -171,7 +202,7 @@ def decide(op: Op, mem: Memory, step: Step) -> None:
 
 
 def adam(op: Op, mem: Memory, step: Step) -> None:
-    """Update one bucket on the host in one sweep, and leave the copy for the device in its slot."""
+    """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
     (b,) = op.index
     verdict: Verdict = mem[op.read("verdict")]
     if verdict.skip:
@@ -180,7 +211,9 @@ def adam(op: Op, mem: Memory, step: Step) -> None:
     (grad,) = (mem[r] for r in op.reads if r.buffer in ("host_grad", "host_slot", "grad_sum"))
     kept = {x.name: mem[op.write(x.name)] for x in BUFFERS[optimizer.moments]}
     copy = mem[op.write("param_slot")] if op.touches("param_slot") else None
-    for start, stop, decayed in bucket.runs:
+    mine = step.slice_of(b)
+    for first, last, decayed in bucket.runs_within(mine.start, mine.stop):
+        start, stop = first - mine.start, last - mine.start
         adam_update_(
             *optimizer_state(kept, start, stop),
             grad[start:stop],
@@ -196,11 +229,19 @@ def adam(op: Op, mem: Memory, step: Step) -> None:
 
 
 def to_device(op: Op, mem: Memory, step: Step) -> None:
-    """Copy a bucket's new parameters to the device, if the step counts."""
+    """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
     if not mem[op.read("verdict")].skip:
-        params: Flat = mem[op.write("params")]
+        (b,) = op.index
+        params = mem[op.write("params")].flat[step.slice_of(b)]
         (copy,) = (mem[r] for r in op.reads if r.buffer in ("param_slot", HIGH_HALF))
-        params.flat.copy_(copy[: params.flat.numel()], non_blocking=True)
+        params.copy_(copy[: params.numel()], non_blocking=True)
+
+
+def all_gather(op: Op, mem: Memory, step: Step) -> None:
+    """Exchange the slices of a bucket's parameters; those of a skipped step are the old ones."""
+    (b,) = op.index
+    params: Flat = mem[op.write("params")]
+    step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
 
 
 STAGES: dict[str, Stage] = {
@@ -208,14 +249,24 @@ STAGES: dict[str, Stage] = {
     "forward": forward,
     "backward": backward,
     "pack": pack,
+    "add": add,
+    "reduce_scatter": reduce_scatter,
     "square_sum": square_sum_,
     "to_host": to_host,
     "accumulate": accumulate,
     "global_norm": global_norm,
+    "mean_loss": mean_loss,
     "decide": decide,
     "adam": adam,
     "to_device": to_device,
+    "all_gather": all_gather,
 }
+
+
+def _finished(step: Step) -> None:
+    """Host memory that copies write is read here, by an operation whose kind says stream: wait for the stream."""
+    if step.ranks.world > 1 and step.device.type == "cuda":
+        torch.cuda.current_stream(step.device).synchronize()
 
 
 def _to_device(t: Tensor, step: Step, *, cast: bool) -> Tensor:
@@ -245,9 +296,9 @@ def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
 
 
 def _cotangents(op: Op, mem: Memory, step: Step) -> list[Tensor]:
-    """From the segment above; for the loss, the loss scale over the number of micro-batches."""
+    """From the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
     if op.touches("targets"):
-        seed = step.loss_scale / step.micro_batches
+        seed = step.loss_scale / (step.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.device)]
     return mem[op.read("grad_act")]
 

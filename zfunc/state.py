@@ -4,20 +4,18 @@ The invariant: there is one copy of the buffers and one State that may use them.
 returns the next; the one it took is donated, and using it again raises, with what to do instead.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.compact import Codes, SplitMaster
 from zfunc.emit import Job
 from zfunc.errors import DonatedStateError
 from zfunc.graph import Region
-from zfunc.layout import ALIGNMENT, Layout, Span
+from zfunc.layout import Layout, Span
 from zfunc.loss_scale import LossScale
-from zfunc.moments import BUFFERS, HIGH_HALF, SizedType
+from zfunc.moments import BUFFERS, HIGH_HALF, Buffer, SizedType
 from zfunc.resources import host_buffer
 
 DTYPES: dict[SizedType, torch.dtype] = {
@@ -42,7 +40,7 @@ class Buffers:
 
     params: Tensor  # [layout.numel], compute precision, device
     frozen: Tensor  # [layout.frozen_numel], compute precision, device
-    optimizer: dict[str, Tensor]  # by the names of zfunc.moments, each over the whole layout, host
+    optimizer: dict[str, Tensor]  # by the names of zfunc.moments, host: this rank's slices of all buckets
     generation: int = 0
     lost: str = ""  # why no State can use it any more
 
@@ -91,13 +89,16 @@ def allocate(job: Job, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
     layout = job.layout
     sent = {HIGH_HALF} if job.send_high_half and device.type == "cuda" else set[str]()
+
+    def buffer(x: Buffer) -> Tensor:
+        per = x.shared * job.world  # parameters an element of this rank's buffer stands for
+        sweeps = [(b.start // per, b.stop // per) for b in layout.buckets]
+        return host_buffer(layout.numel // per, DTYPES[x.dtype], pinned=x.name in sent, sweeps=sweeps)
+
     return Buffers(
         params=torch.zeros(layout.numel, dtype=dtype, device=device),
         frozen=torch.zeros(layout.frozen_numel, dtype=dtype, device=device),
-        optimizer={
-            x.name: host_buffer(x.numel(layout.numel), DTYPES[x.dtype], pinned=x.name in sent)
-            for x in BUFFERS[job.moments]
-        },
+        optimizer={x.name: buffer(x) for x in BUFFERS[job.moments]},
     )
 
 
@@ -114,47 +115,11 @@ def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
         views = {span.name: view(buffers.params, span) for span in bucket.spans}
         mem[Region("params", index)] = Flat(buffers.params[bucket.start : bucket.stop], views)
         for name, kept in buffers.optimizer.items():
-            shared = layout.numel // kept.numel()
+            shared = layout.numel // kept.numel()  # by ranks, and by the elements of a block
             mem[Region(name, index)] = kept[bucket.start // shared : bucket.stop // shared]
     frozen_views = {span.name: view(buffers.frozen, span) for span in layout.frozen}
     mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
     return mem
-
-
-def optimizer_state(
-    kept: Mapping[str, Tensor], start: int, stop: int
-) -> tuple[Tensor | SplitMaster, Tensor | Codes, Tensor | Codes]:
-    """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
-    part = slice(start, stop)
-    if "master" in kept:
-        return kept["master"][part], kept["exp_avg"][part], kept["exp_avg_sq"][part]
-    master = SplitMaster(kept[HIGH_HALF][part], kept["master_low"][part])
-    if "exp_avg_exponent" not in kept:
-        return master, kept["exp_avg"][part], kept["exp_avg_sq"][part]
-    blocks = slice(start // ALIGNMENT, -(-stop // ALIGNMENT))
-    first, second = (Codes(kept[x][part], kept[f"{x}_exponent"][blocks]) for x in ("exp_avg", "exp_avg_sq"))
-    return master, first, second
-
-
-def weights(buffers: Buffers, span: Span) -> Tensor:
-    """The fp32 weights of one parameter, in its shape: a copy."""
-    master, *_ = optimizer_state(buffers.optimizer, span.start, span.stop)
-    flat = master.join() if isinstance(master, SplitMaster) else master.clone()
-    return flat.view(span.shape)
-
-
-def put_weights(buffers: Buffers, span: Span, value: Tensor) -> None:
-    """Make `value` the weights of one parameter, on the host and, rounded as a step would, on the device."""
-    master, *_ = optimizer_state(buffers.optimizer, span.start, span.stop)
-    on_device = buffers.params[span.start : span.stop]
-    if not isinstance(master, SplitMaster):
-        master.copy_(value.flatten())
-        on_device.copy_(master)
-        return
-    halves = SplitMaster.of(value.flatten().to("cpu", torch.float32))
-    master.high.copy_(halves.high)
-    master.low.copy_(halves.low)
-    on_device.copy_(halves.high if on_device.dtype == halves.high.dtype else halves.join())
 
 
 TRAINED = frozenset({"params", *(x.name for kept in BUFFERS.values() for x in kept)})

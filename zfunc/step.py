@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import asdict, evolve, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -23,8 +23,9 @@ from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
 from zfunc.stages import Step
-from zfunc.state import TRAINED, Buffers, Flat, State, allocate, put_weights, regions, view, weights
+from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
 from zfunc.timeline import Timeline
+from zfunc.weights import bucket_weights, put_weights
 
 _generators = threading.Lock()  # the default generators are everybody's
 
@@ -33,7 +34,7 @@ _generators = threading.Lock()  # the default generators are everybody's
 class Metrics:
     """What one step reports: mean `loss`; `grad_norm` before clipping, unscaled; `lr` used; whether the step was
     `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
-    operations. `timeline` only with `trace=True`.
+    operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `timeline` only with `trace=True`.
     """
 
     loss: float
@@ -44,6 +45,7 @@ class Metrics:
     step: int
     seconds: float
     host_seconds: float
+    sent_bytes: int = 0
     timeline: Timeline | None = None
 
 
@@ -83,7 +85,7 @@ def init(
                     f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
                 )
             if name in spans:
-                put_weights(buffers, span, value)
+                put_weights(buffers, program.layout, spans[name], value, program.ranks)
             else:
                 view(buffers.frozen, span).copy_(value)
     scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
@@ -127,6 +129,7 @@ def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: Options
 ) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
+    _agree(program, state)
     special = specialize(program, batch)
     buffers = state.buffers
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
@@ -137,6 +140,7 @@ def _train_step(
     buffers.generation += 1
     buffers.lost = f"step {number} did not finish"  # until it has
     started: set[int] = set()
+    sent = program.ranks.sent
     try:
         ran = program.executor.run(special.prepared, mem, step, options, started)
     except BaseException as error:
@@ -161,7 +165,7 @@ def _train_step(
         generation=buffers.generation,
         step=state.step if verdict.skip else number,
         batches=state.batches + 1,
-        sequences=state.sequences + _rows(batch),
+        sequences=state.sequences + _rows(batch) * program.ranks.world,
         loss_scale=scale,
     )
     metrics = Metrics(
@@ -173,6 +177,7 @@ def _train_step(
         step=number,
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
+        sent_bytes=program.ranks.sent - sent,
         timeline=ran.timeline if options.trace else None,
     )
     return after, metrics
@@ -181,11 +186,17 @@ def _train_step(
 def params(program: Program, state: State) -> dict[str, Tensor]:
     """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once.
 
-    Frozen parameters have no master: theirs are the values on the device, in the compute precision.
+    With several ranks all of them have to call this, and each gets everything. Frozen parameters have no master:
+    theirs are the values on the device, in the compute precision.
     """
     state.check(program.identity, "params")
     buffers = state.buffers
-    trained = {span.name: weights(buffers, span) for span in program.layout.spans}
+    trained: dict[str, Tensor] = {}
+    for bucket in program.layout.buckets:
+        flat = bucket_weights(buffers, bucket, program.ranks)
+        for span in bucket.spans:
+            values = flat[span.start - bucket.start : span.stop - bucket.start]
+            trained[span.name] = values.view(span.shape).clone()
     fixed = {span.name: view(buffers.frozen, span).float().cpu() for span in program.layout.frozen}
     return {**trained, **fixed}
 
@@ -219,11 +230,35 @@ def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
     return float(apply(program, state, inputs, targets))
 
 
+def _agree(program: Program, state: State) -> None:
+    """Before the first step: every rank has the same plan, and has begun the same."""
+    ranks = program.ranks
+    if ranks.world == 1 or program.cache.agreed:
+        return
+    optimizer = program.optimizer
+    rates = [optimizer.lr_at(state.step + n) for n in (1, 10, 100, 1000)]
+    settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
+    text = "\n".join(
+        [
+            f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}",
+            f"learning rates to come {rates}, {settings}, clip_norm {program.clip_norm}",
+            f"precision {program.precision}, recompute {program.recompute}",
+            program.plan.text(),
+        ]
+    )
+    digest = hashlib.blake2b(text.encode()).hexdigest()
+    ranks.agree("the plan and settings of the first step", digest, text)
+    program.cache.agreed = True
+
+
 def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in special.random:
             return nullcontext()
-        return _seeded(_key(state.seed, state.batches, m, s), program.device)
+        rank = (ranks.rank,) if ranks.rank else ()
+        return _seeded(_key(state.seed, state.batches, m, s, *rank), program.device)
+
+    ranks = program.ranks
 
     return Step(
         layout=program.layout,
@@ -238,6 +273,7 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         dtype=program.dtype,
         device=program.device,
         randomness=randomness,
+        ranks=ranks,
     )
 
 

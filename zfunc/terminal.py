@@ -79,3 +79,16 @@ def logged() -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> size(900), size(3 << 20), size(40e9)
+    ('900 B', '3.0 MiB', '37.3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

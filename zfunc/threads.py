@@ -1,85 +1,97 @@
-"""How many threads a sweep over host memory gets: chosen explicitly, said in the log, never the environment's."""
+"""How many threads a sweep over host memory gets, and where: chosen explicitly, said in the log, never the
+environment's."""
 
 import functools
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+
+from attrs import frozen
+
+from zfunc.placement import Seat, seats
+from zfunc.topology import ROOT, cpu_quota, nodes, physical_cores
 
 log = logging.getLogger("zfunc")
 
 
+@frozen
+class Decision:
+    """The number of threads, and what it follows from."""
+
+    threads: int
+    cores: int  # physical, that this process may use
+    cpus: frozenset[int]
+    quota: float
+    ranks: int
+    overruled: str  # "" or the OMP_NUM_THREADS that does not count
+
+    def __str__(self) -> str:
+        """The line for the log."""
+        quota = "none" if math.isinf(self.quota) else f"{self.quota:g}"
+        return (
+            f"{self.threads} threads: {self.cores} physical cores of {len(self.cpus)} CPUs, quota {quota}, "
+            f"{self.ranks} local ranks{self.overruled and f'; {self.overruled}'}"
+        )
+
+
+def decide(environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT) -> Decision:
+    """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
+
+    OMP_NUM_THREADS does not count: torchrun sets it to 1 without being asked. Raises ValueError for a
+    LOCAL_WORLD_SIZE that is no whole number above 0.
+    """
+    cores, quota = physical_cores(cpus, root), cpu_quota(root)
+    ranks = _count(environment, "LOCAL_WORLD_SIZE", 1)
+    threads = max(1, int(min(cores, quota)) // ranks)
+    asked, overruled = environment.get("OMP_NUM_THREADS"), ""
+    if asked is not None and asked.strip() != str(threads):
+        torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
+        overruled = f"OMP_NUM_THREADS={asked}{', set by torchrun,' if torchrun else ''} is overruled"
+    return Decision(threads, cores, cpus, quota, ranks, overruled)
+
+
+def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
+    text = environment.get(name, str(lowest))
+    if not text.strip().isdecimal() or int(text) < lowest:
+        raise ValueError(
+            f"{name}: got {text!r}, expected a whole number of at least {lowest}: torchrun sets it; without "
+            "torchrun, unset it"
+        )
+    return int(text)
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
+    return frozenset(os.sched_getaffinity(os.getpid()))
+
+
 @functools.cache
 def default_threads() -> int:
-    """Threads for a sweep: the physical cores this process may use, shared among the local ranks.
-
-    Affinity and the cgroup's quota bound the cores; LOCAL_WORLD_SIZE divides them. OMP_NUM_THREADS does
-    not count: torchrun sets it to 1 without being asked. Decided once, logged in one line.
-    """
-    cpus = os.sched_getaffinity(0)
-    cores, quota = _physical_cores(cpus), _cpu_quota()
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    threads = max(1, int(min(cores, quota)) // ranks)
-    log.info(
-        "host Adam uses %d threads: %d physical cores of %d CPUs, quota %s, %d local ranks",
-        threads,
-        cores,
-        len(cpus),
-        "none" if math.isinf(quota) else f"{quota:g}",
-        ranks,
-    )
-    return threads
+    """Threads for a sweep of this process, as `decide` finds. Decided once, logged in one line."""
+    decision = decide(os.environ, allowed_cpus())
+    log.info("host Adam uses %s", decision)
+    return decision.threads
 
 
-def _physical_cores(cpus: Iterable[int], root: Path = Path("/")) -> int:
-    """Cores behind these CPUs: hyperthreads of one core wait for the same memory."""
-    cores: set[str] = set()
-    for cpu in cpus:
-        siblings = root / f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"
-        try:
-            cores.add(siblings.read_text().strip())
-        except OSError:
-            cores.add(str(cpu))
-    return len(cores)
-
-
-def _cpu_quota(root: Path = Path("/")) -> float:
-    """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return math.inf
-    quotas = [math.inf]
-    for line in lines:
-        _, controllers, group = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
-        here = mount / group.lstrip("/")
-        for level in (here, *here.parents):
-            quotas.append(_quota_of(level))
-            if level == mount:
-                break
-    return min(quotas)
-
-
-def _quota_of(level: Path) -> float:
-    try:
-        if (level / "cpu.max").exists():
-            quota, period = (level / "cpu.max").read_text().split()
-        else:
-            quota = (level / "cpu.cfs_quota_us").read_text()
-            period = (level / "cpu.cfs_period_us").read_text()
-        return float(quota) / float(period) if quota != "max" and float(quota) > 0 else math.inf
-    except (OSError, ValueError):
-        return math.inf
+@functools.cache
+def default_seats() -> tuple[Seat, ...]:
+    """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
+    rank, ranks = _count(os.environ, "LOCAL_RANK", 0), _count(os.environ, "LOCAL_WORLD_SIZE", 1)
+    place = partial(seats, nodes(), allowed_cpus(), cores=physical_cores)
+    chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
+    if chosen:
+        count = {seat.node: sum(x.node == seat.node for x in chosen) for seat in chosen}
+        log.info("host Adam on NUMA nodes: %s", ", ".join(f"{k} on node {n}" for n, k in count.items()))
+    return chosen
 
 
 @functools.cache
 def clamp(threads: int) -> int:
     """`threads`, or as many as this process may use if that is less: logged, once."""
-    most = len(os.sched_getaffinity(0))
+    most = len(allowed_cpus())
     if threads > most:
         log.warning(
             "host Adam: %d threads asked for, this process may use %d CPUs: using those", threads, most

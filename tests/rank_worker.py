@@ -1,0 +1,113 @@
+"""What each rank of tests/test_ranks.py runs: `python rank_worker.py RANK WORLD FOLDER`. Not a test of its own."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import MODELS
+from torch import Tensor
+
+import zfunc
+from zfunc.execute import Jitter
+from zfunc.loss_scale import LossScale
+from zfunc.program import Program
+
+STEPS = 50
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},
+    "stage 1, accumulated": {"precision": "fp32", "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
+    "moments in 16 bits": {"precision": "fp32", "moments": "16bit", "stage": 1, "clip_norm": 0.5},
+}
+WORLDS = (1, 2, 4)
+ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
+
+
+def rows_of(batch: Any, rank: int, world: int) -> Any:
+    """This rank's rows of a global batch."""
+    if isinstance(batch, Tensor):
+        size = batch.shape[0] // world
+        return batch[rank * size : (rank + 1) * size]
+    return tuple(rows_of(x, rank, world) for x in batch)
+
+
+def global_batch(data: Any, i: int) -> Any:
+    """Twelve rows, from as many of the model's own batches as that takes."""
+    parts = [data(i * 100 + k) for k in range(ROWS)]
+    flat = [torch.cat([p[k] for p in parts])[:ROWS] for k in range(2)]
+    return flat[0], flat[1]
+
+
+def train(
+    model: str,
+    group: Any,
+    *,
+    steps: int = STEPS,
+    poison: int | None = None,
+    step: Any = None,
+    **settings: Any,
+) -> tuple[list[Any], dict[str, Tensor], Program]:
+    """Losses, norms, skipped steps and final parameters of a few steps on `group`."""
+    segments, data = MODELS[model]()
+    moments = settings.pop("moments", "fp32")
+    optimizer = zfunc.AdamW(lr=1e-3, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
+    options = {"bucket_size": 20_000, **settings}
+    program = zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options)
+    state = zfunc.init(program, seed=1, loss_scale=LossScale(scale=2.0**15, window=1000))
+    ranks, seen = program.ranks, []
+    for i in range(steps):
+        inputs, targets = rows_of(global_batch(data, i), ranks.rank, ranks.world)
+        if poison == i and ranks.rank == ranks.world - 1 and inputs.is_floating_point():
+            inputs = torch.full_like(inputs, 6e4)  # overflows in fp16, on this rank alone
+        state, m = zfunc.train_step(program, state, (inputs, targets), **(step or {}))
+        seen.append((m.loss, m.grad_norm, m.skipped, m.sent_bytes, m.loss_scale))
+    return seen, zfunc.params(program, state), program
+
+
+def compare(group: Any, world: int, out: Path) -> None:
+    """Every setting on a world of this size, and what has to be the same to the bit there."""
+    rank = dist.get_rank(group)
+    for name, settings in SETTINGS.items():
+        seen, params, program = train("tied GPT", group, **settings)
+        if rank == 0:
+            torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
+            sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
+            (out / f"{name}-{world}.json").write_text(json.dumps(sizes))
+    for schedule in ("Serial", "Overlapped", "Interleaved"):
+        jitter = {"jitter": Jitter(rank, 1e-3)} if schedule != "Serial" else {}
+        seen, params, program = train(
+            "odd sizes", group, steps=4, clip_norm=0.5, schedule=schedule, step=jitter
+        )
+        if rank == 0:
+            torch.save({"seen": seen, "params": params}, out / f"bits-{schedule}-{world}.pt")
+            sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
+            (out / f"bits-{schedule}-{world}.json").write_text(json.dumps(sizes))
+    seen, params, _ = train("frozen below", group, steps=6, poison=3, precision="fp16")
+    torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
+
+
+def disagree(out: Path, rank: int) -> None:
+    """Rank 2 compiles with other buckets: every rank is told, with its number and the first line apart."""
+    try:
+        train("odd sizes", None, steps=1, bucket_size=3000 if rank != 2 else 200)
+    except zfunc.errors.RankError as error:
+        (out / f"disagree-{rank}.txt").write_text(str(error))
+
+
+def main(rank: int, world: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    groups = {size: dist.new_group(range(size)) for size in WORLDS}
+    for size, group in groups.items():
+        if rank < size:
+            compare(group, size, out)
+    dist.barrier()
+    disagree(out, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,100 @@
+"""Several ranks on gloo: the results of one, the same bits on every run, and the bytes that theory says.
+
+Four processes run tests/rank_worker.py once; the tests read what they left.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from rank_worker import SETTINGS, STEPS, WORLDS
+
+import zfunc
+from zfunc.ranks import Ranks
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that four ranks wrote to."""
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-W", "error::FutureWarning", str(HERE / "rank_worker.py")]
+    ranks = [
+        subprocess.Popen([*command, str(r), "4", str(out)], stderr=subprocess.PIPE, text=True)
+        for r in range(4)
+    ]
+    try:
+        errors = [p.communicate(timeout=400)[1] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    assert [p.returncode for p in ranks] == [0] * 4, "\n".join(errors)
+    return out
+
+
+def read(out: Path, name: str) -> dict[str, Any]:
+    return torch.load(out / f"{name}.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_any_world_trains_as_one_process_does(results: Path, name: str, world: int) -> None:
+    """50 steps on the same global batches: to the rounding of fp32 sums in another order."""
+    alone, many = read(results, f"{name}-1"), read(results, f"{name}-{world}")
+    assert len(alone["seen"]) == STEPS
+    for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
+        assert other_loss == pytest.approx(loss, rel=2e-5)
+        assert other_norm == pytest.approx(norm, rel=1e-3)
+    for key, value in alone["params"].items():
+        torch.testing.assert_close(many["params"][key], value, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("name", ["bits-Overlapped", *(x for x in SETTINGS if "stage" in SETTINGS[x])])
+def test_bytes_sent_are_those_of_the_theory(results: Path, name: str, world: int) -> None:
+    """(world - 1) / world of the gradients, and as much of the parameters, where each bucket is reduced once."""
+    sent = {step[3] for step in read(results, f"{name}-{world}")["seen"]}
+    sizes = json.loads((results / f"{name}-{world}.json").read_text())
+    assert sent == {2 * sizes["bytes"] * (world - 1) // world}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, world: int) -> None:
+    serial = read(results, f"bits-Serial-{world}")
+    for schedule in ("Overlapped", "Interleaved"):  # with random delays that differ from rank to rank
+        other = read(results, f"bits-{schedule}-{world}")
+        assert repr(other["seen"]) == repr(serial["seen"])
+        assert all(torch.equal(other["params"][k], v) for k, v in serial["params"].items())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Path, world: int) -> None:
+    seen = [read(results, f"overflow-{world}-{rank}")["seen"] for rank in range(world)]
+    assert all(repr(x) == repr(seen[0]) for x in seen)
+    assert [step[2] for step in seen[0]] == [False, False, False, True, False, False]
+    params = [read(results, f"overflow-{world}-{rank}")["params"] for rank in range(world)]
+    assert all(torch.equal(p[k], v) for p in params for k, v in params[0].items())
+
+
+def test_ranks_that_disagree_are_all_told_who_and_where(results: Path) -> None:
+    told = {(results / f"disagree-{rank}.txt").read_text() for rank in range(4)}
+    assert len(told) == 1
+    assert "rank 2" in told.pop()
+
+
+def test_a_world_of_one_sends_nothing() -> None:
+    ranks = Ranks.of(None)
+    assert (ranks.rank, ranks.world, ranks.sums([1.5]), ranks.texts("a")) == (0, 1, [1.5], ["a"])
+    ranks.agree("anything", "digest", "text")
+    assert ranks.sent == 0
+
+
+def test_a_stage_that_there_is_not_is_refused() -> None:
+    with pytest.raises(ValueError, match="stage: got 3"):
+        zfunc.compile(MODELS["odd sizes"]()[0], stage=3)  # type: ignore[arg-type]

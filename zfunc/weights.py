@@ -1,0 +1,40 @@
+"""fp32 weights into a State and out of it, whatever the master is kept in and wherever its slices are.
+
+The invariant: what the device has after `put_weights` is what a step with these weights would have sent it.
+"""
+
+import torch
+from torch import Tensor
+
+from zfunc.compact import SplitMaster, optimizer_state
+from zfunc.layout import Bucket, Layout, Span
+from zfunc.ranks import Ranks
+from zfunc.state import Buffers
+
+
+def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
+    """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a copy. A collective."""
+    start, stop = bucket.start // ranks.world, bucket.stop // ranks.world
+    master, *_ = optimizer_state(buffers.optimizer, start, stop)
+    mine = master.join() if isinstance(master, SplitMaster) else master.clone()
+    if ranks.world == 1:
+        return mine
+    full = torch.empty(bucket.numel)
+    ranks.all_gather(full, mine)
+    return full
+
+
+def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: Ranks) -> None:
+    """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
+    flat = value.flatten().to("cpu", torch.float32)
+    on_device = buffers.params[span.start : span.stop]
+    split = None if "master" in buffers.optimizer else SplitMaster.of(flat)
+    sent = split is not None and on_device.dtype == split.high.dtype
+    on_device.copy_(split.high if split is not None and sent else flat)
+    piece = layout.piece(span, ranks.rank, ranks.world)
+    master, *_ = optimizer_state(buffers.optimizer, piece.at, piece.at + piece.stop - piece.start)
+    if split is not None and isinstance(master, SplitMaster):
+        master.high.copy_(split.high[piece.start : piece.stop])
+        master.low.copy_(split.low[piece.start : piece.stop])
+    elif isinstance(master, Tensor):
+        master.copy_(flat[piece.start : piece.stop])
