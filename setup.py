@@ -109,7 +109,7 @@ kernel = Extension(
 )
 
 setup(
-    packages=["zfunc", "zfunc.schedules"],
+    packages=["zfunc", "zfunc.checkpoint", "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
     package_data={"zfunc": ["py.typed"]},
     include_package_data=False,  # the kernel's sources are for the sdist

@@ -268,11 +268,11 @@ def test_the_length_follows_the_clock_only_where_it_must() -> None:
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
     assert slow.total == 500
-    assert slow.ended(499, 99.8, lambda: False) == ""
-    assert slow.ended(500, 99.9, lambda: False) == "seconds"
-    assert both.ended(1000, 99.9, lambda: False) == "steps"
-    assert slow.ended(400, 100.0, lambda: False) == "seconds"
-    assert slow.ended(10, 1.0, lambda: True) == "interrupt"
+    assert slow.ended(499, 99.8, stopping=False) == ""
+    assert slow.ended(500, 99.9, stopping=False) == "seconds"
+    assert both.ended(1000, 99.9, stopping=False) == "steps"
+    assert slow.ended(400, 100.0, stopping=False) == "seconds"
+    assert slow.ended(10, 1.0, stopping=True) == "interrupt"
     timed = Length(Settings(steps=None, seconds=100.0), None)
     assert timed.left(1, 1.0) == 99.0
     assert timed.after(1, 20.0).total == 5

@@ -4,6 +4,7 @@ Four processes run tests/rank_worker.py once; the tests read what they left.
 """
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from attrs import evolve
 from models import MODELS
 from rank_worker import SETTINGS, STEPS, WORLDS
+from table import JOBS, Scattered
 
 import zfunc
+from zfunc.plan import PlanError
+from zfunc.program import make_plan
 from zfunc.ranks import Ranks
 
 HERE = Path(__file__).parent
@@ -86,6 +91,36 @@ def test_ranks_that_disagree_are_all_told_who_and_where(results: Path) -> None:
     told = {(results / f"disagree-{rank}.txt").read_text() for rank in range(4)}
     assert len(told) == 1
     assert "rank 2" in told.pop()
+
+
+def test_torchrun_trains_as_one_process_does(tmp_path: Path) -> None:
+    """The same batches in the same order, whatever the number of ranks; rank 0 alone keeps the run."""
+    small = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"]
+    data = tmp_path / "data.txt"
+    data.write_text("Every rank reads its part of the batch. " * 400)
+    job = ["-m", "zfunc", "train", "--steps", "5", "--eval-every", "5", "--data", str(data), *small]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    losses = []
+    for name, start in (("one", []), ("two", launch)):
+        ran = subprocess.run(
+            [sys.executable, *start, *job, "--out", str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=200,
+        )
+        assert ran.returncode == 0, ran.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(line)["loss"] for line in lines[1:]])
+    assert len(losses[0]) == 5
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_collectives_on_two_lanes_are_refused() -> None:
+    job = evolve(JOBS["tied barrier"], layout=JOBS["tied accumulated"].layout, world=2)
+    with pytest.raises(PlanError, match="collectives on the lanes lane"):
+        make_plan(job, Scattered())
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -58,7 +58,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace) -> None:
     """`zfunc train`."""
     settings = train_settings(args)
-    from zfunc import console, panel, runs  # torch comes with these: help and mistakes do not wait for it
+    from zfunc.job import prepare  # torch comes with these: help and mistakes do not wait for it
+    from zfunc.launch import launched
+    from zfunc.train import train as events
+
+    with launched() as ranks:
+        if ranks.rank:
+            with logged(), interrupts("") as stopping:  # rank 0 shows and keeps what happens
+                for _ in events(prepare(settings, cache=cache_folder()), stop=stopping):
+                    pass
+            return
+        _train_and_show(settings)
+
+
+def _train_and_show(settings: Settings) -> None:
+    from zfunc import console, panel, runs
     from zfunc.job import prepare
     from zfunc.train import Started
     from zfunc.train import train as events
@@ -270,6 +284,7 @@ def _complain(args: argparse.Namespace, told: str, code: int) -> int:
     lines = [printable(line) for line in (told.strip() or "no more is known; see --debug").splitlines()]
     if len(lines) > LINES and not args.debug:
         lines = [*lines[:LINES], f"... and {len(lines) - LINES} lines more, with --debug"]
-    lead = f"{args.prog}: " if code == STOPPED else f"{args.prog}: error: "
+    who = f"{args.prog}: rank {os.environ['RANK']}" if "RANK" in os.environ else args.prog
+    lead = f"{who}: " if code == STOPPED else f"{who}: error: "
     print(lead + "\n".join(lines), file=sys.stderr, flush=True)
     return code

@@ -23,6 +23,7 @@ from zfunc.layout import ALIGNMENT
 from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.moments import BUFFERS
 from zfunc.program import Program
+from zfunc.ranks import Ranks
 from zfunc.resources import available_host_bytes
 from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
@@ -46,13 +47,18 @@ class Job:
     program: Program
 
     @property
+    def ranks(self) -> Ranks:
+        """Those that train this job together."""
+        return self.program.ranks
+
+    @property
     def unit(self) -> str:
         """What the data is made of: "byte" or "token"."""
         return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
 
     def batch(self, position: int) -> Batch:
-        """The batch at `position`, in sequences since the start."""
-        return _batch(self.settings, self.corpus, position)
+        """This rank's rows of the batch at `position`, in sequences since the start."""
+        return _batch(self.settings, self.corpus, position, self.ranks)
 
 
 def prepare(settings: Settings, *, cache: Path) -> Job:
@@ -70,8 +76,10 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
         )
     settings = evolve(settings, vocab_size=corpus.vocab_size)
     _check_size(settings)
-    example = _batch(settings, corpus, 0)
-    held_out = _held_out(settings, corpus)
+    ranks = Ranks.of()
+    _check_rows(settings, ranks)
+    example = _batch(settings, corpus, 0, ranks)
+    held_out = _held_out(settings, corpus, ranks)
     return Job(settings, corpus, held_out, build(settings, example))
 
 
@@ -91,10 +99,22 @@ def _check_size(settings: Settings) -> None:
             )
 
 
+def _check_rows(settings: Settings, ranks: Ranks) -> None:
+    parts = ranks.world * settings.micro_batches
+    if settings.batch_size % parts:
+        raise ValueError(
+            f"--batch-size: got {settings.batch_size} for {ranks.world} ranks with {settings.micro_batches} "
+            f"micro-batches each, expected a multiple of {parts}: try --batch-size "
+            f"{max(parts, settings.batch_size // parts * parts)}"
+        )
+
+
 def resolve(settings: Settings) -> Settings:
     """The settings with device, precision and bucket size chosen for this machine."""
     device = pick_device(None if settings.device == "auto" else settings.device)
     cuda = device.type == "cuda"
+    if cuda and settings.device in ("auto", "cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())  # that of this rank
     precision = settings.precision
     if precision == "auto":
         precision = "fp32" if not cuda else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
@@ -177,20 +197,21 @@ def _cpu() -> str:
     return next(names, "") or platform.machine()
 
 
-def _batch(settings: Settings, corpus: Corpus, position: int) -> Batch:
+def _batch(settings: Settings, corpus: Corpus, position: int, ranks: Ranks) -> Batch:
+    rows = settings.batch_size // ranks.world
     return batch_at(
         corpus.train,
-        position,
-        batch_size=settings.batch_size,
+        position + ranks.rank * rows,
+        batch_size=rows,
         seq_length=settings.seq_length,
         seed=settings.seed,
         vocab_size=corpus.vocab_size,
     )
 
 
-def _held_out(settings: Settings, corpus: Corpus) -> tuple[Batch, ...]:
+def _held_out(settings: Settings, corpus: Corpus, ranks: Ranks) -> tuple[Batch, ...]:
     """Always the same windows. In batches as small as a micro-batch: what fits in training has to fit here."""
-    rows = settings.batch_size // settings.micro_batches
+    rows = settings.batch_size // (settings.micro_batches * ranks.world)
     try:
         batches = held_out_batches(
             corpus.held_out,

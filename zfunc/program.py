@@ -104,6 +104,12 @@ def make_plan(job: Job, schedule: Schedule) -> Plan:
             "got a plan of another graph, expected one of the graph the schedule was handed: return "
             "zfunc.plan.build(graph, lanes)"
         )
+    networks = [lane.name for lane in plan.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
+    if job.world > 1 and len(networks) > 1:
+        raise PlanError(
+            f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks must issue them in "
+            "the same order, and two lanes have none. Put every operation of kind 'network' on one lane"
+        )
     return plan
 
 

@@ -138,12 +138,13 @@ def train(job: Job, *, stop: Callable[[], bool] = lambda: False) -> Iterator[Eve
         state, metrics = zfunc.train_step(program, state, batch, trace=traced)
         seconds = time.perf_counter() - begun
         losses, busy, skipped = [*losses[-49:], metrics.loss], busy + seconds, skipped + metrics.skipped
-        ended = length.ended(number, time.perf_counter() - start, stop)
+        elapsed, stopping = agreed(job, start, stop)
+        ended = length.ended(number, elapsed, stopping=stopping)
         evaluated = None
         if ended or number % settings.eval_every == 0:
             evaluated = held_out = evaluate(job, program, state)
-            ended = ended or ("interrupt" if stop() else "")  # it takes a while
-        elapsed = time.perf_counter() - start
+            elapsed, stopping = agreed(job, start, stop)  # it takes a while
+            ended = ended or ("interrupt" if stopping else "")
         before_look, length = length, length.after(number, elapsed)
         yield _stepped(settings, program, number, length, metrics, seconds, elapsed, evaluated)
         if traced and metrics.timeline is not None:
@@ -207,13 +208,20 @@ class Length:
             bounds.append((self.total - step) * self.seconds_per_step(step, elapsed))
         return min(bounds, default=None)
 
-    def ended(self, step: int, elapsed: float, stop: Callable[[], bool]) -> str:
+    def ended(self, step: int, elapsed: float, *, stopping: bool) -> str:
         """Why `step` was the last one, or nothing."""
         if self.total is not None and step >= self.total:
             return "steps" if self.total == self.settings.steps else "seconds"
         if self.settings.seconds is not None and elapsed >= self.settings.seconds:
             return "seconds"
-        return "interrupt" if stop() else ""
+        return "interrupt" if stopping else ""
+
+
+def agreed(job: Job, start: float, stop: Callable[[], bool]) -> tuple[float, bool]:
+    """Seconds since `start`, by the clock of rank 0, and whether any rank is to stop: the same on all of them."""
+    seconds = time.perf_counter() - start if job.ranks.rank == 0 else 0.0
+    elapsed, stopping = job.ranks.sums([seconds, float(stop())])
+    return elapsed, stopping > 0
 
 
 def evaluate(job: Job, program: Program, state: State) -> float:

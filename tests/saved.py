@@ -1,0 +1,166 @@
+"""A small checkpoint to read, break and compare: any model, cut by any layout, its bytes known from names alone.
+
+No torch and no State: what a rank would write of each parameter is told by the layout.
+"""
+
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from zfunc.checkpoint import checkpoints
+from zfunc.checkpoint.checkpoints import Pending
+from zfunc.checkpoint.manifest import KINDS, Kept, Kind, Manifest, Piece, Position
+from zfunc.checkpoint.reads import Wanted, plan_reads
+from zfunc.checkpoint.shard_reader import Reader, open_shard
+from zfunc.checkpoint.shard_writer import create
+from zfunc.checkpoint.shards import BYTES, Shard, Stored
+from zfunc.errors import CheckpointError
+from zfunc.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
+from zfunc.loss_scale import LossScale
+from zfunc.moments import Moments
+
+CHUNK = 64  # bytes: several chunks in a tensor, and slices that begin inside of one
+MODEL = [
+    [Parameter("embed.weight", (10, 13))],
+    [Parameter("head.weight", (7, 30)), Parameter("head.bias", (30,))],
+]
+
+
+def content(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
+    """The bytes of a parameter's state: any, but always the same."""
+    return np.random.default_rng([zlib.crc32(f"{name} {kind}".encode()), salt]).bytes(nbytes)
+
+
+def slices(layout: Layout, world: int, rank: int) -> Iterator[tuple[Span, int, int]]:
+    """What a rank has: (span, start, stop), in elements of the parameter."""
+    for bucket in layout.buckets:
+        size = bucket.numel // world
+        begin = bucket.start + rank * size
+        for span in bucket.spans:
+            start, stop = max(begin, span.start), min(begin + size, span.stop)
+            if start < stop:
+                yield span, start - span.start, stop - span.start
+
+
+def stored_slice(kind: Kind, start: int, stop: int) -> tuple[int, int]:
+    """The elements of a kind that belong to elements start to stop of the parameter."""
+    assert start % ALIGNMENT == 0
+    return start // kind.shared, -(-stop // kind.shared)
+
+
+def write_rank(
+    folder: Path, layout: Layout, world: int, rank: int, moments: Moments, salt: int
+) -> tuple[Shard, list[tuple[str, str, Piece]]]:
+    """One rank's file, and the pieces in it as (parameter, kind, piece)."""
+    placed = [
+        (span, name, kind, *stored_slice(kind, start, stop))
+        for span, start, stop in slices(layout, world, rank)
+        for name, kind in KINDS[moments].items()
+    ]
+    tensors = [
+        Stored(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
+        for span, name, kind, start, stop in placed
+    ]
+    writer = create(folder / checkpoints.shard_name(rank, world), tensors, chunk=CHUNK)
+    try:
+        for span, name, kind, start, stop in placed:
+            item = BYTES[kind.dtypes[0]]
+            whole = content(span.name, name, kind.numel(span.stop - span.start) * item, salt)
+            writer.write_at(f"{span.name}/{name}", 0, whole[start * item : stop * item])
+        shard = writer.finish()
+    finally:
+        writer.close()
+    pieces = [
+        (span.name, name, Piece(start, stop, rank, f"{span.name}/{name}", 0))
+        for span, name, _, start, stop in placed
+    ]
+    return shard, pieces
+
+
+def save(
+    folder: Path,
+    *,
+    step: int = 3,
+    world: int = 2,
+    bucket_size: int = 200,
+    moments: Moments = "fp32",
+    model: list[list[Parameter]] = MODEL,
+    keep: int = 2,
+    salt: int = 0,
+) -> Path:
+    """Write and publish a checkpoint; every byte follows from names and `salt`."""
+    layout = make_layout(model, bucket_size=bucket_size, world=world)
+    pending = checkpoints.begin(folder, step)
+    try:
+        manifest = write_all(pending, layout, world, moments, salt)
+        return checkpoints.publish(pending, manifest, keep=keep)
+    except CheckpointError:
+        checkpoints.abandon(pending)
+        raise
+    finally:
+        pending.release()
+
+
+def write_all(pending: Pending, layout: Layout, world: int, moments: Moments, salt: int) -> Manifest:
+    """The files of all ranks, and the manifest of them."""
+    ranks = [write_rank(pending.path, layout, world, rank, moments, salt) for rank in range(world)]
+    placed = [x for _, pieces in ranks for x in pieces]
+    return Manifest(
+        world=world,
+        moments=moments,
+        shards=tuple(shard for shard, _ in ranks),
+        parameters=tuple(
+            Kept(
+                span.name,
+                span.shape,
+                True,
+                {
+                    kind: tuple(x for n, k, x in placed if (n, k) == (span.name, kind))
+                    for kind in KINDS[moments]
+                },
+            )
+            for span in layout.spans
+        ),
+        position=Position(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0)),
+        optimizer={"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True},
+        extra={"salt": salt},
+    )
+
+
+def fill(path: Path, manifest: Manifest, wanted: list[Wanted]) -> list[bytearray]:
+    """The bytes of the wanted slices, read from the shards."""
+    items = [BYTES[manifest.kinds(manifest.by_name[w.parameter])[w.kind].dtypes[0]] for w in wanted]
+    buffers = [bytearray((w.stop - w.start) * item) for w, item in zip(wanted, items, strict=True)]
+    readers: dict[int, Reader] = {}
+    try:
+        for read in plan_reads(manifest, wanted):
+            if read.shard not in readers:
+                shard = manifest.shards[read.shard]
+                readers[read.shard] = open_shard(path / shard.file, shard)
+            item = items[read.wanted]
+            into = memoryview(buffers[read.wanted])[
+                read.to * item : (read.to + read.stop - read.start) * item
+            ]
+            readers[read.shard].read_into(read.tensor, read.start, read.stop, into)
+    finally:
+        for reader in readers.values():
+            reader.close()
+    return buffers
+
+
+def everything(manifest: Manifest) -> list[Wanted]:
+    """All there is in a checkpoint."""
+    return [
+        Wanted(kind, kept.name, 0, pieces[-1].stop if pieces else 0)
+        for kept in manifest.parameters
+        for kind, pieces in kept.pieces.items()
+    ]
+
+
+def assert_whole(found: checkpoints.Checkpoint) -> None:
+    """Every byte of a checkpoint is the one that `save` wrote."""
+    wanted = everything(found.manifest)
+    for w, got in zip(wanted, fill(found.path, found.manifest, wanted), strict=True):
+        assert got == content(w.parameter, w.kind, len(got), found.manifest.extra["salt"]), w

@@ -1,0 +1,239 @@
+"""What a checkpoint is, as values: which file holds which elements of which parameter, and where training stood.
+
+The invariant: a Manifest is whole. The pieces of every parameter's state tile it, and they tile the tensors of the
+shards: nothing is missing, nothing is there twice, nothing is there that is no parameter's. Offsets are logical,
+within a parameter as if it were flat: neither buckets, nor the world size, nor any padding can be told from them.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any, cast
+
+from attrs import frozen
+
+from zfunc.checkpoint.checksums import CHUNK_LIMIT, num_chunks
+from zfunc.checkpoint.shards import Shard, Stored
+from zfunc.checkpoint.strict_json import MAX_INT
+from zfunc.errors import CheckpointError, nearest
+from zfunc.layout import Parameter
+from zfunc.loss_scale import LossScale
+from zfunc.moments import BUFFERS, Moments, SizedType
+
+FILE = "manifest.json"
+FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
+DTYPES: dict[SizedType, str] = {"fp32": "F32", "bf16": "BF16", "int16": "I16", "uint8": "U8"}
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_NEXT = "use another checkpoint"
+
+
+@frozen
+class Kind:
+    """A kind of state: the dtypes it may be stored in, and how many elements of a parameter share one of its."""
+
+    dtypes: tuple[str, ...]
+    shared: int = 1
+
+    def numel(self, parameter: int) -> int:
+        """Elements for a parameter of so many."""
+        return -(-parameter // self.shared)
+
+
+KINDS: dict[Moments, dict[str, Kind]] = {
+    moments: {x.name: Kind((DTYPES[x.dtype],), x.shared) for x in buffers}
+    for moments, buffers in BUFFERS.items()
+}
+"""The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of `zfunc.moments`."""
+_FROZEN_KINDS = {FROZEN: Kind(("F32", "BF16", "F16"))}
+
+
+@frozen
+class Piece:
+    """Elements start to stop of one kind of a parameter's state: in which shard and tensor, and from where."""
+
+    start: int
+    stop: int
+    shard: int
+    tensor: str
+    offset: int
+
+
+@frozen
+class Kept:
+    """A parameter in a checkpoint, and by kind the pieces of its state, ascending."""
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    pieces: Mapping[str, tuple[Piece, ...]]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for a scalar."""
+        return math.prod(self.shape)
+
+
+@frozen
+class Position:
+    """Where training stood, as in State: with it and the buffers a resume is exact."""
+
+    step: int
+    batches: int
+    sequences: int
+    seed: int
+    loss_scale: LossScale
+
+
+@frozen
+class Manifest:
+    """A checkpoint. `world` says how many ranks wrote it; nothing else depends on that.
+
+    `optimizer` and `extra` are dicts of JSON's own types. Raises CheckpointError if the parts do not fit together.
+    """
+
+    world: int
+    moments: Moments
+    shards: tuple[Shard, ...]
+    parameters: tuple[Kept, ...]
+    position: Position
+    optimizer: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+    def __attrs_post_init__(self) -> None:
+        _check_plain(self.optimizer, "optimizer")
+        _check_plain(self.extra, "extra")
+        _check_unique("shard", [x.file for x in self.shards])
+        _check_unique("parameter", [x.name for x in self.parameters])
+        for shard in self.shards:
+            _check_shard(shard)
+        taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for kept in self.parameters:
+            _check_pieces(self, kept, taken)
+        for n, shard in enumerate(self.shards):
+            for t in shard.tensors:
+                if flaw := _flaw(sorted(taken.get((n, t.name), ())), t.numel):
+                    raise _bad(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
+
+    @cached_property
+    def by_name(self) -> dict[str, Kept]:
+        """The parameters by name."""
+        return {x.name: x for x in self.parameters}
+
+    @cached_property
+    def tensors(self) -> tuple[dict[str, Stored], ...]:
+        """For every shard its tensors by name."""
+        return tuple({t.name: t for t in shard.tensors} for shard in self.shards)
+
+    def kinds(self, kept: Kept) -> dict[str, Kind]:
+        """The kinds of state there are of a parameter."""
+        return KINDS[self.moments] if kept.trainable else _FROZEN_KINDS
+
+
+def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
+    """Raise CheckpointError, naming the first differences, unless these are the checkpoint's parameters.
+
+    The order does not matter, nor whether one that is tied comes twice.
+    """
+    wanted = {p.name: p for p in parameters}
+    found = manifest.by_name
+    flaws: list[str] = []
+    unknown = [name for name in found if name not in wanted]
+    for name, p in wanted.items():
+        if (kept := found.get(name)) is None:
+            hint = nearest(name, unknown) if len(flaws) < 3 else ""  # slow, with thousands of them
+            flaws.append(f"it has no {name!r}{hint}")
+        elif kept.shape != p.shape:
+            flaws.append(f"{name!r} is {list(kept.shape)} there and {list(p.shape)} here")
+        elif kept.trainable != p.trainable:
+            flaws.append(f"{name!r} is {'trained' if kept.trainable else 'frozen'} there, not here")
+    flaws += [f"it has {name!r}, which the model has not" for name in unknown]
+    if flaws:
+        more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
+        raise CheckpointError(
+            f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that wrote it"
+        )
+
+
+def _check_shard(shard: Shard) -> None:
+    if not _FILE_NAME.fullmatch(shard.file) or shard.file == FILE:
+        raise _bad(
+            "shards", f"the file name {shard.file!r:.300}", "letters, digits and ._- alone, in the folder"
+        )
+    if not 0 < shard.chunk <= CHUNK_LIMIT:
+        raise _bad(shard.file, f"chunks of {shard.chunk} bytes", f"1 to {CHUNK_LIMIT}")
+    _check_unique(f"{shard.file}: tensor", [t.name for t in shard.tensors])
+    if sum(t.nbytes for t in shard.tensors) >= shard.size:
+        raise _bad(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
+    for t in shard.tensors:
+        if len(shard.checksums.get(t.name, ())) != (count := num_chunks(t.nbytes, shard.chunk)):
+            raise _bad(f"{shard.file}, {t.name!r}", "another number of checksums", f"{count}")
+
+
+def _check_pieces(
+    manifest: Manifest, kept: Kept, taken: dict[tuple[int, str], list[tuple[int, int]]]
+) -> None:
+    """The pieces of each kind tile it and lie in tensors of its dtype; adds the ranges they take there."""
+    kinds = manifest.kinds(kept)
+    if set(kept.pieces) != set(kinds):
+        raise _bad(repr(kept.name), f"the state {', '.join(kept.pieces) or 'nothing'}", ", ".join(kinds))
+    for name, kind in kinds.items():
+        where = f"{kept.name!r}, {name}"
+        numel = kind.numel(kept.numel)
+        if flaw := _flaw([(x.start, x.stop) for x in kept.pieces[name]], numel):
+            raise _bad(where, flaw, f"pieces that tile its {numel}")
+        for piece in kept.pieces[name]:
+            _check_place(manifest, where, kind, piece)
+            ends = (piece.offset, piece.offset + piece.stop - piece.start)
+            taken.setdefault((piece.shard, piece.tensor), []).append(ends)
+
+
+def _check_place(manifest: Manifest, where: str, kind: Kind, piece: Piece) -> None:
+    tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
+    if (tensor := tensors.get(piece.tensor)) is None:
+        raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one that is there")
+    if tensor.dtype not in kind.dtypes:
+        raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(kind.dtypes))
+
+
+def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:
+    """What is wrong with ranges that should, in this order, tile 0 to numel; or nothing."""
+    end = 0
+    for start, stop in ranges:
+        if start >= stop:
+            return f"an empty range, {start} to {stop}"
+        if start != end:
+            return f"no elements {end} to {start}" if start > end else f"elements {start} to {end} twice"
+        end = stop
+    return "" if end == numel else f"{end} elements"
+
+
+def _check_unique(what: str, names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        seen: set[str] = set()
+        twice = next(x for x in names if x in seen or seen.add(x))
+        raise _bad(f"{what} {twice!r}", "it twice", "it once")
+
+
+def _check_plain(value: object, where: str, depth: int = 0) -> None:
+    match value:
+        case dict() if depth < 10:
+            for key, x in cast("dict[object, object]", value).items():
+                if not isinstance(key, str):
+                    raise _bad(where, f"the key {key!r:.80}", "a text")
+                _check_plain(x, f"{where}.{key:.80}", depth + 1)
+        case list() if 0 < depth < 10:
+            for n, x in enumerate(cast("list[object]", value)):
+                _check_plain(x, f"{where}[{n}]", depth + 1)
+        case None | str() if depth:
+            pass
+        case int() if depth and abs(value) <= MAX_INT:
+            pass
+        case float() if depth and math.isfinite(value):
+            pass
+        case _:
+            raise _bad(where, f"{value!r:.80}", "a dict of JSON's own types, numbers finite, at most 10 deep")
+
+
+def _bad(where: str, got: str, expected: str) -> CheckpointError:
+    return CheckpointError(f"{where}: got {got}, expected {expected}: {_NEXT}")

@@ -1,0 +1,149 @@
+"""A manifest as strict JSON, in a file of the checkpoint's folder.
+
+The invariant: what is written reads back equal; whatever else is read is refused with its place, before anything is
+allocated by what it says. Names and types are checked here, how the parts fit together by Manifest itself.
+"""
+
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import attrs
+
+from zfunc.checkpoint import disk, strict_json
+from zfunc.checkpoint.checksums import CHUNK_LIMIT
+from zfunc.checkpoint.manifest import FILE, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.shards import Shard, read_shape, read_stored
+from zfunc.checkpoint.strict_json import MAX_INT, Node
+from zfunc.errors import CheckpointError
+from zfunc.loss_scale import LossScale
+from zfunc.moments import Moments
+
+VERSION = 1
+LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
+_CRC = 2**32 - 1
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The text of a manifest. Raises CheckpointError if it would be larger than LIMIT."""
+    raw = strict_json.render(
+        {
+            "version": VERSION,
+            "world": manifest.world,
+            "moments": manifest.moments,
+            "position": attrs.asdict(manifest.position),
+            "optimizer": manifest.optimizer,
+            "extra": manifest.extra,
+            "shards": [_shard(x) for x in manifest.shards],
+            "parameters": [_kept(x) for x in manifest.parameters],
+        }
+    )
+    if len(raw) > LIMIT:
+        raise CheckpointError(
+            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: write fewer, larger pieces"
+        )
+    return raw
+
+
+def from_json(raw: bytes, where: str = FILE) -> Manifest:
+    """The manifest of a text; `where` begins the message of the CheckpointError for what is none."""
+    root = strict_json.parse(raw, where)
+    if (version := root.entries().get("version")) is None or version.integer() != VERSION:
+        got = "no version" if version is None else f"version {version.value}"
+        root.refuse(f"version {VERSION}, or a zfunc that reads this one", got)
+    _, world, moments, position, optimizer, extra, shards, parameters = root.fields(
+        "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
+    )
+    parts = (
+        world.integer(1, 1 << 20),
+        cast("Moments", moments.choice(get_args(Moments))),
+        tuple(_read_shard(x) for x in shards.items()),
+        tuple(_read_kept(x) for x in parameters.items()),
+        _read_position(position),
+        _read_object(optimizer),
+        _read_object(extra),
+    )
+    try:
+        return Manifest(*parts)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is none."""
+    path = folder / FILE
+    return from_json(disk.read_small(path, LIMIT), str(path))
+
+
+def _shard(shard: Shard) -> dict[str, Any]:
+    tensors = [{**attrs.asdict(t), "checksums": shard.checksums[t.name]} for t in shard.tensors]
+    return {
+        "file": shard.file,
+        "size": shard.size,
+        "header": shard.header,
+        "chunk": shard.chunk,
+        "tensors": tensors,
+    }
+
+
+def _kept(kept: Kept) -> dict[str, Any]:
+    pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in kept.pieces.items()}
+    return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
+
+
+def _read_shard(node: Node) -> Shard:
+    file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
+    entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
+    stored = tuple(read_stored(*entry[:3]) for entry in entries)
+    return Shard(
+        file=file.text(high=200),
+        size=size.integer(),
+        header=header.integer(high=_CRC),
+        chunk=chunk.integer(1, CHUNK_LIMIT),
+        tensors=stored,
+        checksums={t.name: entry[3].integers(_CRC) for t, entry in zip(stored, entries, strict=True)},
+    )
+
+
+def _read_kept(node: Node) -> Kept:
+    name, shape, trainable, pieces = node.fields("name", "shape", "trainable", "pieces")
+    return Kept(
+        name=name.text(),
+        shape=read_shape(shape),
+        trainable=trainable.boolean(),
+        pieces={kind: tuple(_read_piece(x) for x in xs.items()) for kind, xs in pieces.entries().items()},
+    )
+
+
+def _read_piece(node: Node) -> Piece:
+    items = node.items()
+    if len(items) != 5:
+        node.refuse("start, stop, shard, tensor, offset", f"a list of {len(items)}")
+    start, stop, shard, tensor, offset = items
+    return Piece(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
+
+
+def _read_position(node: Node) -> Position:
+    step, batches, sequences, seed, loss_scale = node.fields(*(x.name for x in attrs.fields(Position)))
+    return Position(
+        step=step.integer(),
+        batches=batches.integer(),
+        sequences=sequences.integer(),
+        seed=seed.integer(-MAX_INT),
+        loss_scale=_read_loss_scale(loss_scale),
+    )
+
+
+def _read_loss_scale(node: Node) -> LossScale:
+    names = [x.name for x in attrs.fields(LossScale)]
+    values = dict(zip(names, node.fields(*names), strict=True))
+    real = {name: values.pop(name).number() for name in ("scale", "minimum")}
+    counts = {name: x.integer(-1) for name, x in values.items()}
+    try:
+        return LossScale(**real, **counts)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        node.refuse("the counters of a loss scale", str(error).partition(":")[0])
+
+
+def _read_object(node: Node) -> dict[str, Any]:
+    node.entries()
+    return cast("dict[str, Any]", node.value)

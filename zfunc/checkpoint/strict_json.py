@@ -1,0 +1,179 @@
+"""JSON as a checkpoint's files use it, read as if an enemy had written it.
+
+The invariant: whatever the bytes are, reading ends soon, takes memory in proportion to them, and gives checked
+values or a CheckpointError that names the place. Depth is bounded before parsing; no name comes twice; numbers are
+finite and fit in 64 bits; text can be encoded.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from reprlib import Repr
+from typing import Any, NoReturn, cast
+
+from attrs import frozen
+
+from zfunc.errors import CheckpointError, nearest
+
+MAX_INT = 2**63 - 1
+_DEPTH = 16
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # possessive: linear, also where it never ends
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_short = Repr()
+_short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
+
+
+def parse(raw: bytes, where: str) -> "Node":
+    """The value of a JSON text, called `where`. Raises CheckpointError for all that is not strict JSON."""
+    try:
+        _check_depth(raw)
+        value = json.loads(
+            raw.decode(),
+            object_pairs_hook=_object,
+            parse_int=_integer,
+            parse_float=_number,
+            parse_constant=_constant,
+        )
+        if _SURROGATE.search(raw):  # half of a pair, escaped, is a string that no file name or log can hold
+            json.dumps(value, ensure_ascii=False).encode()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{where}: got {_reason(error)}, expected strict JSON: the file is damaged or not one of zfunc's; "
+            "use another checkpoint"
+        ) from error
+    return Node(value, where)
+
+
+def render(value: Mapping[str, Any]) -> bytes:
+    """Strict JSON of a dict of JSON's own types. Raises ValueError for NaN and inf, TypeError for other types."""
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error, UnicodeError):
+        return "text that is not UTF-8"
+    return str(error) if type(error) is ValueError else f"what is no JSON ({error})"
+
+
+def _check_depth(raw: bytes) -> None:
+    depth = 0
+    for bracket in _STRING.sub(b"", raw).translate(None, _NOT_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > _DEPTH:
+            raise ValueError(f"a value nested more than {_DEPTH} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the name {_short.repr(twice)} twice in one object")
+    return made
+
+
+def _integer(text: str) -> int:
+    if len(text) > 20 or abs(int(text)) > MAX_INT:
+        raise ValueError(f"a number of {len(text)} digits, above 64 bits")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"the number {_short.repr(text)}, above all floats")
+    return value
+
+
+def _constant(text: str) -> NoReturn:
+    raise ValueError(f"{text}, which JSON does not have")
+
+
+@frozen
+class Node:
+    """A value of a parsed file and its place, for the error that names it. Every method checks, then returns."""
+
+    value: object
+    where: str
+
+    def refuse(self, expected: str, got: str = "") -> NoReturn:
+        """Raise CheckpointError for this value, or for `got`, what is wrong with it."""
+        raise CheckpointError(
+            f"{self.where}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged or not "
+            "one of zfunc's; use another checkpoint"
+        )
+
+    def fields(self, *names: str) -> "tuple[Node, ...]":
+        """The values of an object that has exactly these names, in their order."""
+        entries = self.entries()
+        for name in entries:
+            if name not in names:
+                hint = nearest(name, list(names)) if len(name) < 100 else ""
+                self.refuse(f"only {', '.join(names)}", f"a field {_short.repr(name)}{hint}")
+        for name in names:
+            if name not in entries:
+                self.refuse(f"one named {name!r}", "no such field")
+        return tuple(entries[name] for name in names)
+
+    def entries(self) -> "dict[str, Node]":
+        """The values of an object, by name."""
+        value = self.value
+        if not isinstance(value, dict):
+            self.refuse("an object")
+        made = cast("dict[str, object]", value)
+        return {name: Node(x, f"{self.where}.{name:.80}") for name, x in made.items()}
+
+    def items(self) -> "list[Node]":
+        """The values of a list."""
+        return [Node(x, f"{self.where}[{n}]") for n, x in enumerate(self._list())]
+
+    def _list(self) -> list[object]:
+        value = self.value
+        if not isinstance(value, list):
+            self.refuse("a list")
+        return cast("list[object]", value)
+
+    def integer(self, low: int = 0, high: int = MAX_INT) -> int:
+        """An integer of low to high; true and false are none."""
+        value = self.value
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            self.refuse(f"an integer of {low} to {high}")
+        return value
+
+    def integers(self, high: int = MAX_INT, count: int | None = None) -> tuple[int, ...]:
+        """A list of integers of 0 to high; `count` of them, if given."""
+        values = self._list()
+        if count is not None and len(values) != count:
+            self.refuse(f"{count}", f"a list of {len(values)} integers")
+        for n, x in enumerate(values):
+            if type(x) is not int or not 0 <= x <= high:
+                Node(x, f"{self.where}[{n}]").refuse(f"an integer of 0 to {high}")
+        return tuple(cast("list[int]", values))
+
+    def boolean(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            self.refuse("true or false")
+        return self.value
+
+    def number(self) -> float:
+        """A finite number, an integer or a float, as a float."""
+        value = self.value
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            self.refuse("a number")
+        return float(value)
+
+    def text(self, low: int = 1, high: int = 1000) -> str:
+        """A text of low to high characters."""
+        value = self.value
+        if not isinstance(value, str) or not low <= len(value) <= high:
+            self.refuse(f"a text of {low} to {high} characters")
+        return value
+
+    def choice(self, known: tuple[str, ...]) -> str:
+        """One of the known texts."""
+        value = self.text()
+        if value not in known:
+            self.refuse(f"one of {', '.join(known)}", f"{_short.repr(value)}{nearest(value, list(known))}")
+        return value
