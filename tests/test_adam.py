@@ -1,7 +1,9 @@
 """Adam on the host: the kernel is the NumPy reference to the bit, and the reference is Adam."""
 
+import ctypes
 import itertools
 import math
+import mmap
 import threading
 import time
 from pathlib import Path
@@ -373,6 +375,31 @@ def test_bad_buffers_touch_nothing(name, spoil, error):
     buffers = good()
     spoiled = {**buffers, name: spoil(buffers[name])}
     assert_refused(lambda: adam_update_(**spoiled, step=1, lr=1e-3), buffers, error, name)
+
+
+@pytest.mark.parametrize("name", ["master", "exp_avg", "exp_avg_sq", "out"])
+@pytest.mark.parametrize("where", ["all of it", "its end"])
+def test_memory_that_cannot_be_written_is_refused(name, where):
+    """A page without write permission would end the process with a signal; a gradient may lie in one."""
+    n = mmap.PAGESIZE // 2  # 4-byte elements: two pages
+    pages = mmap.mmap(-1, n * 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    locked = torch.frombuffer(pages, dtype=torch.float32)
+    libc = ctypes.CDLL(None, use_errno=True)
+    start, size = (0, n * 4) if where == "all of it" else (mmap.PAGESIZE, mmap.PAGESIZE)
+    assert (
+        libc.mprotect(ctypes.c_void_p(locked.data_ptr() + start), ctypes.c_size_t(size), mmap.PROT_READ) == 0
+    )
+    buffers = {x: torch.ones(n) for x in ("master", "exp_avg", "exp_avg_sq", "grad", "out")}
+    frozen = {**buffers, name: locked}
+    assert_refused(
+        lambda: adam_update_(**frozen, step=1, lr=1e-3),
+        {x: t for x, t in frozen.items() if x != name},
+        ValueError,
+        f"{name}: got read-only memory",
+    )
+    adam_update_(**{**buffers, "grad": locked}, step=1, lr=1e-3)
+    with pytest.raises(ValueError, match="acc: got read-only memory"):
+        accumulate_(locked, buffers["grad"], first=True)
 
 
 def test_overlap_is_refused():

@@ -104,6 +104,21 @@ def test_what_is_kept_for_backward_changes_nothing(model: str, settings: str, re
     assert same(result(model, settings, recompute=recompute), serial(model, settings))
 
 
+@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_size_of_buckets_changes_no_weight(model: str, moments: str) -> None:
+    """A block of compact state begins with its parameter, wherever that lies. (The norm is summed by bucket.)"""
+    made = []
+    for bucket_size in (64, 700, 100_000):
+        compiled, batch = program(model, "fp32", moments=moments, bucket_size=bucket_size)
+        state = zfunc.init(compiled, seed=1)
+        for i in range(STEPS):
+            state, _ = zfunc.train_step(compiled, state, batch(i))
+        made.append(zfunc.params(compiled, state))
+    for other in made[1:]:
+        assert all(torch.equal(other[name], value) for name, value in made[0].items())
+
+
 @pytest.mark.parametrize(("model", "settings"), ROWS)
 def test_10_every_stage_does_with_what_it_declares(model: str, settings: str) -> None:
     assert same(result(model, settings, step={"debug": True}), serial(model, settings))

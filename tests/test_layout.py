@@ -56,6 +56,34 @@ def test_buckets_tile_the_buffer_in_whole_shards(made: Made) -> None:
 
 
 @given(layouts())
+def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(made: Made) -> None:
+    layout, world = make(made), made[2]
+    for span in layout.spans:
+        end = 0
+        for rank in range(world):
+            piece = layout.piece(span, rank, world)
+            if piece.start < piece.stop:
+                assert piece.start == end
+                assert piece.at % ALIGNMENT == piece.start % ALIGNMENT == 0
+                end = piece.stop
+        assert end == span.stop - span.start
+
+
+@given(layouts())
+def test_the_ranks_slices_of_the_runs_are_the_runs(made: Made) -> None:
+    world = made[2]
+    for bucket in make(made).buckets:
+        for rank in range(world):
+            start, stop = bucket.slice_of(rank, world)
+            cut = bucket.runs_within(start, stop)
+            assert [a for a, *_ in cut] == [start, *(b for _, b, _ in cut)][:-1]
+            assert cut[-1][1] == stop
+            assert all(
+                any(a <= x and y <= b and kind == decay for a, b, decay in bucket.runs) for x, y, kind in cut
+            )
+
+
+@given(layouts())
 def test_a_bucket_is_no_larger_than_asked_unless_one_parameter_is(made: Made) -> None:
     _, bucket_size, world = made
     for bucket in make(made).buckets:
