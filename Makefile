@@ -34,11 +34,12 @@ gpu:
 	$(PYTHON) -m pytest -m gpu tests
 	$(PYTHON) -m benchmarks.step --json benchmarks/results
 	$(PYTHON) -m benchmarks.step $(LARGE) --json benchmarks/results
-	$(PYTHON) -m benchmarks.adam --json benchmarks/results
+	$(PYTHON) -m benchmarks.adam --sizes 1Mi,16Mi,128Mi --repeats 7 --json benchmarks/results
 	$(PYTHON) -m benchmarks.plan --json benchmarks/results
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.adam
+	$(BIN)/python -m benchmarks.adam --json benchmarks/results
+	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.step
 

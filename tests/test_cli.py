@@ -401,6 +401,16 @@ def test_draw_prints_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert err == ""
 
 
+def test_compact_moments_take_less_of_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    host = []
+    for moments in ("fp32", "16bit", "8bit"):
+        assert main(["draw", "--moments", moments]) == 0
+        host.append(float(re.findall(r"([\d.]+) GB host", capsys.readouterr().out)[0]))
+    assert (
+        host[0] > 1.9 * host[1] > 1.9 * host[2]
+    )  # in bf16 the high half of the master is pinned, and not in "host"
+
+
 def test_draw_writes_what_the_suffix_says(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["draw", *SMALL, "--out", "step.svg"]) == 0
     assert Path("step.svg").read_text().startswith("<svg")
