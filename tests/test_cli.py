@@ -406,9 +406,8 @@ def test_compact_moments_take_less_of_the_host(capsys: pytest.CaptureFixture[str
     for moments in ("fp32", "16bit", "8bit"):
         assert main(["draw", "--moments", moments]) == 0
         host.append(float(re.findall(r"([\d.]+) GB host", capsys.readouterr().out)[0]))
-    assert (
-        host[0] > 1.9 * host[1] > 1.9 * host[2]
-    )  # in bf16 the high half of the master is pinned, and not in "host"
+    assert host[0] > 1.6 * host[1]  # of 16 bits the high half of the master is pinned, and not in "host"
+    assert host[1] > 1.3 * host[2]
 
 
 def test_draw_writes_what_the_suffix_says(capsys: pytest.CaptureFixture[str]) -> None:
