@@ -11,14 +11,15 @@ from hypothesis import strategies as st
 from zfunc.adam_reference import coefficients, reference_update, round_to
 from zfunc.compact import Codes, SplitMaster
 from zfunc.compact_reference import (
-    AVG_ADVANCE,
     AVG_CODE,
-    AVG_SQ_ADVANCE,
     AVG_SQ_CODE,
     BLOCK,
+    EXP_AVG,
+    EXP_AVG_SQ,
     MANTISSA_BITS,
     Compact,
     dither,
+    first_dither,
     join,
     pack,
     pack_bf16,
@@ -29,6 +30,8 @@ from zfunc.compact_reference import (
     unpack_codes,
 )
 from zfunc.kernel import cpu_adam as kernel
+from zfunc.layout import ALIGNMENT
+from zfunc.placement import UNIT
 from zfunc.sweeps import adam_update_
 
 ISAS = range(len(kernel.instruction_sets()))
@@ -48,6 +51,12 @@ def same(got, expected):
     """Equal bits, every NaN alike."""
     got, expected = (np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32) for x in (got, expected))
     np.testing.assert_array_equal(got, expected)
+
+
+def test_the_kernel_and_what_surrounds_it_mean_the_same_blocks():
+    assert kernel.SHARED == BLOCK == ALIGNMENT
+    assert kernel.UNIT == UNIT
+    assert kernel.UNIT % BLOCK == 0
 
 
 # ---- the split master --------------------------------------------------------------------------------
@@ -92,7 +101,7 @@ def test_split_of_tensors():
 
 @pytest.mark.parametrize("step", [1, 2, 1_000_000])
 def test_every_bfloat16_is_kept_as_it_is(step):
-    packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, AVG_ADVANCE))
+    packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, EXP_AVG))
     same(from_bits(packed.astype(np.uint32) << 16), from_bits(ALL << 16))
 
 
@@ -114,7 +123,7 @@ def test_every_code_at_every_exponent_is_kept_as_it_is(name):
     codes[:, 0] = 127 if code.signed else 255
     for exponent in range(255 - code.lowest):
         values = unpack_codes(codes.ravel(), np.full(4, exponent, np.uint8), code)
-        again, exponents = pack_codes(values, dither(256, exponent, AVG_ADVANCE), code)
+        again, exponents = pack_codes(values, dither(256, exponent, EXP_AVG), code)
         np.testing.assert_array_equal(again, codes.ravel())
         np.testing.assert_array_equal(exponents, exponent)
 
@@ -152,7 +161,7 @@ def test_codes_of_anything(name, values, step):
     code = FORMATS[name]
     x = np.array(values, np.float32)
     x = x if code.signed else np.abs(x)
-    codes, exponent = pack_codes(x, dither(x.size, step, AVG_SQ_ADVANCE), code)
+    codes, exponent = pack_codes(x, dither(x.size, step, EXP_AVG_SQ), code)
     got = unpack_codes(codes, exponent, code)
     for start in range(0, x.size, BLOCK):
         block, out = x[start : start + BLOCK], got[start : start + BLOCK]
@@ -181,7 +190,7 @@ def test_second_moments_never_become_zero():
     x = np.full(BLOCK, 2.0**-119, np.float32)
     x[0] = 1e30
     for step in range(1, 200):
-        got = unpack_codes(*pack_codes(x, dither(BLOCK, step, AVG_SQ_ADVANCE), AVG_SQ_CODE), AVG_SQ_CODE)
+        got = unpack_codes(*pack_codes(x, dither(BLOCK, step, EXP_AVG_SQ), AVG_SQ_CODE), AVG_SQ_CODE)
         assert (got > 0).all()
 
 
@@ -189,22 +198,43 @@ def test_second_moments_never_become_zero():
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_a_moment_that_changes_less_than_half_a_unit_a_step_moves(moments):
-    """At beta2 = 0.999 a step takes 0.1 % off, half a unit is at least 0.2 %: rounding to nearest stands still."""
-    n, steps = 256, 3000
-    rng = np.random.default_rng(0)
-    v = rng.random(n, dtype=np.float32) + np.float32(0.5)
+@pytest.mark.parametrize(("beta2", "steps"), [(0.95, 300), (0.99, 599), (0.995, 1199), (0.999, 3000)])
+def test_moments_without_gradients_decay_as_they_should(moments, beta2, steps):
+    """On the mean of many elements: each takes its own way down, and none stands still."""
+    n = 64 * 32
+    v = np.random.default_rng(0).random(n, dtype=np.float32) + np.float32(0.5)
     zero = np.zeros(n, np.float32)
     state = pack(zero, zero, v, moments=moments, step=1)
-    nearest = v
     for step in range(1, steps + 1):
-        state, _ = reference_compact_update(state, zero, step=step, lr=1e-3)
-        nearest = from_bits(round_to(nearest * np.float32(0.999), "bf16").astype(np.uint32) << 16)
-    ratio = unpack(state)[2].astype(np.float64) / (v.astype(np.float64) * 0.999**steps)
-    # A moment that only decays meets the recurrence in step: it goes by 1 % (16 bits) or 5 % (8 bits) faster.
-    assert 0.97 < ratio.mean() < 1 if moments == "16bit" else 0.85 < ratio.mean() < 1
-    assert abs(ratio - ratio.mean()).max() < {"16bit": 0.05, "8bit": 0.4}[moments]
-    assert (nearest > 0.4).all()  # what the dither is for: the true value is a twentieth
+        state, _ = reference_compact_update(state, zero, step=step, lr=1e-3, betas=(0.9, beta2))
+    ratio = unpack(state)[2].astype(np.float64) / (v.astype(np.float64) * beta2**steps)
+    assert abs(ratio.mean() - 1) < {"16bit": 0.02, "8bit": 0.1}[moments]
+    assert ratio.max() < {"16bit": 1.5, "8bit": 5}[moments]
+
+
+def test_rounded_to_nearest_a_moment_would_stand_still():
+    """What the dither is for: 0.1 % a step is less than half a unit of bfloat16."""
+    v = np.linspace(0.5, 1.5, 100, dtype=np.float32)
+    for _ in range(3000):
+        v = from_bits(round_to(v * np.float32(0.999), "bf16").astype(np.uint32) << 16)
+    assert (v > 0.4).all()  # the true value is a twentieth
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("period", [2, 3, 5, 7])
+def test_gradients_that_come_regularly_bias_no_moment(moments, period):
+    """A dither that was regular itself would fall in step with them."""
+    n = 64 * 8
+    grad = np.exp2(np.random.default_rng(1).uniform(-3, 0, n)).astype(np.float32)
+    zero = np.zeros(n, np.float32)
+    exact, state, ratios = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1), []
+    for step in range(1, 1201):
+        g = zero if step % period else grad
+        exact = reference_update(*exact, g, step=step, lr=1e-3)[:3]
+        state, _ = reference_compact_update(state, g, step=step, lr=1e-3)
+        if step > 600:
+            ratios.append(np.sqrt(unpack(state)[2] / exact[2]).mean())
+    assert abs(np.mean(ratios) - 1) < {"16bit": 0.003, "8bit": 0.02}[moments]
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
@@ -223,7 +253,7 @@ def test_moments_track_those_in_fp32(moments):
         errors.append(np.sqrt(unpack(state)[2].astype(np.float64)) / np.sqrt(exact[2]) - 1)
     late = np.array(errors[steps // 2 :])
     assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.03}[moments]
-    assert late.std() < {"16bit": 0.01, "8bit": 0.16}[moments]
+    assert late.std() < {"16bit": 0.015, "8bit": 0.16}[moments]
     moved = np.abs(exact[0]).mean()
     assert np.abs(unpack(state)[0] - exact[0]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
 
@@ -263,7 +293,7 @@ def run_kernel(state, grad, kinds, *, step, weight_decay, decoupled, threads=1, 
     for start, stop in itertools.pairwise([0, *chunks, n]):
         parts = [x[start:stop].ctypes.data for x in state[:4]]
         exponents = [0 if x is None else x[start // BLOCK :].ctypes.data for x in state[4:]]
-        dithers = [step * x & 0xFFFFFFFF for x in (AVG_ADVANCE, AVG_SQ_ADVANCE)]
+        dithers = [first_dither(step, x) for x in (EXP_AVG, EXP_AVG_SQ)]
         to = 0 if copy is None else copy[start:stop].ctypes.data
         kernel.adam_update(
             MOMENTS[moments], *parts, *exponents, *dithers, grad[start:stop].ctypes.data, to, stop - start,

@@ -247,6 +247,15 @@ ZF_INLINE void zf_8bit_block(const zf_adam_args *a, const zf_dithers *d, size_t 
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
+#if defined(__x86_64__)
+#if defined(__clang__)
+#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c"
+#else
+#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
+#endif
+#include "_adam_avx512.h"
+#endif
+
 /* Whole blocks have constant trip counts. */
 ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_adam_args *a = (const zf_adam_args *)args;
@@ -261,6 +270,9 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
         if (at < end) zf_16bit_block(a, &d, at, end - at, isa);
     } else {
         zf_spread(&d, a, 32 - ZF_CUT);
+#if defined(__x86_64__)
+        if (isa == ZF_AVX512) at = zf_8bit_avx512(a, &d, at, end);
+#endif
         for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_8bit_block(a, &d, at, ZF_BLOCK, isa);
         if (at < end) zf_8bit_block(a, &d, at, end - at, isa);
     }
@@ -345,11 +357,6 @@ typedef void (*zf_range)(const void *args, size_t begin, size_t end);
 
 ZF_COPIES(baseline, ZF_BASELINE, )
 #if defined(__x86_64__)
-#if defined(__clang__)
-#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c"
-#else
-#define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
-#endif
 ZF_COPIES(avx2, ZF_AVX2, __attribute__((target("avx2,f16c"))))
 ZF_COPIES(avx512, ZF_AVX512, __attribute__((target(ZF_TARGET_AVX512))))
 #define ZF_TABLE(kind) {zf_##kind##_baseline, zf_##kind##_avx2, zf_##kind##_avx512}
@@ -375,6 +382,41 @@ static int zf_supports(int isa) {
     return 0;
 }
 
+/* ---- the caller's float modes ----------------------------------------------------------------------- */
+
+/* Flushing of denormal numbers is a mode of each thread, so the bits would depend on which one an element falls to.
+ * A sweep runs with it off, and puts it back. */
+static uint64_t zf_plain_modes(void) {
+#if defined(__x86_64__)
+    unsigned before = _mm_getcsr();
+    _mm_setcsr(before & ~0x8040u); /* FTZ and DAZ */
+    return before;
+#elif defined(__aarch64__)
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before & ~((uint64_t)1 << 24))); /* FZ */
+    return before;
+#else
+    return 0;
+#endif
+}
+
+static void zf_restore_modes(uint64_t before) {
+#if defined(__x86_64__)
+    _mm_setcsr((unsigned)before);
+#elif defined(__aarch64__)
+    __asm__ volatile("msr fpcr, %0" : : "r"(before));
+#else
+    (void)before;
+#endif
+}
+
+static void zf_in_plain_modes(zf_range range, const void *args, size_t begin, size_t end) {
+    uint64_t before = zf_plain_modes();
+    range(args, begin, end);
+    zf_restore_modes(before);
+}
+
 /* ---- threads -------------------------------------------------------------------------------------- */
 
 /* A static partition into whole units. A team smaller than asked for still covers everything; of a larger one some
@@ -382,7 +424,7 @@ static int zf_supports(int isa) {
 static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int threads) {
     size_t units = (n + unit - 1) / unit;
     if (threads <= 1 || n < ZF_FORK_MIN) {
-        range(args, 0, n);
+        zf_in_plain_modes(range, args, 0, n);
         return;
     }
 #ifdef _OPENMP
@@ -390,10 +432,10 @@ static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int 
     {
         size_t team = (size_t)omp_get_num_threads(), rank = (size_t)omp_get_thread_num();
         size_t begin = units * rank / team * unit, end = units * (rank + 1) / team * unit;
-        range(args, begin, end < n ? end : n);
+        zf_in_plain_modes(range, args, begin, end < n ? end : n);
     }
 #else
-    range(args, 0, n);
+    zf_in_plain_modes(range, args, 0, n);
 #endif
 }
 

@@ -11,6 +11,7 @@ from libc.stdint cimport int16_t, uint8_t, uint16_t, uint32_t, uintptr_t
 
 cdef extern from *:
     """
+    #include <errno.h>
     #include <linux/futex.h>
     #include <sys/syscall.h>
     #include <unistd.h>
@@ -19,8 +20,9 @@ cdef extern from *:
      * error and not a signal. Bytes around the address do not change, whoever else writes there. */
     static int zf_writable(uintptr_t address) {
         int unused = 0;
-        return syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 0, 0L,
-                       (int *)(address & ~(uintptr_t)3), FUTEX_OP(FUTEX_OP_ADD, 0, FUTEX_OP_CMP_EQ, 0)) >= 0;
+        long woken = syscall(SYS_futex, &unused, FUTEX_WAKE_OP | FUTEX_PRIVATE_FLAG, 0, 0L,
+                       (int *)(address & ~(uintptr_t)3), FUTEX_OP(FUTEX_OP_ADD, 0, FUTEX_OP_CMP_EQ, 0));
+        return woken >= 0 || errno != EFAULT; /* where the call is not allowed, nothing is known */
     }
     """
     bint zf_writable(uintptr_t address)
@@ -49,7 +51,7 @@ cdef extern from "_adam_kernel.h" nogil:
         const uint16_t *in_ "in"
         uint16_t *out
     int ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16, ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2, ZF_NUM_ISA
-    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
+    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT, ZF_BLOCK, ZF_SHARED
     bint zf_supports(int isa)
     void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
     int zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *sum)
@@ -58,6 +60,7 @@ cdef extern from "_adam_kernel.h" nogil:
 
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
+UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares an exponent
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))

@@ -65,7 +65,7 @@ class AdamW:
             refuse(
                 TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
             )
-        if self.moments not in BUFFERS:
+        if not isinstance(self.moments, str) or self.moments not in BUFFERS:
             refuse(ValueError, "moments", repr(self.moments), f"one of {', '.join(BUFFERS)}", "choose one")
         if not callable(self.decay):
             refuse(

@@ -10,11 +10,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from zfunc.kernel import cpu_adam
 from zfunc.threads import clamp, default_threads
 
 FLOAT32_MAX = 3.4028234663852886e38
+MOST_STEPS = 2**53  # a float64 counts no further
 
 
 def checked_threads(threads: int | None) -> int:
@@ -44,19 +46,30 @@ def span_of(
     ):
         _refuse_buffer(name, tensor, n, types)
     try:
-        address = tensor.data_ptr()
-    except RuntimeError as error:  # a wrapper of torch.func or a fake tensor
+        address = 0 if isinstance(tensor, FakeTensor) else tensor.data_ptr()
+    except RuntimeError as error:  # a wrapper of torch.func
         raise TypeError(
             f"{name}: got {type(tensor).__name__} without memory of its own; expected a plain tensor; "
             "call this outside torch.func transforms and torch.compile"
         ) from error
     end = address + n * tensor.element_size()
+    if n and (not address or _room(tensor) < end - address):
+        refuse(
+            ValueError, name, "a tensor whose memory is gone, or never was", "a plain tensor", "make it anew"
+        )
     if written and n and not (cpu_adam.writable(address) and cpu_adam.writable(end - 1)):
         refuse(ValueError, name, "read-only memory", "memory that can be written", "clone it first")
     return address, end, name
 
 
+def _room(tensor: Tensor) -> int:
+    """Bytes there are from the first element on: a storage can be resized under a tensor."""
+    return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
+
+
 def _refuse_buffer(name: str, tensor: Any, n: int, types: Collection[torch.dtype]) -> NoReturn:
+    if type(tensor).__module__ == "zfunc.compact":
+        refuse(TypeError, name, type(tensor).__name__, "a torch.Tensor", "keep the master in a SplitMaster")
     if not isinstance(tensor, Tensor):
         refuse(TypeError, name, type(tensor).__name__, "a torch.Tensor", "pass torch.from_numpy(array)")
     if tensor.dtype not in types:
@@ -94,9 +107,12 @@ def checked_step(step: Any) -> int:
     try:
         number = operator.index(step)
     except TypeError:
+        number = None
+    if number is None or isinstance(step, bool):
         refuse(TypeError, "step", repr(step), "an int", "count steps from 1")
-    if number < 1 or isinstance(step, bool):
-        refuse(ValueError, "step", repr(step), "1 or more", "count steps from 1, not 0")
+    if not 1 <= number <= MOST_STEPS:
+        got = repr(step) if number.bit_length() < 64 else f"a number of {number.bit_length()} bits"
+        refuse(ValueError, "step", got, f"1 to {MOST_STEPS}", "count steps from 1, not 0")
     return number
 
 
@@ -105,18 +121,19 @@ def checked_betas(betas: Any) -> tuple[float, float]:
     try:
         beta1, beta2 = betas
         good = 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
+        beta1 = beta2 = None
         good = False
     if not good:
         refuse(ValueError, "betas", repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
-    return betas
+    return beta1, beta2
 
 
 def checked_finite(name: str, value: Any, minimum: float = -FLOAT32_MAX) -> float:
     """A number at or above `minimum` that float32 can hold."""
     try:
-        good = minimum <= value <= FLOAT32_MAX
-    except TypeError:
+        good = bool(minimum <= value <= FLOAT32_MAX)
+    except (TypeError, ValueError, RuntimeError):  # more than one number is none either
         refuse(TypeError, name, repr(value), "a number", "pass a float")
     if not good:
         floor = " at or above 0" if minimum == 0.0 else ""

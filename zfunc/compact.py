@@ -11,6 +11,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
+from zfunc.checks import span_of
 from zfunc.compact_reference import BLOCK, join, split
 from zfunc.moments import HIGH_HALF
 
@@ -29,7 +30,9 @@ class SplitMaster:
 
     @classmethod
     def of(cls, weights: Tensor) -> "SplitMaster":
-        """The halves of fp32 weights [n] on the host."""
+        """The halves of fp32 weights [n] on the host; TypeError or ValueError for others."""
+        numel = weights.numel() if isinstance(weights, Tensor) else 0
+        span_of("weights", weights, numel, [torch.float32], written=False)
         high, low = split(weights.detach().numpy())
         return cls(torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low))
 

@@ -14,11 +14,9 @@ Three formats, each over blocks of 64 consecutive elements counted from the star
   exp_avg_sq, whose values span twice as many binades. There a value above 0 never becomes 0: it divides.
 
 Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
-frac(i / golden ratio + t * a), an additive recurrence (a from Roberts, "The Unreasonable Effectiveness of
-Quasirandom Sequences", 2018): no state, no random numbers, and over the steps it fills [0, 1) more evenly than
-those would, so errors are a half to a quarter of theirs where a moment changes slowly. Against that, a moment that
-gets no gradient for thousands of steps decays a little fast (1 % with 16 bits, 5 % with 8). The dither depends on
-nothing but i and t: not on threads, chunks, buckets or ranks.
+frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because any regular
+sequence would fall in step with some gradient or decay that is regular too. So rounding is unbiased, needs no state
+and no generator, and depends on nothing but i and t: not on threads, chunks, buckets or ranks.
 
 Sources: split master, in the spirit of Zamirai et al., "Revisiting BFloat16 Training" (2020); block-wise 8-bit
 moments, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared exponent for a block,
@@ -36,13 +34,9 @@ BLOCK = 64  # elements that share an exponent, and the period of the dither
 MANTISSA_BITS = 4  # that a code keeps
 CUT = 23 - MANTISSA_BITS  # bits of a float32 below them
 SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio
-AVG_ADVANCE, AVG_SQ_ADVANCE = (
-    0xC13FA9A9,
-    0x91E10DA5,
-)  # from a step to the next: 2^32 / rho, 2^32 / rho^2, rho^3 = rho + 1
-NOT_FINITE = (
-    255  # stored as the exponent where an element is inf, NaN or above 1.9375 * 2^127: all are NaN then
-)
+# Stored as the exponent where an element is inf, NaN or above 1.9375 * 2^127: all of the block are NaN then.
+NOT_FINITE = 255
+EXP_AVG, EXP_AVG_SQ = 0, 1  # the moments have dithers of their own
 
 
 class Code(NamedTuple):
@@ -90,10 +84,18 @@ def join(high: Array, low: Array) -> Array:
     return ((high.astype(np.uint32) << np.uint32(16)) + low.astype(np.int32).view(np.uint32)).view(np.float32)
 
 
-def dither(n: int, step: int, advance: int) -> NDArray[np.uint32]:
+def first_dither(step: int, moment: int) -> int:
+    """The dither of a block's first element, in 2^-32: MurmurHash3's finalizer (Appleby) over step and moment."""
+    x = (2 * step + moment) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def dither(n: int, step: int, moment: int) -> NDArray[np.uint32]:
     """What rounding adds in one step: [n] fractions of 2^32, with the period of a block."""
     index = np.arange(n, dtype=np.uint32) % np.uint32(BLOCK)
-    return index * np.uint32(SPREAD) + np.uint32(step * advance & 0xFFFFFFFF)
+    return index * np.uint32(SPREAD) + np.uint32(first_dither(step, moment))
 
 
 def pack_bf16(x: Array, dither: Array) -> Array:
@@ -144,8 +146,8 @@ def _smallest_normal(exponent: Array, code: Code) -> Array:
 def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
     """Compact state ("16bit" or "8bit") of float32 buffers [n], its moments rounded as step `step` does."""
     high, low = split(master)
-    first = dither(master.size, step, AVG_ADVANCE)
-    second = dither(master.size, step, AVG_SQ_ADVANCE)
+    first = dither(master.size, step, EXP_AVG)
+    second = dither(master.size, step, EXP_AVG_SQ)
     if moments == "16bit":
         return Compact(high, low, pack_bf16(exp_avg, first), pack_bf16(exp_avg_sq, second))
     m, m_exponent = pack_codes(exp_avg, first, AVG_CODE)

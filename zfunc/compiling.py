@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from attrs import evolve
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -275,7 +276,16 @@ def _ranks(group: Any) -> Ranks:
             f"group: got {group!r}, expected a process group of torch.distributed that this rank is in, or None: "
             "make one with torch.distributed.new_group"
         )
-    return Ranks.of(group)
+    ranks = Ranks.of(group)
+    if ranks.world > 1:
+        try:
+            (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ValueError(
+                f"group: got one without a backend for tensors on the host ({error}), expected one with: pass "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            ) from error
+    return ranks
 
 
 def _one_of(what: str, got: Any, known: list[str]) -> None:

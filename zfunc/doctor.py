@@ -36,7 +36,12 @@ SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something e
 
 def examine() -> tuple[Check, ...]:
     """Look at everything, in a few seconds."""
-    decision = decide(os.environ, allowed_cpus())
+    wrong: tuple[Check, ...] = ()
+    try:
+        decision, seats = decide(os.environ, allowed_cpus()), default_seats()
+    except ValueError as error:
+        wrong = (Check("threads", "local ranks", UNKNOWN, str(error), "unset it, or let torchrun set it"),)
+        decision, seats = decide({**os.environ, "LOCAL_WORLD_SIZE": "1"}, allowed_cpus()), ()
     try:
         measured: Bandwidth | str = measure()
     except (MemoryError, OSError, ValueError, KeyError) as error:
@@ -45,11 +50,12 @@ def examine() -> tuple[Check, ...]:
     return (
         *versions(),
         *processor(),
+        *wrong,
         *threads(decision, os.environ),
         openmp(topology.openmp_runtimes()),
         neighbours(found and found.others, decision, os.environ),
         *memory(topology.huge_page_mode(), found and found.huge),
-        *numa(topology.nodes(), default_seats()),
+        *numa(topology.nodes(), seats),
         *bandwidth(measured),
         *pinned(locked_limit(), cuda=torch.cuda.is_available()),
         *cuda(),

@@ -14,7 +14,7 @@ from zfunc.layout import Bucket, Layout, round_up
 from zfunc.moments import BUFFERS, HIGH_HALF, Moments
 
 FP32, FP64 = 4, 8  # bytes
-BLOCK = 512  # bytes; what an allocator rounds a tensor of its own up to
+ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
 
 
 @frozen
@@ -78,7 +78,7 @@ class Job:
         names = set(self.layout.segments[s])
         spans = (x for b in self.layout.buckets_of(s) for x in self.layout.buckets[b].spans)
         sizes = ((x.stop - x.start) * self.element_bytes for x in spans if x.name in names)
-        return sum(round_up(size, BLOCK) for size in sizes)
+        return sum(round_up(size, ALLOCATION) for size in sizes)
 
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated there."""
@@ -111,7 +111,7 @@ class Emit:
         return Region("targets", (m,), self.job.target_bytes)
 
     def _loss(self, m: int) -> Region:
-        return Region("loss", (m,), BLOCK)
+        return Region("loss", (m,), ALLOCATION)
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.job.recompute[s] or s < self.job.layout.first_trainable:
@@ -222,7 +222,7 @@ class Emit:
             (*self._weights(s), self._input(m, s), *above, *self._residuals(m, s)),
             (*below, *grads),
             flops=cost.backward_flops,
-            workspace=cost.backward_workspace + (BLOCK if last else 0),  # the cotangent of the loss
+            workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:
@@ -242,7 +242,10 @@ class Emit:
         """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
-        return Op("reduce_scatter", (m, b, d), "network", (region,), (region,), nbytes=nbytes)
+        last = m == self.job.micro_batches - 1
+        # Before the verdict on the loss nothing is sent: a rank that refuses it must not leave others waiting.
+        reads = (region,) if self.job.barrier or not last else (region, self._verdict())
+        return Op("reduce_scatter", (m, b, d), "network", reads, (region,), nbytes=nbytes)
 
     def square_sum(self, b: int, slot: int) -> Op:
         """Sum the squares of a complete bucket while it is on the device: the host needs no sweep for it."""

@@ -91,7 +91,6 @@ class Cache:
 
     specialized: dict[Any, Specialized] = field(factory=dict)
     staging: dict[Region, Tensor] | None = None
-    agreed: bool = False  # all ranks have been found to run the same plan
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 

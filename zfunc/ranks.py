@@ -1,11 +1,12 @@
 """The ranks that train together: which one this is, their collectives, and what they send.
 
-The invariant: every rank issues the same collectives in the same order, because they run the same plan; `agree`
-makes sure of that before the first step. Only the network lane issues them.
+The invariant: every rank issues the same collectives in the same order, because they run the same plan, which
+`zfunc.agreement` makes sure of before every step. In a step only the network lane issues them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,7 @@ class Ranks:
     rank: int = 0
     world: int = 1
     sent: int = 0
+    broken: str = ""  # why collectives no longer match those of the others
 
     @classmethod
     def of(cls, group: Any = None) -> "Ranks":
@@ -57,9 +59,12 @@ class Ranks:
         dist.all_reduce(total, group=self.group)
         return total.tolist()
 
-    def first(self, value: float) -> float:
-        """The number that rank 0 has."""
-        return self.sums([value if self.rank == 0 else 0.0])[0]
+    def same(self, number: int) -> bool:
+        """Whether all ranks pass the same number, below 2^62; the same answer on each."""
+        extremes = torch.tensor([number, -number])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        highest, lowest = extremes.tolist()
+        return highest == -lowest
 
     def texts(self, text: str) -> list[str]:
         """The texts of all ranks, by rank."""
@@ -77,22 +82,15 @@ class Ranks:
         rows = full.view(self.world, longest)
         return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, size.tolist(), strict=True)]
 
-    def agree(self, what: str, digest: str, text: str) -> None:
-        """Raise RankError on every rank unless `digest` is the same on all; names ranks and the first line apart.
-
-        The texts are only exchanged if the digests differ.
-        """
-        digests = self.texts(digest)
-        if len(set(digests)) <= 1:
-            return
-        texts = self.texts(text)
-        common = max(set(digests), key=lambda d: (digests.count(d), d == digests[0]))
-        usual = digests.index(common)
-        apart = [r for r, d in enumerate(digests) if d != common]
-        ours, theirs = texts[usual].splitlines(), texts[apart[0]].splitlines()
-        line = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), -1)
+    def disagree(self, what: str, digest: str, text: str) -> NoReturn:
+        """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""
+        digests, texts = self.texts(digest), self.texts(text)
+        usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
+        apart = [r for r, d in enumerate(digests) if d != digests[usual]]
+        lines = zip_longest(*(texts[r].splitlines() for r in (apart[0], usual)), fillvalue="(nothing)")
+        number, (theirs, ours) = next((i, pair) for i, pair in enumerate(lines, 1) if pair[0] != pair[1])
         raise RankError(
             f"{what}: got another one on rank{'s' if apart[1:] else ''} {', '.join(map(str, apart))} than on rank "
-            f"{usual}, expected the same on all. Line {line + 1} is {theirs[line]!r} on rank {apart[0]} and "
-            f"{ours[line]!r} on rank {usual}. Start every rank with the same code, settings and versions"
+            f"{usual}, expected the same on all. Line {number} is {theirs!r} on rank {apart[0]} and {ours!r} on "
+            f"rank {usual}. Start every rank with the same code, settings, seeds and versions, and equal batches"
         )

@@ -43,6 +43,7 @@ class Buffers:
     optimizer: dict[str, Tensor]  # by the names of zfunc.moments, host: this rank's slices of all buckets
     generation: int = 0
     lost: str = ""  # why no State can use it any more
+    compared: bool = False  # with those of the other ranks
 
 
 @frozen(eq=False)

@@ -12,10 +12,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from attrs import asdict, evolve, frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zfunc.agreement import agree
 from zfunc.errors import LaneTimeout, NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
 from zfunc.graph import Region, Tier
@@ -129,8 +130,8 @@ def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: Options
 ) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
-    _agree(program, state)
     special = specialize(program, batch)
+    agree(program, special, state, batch)
     buffers = state.buffers
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
@@ -145,6 +146,11 @@ def _train_step(
         ran = program.executor.run(special.prepared, mem, step, options, started)
     except BaseException as error:
         _settle(special, buffers, started, number, error)
+        settled = (
+            program.job.barrier or program.micro_batches == 1
+        )  # no collective is under way at the verdict
+        if not (isinstance(error, NonFiniteError) and settled):
+            program.ranks.broken = f"step {number} failed on this one ({type(error).__name__}: {error})"
         raise
     buffers.lost = ""
     verdict, norm = mem[Region("verdict")], mem[Region("norm")]
@@ -230,27 +236,6 @@ def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
     return float(apply(program, state, inputs, targets))
 
 
-def _agree(program: Program, state: State) -> None:
-    """Before the first step: every rank has the same plan, and has begun the same."""
-    ranks = program.ranks
-    if ranks.world == 1 or program.cache.agreed:
-        return
-    optimizer = program.optimizer
-    rates = [optimizer.lr_at(state.step + n) for n in (1, 10, 100, 1000)]
-    settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
-    text = "\n".join(
-        [
-            f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}",
-            f"learning rates to come {rates}, {settings}, clip_norm {program.clip_norm}",
-            f"precision {program.precision}, recompute {program.recompute}",
-            program.plan.text(),
-        ]
-    )
-    digest = hashlib.blake2b(text.encode()).hexdigest()
-    ranks.agree("the plan and settings of the first step", digest, text)
-    program.cache.agreed = True
-
-
 def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in special.random:
@@ -315,6 +300,9 @@ def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
             )
+        if not isinstance(value, Tensor) or value.is_complex():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers")
         if tuple(value.shape) != shapes[name]:
             raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")
 

@@ -20,7 +20,7 @@ from zfunc.checks import (
     span_of,
 )
 from zfunc.compact import Codes, SplitMaster
-from zfunc.compact_reference import AVG_ADVANCE, AVG_SQ_ADVANCE, BLOCK
+from zfunc.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.kernel import cpu_adam
 
 Types = dict[torch.dtype, int]
@@ -48,13 +48,15 @@ def adam_update_(
     master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
     with two Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
     (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
-    master has its bf16 copy already, `master.high`. `step` counts from 1. `threads=None` takes
+    master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at a
+    multiple of 64. `step` counts from 1. `threads=None` takes
     `default_threads()`; the thread count never changes a bit. The arithmetic is that of
     `adam_reference.reference_update`, between unpacking and packing as in `compact_reference`.
 
-    Raises TypeError or ValueError, with every buffer untouched, on a wrong dtype, device, shape or
-    layout, on buffers that overlap, and on factors out of range or not finite: a step whose norm is
-    inf or NaN has to be skipped, not applied. Gradients themselves may hold inf and NaN; they propagate.
+    Raises TypeError or ValueError, with every buffer untouched, on a wrong dtype, device, shape or layout, on
+    buffers that overlap, on memory that cannot be written (at its ends), and on factors out of range or not
+    finite: a step whose norm is inf or NaN has to be skipped, not applied. Gradients themselves may hold inf and
+    NaN; they propagate.
 
     >>> weights, m, v = torch.ones(2), torch.zeros(2), torch.zeros(2)
     >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
@@ -77,10 +79,14 @@ def adam_update_(
         decoupled,
         checked_finite("grad_scale", grad_scale),
     )
+    for name, factor in factors._asdict().items():
+        if name not in ("grad_floor", "inv_sqrt_bias2"):
+            checked_finite(f"lr, betas and weight_decay (as {name})", factor)
     cpu_adam.adam_update(
         kept.moments,
         *(kept.spans[x][0] if x in kept.spans else 0 for x in _BUFFERS),
-        *(step * advance & 0xFFFFFFFF for advance in (AVG_ADVANCE, AVG_SQ_ADVANCE)),
+        first_dither(step, EXP_AVG),
+        first_dither(step, EXP_AVG_SQ),
         grad.data_ptr(),
         0 if out is None else out.data_ptr(),
         n,

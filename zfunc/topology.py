@@ -46,6 +46,8 @@ def cpu_quota(root: Path = ROOT) -> float:
     """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
     quotas = [math.inf]
     for line in (read(root / "proc/self/cgroup") or "").splitlines():
+        if line.count(":") < 2:
+            continue
         _, controllers, group = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue

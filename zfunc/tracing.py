@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from zfunc.emit import BLOCK
+from zfunc.emit import ALLOCATION
 from zfunc.layout import round_up
 
 
@@ -54,7 +54,7 @@ class Tracker(TorchDispatchMode):
         key = storage._cdata
         if key in self._sizes:
             return
-        size = round_up(storage.nbytes(), BLOCK)
+        size = round_up(storage.nbytes(), ALLOCATION)
         self._sizes[key] = size
         self.live += size
         self.peak = max(self.peak, self.live)
@@ -196,10 +196,10 @@ def like(t: Tensor, device: torch.device | str) -> Tensor:
 def _storage_bytes(tree: Any) -> int:
     held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
     storages = {storage._cdata: storage.nbytes() for storage in held}
-    return sum(round_up(n, BLOCK) for n in storages.values())
+    return sum(round_up(n, ALLOCATION) for n in storages.values())
 
 
 def nbytes(tree: Any) -> int:
     """Bytes of the tensors of a pytree, each rounded as an allocator would."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
-    return sum(round_up(t.numel() * t.dtype.itemsize, BLOCK) for t in leaves)
+    return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

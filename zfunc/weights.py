@@ -13,10 +13,13 @@ from zfunc.state import Buffers
 
 
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
-    """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a copy. A collective."""
+    """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
+
+    To be read only: where nothing has to be put together, it is the master itself.
+    """
     start, stop = bucket.start // ranks.world, bucket.stop // ranks.world
     master, *_ = optimizer_state(buffers.optimizer, start, stop)
-    mine = master.join() if isinstance(master, SplitMaster) else master.clone()
+    mine = master.join() if isinstance(master, SplitMaster) else master
     if ranks.world == 1:
         return mine
     full = torch.empty(bucket.numel)

@@ -10,10 +10,11 @@ import numpy as np
 
 from zfunc.adam_reference import Array, coefficients, reference_update, round_to, to_float32
 from zfunc.compact_reference import (
-    AVG_ADVANCE,
-    AVG_SQ_ADVANCE,
     BLOCK,
+    EXP_AVG,
+    EXP_AVG_SQ,
     Compact,
+    first_dither,
     pack,
     reference_compact_update,
 )
@@ -78,7 +79,7 @@ def adam_case(
         kind,
         out,
         decay,
-        dither=(step * AVG_ADVANCE & 0xFFFFFFFF, step * AVG_SQ_ADVANCE & 0xFFFFFFFF),
+        dither=(first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)),
         factors=coefficients(betas=(0.9, 0.999), eps=1e-8, **setting),
     )
 

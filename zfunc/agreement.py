@@ -1,0 +1,66 @@
+"""What ranks compare before every step, so that none trains on something else without a word.
+
+The invariant: either all ranks begin a step, with one plan, of equal batches, from equal weights, or all raise.
+"""
+
+import hashlib
+from typing import Any
+
+import torch
+from attrs import asdict
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zfunc.errors import RankError
+from zfunc.program import Program, Specialized
+from zfunc.state import Buffers, State
+
+HORIZON = (1, 10, 100, 1000)  # steps ahead for which learning rates are compared
+
+
+def agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
+    """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
+
+    Weights are compared once for each State, by a checksum of what is on the device.
+    """
+    ranks = program.ranks
+    if ranks.world == 1:
+        return
+    if ranks.broken:
+        raise RankError(
+            f"train_step: got ranks that are out of step, because {ranks.broken}; start all of them again"
+        )
+    told = _told(program, state, batch)
+    if not state.buffers.compared:
+        told.append(
+            f"weights {_checksum(state.buffers)}, the same seed or init(params=...) on every rank gives equal"
+        )
+    digest = hashlib.blake2b("\n".join([*told, special.plan.digest]).encode()).hexdigest()
+    if not ranks.same(int(digest[:15], 16)):
+        ranks.disagree("what the next step does", digest, "\n".join([*told, special.plan.text()]))
+    state.buffers.compared = True
+
+
+def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
+    optimizer = program.optimizer
+    rates = [optimizer.lr_at(state.step + n) for n in HORIZON]
+    settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
+    shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    return [
+        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}",
+        f"batch of shapes {shapes}, {program.micro_batches} micro-batches",
+        f"learning rates to come {rates}, {settings}, clip_norm {program.clip_norm}",
+        f"precision {program.precision}, recompute {program.recompute}",
+    ]
+
+
+def _checksum(buffers: Buffers) -> int:
+    """A sum over the bits of all parameters on the device, each weighted by where it is."""
+    total = 0
+    for flat in (buffers.params, buffers.frozen):
+        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+        for start in range(0, bits.numel(), 1 << 24):  # a bounded piece at a time: it is widened
+            piece = bits[start : start + (1 << 24)].to(torch.int64)
+            place = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
+            total = (total * 31 + int((piece * place).sum())) % (1 << 61)
+    return total
