@@ -283,8 +283,9 @@ def main() -> None:
     parser.add_argument("--plot", metavar="SVG", help="draw the results; needs matplotlib")
     options = parser.parse_args()
     if options.given:
-        kept = json.loads(Path(options.given).read_text())
-        results, machine = kept["results"], kept["machine"]
+        kept = [json.loads(Path(path).read_text()) for path in options.given]
+        results, machine = kept[0]["results"], kept[0]["machine"]
+        results["rows"] = [row for x in kept for row in x["results"]["rows"]]
     else:
         machine, kind = describe(), cpu_adam.instruction_set()
         print(f"{machine}, {kind}", flush=True)
@@ -301,6 +302,7 @@ def main() -> None:
                 rows += summary(n, threads, measure(memory, table, repeats))
                 print(f"measured: {n >> 20} Mi elements on {threads} threads", flush=True)
         results = {"instruction_set": kind, "repeats": options.repeats, "rows": rows}
+    if options.json:
         write(options.json, "adam", results)
     show(results["rows"])
     if options.plot:

@@ -81,7 +81,7 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
         if x["moments"] != "fp32":
             over = [100 * (v / exact[x["seed"]][s] - 1) for s, v in x["held_out"]]
             right.plot(steps, over, color=COLORS[x["moments"]], linewidth=1.2, alpha=0.8, label=label)
-    left.set(xlabel="step", ylabel="held-out bits per byte", yscale="log")
+    left.set(xlabel="step", ylabel="held-out bits per byte", yscale="log", ylim=(2.1, 8.5))
     left.set_yticks([2, 3, 4, 6, 8], labels=["2", "3", "4", "6", "8"])
     right.axhline(0, color=COLORS["fp32"], linewidth=1)
     right.set(xlabel="step", ylabel="above fp32 moments, %", ylim=(-3, 3))
@@ -98,13 +98,18 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
-        "--from", dest="given", metavar="JSON", help="results to show and plot, instead of training"
+        "--from",
+        dest="given",
+        nargs="+",
+        metavar="JSON",
+        help="results to show and plot, instead of training",
     )
     parser.add_argument("--plot", metavar="SVG", help="draw the curves; needs matplotlib")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    if options.given:
-        runs = [x for path in options.given for x in json.loads(Path(path).read_text())["results"]["runs"]]
+    if options.given:  # of the same run in several files the last counts
+        kept = (x for path in options.given for x in json.loads(Path(path).read_text())["results"]["runs"])
+        runs = list({(x["moments"], x["seed"]): x for x in kept}.values())
     else:
         print(describe())
         runs = []
@@ -116,7 +121,7 @@ def main() -> None:
                     print(f"seed {seed}, {moments}: {last:.4f} bits per byte held out", flush=True)
     rows = table(runs)
     show(rows)
-    if not options.given:
+    if options.json:
         write(options.json, "moments", {"rows": rows, "runs": runs})
     if options.plot:
         plot(runs, options.plot)

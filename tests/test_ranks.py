@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 from models import MODELS
-from rank_worker import SETTINGS, STEPS, WORLDS
+from rank_worker import DISAGREE, SETTINGS, STEPS, WORLDS
 from table import JOBS, Scattered
 
 import zfunc
@@ -56,8 +56,11 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
     for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
         assert other_loss == pytest.approx(loss, rel=2e-5)
         assert other_norm == pytest.approx(norm, rel=1e-3)
+    far = (
+        2e-3 if "16" in name else 1e-4
+    )  # bf16 moments round a difference in the last bit up to one of theirs
     for key, value in alone["params"].items():
-        torch.testing.assert_close(many["params"][key], value, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(many["params"][key], value, rtol=1e-4, atol=far)
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
@@ -87,10 +90,13 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Path, world: int
     assert all(torch.equal(p[k], v) for p in params for k, v in params[0].items())
 
 
-def test_ranks_that_disagree_are_all_told_who_and_where(results: Path) -> None:
-    told = {(results / f"disagree-{rank}.txt").read_text() for rank in range(4)}
+@pytest.mark.parametrize("what", DISAGREE)
+def test_ranks_that_disagree_are_all_told_who_and_where(results: Path, what: str) -> None:
+    told = {(results / f"disagree-{what}-{rank}.txt").read_text() for rank in range(4)}
     assert len(told) == 1
-    assert "on rank 2 than on rank 0" in told.pop()
+    text = told.pop()
+    assert "on rank 2 than on rank 0" in text
+    assert DISAGREE[what] in text
 
 
 def test_torchrun_trains_as_one_process_does(tmp_path: Path) -> None:
