@@ -278,7 +278,7 @@ def main() -> None:
     parser.add_argument("--only", help="comma separated words; contenders without any of them are left out")
     parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
-        "--from", dest="given", metavar="JSON", help="results to show and plot, not to measure"
+        "--from", dest="given", nargs="+", metavar="JSON", help="results to show and plot, not to measure"
     )
     parser.add_argument("--plot", metavar="SVG", help="draw the results; needs matplotlib")
     options = parser.parse_args()
