@@ -21,7 +21,9 @@ def program(name: str) -> Program:
 def _built(request: pytest.FixtureRequest) -> None:
     """Compile what the selected tests need side by side: most of the time here goes to the compilers."""
     asked = (
-        getattr(item, "callspec", None) for item in request.session.items if item.module is request.module
+        getattr(item, "callspec", None)
+        for item in request.session.items
+        if getattr(item, "module", None) is request.module
     )
     names = {call.params["name"] for call in asked if call and "name" in call.params}
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -189,7 +189,8 @@ def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     modules = {f"zfunc/{path.name}" for path in (ROOT / "zfunc").glob("*.py")}
     schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
-    assert listing(tmp_path) == modules | schedules | {"zfunc/py.typed"}
+    checkpoint = {f"zfunc/checkpoint/{path.name}" for path in (ROOT / "zfunc" / "checkpoint").glob("*.py")}
+    assert listing(tmp_path) == modules | schedules | checkpoint | {"zfunc/py.typed"}
 
 
 def test_the_wheel_serves_every_python_the_package_does() -> None:

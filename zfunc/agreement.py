@@ -30,14 +30,12 @@ def agree(program: Program, special: Specialized, state: State, batch: tuple[Any
         raise RankError(
             f"train_step: got ranks that are out of step, because {ranks.broken}; start all of them again"
         )
-    told = _told(program, state, batch)
+    told, weights = _told(program, state, batch), ""
     if not state.buffers.compared:
-        told.append(
-            f"weights {_checksum(state.buffers)}, the same seed or init(params=...) on every rank gives equal"
-        )
-    digest = hashlib.blake2b("\n".join([*told, special.plan.digest]).encode()).hexdigest()
+        weights = f"weights of checksum {_checksum(state.buffers)}: equal seeds or params make them equal"
+    digest = hashlib.blake2b("\n".join([*told, special.plan.digest, weights]).encode()).hexdigest()
     if not ranks.same(int(digest[:15], 16)):
-        ranks.disagree("what the next step does", digest, "\n".join([*told, special.plan.text()]))
+        ranks.disagree("what the next step does", digest, "\n".join([*told, special.plan.text(), weights]))
     state.buffers.compared = True
 
 
