@@ -1,6 +1,6 @@
 /* 8-bit state with AVX-512, by hand: a compiler's loops over bytes and floats leave most of the time to shuffles.
  *
- * The same operations as zf_8bit_block, so the same bits; included by _adam_kernel.h alone. Unpacking and splitting
+ * The same operations as zf_compact_block, so the same bits; included by _adam_kernel.h alone. Unpacking and splitting
  * stand in one loop with the division and the square root, which leave room for them. */
 #ifndef ZFUNC_ADAM_AVX512_H
 #define ZFUNC_ADAM_AVX512_H

@@ -200,51 +200,61 @@ ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a, int shift) {
     }
 }
 
-ZF_INLINE void zf_16bit_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa) {
+/* The moments of blocks that begin at `at`, as fp32 and back; `moments` is a constant of the inlined call. */
+ZF_INLINE void zf_unpack(const zf_adam_args *a, float *m, float *v, size_t at, size_t n, int moments) {
+    if (moments == ZF_MOMENTS_16BIT) {
+        zf_unpack_bf16(m, (const uint16_t *)a->exp_avg + at, n);
+        zf_unpack_bf16(v, (const uint16_t *)a->exp_avg_sq + at, n);
+        return;
+    }
+    for (size_t i = 0; i < n; i += ZF_SHARED) {
+        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
+        zf_unpack_codes(m + i, (const uint8_t *)a->exp_avg + at + i, a->exp_avg_exponent[block], few, ZF_AVG_CODE);
+        zf_unpack_codes(v + i, (const uint8_t *)a->exp_avg_sq + at + i, a->exp_avg_sq_exponent[block], few,
+                        ZF_AVG_SQ_CODE);
+    }
+}
+
+ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *m, const float *v, size_t at,
+                       size_t n, int moments) {
+    for (size_t i = 0; i < n; i += ZF_SHARED) {
+        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
+        if (moments == ZF_MOMENTS_16BIT) {
+            zf_pack_bf16((uint16_t *)a->exp_avg + at + i, m + i, few, d->exp_avg);
+            zf_pack_bf16((uint16_t *)a->exp_avg_sq + at + i, v + i, few, d->exp_avg_sq);
+        } else {
+            a->exp_avg_exponent[block] =
+                zf_pack_codes((uint8_t *)a->exp_avg + at + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
+            a->exp_avg_sq_exponent[block] =
+                zf_pack_codes((uint8_t *)a->exp_avg_sq + at + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
+        }
+    }
+}
+
+ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa,
+                                int moments) {
     float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
     float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
+    const size_t width = moments == ZF_MOMENTS_16BIT ? 2 : 1;
     uint16_t *high = (uint16_t *)a->master + at;
-    uint16_t *exp_avg = (uint16_t *)a->exp_avg + at, *exp_avg_sq = (uint16_t *)a->exp_avg_sq + at;
-    const zf_walk walk[] = {{high, 2}, {a->low + at, 2}, {exp_avg, 2}, {exp_avg_sq, 2}, zf_gradient(a, at)};
+    const zf_walk walk[] = {{high, 2},
+                            {a->low + at, 2},
+                            {(const char *)a->exp_avg + at * width, width},
+                            {(const char *)a->exp_avg_sq + at * width, width},
+                            zf_gradient(a, at)};
     zf_join(p, high, a->low + at, n);
-    zf_unpack_bf16(m, exp_avg, n);
-    zf_unpack_bf16(v, exp_avg_sq, n);
+    zf_unpack(a, m, v, at, n, moments);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     zf_core_of_mode(a, p, m, v, g, n, walk, 5);
     zf_split(high, a->low + at, p, n);
-    for (size_t i = 0; i < n; i += ZF_SHARED) {
-        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
-        zf_pack_bf16(exp_avg + i, m + i, few, d->exp_avg);
-        zf_pack_bf16(exp_avg_sq + i, v + i, few, d->exp_avg_sq);
-    }
+    zf_pack(a, d, m, v, at, n, moments);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
-ZF_INLINE void zf_8bit_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa) {
-    float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
-    float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    uint16_t *high = (uint16_t *)a->master + at;
-    uint8_t *exp_avg = (uint8_t *)a->exp_avg + at, *exp_avg_sq = (uint8_t *)a->exp_avg_sq + at;
-    uint8_t *avg_exponent = a->exp_avg_exponent + at / ZF_SHARED;
-    uint8_t *avg_sq_exponent = a->exp_avg_sq_exponent + at / ZF_SHARED;
-    const zf_walk walk[] = {{high, 2}, {a->low + at, 2}, {exp_avg, 1}, {exp_avg_sq, 1}, zf_gradient(a, at)};
-    zf_join(p, high, a->low + at, n);
-    for (size_t i = 0; i < n; i += ZF_SHARED) {
-        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
-        zf_unpack_codes(m + i, exp_avg + i, avg_exponent[i / ZF_SHARED], few, ZF_AVG_CODE);
-        zf_unpack_codes(v + i, exp_avg_sq + i, avg_sq_exponent[i / ZF_SHARED], few, ZF_AVG_SQ_CODE);
-    }
-    const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
-    zf_core_of_mode(a, p, m, v, g, n, walk, 5);
-    zf_split(high, a->low + at, p, n);
-    for (size_t i = 0; i < n; i += ZF_SHARED) {
-        size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED;
-        avg_exponent[i / ZF_SHARED] =
-            zf_pack_codes(exp_avg + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
-        avg_sq_exponent[i / ZF_SHARED] =
-            zf_pack_codes(exp_avg_sq + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
-    }
-    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end, int isa,
+                                int moments) {
+    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_compact_block(a, d, at, ZF_BLOCK, isa, moments);
+    if (at < end) zf_compact_block(a, d, at, end - at, isa, moments);
 }
 
 #if defined(__x86_64__)
@@ -266,15 +276,13 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
         if (at < end) zf_adam_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
         zf_spread(&d, a, 16);
-        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_16bit_block(a, &d, at, ZF_BLOCK, isa);
-        if (at < end) zf_16bit_block(a, &d, at, end - at, isa);
+        zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_16BIT);
     } else {
         zf_spread(&d, a, 32 - ZF_CUT);
 #if defined(__x86_64__)
         if (isa == ZF_AVX512) at = zf_8bit_avx512(a, &d, at, end);
 #endif
-        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_8bit_block(a, &d, at, ZF_BLOCK, isa);
-        if (at < end) zf_8bit_block(a, &d, at, end - at, isa);
+        zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_8BIT);
     }
     zf_fence(a->stream);
 }

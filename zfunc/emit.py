@@ -292,7 +292,7 @@ class Emit:
         """Update bucket `b` in one sweep: unscale, clip, Adam, and the copy for the device."""
         grad = self._host_grad(b) if host_slot is None else self._host_slot(host_slot)
         state = self._state(b)
-        copy = () if self.job.send_high_half else (self._copy(b),)
+        copy = () if self.job.send_high_half else (self._param_slot(b),)
         nbytes = 2 * sum(r.nbytes for r in state) + self._host_grad(b).nbytes
         nbytes += len(copy) * self._shard_bytes(b, self.job.element_bytes)
         return Op("adam", (b,), "host", (self._verdict(), grad, *state), (*state, *copy), nbytes=nbytes)

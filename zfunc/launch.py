@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zfunc.ranks import Ranks
+from zfunc.threads import local_rank
 
 TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others
 
@@ -33,8 +34,3 @@ def launched() -> Iterator[Ranks]:
         yield Ranks.of()
     finally:
         dist.destroy_process_group()
-
-
-def local_rank() -> int:
-    """This process's number on its machine, from torchrun; 0 without."""
-    return int(os.environ.get("LOCAL_RANK", "0"))

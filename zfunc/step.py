@@ -146,9 +146,8 @@ def _train_step(
         ran = program.executor.run(special.prepared, mem, step, options, started)
     except BaseException as error:
         _settle(special, buffers, started, number, error)
-        settled = (
-            program.job.barrier or program.micro_batches == 1
-        )  # no collective is under way at the verdict
+        # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
+        settled = program.job.barrier or program.micro_batches == 1
         if not (isinstance(error, NonFiniteError) and settled):
             program.ranks.broken = f"step {number} failed on this one ({type(error).__name__}: {error})"
         raise

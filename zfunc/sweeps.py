@@ -65,10 +65,11 @@ def adam_update_(
     """
     n = _numel(master.high if isinstance(master, SplitMaster) else master)
     kept = _state(master, exp_avg, exp_avg_sq, n)
-    spans = [*kept.spans.values(), span_of("grad", grad, n, FLOATS, written=False)]
+    spans = {**kept.spans, "grad": span_of("grad", grad, n, FLOATS, written=False)}
     if out is not None:
-        spans.append(span_of("out", out, n, FLOATS))
-    check_disjoint(spans)
+        spans["out"] = span_of("out", out, n, FLOATS)
+    check_disjoint(list(spans.values()))
+    at = {name: address for name, (address, *_) in spans.items()}
     step = checked_step(step)
     factors = coefficients(
         step,
@@ -84,11 +85,11 @@ def adam_update_(
             checked_finite(f"lr, betas and weight_decay (as {name})", factor)
     cpu_adam.adam_update(
         kept.moments,
-        *(kept.spans[x][0] if x in kept.spans else 0 for x in _BUFFERS),
+        *(at.get(name, 0) for name in _BUFFERS),
         first_dither(step, EXP_AVG),
         first_dither(step, EXP_AVG_SQ),
-        grad.data_ptr(),
-        0 if out is None else out.data_ptr(),
+        at["grad"],
+        at.get("out", 0),
         n,
         FLOATS[grad.dtype],
         cpu_adam.NONE if out is None else FLOATS[out.dtype],

@@ -63,6 +63,11 @@ def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
     return int(text)
 
 
+def local_rank() -> int:
+    """This process's number on its machine, from torchrun; 0 without. ValueError for what is no number."""
+    return _count(os.environ, "LOCAL_RANK", 0)
+
+
 def allowed_cpus() -> frozenset[int]:
     """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
     return frozenset(os.sched_getaffinity(os.getpid()))
@@ -79,7 +84,7 @@ def default_threads() -> int:
 @functools.cache
 def default_seats() -> tuple[Seat, ...]:
     """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
-    rank, ranks = _count(os.environ, "LOCAL_RANK", 0), _count(os.environ, "LOCAL_WORLD_SIZE", 1)
+    rank, ranks = local_rank(), _count(os.environ, "LOCAL_WORLD_SIZE", 1)
     place = partial(seats, nodes(), allowed_cpus(), cores=physical_cores)
     chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
     if chosen:
