@@ -17,7 +17,7 @@ from zfunc.emit import Job, SegmentCost
 from zfunc.graph import Graph, Op
 from zfunc.layout import Parameter, make_layout
 from zfunc.plan import Plan, build
-from zfunc.recipes import zero_offload
+from zfunc.recipes import checkpoint, zero_offload
 from zfunc.simulate import ROUND, Hardware
 
 Segments = list[list[Parameter]]
@@ -89,9 +89,8 @@ FROZEN: Segments = [
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), decay=False)]]
 
-RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {
-    "zero_offload": zero_offload,
-}
+TRAINING: dict[str, Callable[[Job], Iterator[Op]]] = {"zero_offload": zero_offload}
+RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {**TRAINING, "checkpoint": checkpoint}
 
 MOMENTS: list[dict[str, object]] = [
     {"moments": "fp32"},
@@ -117,6 +116,8 @@ JOBS: dict[str, Job] = {
     "stage 1": job(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": job(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": job(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
+    "saving": job(FROZEN, world=2, save=True),
+    "saving, barrier": job(TIED, moments="16bit", barrier=True, micro_batches=2, save=True),
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
@@ -192,6 +193,7 @@ def jobs(draw: st.DrawFn) -> Job:
         host_slots=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from([2, 4])),
         stage=draw(st.sampled_from([1, 2])),
+        save=draw(st.booleans()),
         **draw(st.sampled_from(MOMENTS)),
     )
 

@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
-    {"layout", "graph", "errors", "lr", "topology"},
+    {"layout", "graph", "errors", "lr", "topology", "rollcall"},
     {"moments", "loss_scale", "placement"},
     {"emit", "pages", "threads", "checkpoint"},
     {"recipes"},
     {"plan", "timeline"},
-    {"verify", "simulate", "memory", "draw"},
+    {"verify", "simulate", "memory", "draw", "faults"},
     {"schedules"},
     {"settings", "terminal"},
 )
@@ -26,12 +26,14 @@ INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors abov
 WITH_TORCH = (
     {"adam_reference", "teams", "ranks", "_cpu_adam"},
     {"compact_reference", "kernel", "launch", "resources"},
-    {"checks"},
+    {"checks", "export"},
     {"compact"},
     {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
+    {"saving"},
     {"stages", "execute", "bandwidth", "weights"},
+    {"loading"},
     {"program"},
-    {"compiling"},
+    {"compiling", "checkpointing"},
     {"agreement"},
     {"step"},
     {INDEX},

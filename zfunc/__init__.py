@@ -12,45 +12,55 @@ if TYPE_CHECKING:
     from zfunc import lr as lr
     from zfunc import schedules as schedules
     from zfunc.adam import AdamW, matrices_only
+    from zfunc.checkpointing import load, save
     from zfunc.compiling import compile
-    from zfunc.errors import NonFiniteError
+    from zfunc.errors import CheckpointError, NonFiniteError
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
+    from zfunc.saving import Save
     from zfunc.segments import Segment, segment
     from zfunc.step import apply, evaluate, init, params, train_step
     from zfunc.sweeps import adam_update_
 
 _HOMES = {
     "AdamW": "adam",
+    "CheckpointError": "errors",
     "Jitter": "execute",
     "LossScale": "loss_scale",
     "NonFiniteError": "errors",
+    "Save": "saving",
     "Segment": "segments",
     "adam_update_": "sweeps",
     "apply": "step",
     "compile": "compiling",
     "evaluate": "step",
     "init": "step",
+    "load": "checkpointing",
     "matrices_only": "adam",
     "params": "step",
+    "save": "checkpointing",
     "segment": "segments",
     "train_step": "step",
 }
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "Jitter",
     "LossScale",
     "NonFiniteError",
+    "Save",
     "Segment",
     "adam_update_",
     "apply",
     "compile",
     "evaluate",
     "init",
+    "load",
     "lr",
     "matrices_only",
     "params",
+    "save",
     "schedules",
     "segment",
     "train_step",

@@ -15,8 +15,6 @@ from zfunc.errors import RankError
 from zfunc.program import Program, Specialized
 from zfunc.state import Buffers, State
 
-HORIZON = (1, 10, 100, 1000)  # steps ahead for which learning rates are compared
-
 
 def agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
@@ -41,13 +39,12 @@ def agree(program: Program, special: Specialized, state: State, batch: tuple[Any
 
 def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
     optimizer = program.optimizer
-    rates = [optimizer.lr_at(state.step + n) for n in HORIZON]
     settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}",
         f"batch of shapes {shapes}, {program.micro_batches} micro-batches",
-        f"learning rates to come {rates}, {settings}, clip_norm {program.clip_norm}",
+        f"learning rate {optimizer.lr_at(state.step + 1)}, {settings}, clip_norm {program.clip_norm}",
         f"precision {program.precision}, recompute {program.recompute}",
     ]
 

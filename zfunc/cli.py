@@ -19,8 +19,8 @@ import attrs
 
 import zfunc
 from zfunc.errors import nearest
-from zfunc.settings import DRAW, TRAIN, Option, Settings, Sketch, flag
-from zfunc.terminal import interrupts, logged, printable
+from zfunc.settings import DRAW, EXPORT, TRAIN, Export, Option, Settings, Sketch, flag
+from zfunc.terminal import interrupts, logged, printable, size
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 LINES = 20  # of an error, so that it fits on a screen
@@ -143,6 +143,17 @@ def draw(args: argparse.Namespace) -> None:
         print(f"written: {path}")
 
 
+def export(args: argparse.Namespace) -> None:
+    """`zfunc export`."""
+    asked = Export(**_given(args, Export))
+    from zfunc.export import export as write
+
+    with logged():
+        done = write(args.checkpoint, asked.out, dtype=asked.dtype)
+    told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
+    print(f"written: {done.path}: {told}")
+
+
 def doctor(args: argparse.Namespace) -> int:
     """`zfunc doctor`."""
     from zfunc.doctor import examine, show, well
@@ -187,6 +198,7 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     texts = {
         "train": "train a GPT, by default of bytes on the sources of Python's standard library",
         "draw": "draw one step as it would run under a schedule; needs no GPU",
+        "export": "write a checkpoint's weights as one safetensors file that other programs read",
         "doctor": "say what this machine has for a step, what it reaches, and what is wrong",
     }
     made = {
@@ -202,9 +214,17 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
     }
     _add(made["train"], Settings, TRAIN)
     _add(made["draw"], Sketch, DRAW)
+    made["export"].usage = "zfunc export CHECKPOINT --out FILE [options]"
+    made["export"].add_argument(
+        "checkpoint",
+        type=READERS[Path],
+        metavar="CHECKPOINT",
+        help="its folder; or a folder of them, or a run's, of which the newest complete one is taken",
+    )
+    _add(made["export"], Export, EXPORT)
     made["doctor"].add_argument("--json", action="store_true", help="as one JSON object, for programs")
     made["doctor"].epilog = "Exit codes: 0 nothing is wrong, 1 something is."
-    for name, run in (("train", train), ("draw", draw), ("doctor", doctor)):
+    for name, run in (("train", train), ("draw", draw), ("export", export), ("doctor", doctor)):
         made[name].set_defaults(run=run, prog=made[name].prog)
         made[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
     made["train"].epilog = (

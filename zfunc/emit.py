@@ -45,7 +45,8 @@ class Job:
     of what the model keeps on the device beside its parameters. Of `world` ranks each keeps and updates its slice
     of every bucket; `stage` is ZeRO's: with 2 every micro-batch's gradient is reduced at once, with 1 the device
     adds them up in full and the sum is reduced. With `send_high_half` the device gets the high
-    half of the split master as it is, and there is no other copy.
+    half of the split master as it is, and there is no other copy. With `save` the step also writes a checkpoint of
+    the state it began with.
     """
 
     layout: Layout
@@ -62,6 +63,7 @@ class Job:
     constant_bytes: int = 0
     moments: Moments = field(default="fp32", validator=validators.in_(BUFFERS))
     send_high_half: bool = False
+    save: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -99,10 +101,12 @@ class Emit:
 
     def _weights(self, s: int) -> tuple[Region, ...]:
         """What segment `s` reads: its buckets, and its frozen parameters."""
+        return tuple(self._params(b) for b in self.job.layout.buckets_of(s)) + self._frozen()
+
+    def _frozen(self) -> tuple[Region, ...]:
         layout = self.job.layout
         nbytes = layout.frozen_numel * self.job.element_bytes + self.job.constant_bytes
-        frozen = (Region("frozen", (), nbytes, kept=True),) if nbytes or layout.frozen else ()
-        return tuple(self._params(b) for b in layout.buckets_of(s)) + frozen
+        return (Region("frozen", (), nbytes, kept=True),) if nbytes or layout.frozen else ()
 
     def _input(self, m: int, s: int) -> Region:
         return Region("act", (m, s), self.job.costs[s].input_bytes)
@@ -185,6 +189,17 @@ class Emit:
 
     def _verdict(self) -> Region:
         return Region("verdict", (), FP64, "host", kept=True)
+
+    def _checkpoint(self) -> Region:
+        """The file being written, and what is known of it."""
+        return Region("checkpoint", (), tier="disk", kept=True)
+
+    def _written(self, b: int) -> Region:
+        return Region("written", (b,), sum(r.nbytes for r in self._state(b)), "disk", kept=True)
+
+    def _written_frozen(self) -> Region:
+        nbytes = self.job.layout.frozen_numel * self.job.element_bytes
+        return Region("written_frozen", (), nbytes, "disk", kept=True)
 
     # --- operations --------------------------------------------------------------------------------------
 
@@ -307,3 +322,23 @@ class Emit:
         """Exchange the new slices of bucket `b` between the ranks."""
         nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
         return Op("all_gather", (b,), "network", (self._params(b),), (self._params(b),), nbytes=nbytes)
+
+    def write(self, b: int) -> Op:
+        """Write this rank's slice of the state of bucket `b` to the checkpoint, before it is updated again."""
+        into = self._written(b)
+        return Op("write", (b,), "disk", (self._checkpoint(), *self._state(b)), (into,), nbytes=into.nbytes)
+
+    def write_frozen(self) -> Op:
+        """Write the parameters that are not trained, which every rank has: one of them does."""
+        into = self._written_frozen()
+        return Op(
+            "write_frozen", (), "disk", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
+        )
+
+    def publish(self) -> Op:
+        """When every rank has written everything: on to the disk, and give the checkpoint its name."""
+        written = tuple(self._written(b.index) for b in self.job.layout.buckets)
+        frozen = (self._written_frozen(),) if self.job.layout.frozen else ()
+        kind = "network" if self.job.world > 1 else "disk"
+        published = Region("published", (), tier="disk", kept=True)
+        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen), (published,))

@@ -6,7 +6,7 @@ a batch's shapes, staging buffers, threads) is determined by it and kept for eve
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
@@ -19,13 +19,13 @@ from zfunc.adam import AdamW
 from zfunc.emit import Job, SegmentCost
 from zfunc.errors import OutOfMemory
 from zfunc.execute import Executor, Prepared, prepare
-from zfunc.graph import Graph, Region, Tier
+from zfunc.graph import Graph, Op, Region, Tier
 from zfunc.layout import Layout
 from zfunc.memory import Peak, memory
 from zfunc.passes import Recompute, Weights
 from zfunc.plan import Plan, PlanError
 from zfunc.ranks import Ranks
-from zfunc.recipes import zero_offload
+from zfunc.recipes import checkpoint, zero_offload
 from zfunc.resources import available_device_bytes, available_host_bytes, host_buffer
 from zfunc.segments import Segment
 from zfunc.stages import SegmentCall, Stage
@@ -35,6 +35,7 @@ from zfunc.verify import verify
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Schedule = Callable[[Graph], Plan]
+Recipe = Callable[[Job], Iterable[Op]]
 
 RANDOM_COMPILED = (
     "draws random numbers, and compiled code draws them in an order of its own: with compile_segments its "
@@ -79,6 +80,7 @@ class Program:
 class Specialized:
     """A program for the shapes of one batch: the plan with real sizes, ready to issue."""
 
+    job: Job
     plan: Plan
     prepared: Prepared
     memory: dict[Tier, Peak]
@@ -94,9 +96,9 @@ class Cache:
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
-def make_plan(job: Job, schedule: Schedule) -> Plan:
+def make_plan(job: Job, schedule: Schedule, recipe: Recipe = zero_offload) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
-    graph = Graph(tuple(zero_offload(job)))
+    graph = Graph(tuple(recipe(job)))
     plan = verify(schedule(graph))
     if plan.graph != graph:
         raise PlanError(
@@ -112,17 +114,31 @@ def make_plan(job: Job, schedule: Schedule) -> Plan:
     return plan
 
 
-def specialize(program: Program, batch: tuple[Any, Any]) -> Specialized:
-    """The program for the shapes of `batch`; traced and planned the first time they are seen.
+def specialize(program: Program, batch: tuple[Any, Any], *, save: bool = False) -> Specialized:
+    """The program for the shapes of `batch`; traced and planned the first time they are seen. With `save` its steps
+    write a checkpoint too.
 
     Raises ValueError where a segment cannot take its input or the last one returns no scalar.
     """
     micro = split(batch, program.micro_batches)[0]
     leaves, structure = tree_flatten(micro)
     key = (structure, tuple((t.shape, t.dtype) for t in leaves))
-    if key not in program.cache.specialized:
-        program.cache.specialized[key] = _specialize(program, micro)
-    return program.cache.specialized[key]
+    cached = program.cache.specialized
+    if key not in cached:
+        cached[key] = _specialize(program, micro)
+    if not save:
+        return cached[key]
+    if (key, save) not in cached:
+        cached[key, save] = _planned(program, evolve(cached[key].job, save=True), cached[key].random)
+    return cached[key, save]
+
+
+def checkpointing(program: Program) -> Specialized:
+    """A step that writes a checkpoint and does nothing else; planned the first time."""
+    cached = program.cache.specialized
+    if checkpoint not in cached:
+        cached[checkpoint] = _planned(program, program.job, frozenset(), checkpoint)
+    return cached[checkpoint]
 
 
 def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
@@ -184,9 +200,14 @@ def _specialize(program: Program, micro: tuple[Any, Any]) -> Specialized:
         _cost(t, size, program.job.grad_bytes(i), call.passes.keeps)
         for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
-    job = evolve(program.job, costs=costs, target_bytes=nbytes(micro[1]))
-    plan = make_plan(job, program.schedule)
-    return Specialized(plan, prepare(plan, program.stages, program.device), memory(plan), random)
+    return _planned(program, evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random)
+
+
+def _planned(
+    program: Program, job: Job, random: frozenset[int], recipe: Recipe = zero_offload
+) -> Specialized:
+    plan = make_plan(job, program.schedule, recipe)
+    return Specialized(job, plan, prepare(plan, program.stages, program.device), memory(plan), random)
 
 
 def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCost:

@@ -18,11 +18,14 @@ def zero_offload(job: Job) -> Iterator[Op]:
     With a barrier (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam
     of a bucket follows its gradient at once. On several ranks each reduces, copies, updates and sends back its
     slice of every bucket: ZeRO's stage 2; with `job.stage` 1 gradients are added up on the device first.
+    With `job.save` a checkpoint is written meanwhile.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
     emit = Emit(job)
     segments = range(job.num_segments)
+    if job.save:
+        yield from _write(job, emit)
     for m in range(job.micro_batches):
         yield emit.load(m)
         for s in segments:
@@ -38,6 +41,23 @@ def zero_offload(job: Job) -> Iterator[Op]:
         yield emit.decide()
         for bucket in reversed(job.layout.buckets):
             yield from _update(job, emit, bucket.index, None)
+    if job.save:
+        yield emit.publish()
+
+
+def checkpoint(job: Job) -> Iterator[Op]:
+    """A checkpoint by itself, between two steps."""
+    emit = Emit(job)
+    yield from _write(job, emit)
+    yield emit.publish()
+
+
+def _write(job: Job, emit: Emit) -> Iterator[Op]:
+    """The state as this step found it, in the order in which the step will want to update it."""
+    for bucket in reversed(job.layout.buckets):
+        yield emit.write(bucket.index)
+    if job.layout.frozen:
+        yield emit.write_frozen()
 
 
 def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:

@@ -22,6 +22,7 @@ PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
 MOMENTS = tuple(BUFFERS)
+WEIGHTS = ("fp32", "bf16", "fp16")
 FORMATS = ("text", "svg", "chrome")
 TOKEN_TYPES = ("uint16", "uint32")
 
@@ -194,6 +195,12 @@ DRAW = {
 }
 
 
+EXPORT = {
+    "out": Option("file", "new file to write, which ends in .safetensors", _path),
+    "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", _one_of(WEIGHTS)),
+}
+
+
 @frozen(kw_only=True)
 class Settings:
     """A training job. The defaults are that of `zfunc train`, made to end within 3 minutes on two cores.
@@ -274,11 +281,30 @@ class Sketch:
         _check(self, DRAW)
 
 
-def _check(settings: Settings | Sketch, options: dict[str, Option]) -> None:
+@frozen(kw_only=True)
+class Export:
+    """Weights to take out of a checkpoint."""
+
+    out: Path | None = None
+    dtype: str = "fp32"
+
+    def __attrs_post_init__(self) -> None:
+        _check_each(self, EXPORT)
+        if self.out is None:
+            raise ValueError(
+                "--out: got none, expected a new file to write: pass such as --out weights.safetensors"
+            )
+
+
+def _check_each(settings: Any, options: dict[str, Option]) -> None:
     for f in attrs.fields(type(settings)):
         value = getattr(settings, f.name)
         if value is not None:
             options[f.name].check(f.name, value)
+
+
+def _check(settings: Settings | Sketch, options: dict[str, Option]) -> None:
+    _check_each(settings, options)
     heads, parts = settings.num_attention_heads, settings.micro_batches
     _multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
     _multiple("batch_size", settings.batch_size, "micro_batches", parts)

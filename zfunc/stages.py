@@ -15,6 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.adam import AdamW
+from zfunc.checkpoint.manifest import FROZEN
 from zfunc.compact import optimizer_state
 from zfunc.errors import NonFiniteError
 from zfunc.graph import Op, Region
@@ -22,6 +23,7 @@ from zfunc.layout import Bucket, Layout
 from zfunc.moments import BUFFERS, HIGH_HALF
 from zfunc.passes import Passes, Weights
 from zfunc.ranks import Ranks
+from zfunc.saving import FROZEN_BUCKET
 from zfunc.state import Flat
 from zfunc.sweeps import accumulate_, adam_update_, square_sum
 
@@ -244,6 +246,25 @@ def all_gather(op: Op, mem: Memory, step: Step) -> None:
     step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
 
 
+def write(op: Op, mem: Memory, step: Step) -> None:
+    """Write this rank's slice of a bucket's state to the checkpoint."""
+    (b,) = op.index
+    kept = {r.buffer: mem[r] for r in op.reads if r.buffer != "checkpoint"}
+    mem[op.read("checkpoint")].write(b, kept)
+    mem[op.write("written")] = True
+
+
+def write_frozen(op: Op, mem: Memory, step: Step) -> None:
+    """Write the parameters that are not trained; only rank 0's file has room for them."""
+    mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
+    mem[op.write("written_frozen")] = True
+
+
+def publish(op: Op, mem: Memory, step: Step) -> None:
+    """Finish the checkpoint on all ranks; whether that went well is what this writes."""
+    mem[op.write("published")] = mem[op.read("checkpoint")].publish()
+
+
 STAGES: dict[str, Stage] = {
     "load": load,
     "forward": forward,
@@ -260,6 +281,9 @@ STAGES: dict[str, Stage] = {
     "adam": adam,
     "to_device": to_device,
     "all_gather": all_gather,
+    "write": write,
+    "write_frozen": write_frozen,
+    "publish": publish,
 }
 
 

@@ -6,6 +6,7 @@ the place it is used at; a step that raises before its first update leaves the s
 
 import hashlib
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,12 +18,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from zfunc.agreement import agree
+from zfunc.checkpointing import begin
 from zfunc.errors import LaneTimeout, NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
 from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
+from zfunc.saving import Save, Saved
 from zfunc.stages import Step
 from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
 from zfunc.timeline import Timeline
@@ -35,7 +38,8 @@ _generators = threading.Lock()  # the default generators are everybody's
 class Metrics:
     """What one step reports: mean `loss`; `grad_norm` before clipping, unscaled; `lr` used; whether the step was
     `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
-    operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `timeline` only with `trace=True`.
+    operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `timeline` only with `trace=True`, and `saved`, the
+    checkpoint or why there is none, only with `save=`.
     """
 
     loss: float
@@ -48,6 +52,7 @@ class Metrics:
     host_seconds: float
     sent_bytes: int = 0
     timeline: Timeline | None = None
+    saved: Saved | None = None
 
 
 def init(
@@ -101,12 +106,15 @@ def train_step(
     trace: bool = False,
     debug: bool = False,
     jitter: Jitter | None = None,
+    save: Save | str | os.PathLike[str] | None = None,
 ) -> tuple[State, Metrics]:
     """One step on `batch = (inputs, targets)`. Returns the next State, and what happened; `state` is donated.
 
     Every tensor's first dimension is split into `micro_batches` equal parts; the gradient is the mean over all
     of it. `trace` times every operation; `debug` hands each stage only the regions it declared; `jitter`
-    delays every operation at random.
+    delays every operation at random. `save` is a folder, or a `Save`, for a checkpoint of `state`, the one before
+    this step: it is written while the step goes on, and complete when it returns. What the disk refuses then is
+    told in the metrics; a folder that cannot be written at all is a CheckpointError before anything is done.
 
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state,
     NonFiniteError for a non-finite loss or gradient without loss scaling, ExecutionError if a stage fails.
@@ -121,16 +129,16 @@ def train_step(
             "buffers are shared. Compile a second program for a second thread"
         )
     try:
-        return _train_step(program, state, batch, Options(jitter, debug, trace))
+        return _train_step(program, state, batch, Options(jitter, debug, trace), _save(save))
     finally:
         program.cache.busy.release()
 
 
 def _train_step(
-    program: Program, state: State, batch: tuple[Any, Any], options: Options
+    program: Program, state: State, batch: tuple[Any, Any], options: Options, save: Save | None
 ) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
-    special = specialize(program, batch)
+    special = specialize(program, batch, save=save is not None)
     agree(program, special, state, batch)
     buffers = state.buffers
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
@@ -138,6 +146,8 @@ def _train_step(
     number = state.step + 1
     step = _step(program, special, state, number)
     mem = _memory(program, buffers, split(batch, program.micro_batches))
+    saving = None if save is None else begin(program, state, save)
+    mem[Region("checkpoint")] = saving
     buffers.generation += 1
     buffers.lost = f"step {number} did not finish"  # until it has
     started: set[int] = set()
@@ -151,6 +161,9 @@ def _train_step(
         if not (isinstance(error, NonFiniteError) and settled):
             program.ranks.broken = f"step {number} failed on this one ({type(error).__name__}: {error})"
         raise
+    finally:
+        if saving is not None:
+            saving.abandon()  # unless it is published
     buffers.lost = ""
     verdict, norm = mem[Region("verdict")], mem[Region("norm")]
     if not math.isfinite(norm) and not verdict.skip:
@@ -184,6 +197,7 @@ def _train_step(
         host_seconds=ran.host_seconds,
         sent_bytes=program.ranks.sent - sent,
         timeline=ran.timeline if options.trace else None,
+        saved=mem.get(Region("published")),
     )
     return after, metrics
 
@@ -286,6 +300,10 @@ def _settle(
     else:
         buffers.generation -= 1
         buffers.lost = ""
+
+
+def _save(save: Save | str | os.PathLike[str] | None) -> Save | None:
+    return save if save is None or isinstance(save, Save) else Save(save)
 
 
 def _rows(batch: tuple[Any, Any]) -> int:

@@ -11,6 +11,8 @@ from zfunc.layout import Bucket, Layout, Span
 from zfunc.ranks import Ranks
 from zfunc.state import Buffers
 
+PART = 1 << 20  # elements
+
 
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
@@ -41,3 +43,18 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
         master.low.copy_(split.low[piece.start : piece.stop])
     elif isinstance(master, Tensor):
         master.copy_(flat[piece.start : piece.stop])
+
+
+def send_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> None:
+    """Give the device the weights of a bucket that the host has: a collective."""
+    start, stop = bucket.start // ranks.world, bucket.stop // ranks.world
+    params = buffers.params[bucket.start : bucket.stop]
+    mine = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+    for first in range(start, stop, PART):  # a split master is joined: not all of it at once
+        last = min(first + PART, stop)
+        master, *_ = optimizer_state(buffers.optimizer, first, last)
+        if isinstance(master, SplitMaster):
+            master = master.high if params.dtype == master.high.dtype else master.join()
+        mine[first - start : last - start].copy_(master)
+    if ranks.world > 1:
+        ranks.all_gather(params, mine)

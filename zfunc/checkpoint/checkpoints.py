@@ -25,6 +25,7 @@ from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.errors import CheckpointError
 
 LATEST = "latest"
+FOLDER = "checkpoints"  # of a run, in its folder
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 _UNFINISHED = re.compile(f"{disk.UNFINISHED}{_STEP.pattern}-[0-9a-f]{{8}}")
 log = logging.getLogger("zfunc")
@@ -149,6 +150,24 @@ def complete(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
             yield open_checkpoint(path)
         except CheckpointError as error:
             refused.append(str(error))
+
+
+def locate(path: Path) -> Path:
+    """The folder of the checkpoint that `path` stands for: itself, or the newest complete one in it.
+
+    `path` is a checkpoint's folder, a folder of checkpoints, or a run's, which has one named FOLDER. A checkpoint
+    that is named is the one, whole or not. Raises CheckpointError if there is none.
+    """
+    if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE):
+        return path
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    if (found := find(folder)) is not None:
+        return found.path
+    what = "no checkpoint in it" if os.path.lexists(folder) else "nothing there"
+    raise CheckpointError(
+        f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: name "
+        f"one, such as {folder / 'step-00001234'}"
+    )
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -101,8 +101,8 @@ class Manifest:
     extra: Mapping[str, Any]
 
     def __attrs_post_init__(self) -> None:
-        _check_plain(self.optimizer, "optimizer")
-        _check_plain(self.extra, "extra")
+        check_plain(self.optimizer, "optimizer")
+        check_plain(self.extra, "extra")
         _check_unique("shard", [x.file for x in self.shards])
         _check_unique("parameter", [x.name for x in self.parameters])
         for shard in self.shards:
@@ -215,16 +215,17 @@ def _check_unique(what: str, names: list[str]) -> None:
         raise _bad(f"{what} {twice!r}", "it twice", "it once")
 
 
-def _check_plain(value: object, where: str, depth: int = 0) -> None:
+def check_plain(value: object, where: str, depth: int = 0) -> None:
+    """Raise CheckpointError, with the place, unless `value` is a dict of JSON's own types."""
     match value:
         case dict() if depth < 10:
             for key, x in cast("dict[object, object]", value).items():
                 if not isinstance(key, str):
                     raise _bad(where, f"the key {key!r:.80}", "a text")
-                _check_plain(x, f"{where}.{key:.80}", depth + 1)
+                check_plain(x, f"{where}.{key:.80}", depth + 1)
         case list() if 0 < depth < 10:
             for n, x in enumerate(cast("list[object]", value)):
-                _check_plain(x, f"{where}[{n}]", depth + 1)
+                check_plain(x, f"{where}[{n}]", depth + 1)
         case None | str() if depth:
             pass
         case int() if depth and abs(value) <= MAX_INT:

@@ -33,7 +33,7 @@ def to_json(manifest: Manifest) -> bytes:
             "position": attrs.asdict(manifest.position),
             "optimizer": manifest.optimizer,
             "extra": manifest.extra,
-            "shards": [_shard(x) for x in manifest.shards],
+            "shards": [shard_fields(x) for x in manifest.shards],
             "parameters": [_kept(x) for x in manifest.parameters],
         }
     )
@@ -56,7 +56,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     parts = (
         world.integer(1, 1 << 20),
         cast("Moments", moments.choice(get_args(Moments))),
-        tuple(_read_shard(x) for x in shards.items()),
+        tuple(read_shard(x) for x in shards.items()),
         tuple(_read_kept(x) for x in parameters.items()),
         _read_position(position),
         _read_object(optimizer),
@@ -74,7 +74,8 @@ def read(folder: Path) -> Manifest:
     return from_json(disk.read_small(path, LIMIT), str(path))
 
 
-def _shard(shard: Shard) -> dict[str, Any]:
+def shard_fields(shard: Shard) -> dict[str, Any]:
+    """A shard as a manifest has it, to be rendered as JSON."""
     tensors = [{**attrs.asdict(t), "checksums": shard.checksums[t.name]} for t in shard.tensors]
     return {
         "file": shard.file,
@@ -90,7 +91,8 @@ def _kept(kept: Kept) -> dict[str, Any]:
     return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
 
 
-def _read_shard(node: Node) -> Shard:
+def read_shard(node: Node) -> Shard:
+    """The shard that `shard_fields` made. Raises CheckpointError, with the place, for anything else."""
     file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
     entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
     stored = tuple(read_stored(*entry[:3]) for entry in entries)

@@ -1,0 +1,382 @@
+"""A State to a checkpoint and back: to the bit, whatever reads it, whenever it is written, whatever goes wrong."""
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import MODELS
+from torch import Tensor
+
+import zfunc
+from zfunc.checkpoint import disk
+from zfunc.checkpoint.manifest import FILE
+from zfunc.compact_reference import AVG_CODE, AVG_SQ_CODE, unpack_codes
+from zfunc.errors import CheckpointError
+from zfunc.program import Program
+from zfunc.state import State
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "dropout": ("GPT with dropout", {"precision": "fp32"}),
+    "tied, accumulated, clipped": ("tied GPT", {"precision": "bf16", "micro_batches": 3, "clip_norm": 0.5}),
+    "fp16": ("frozen below", {"precision": "fp16"}),
+    "16 bits": ("odd sizes", {"precision": "bf16", "moments": "16bit"}),
+    "8 bits": ("tied GPT", {"precision": "bf16", "moments": "8bit", "clip_norm": 0.5}),
+    "8 bits, fp32": ("odd sizes", {"precision": "fp32", "moments": "8bit"}),
+}
+
+
+def compiled(model: str, **settings: Any) -> tuple[Program, Callable[[int], Any]]:
+    segments, data = MODELS[model]()
+    optimizer = zfunc.AdamW(
+        lr=zfunc.lr.linear_warmup(1e-3, 4),
+        weight_decay=0.1,
+        decay=zfunc.matrices_only,
+        moments=settings.pop("moments", "fp32"),
+    )
+    options = {"bucket_size": 3000, "device": "cpu", **settings}
+    return zfunc.compile(segments, optimizer=optimizer, **options), data
+
+
+def steps(
+    program: Program, state: State, data: Any, start: int, stop: int, **more: Any
+) -> tuple[State, list[Any]]:
+    seen = []
+    for i in range(start, stop):
+        state, m = zfunc.train_step(program, state, data(i), **more)
+        seen.append((m.loss, m.grad_norm, m.lr, m.skipped, m.loss_scale))
+    return state, seen
+
+
+def everything(state: State) -> dict[str, Tensor]:
+    buffers = state.buffers
+    return {"params": buffers.params, "frozen": buffers.frozen, **buffers.optimizer}
+
+
+def assert_equal(a: State, b: State) -> None:
+    """Every bit of two States, the counters too."""
+    assert all(torch.equal(x, everything(b)[name]) for name, x in everything(a).items())
+    for name in ("step", "batches", "sequences", "seed", "loss_scale"):
+        assert getattr(a, name) == getattr(b, name)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resume_is_the_training_that_was_not_interrupted(name: str, tmp_path: Path) -> None:
+    model, settings = SETTINGS[name]
+    program, data = compiled(model, **settings)
+    scale = zfunc.LossScale(scale=2.0**18, window=3, hysteresis=1) if name == "fp16" else None
+    state, _ = steps(program, zfunc.init(program, seed=5, loss_scale=scale), data, 0, 4)
+    zfunc.save(tmp_path, program, state)
+    state, expected = steps(program, state, data, 4, 8)
+    again, data = compiled(model, **settings)
+    resumed, seen = steps(again, zfunc.load(tmp_path, again), data, 4, 8)
+    assert repr(seen) == repr(expected)
+    assert_equal(resumed, state)
+
+
+def test_the_fp16_job_above_skips_steps_before_and_after_it_is_saved() -> None:
+    program, data = compiled(SETTINGS["fp16"][0], precision="fp16")
+    state = zfunc.init(program, seed=5, loss_scale=zfunc.LossScale(scale=2.0**18, window=3, hysteresis=1))
+    _, seen = steps(program, state, data, 0, 8)
+    skipped = [x[3] for x in seen]
+    assert any(skipped[:4])
+    assert not all(skipped[:4])
+    assert len({x[4] for x in seen}) > 2  # the scale moves
+
+
+@pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
+@pytest.mark.parametrize("name", ["tied, accumulated, clipped", "16 bits", "8 bits, fp32"])
+def test_a_step_that_saves_is_the_step_and_saves_the_state_before_it(
+    name: str, schedule: str, tmp_path: Path
+) -> None:
+    """Without a barrier Adam follows right after; with delays anywhere it still waits for the write."""
+    model, settings = SETTINGS[name]
+    program, data = compiled(model, **settings, schedule=schedule)
+    plain, expected = steps(program, zfunc.init(program, seed=5), data, 0, 3)
+    jitter = zfunc.Jitter(seed=3, seconds=3e-3)
+    state, seen = steps(program, zfunc.init(program, seed=5), data, 0, 2, jitter=jitter)
+    before = {name: x.clone() for name, x in everything(state).items()}
+    state, last = steps(program, state, data, 2, 3, save=tmp_path / "a", jitter=jitter)
+    assert repr(seen + last) == repr(expected)
+    assert_equal(state, plain)
+    loaded = zfunc.load(tmp_path / "a", program)
+    assert loaded.step == 2
+    assert all(torch.equal(x, before[name]) for name, x in everything(loaded).items())
+    steps(program, loaded, data, 2, 3, save=tmp_path / "b", debug=True)
+    names = sorted(x.name for x in (tmp_path / "a" / "step-00000002").iterdir())
+    for name in names:
+        one, other = ((tmp_path / x / "step-00000002" / name).read_bytes() for x in "ab")
+        assert one == other, name
+
+
+@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
+@pytest.mark.parametrize("saved", ["fp32", "16bit", "8bit"])
+def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_path: Path) -> None:
+    """Weights to the bit; moments too where they are of one kind or a wider one, else rounded."""
+    program, data = compiled("odd sizes", precision="fp32", moments=saved)
+    state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 3)
+    zfunc.save(tmp_path, program, state)
+    other, _ = compiled("odd sizes", precision="bf16", moments=moments, bucket_size=200, schedule="Serial")
+    loaded = zfunc.load(tmp_path, other)
+    weights = zfunc.params(other, loaded)
+    for name, value in zfunc.params(program, state).items():
+        rounded = value.bfloat16().float() if "gain" in name else value  # frozen: kept as the device has it
+        assert torch.equal(weights[name], rounded), name
+    back, _ = compiled("odd sizes", precision="fp32", moments=saved)
+    zfunc.save(tmp_path / "back", other, loaded)
+    again = zfunc.load(tmp_path / "back", back)
+    kept = state.buffers.optimizer
+    for name, x in again.buffers.optimizer.items():
+        if name.startswith("master") or moments == saved or (saved, moments) == ("16bit", "fp32"):
+            assert torch.equal(x, kept[name]), name
+    if (saved, moments) == ("8bit", "fp32"):  # a block may get a lower exponent, for the same values
+        for name, code in (("exp_avg", AVG_CODE), ("exp_avg_sq", AVG_SQ_CODE)):
+            before, after = (
+                unpack_codes(x[name].numpy(), x[f"{name}_exponent"].numpy(), code)
+                for x in (kept, again.buffers.optimizer)
+            )
+            assert (before == after).all()
+    if (saved, moments) == ("fp32", "16bit"):
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                again.buffers.optimizer[name], state.buffers.optimizer[name], rtol=2**-7, atol=0
+            )
+    steps(other, loaded, data, 3, 5)
+
+
+def test_what_the_device_has_after_a_load_is_what_a_step_would_have_sent_it(tmp_path: Path) -> None:
+    for moments, precision in (("fp32", "bf16"), ("16bit", "bf16"), ("8bit", "fp16"), ("16bit", "fp32")):
+        program, data = compiled("odd sizes", precision=precision, moments=moments)
+        state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 2)
+        zfunc.save(tmp_path / f"{moments}-{precision}", program, state)
+        loaded = zfunc.load(tmp_path / f"{moments}-{precision}", program)
+        assert torch.equal(loaded.buffers.params, state.buffers.params)
+
+
+def test_extra_and_the_optimizers_settings_are_kept_and_other_settings_are_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, _ = compiled("odd sizes", precision="fp32")
+    path = zfunc.save(tmp_path, program, zfunc.init(program), extra={"epoch": 3, "notes": ["a", None]})
+    manifest = json.loads((path / FILE).read_text())
+    assert manifest["extra"] == {"epoch": 3, "notes": ["a", None]}
+    assert manifest["optimizer"]["betas"] == [0.9, 0.999]
+    with caplog.at_level(logging.WARNING, logger="zfunc"):
+        zfunc.load(path, program)
+        assert not caplog.records
+        zfunc.load(path, compiled("odd sizes", precision="fp32", clip_norm=1.0)[0])
+    assert "clip_norm None is now 1.0" in caplog.text
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    program, data = compiled("odd sizes", precision="fp32")
+    state = zfunc.init(program)
+    for i in range(4):
+        state, _ = zfunc.train_step(program, state, data(i), save=zfunc.Save(tmp_path, keep=2))
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
+    assert (tmp_path / "latest").read_text() == "step-00000003\n"
+
+
+# --- what goes wrong ----------------------------------------------------------------------------------------
+
+
+def saved(tmp_path: Path, count: int = 2) -> tuple[Program, State, Any]:
+    """A program that has saved its first steps."""
+    program, data = compiled("odd sizes", precision="fp32")
+    state = zfunc.init(program)
+    for i in range(count):
+        state, _ = zfunc.train_step(program, state, data(i), save=tmp_path)
+    return program, state, data
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path)
+    other, _ = compiled("frozen below", precision="fp32")
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001: got a checkpoint of another model: it has no '"
+    ):
+        zfunc.load(tmp_path, other)
+
+
+def test_a_flipped_byte_is_named_and_the_checkpoint_before_is_loaded_instead(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, _, _ = saved(tmp_path)
+    newest = tmp_path / "step-00000001"
+    shard = next(newest.glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-5] ^= 4
+    shard.write_bytes(raw)
+    with pytest.raises(
+        CheckpointError, match=rf"{shard.name}: got other bytes .* in '.*', elements \d+ to \d+"
+    ):
+        zfunc.load(newest, program)
+    with caplog.at_level(logging.WARNING, logger="zfunc"):
+        assert zfunc.load(tmp_path, program).step == 0
+    assert "step-00000000 is loaded instead of a later one" in caplog.text
+    assert shard.name in caplog.text
+    os.truncate(next((tmp_path / "step-00000000").glob("*.safetensors")), 100)
+    with pytest.raises(CheckpointError, match="other bytes"):
+        zfunc.load(tmp_path, program)
+
+
+@pytest.mark.parametrize("what", ["nothing", "empty", "unfinished"])
+def test_where_there_is_no_checkpoint_it_says_so(what: str, tmp_path: Path) -> None:
+    program, _ = compiled("odd sizes", precision="fp32")
+    if what != "nothing":
+        (tmp_path / "a").mkdir()
+    if what == "unfinished":
+        (tmp_path / "a" / "unfinished-step-00000001-00000000").mkdir()
+    with pytest.raises(CheckpointError, match="expected a checkpoint"):
+        zfunc.load(tmp_path / "a", program)
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing_but_the_save(tmp_path: Path) -> None:
+    program, state, data = saved(tmp_path)
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "deeper"):
+        with pytest.raises(CheckpointError, match="file"):
+            zfunc.save(folder, program, state)
+        with pytest.raises(CheckpointError, match="file"):
+            zfunc.train_step(program, state, data(2), save=folder)
+    state, m = zfunc.train_step(program, state, data(2), save=tmp_path)
+    assert m.saved is not None
+    assert m.saved.path == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("at", [2, 5, 12])
+def test_a_disk_that_fills_up_meanwhile_is_told_and_the_step_goes_on(
+    at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, state, data = saved(tmp_path)
+    names = sorted(x.name for x in tmp_path.iterdir())
+    calls, write_all = [0], disk.write_all
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        calls[0] += 1
+        if calls[0] == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(fd, data, offset)
+
+    monkeypatch.setattr(disk, "write_all", full)
+    after, m = zfunc.train_step(program, state, data(2), save=tmp_path)
+    assert m.saved is not None
+    assert m.saved.path is None
+    assert "No space left on device" in m.saved.failure
+    assert ".safetensors" in m.saved.failure
+    assert "none was saved of step 2" in caplog.text
+    monkeypatch.undo()
+    assert sorted(x.name for x in tmp_path.iterdir()) == names
+    assert zfunc.load(tmp_path, program).step == 1
+    assert after.step == 3
+    calls[0] = 0
+    monkeypatch.setattr(disk, "write_all", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        zfunc.save(tmp_path, program, after)
+
+
+def test_a_step_that_is_refused_saves_nothing_and_harms_nothing(tmp_path: Path) -> None:
+    program, data = compiled("odd sizes", precision="fp32", clip_norm=1.0)
+    state, _ = steps(program, zfunc.init(program), data, 0, 2)
+    inputs, targets = data(2)
+    with pytest.raises(zfunc.NonFiniteError):
+        zfunc.train_step(program, state, (inputs, targets * float("nan")), save=tmp_path)
+    assert [x.name for x in tmp_path.iterdir()] == []
+    zfunc.train_step(program, state, (inputs, targets), save=tmp_path)
+    assert zfunc.load(tmp_path, program).step == 2
+
+
+def test_a_used_state_is_not_saved(tmp_path: Path) -> None:
+    program, data = compiled("odd sizes", precision="fp32")
+    state = zfunc.init(program)
+    zfunc.train_step(program, state, data(0))
+    with pytest.raises(zfunc.errors.DonatedStateError, match="save"):
+        zfunc.save(tmp_path, program, state)
+    other, _ = compiled("odd sizes", precision="fp32")
+    with pytest.raises(ValueError, match="another program"):
+        zfunc.save(tmp_path, other, zfunc.init(program))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_what_to_keep_is_a_count(keep: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="keep"):
+        zfunc.Save(tmp_path, keep=keep)
+
+
+def test_extra_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    program, data = compiled("odd sizes", precision="fp32")
+    state = zfunc.init(program)
+    with pytest.raises((CheckpointError, TypeError), match="extra"):
+        zfunc.save(tmp_path / "a", program, state, extra={"when": Path()})
+    assert not (tmp_path / "a").exists()
+    steps(program, state, data, 0, 1)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch, zfunc
+from torch import nn
+
+torch.set_num_threads(1)
+folder, saved, loaded = sys.argv[1:]
+
+class Loss(nn.Module):
+    def forward(self, x, targets):
+        return (x.float().mean() - targets.float().mean()).square()
+
+with torch.device("meta"):
+    layers = [(f"layer{i}", nn.Linear(2048, 2048)) for i in range(6)]
+segments = [*(zfunc.segment(n, m) for n, m in layers), zfunc.segment("loss", Loss())]
+
+def program(moments, bucket_size):
+    optimizer = zfunc.AdamW(moments=moments)
+    return zfunc.compile(segments, optimizer=optimizer, precision="bf16", device="cpu", bucket_size=bucket_size)
+
+def status(field):
+    return int(Path("/proc/self/status").read_text().split(field + ":")[1].split()[0]) * 1024
+
+def forget():
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+
+p = program(saved, 5_000_000)
+state = zfunc.init(p, params={f"{n}.{k}": torch.zeros(v.shape) for n, m in layers for k, v in m.named_parameters()})
+forget()
+before = status("VmRSS")
+zfunc.save(folder, p, state)
+saving = status("VmHWM") - before
+del p, state
+p = program(loaded, 6_000_000)
+forget()
+state = zfunc.load(folder, p)
+loading = status("VmHWM") - status("VmRSS")
+kept = sum(x.nbytes for x in state.buffers.optimizer.values())
+print(saving / kept, loading / kept)
+"""
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("fp32", "fp32"), ("8bit", "16bit")])
+def test_saving_and_loading_take_no_more_than_a_tenth_of_the_state_beside_it(
+    saved: str, loaded: str, tmp_path: Path
+) -> None:
+    """Peaks of a process that has 25 million parameters, over what it holds afterwards."""
+    ran = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), saved, loaded],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert ran.returncode == 0, ran.stderr
+    saving, loading = map(float, ran.stdout.split())
+    assert -0.01 < saving < 0.1
+    assert 0 <= loading < 0.1

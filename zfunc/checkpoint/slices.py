@@ -1,0 +1,90 @@
+"""What one rank keeps of every parameter's state, as slices: in its buffers, in its shard, in the manifest.
+
+The invariant: the slices of all ranks of a world tile every parameter's state, because the layout's slices do, and
+begin and end where elements are not shared. Who writes and who reads takes them from here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from zfunc.checkpoint.manifest import FROZEN, KINDS, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.shards import Shard, Stored
+from zfunc.layout import Layout, Span
+from zfunc.moments import Moments
+
+
+@frozen
+class Slice:
+    """Elements start to stop of one kind of a parameter's state; `at` is where the rank's buffer of it has them,
+    counted from its bucket (from 0, of parameters that are not trained).
+
+    `stored` is the tensor a shard has of it: of the parameter's own shape where it is the whole of it.
+    """
+
+    parameter: str
+    bucket: int
+    kind: str
+    start: int
+    stop: int
+    at: int
+    stored: Stored
+
+
+def slices_of(layout: Layout, moments: Moments, rank: int, world: int) -> Iterator[Slice]:
+    """All slices of one rank, in the order of the buckets."""
+    for bucket in layout.buckets:
+        for span in bucket.spans:
+            piece = layout.piece(span, rank, world)
+            if piece.start == piece.stop:
+                continue
+            for name, kind in KINDS[moments].items():
+                start, stop = piece.start // kind.shared, kind.numel(piece.stop)
+                whole = kind.shared == 1 and stop - start == span.stop - span.start
+                shape = span.shape if whole else (stop - start,)
+                stored = Stored(f"{span.name}/{name}", kind.dtypes[0], shape)
+                at = (piece.at - bucket.start // world) // kind.shared
+                yield Slice(span.name, bucket.index, name, start, stop, at, stored)
+
+
+def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
+    """Those of the parameters that are not trained, which are in rank 0's shard; `dtype` is a shard's."""
+    for span in layout.frozen:
+        stored = Stored(f"{span.name}/{FROZEN}", dtype, span.shape)
+        yield Slice(span.name, -1, FROZEN, 0, span.stop - span.start, span.start, stored)
+
+
+def assemble(
+    layout: Layout,
+    moments: Moments,
+    slices: Sequence[Iterable[Slice]],
+    shards: Sequence[Shard],
+    *,
+    position: Position,
+    optimizer: Mapping[str, Any],
+    extra: Mapping[str, Any],
+) -> Manifest:
+    """The manifest of what all ranks wrote: `slices[r]` are in `shards[r]`."""
+    pieces: dict[tuple[str, str], list[Piece]] = {}
+    for rank, of_rank in enumerate(slices):
+        for x in of_rank:
+            piece = Piece(x.start, x.stop, rank, x.stored.name, 0)
+            pieces.setdefault((x.parameter, x.kind), []).append(piece)
+
+    def kept(span: Span, kinds: Iterable[str], *, trainable: bool) -> Kept:
+        return Kept(
+            span.name, span.shape, trainable, {k: tuple(pieces.get((span.name, k), ())) for k in kinds}
+        )
+
+    trained = [kept(span, KINDS[moments], trainable=True) for span in layout.spans]
+    fixed = [kept(span, (FROZEN,), trainable=False) for span in layout.frozen]
+    return Manifest(
+        world=len(shards),
+        moments=moments,
+        shards=tuple(shards),
+        parameters=(*trained, *fixed),
+        position=position,
+        optimizer=optimizer,
+        extra=extra,
+    )

@@ -1,0 +1,217 @@
+"""`save` and `load`: a State to a folder and back, by one process or by all ranks together.
+
+The invariant: what is loaded trains on as if nothing had happened, to the bit where the number of ranks and the
+kind of moments are the same.
+"""
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from zfunc import loading, saving
+from zfunc.checkpoint import checkpoints
+from zfunc.checkpoint.checkpoints import Checkpoint
+from zfunc.checkpoint.manifest import Position, check_model
+from zfunc.errors import CheckpointError, RankError
+from zfunc.execute import Options
+from zfunc.graph import Region
+from zfunc.loss_scale import UNSCALED, LossScale
+from zfunc.memory import memory
+from zfunc.program import Program, check_memory, checkpointing, staging
+from zfunc.ranks import Ranks
+from zfunc.saving import Save, Saved, Saving
+from zfunc.state import Buffers, State, allocate, regions
+
+FILE_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+T = TypeVar("T")
+log = logging.getLogger("zfunc")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    program: Program,
+    state: State,
+    *,
+    keep: int = 2,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save `state` in a folder of its own inside `folder`, and return that when it is on the disk.
+
+    Nothing is overwritten; the newest `keep` checkpoints stay. `extra`, a dict of JSON's own types, is saved with
+    it. With several ranks all of them have to call this, on one file system. To save while the next step goes on,
+    pass `save=` to `train_step`. Raises CheckpointError, on every rank, where it cannot be written: then the
+    checkpoints before it are as they were.
+    """
+    state.check(program.identity, "save")
+    if not program.cache.busy.acquire(blocking=False):
+        raise RuntimeError("save: got a program that is in a step, expected none: pass save= to train_step")
+    try:
+        _agree(program, state)
+        special = checkpointing(program)
+        on_its_way = begin(program, state, Save(folder, keep=keep, extra=extra or {}))
+        mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
+        try:
+            program.executor.run(special.prepared, mem, None, Options(), set())
+        finally:
+            on_its_way.abandon()
+    finally:
+        program.cache.busy.release()
+    saved: Saved = mem[Region("published")]
+    if saved.path is None:
+        raise CheckpointError(saved.failure)
+    return saved.path
+
+
+def begin(program: Program, state: State, save: Save) -> Saving:
+    """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    content = saving.Content(
+        layout=program.layout,
+        moments=program.job.moments,
+        frozen_dtype=FILE_DTYPES[program.precision],
+        position=Position(state.step, state.batches, state.sequences, state.seed, state.loss_scale),
+        optimizer=_settings(program, state.step),
+    )
+    return saving.begin(content, save, program.ranks)
+
+
+def load(path: str | os.PathLike[str], program: Program) -> State:
+    """The State of a checkpoint: `path` is its folder, or one of checkpoints, of which it takes the newest.
+
+    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or kind of
+    moments; each rank reads only the slices it keeps. Settings of the optimizer are the program's; where they are
+    not those saved, one logged line says so. Of a folder of checkpoints, one that is damaged is passed over for the
+    one before, which is logged too. With several ranks all of them have to call this.
+
+    Raises CheckpointError, on every rank, for another model, and for damage with file, parameter and offset;
+    OutOfMemory before anything is allocated.
+    """
+    return restore(path, program)[0]
+
+
+def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
+    """`load`, and the checkpoint it was: its folder and manifest."""
+    ranks, damaged = program.ranks, list[str]()
+    buffers: Buffers | None = None
+    for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
+        checkpoint = together(ranks, partial(_opened, folder, program))
+        buffers = buffers or _allocated(program)
+        fill = partial(loading.fill, buffers, program.layout, program.job.moments, checkpoint, ranks)
+        try:
+            together(ranks, fill)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for failure in damaged:
+            log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
+        loading.send(buffers, program.layout, ranks)
+        _compare(checkpoint, program)
+        return _state(buffers, program, checkpoint), checkpoint
+    raise CheckpointError("; ".join(damaged))
+
+
+def together(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns here, if it does on all ranks. Raises the CheckpointError of any on all of them."""
+    result, failure = None, ""
+    try:
+        result = function()
+    except CheckpointError as error:
+        failure = str(error) or type(error).__name__
+    for rank, told in enumerate(ranks.texts(failure)):
+        if told:
+            raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
+    return cast("T", result)
+
+
+def _folders(path: Path, ranks: Ranks) -> list[Path]:
+    """The checkpoints to try, the newest first, as rank 0 sees them."""
+    found: list[str] = []
+
+    def look() -> None:
+        if ranks.rank == 0:
+            newest = checkpoints.locate(path)
+            named = newest == path  # it and no other
+            found.extend(
+                [str(path)] if named else [str(x.path) for x in checkpoints.complete(newest.parent, [])]
+            )
+
+    together(ranks, look)
+    return [Path(x) for x in json.loads(ranks.texts(json.dumps(found))[0])]
+
+
+def _opened(folder: Path, program: Program) -> Checkpoint:
+    checkpoint = checkpoints.open_checkpoint(folder)
+    try:
+        check_model(checkpoint.manifest, (p for s in program.segments for p in s.parameters))
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return checkpoint
+
+
+def _allocated(program: Program) -> Buffers:
+    check_memory(program, memory(program.plan), held={}, action="load")
+    buffers = allocate(program.job, program.dtype, program.device)
+    staging(program)
+    return buffers
+
+
+def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
+    at = checkpoint.manifest.position
+    scale, scaled = at.loss_scale, program.precision == "fp16"
+    if scaled == (scale.window == 0 and scale.scale == UNSCALED.scale):  # saved in another precision
+        scale = LossScale() if scaled else UNSCALED
+    return State(
+        buffers,
+        program.identity,
+        buffers.generation,
+        step=at.step,
+        batches=at.batches,
+        sequences=at.sequences,
+        loss_scale=scale,
+        seed=at.seed,
+    )
+
+
+def _settings(program: Program, step: int) -> dict[str, Any]:
+    """The optimizer's, in JSON's own types; of a rate that depends on the step, that of the next one."""
+    optimizer = program.optimizer
+    return {
+        "lr": optimizer.lr_at(step + 1),
+        "betas": list(optimizer.betas),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "decoupled": optimizer.decoupled,
+        "moments": optimizer.moments,
+        "clip_norm": program.clip_norm,
+        "precision": program.precision,
+    }
+
+
+def _compare(checkpoint: Checkpoint, program: Program) -> None:
+    """Say which settings go on with other values than were saved."""
+    if program.ranks.rank:
+        return
+    saved = checkpoint.manifest.optimizer
+    here = _settings(program, checkpoint.manifest.position.step)
+    changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in here.items() if k in saved and saved[k] != v]
+    if changed:
+        log.warning("checkpoint: %s: other settings than were saved: %s", checkpoint.path, ", ".join(changed))
+
+
+def _agree(program: Program, state: State) -> None:
+    """Ranks save one state: their counters are equal."""
+    ranks = program.ranks
+    if ranks.world == 1:
+        return
+    if ranks.broken:
+        raise RankError(
+            f"save: got ranks that are out of step, because {ranks.broken}; start all of them again"
+        )
+    told = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
+    digest = hashlib.blake2b(told.encode()).hexdigest()
+    if not ranks.same(int(digest[:15], 16)):
+        ranks.disagree("what is to be saved", digest, told)

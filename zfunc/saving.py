@@ -1,0 +1,240 @@
+"""A checkpoint on its way to the disk: one file a rank, written bucket by bucket, published when all are whole.
+
+The invariant: what becomes of it is decided by all ranks. A failure on one is told to all, no checkpoint gets a
+name, and those before it are as they were.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zfunc.checkpoint import checkpoints, strict_json
+from zfunc.checkpoint.checksums import CHUNK, cut
+from zfunc.checkpoint.manifest import Position, check_plain
+from zfunc.checkpoint.manifest_file import read_shard, shard_fields
+from zfunc.checkpoint.shard_writer import Writer, create
+from zfunc.checkpoint.shards import Shard
+from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
+from zfunc.errors import CheckpointError
+from zfunc.layout import Layout
+from zfunc.moments import Moments
+from zfunc.ranks import Ranks
+
+THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
+FROZEN_BUCKET = -1  # of slices of parameters that are not trained
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class Save:
+    """Where to save: `folder` gets a folder for every checkpoint, of which the newest `keep` stay.
+
+    `extra` is saved with it: a dict of JSON's own types.
+    """
+
+    folder: Path = field(converter=lambda path: Path(os.fspath(path)).expanduser())
+    keep: int = field(default=2, kw_only=True)
+    extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ValueError(
+                f"keep: got {self.keep!r}, expected at least 1: the newest checkpoint always stays"
+            )
+        check_plain(self.extra, "extra")
+
+
+@frozen
+class Saved:
+    """How it ended: the folder of a complete checkpoint, or why there is none."""
+
+    path: Path | None
+    failure: str = ""
+
+
+@frozen
+class Content:
+    """What a checkpoint is of: everything but the bytes."""
+
+    layout: Layout
+    moments: Moments
+    frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
+    position: Position
+    optimizer: Mapping[str, Any]
+
+    def slices(self, rank: int, world: int) -> list[Slice]:
+        """Those of one rank."""
+        fixed = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
+        return [*slices_of(self.layout, self.moments, rank, world), *fixed]
+
+
+@define(eq=False)
+class Saving:
+    """A checkpoint from `begin` to `publish` or `abandon`."""
+
+    content: Content
+    save: Save
+    ranks: Ranks
+    _pending: checkpoints.Pending | None  # rank 0 has it
+    _writer: Writer
+    _slices: Mapping[int, list[Slice]]
+    _failure: str = ""
+
+    def write(self, bucket: int, kept: Mapping[str, Tensor]) -> None:
+        """Write this rank's slices of a bucket; `kept` are its buffers of that bucket, by kind.
+
+        A disk that cannot take them does not stop the step: `publish` tells.
+        """
+        if self._failure:
+            return
+        parts = [part for x in self._slices.get(bucket, ()) for part in _parts(x, kept[x.kind])]
+        try:
+            in_parallel(self._put, parts)
+        except CheckpointError as error:
+            self._failure = str(error)
+
+    def _put(self, name: str, start: int, values: Tensor) -> None:
+        self._writer.write_at(name, start, as_bytes(values.cpu()))
+
+    def publish(self) -> Saved:
+        """When all ranks have written everything: wait for the disk, and give the checkpoint its name."""
+        told = self.ranks.texts(self._finished())
+        outcome = self._outcome(told) if self._pending is not None else ""
+        path, _, failure = self.ranks.texts(outcome)[0].partition("\n")
+        self._close()
+        if failure:
+            log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, failure)
+        return Saved(Path(path) if path else None, failure)
+
+    def abandon(self) -> None:
+        """Delete what there is of it. Nothing happens if it is published, or the second time."""
+        if self._pending is not None:
+            checkpoints.abandon(self._pending)
+        self._close()
+
+    def _close(self) -> None:
+        self._writer.close()
+        if self._pending is not None:
+            self._pending.release()
+        self._pending = None
+
+    def _finished(self) -> str:
+        """This rank's shard as text, or why there is none after a line's end."""
+        try:
+            if self._failure:
+                raise CheckpointError(self._failure)
+            return strict_json.render(shard_fields(self._writer.finish())).decode()
+        except CheckpointError as error:
+            return f"\n{error}"
+
+    def _outcome(self, told: list[str]) -> str:
+        """On rank 0: the folder of the checkpoint, or after a line's end what went wrong."""
+        assert self._pending is not None
+        try:
+            if failure := _first_failure(told, self.ranks.world):
+                raise CheckpointError(failure)
+            shards = [read_shard(strict_json.parse(text.encode(), "a rank's shard")) for text in told]
+            return str(checkpoints.publish(self._pending, self._manifest(shards), keep=self.save.keep))
+        except CheckpointError as error:
+            checkpoints.abandon(self._pending)
+            return f"\n{error}"
+
+    def _manifest(self, shards: list[Shard]) -> Any:
+        content, world = self.content, self.ranks.world
+        return assemble(
+            content.layout,
+            content.moments,
+            [content.slices(rank, world) for rank in range(world)],
+            shards,
+            position=content.position,
+            optimizer=content.optimizer,
+            extra=self.save.extra,
+        )
+
+
+def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
+    """Reserve the room for a checkpoint: on every rank, or on none.
+
+    Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
+    """
+    pending: checkpoints.Pending | None = None
+    told = ""
+    if ranks.rank == 0:
+        try:
+            pending = checkpoints.begin(save.folder.absolute(), content.position.step)
+            told = str(pending.path)
+        except CheckpointError as error:
+            told = f"\n{error}"
+    path, _, failure = ranks.texts(told)[0].partition("\n")
+    writer, slices = None, content.slices(ranks.rank, ranks.world)
+    if not failure:
+        try:
+            writer = _create(Path(path), ranks, slices)
+        except CheckpointError as error:
+            failure = str(error)
+        failure = _first_failure(ranks.texts(f"\n{failure}" if failure else ""), ranks.world)
+    if writer is None or failure:
+        if writer is not None:
+            writer.close()
+        if pending is not None:
+            checkpoints.abandon(pending)
+        raise CheckpointError(failure)
+    by_bucket: dict[int, list[Slice]] = {}
+    for x in slices:
+        by_bucket.setdefault(x.bucket, []).append(x)
+    return Saving(content, save, ranks, pending, writer, by_bucket)
+
+
+def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
+    """Make the calls on THREADS threads; the first exception is raised when all that had begun have ended."""
+    calls = list(calls)
+    if len(calls) < 2:
+        for call in calls:
+            function(*call)
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(function, *call) for call in calls]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def as_bytes(flat: Tensor) -> Any:
+    """The bytes of a contiguous host tensor, not copied: NumPy has no bf16."""
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _parts(x: Slice, kept: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    """What of a slice to write where: no more at once than shares a checksum."""
+    flat = kept[x.at : x.at + x.stop - x.start]
+    item = flat.element_size()
+    for begin_, end in cut(0, flat.nbytes, CHUNK):
+        yield x.stored.name, begin_ // item, flat[begin_ // item : end // item]
+
+
+def _create(folder: Path, ranks: Ranks, slices: list[Slice]) -> Writer:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: got nothing there, expected the folder that rank 0 has made: save where all ranks see one "
+            "file system"
+        )
+    return create(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])
+
+
+def _first_failure(told: list[str], world: int) -> str:
+    """Of texts that begin with a line's end where a rank has failed."""
+    for rank, text in enumerate(told):
+        if text.startswith("\n"):
+            return f"rank {rank}: {text[1:]}" if world > 1 else text[1:]
+    return ""
