@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures soak wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -42,6 +42,10 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.step
+
+# Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.
+soak: $(STAMP)
+	$(BIN)/python tests/soak.py
 
 pictures: $(STAMP)
 	$(BIN)/python docs/make_pictures.py

@@ -62,10 +62,10 @@ PRINTS: dict[str, list[str]] = {
 }
 
 
-def run(*arguments: str, **options: str) -> str:
+def run(*arguments: str, cwd: str = str(ROOT), **options: str) -> str:
     """What a new Python prints, warnings being errors."""
     command = [sys.executable, "-W", "error", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr
     return done.stdout
@@ -95,9 +95,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
-def test_the_code_of_the_readme_runs_from_top_to_bottom() -> None:
-    output = run("-", input="\n".join(blocks("python")))
-    in_order(output, [r"^loss \d\.\d{3}$", r"^lane copies$", r"^same bits: True$"])
+def test_the_code_of_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    output = run("-", input="\n".join(blocks("python")), cwd=str(tmp_path))
+    expected = [r"^loss \d\.\d{3}$", r"^lane copies$", r"^same bits: True$", r"^resumes after step 110$"]
+    in_order(output, expected)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000110\n"
 
 
 def test_the_readme_links_to_what_is_there() -> None:

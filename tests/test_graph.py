@@ -280,7 +280,7 @@ def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: J
 def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
     recipe: Recipe, job: Job
 ) -> None:
-    """The rest is the verifier's: the update of a bucket waits for its write, which reads what the update writes."""
+    """That the update then waits is the verifier's affair: the write reads what the update writes."""
     ops = {op.name: op for op in recipe(evolve(job, save=True))}
     order = {name: i for i, name in enumerate(ops)}
     for bucket in job.layout.buckets:

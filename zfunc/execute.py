@@ -3,8 +3,8 @@
 The policy:
 
 - The lane that holds the compute runs on the calling thread; each other has a thread, made once.
-- An operation of kind "host" is finished when its stage returns. Any other, on CUDA, is only issued then: it
-  runs on its lane's stream and is finished when the event recorded after it is.
+- An operation of kind "host" or "disk" is finished when its stage returns. Any other, on CUDA, is only issued
+  then: it runs on its lane's stream and is finished when the event recorded after it is.
 - A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream blocks
   its thread; a wait for the host is a flag between threads.
 - A region that is not kept is dropped after its last access, so memory is what `zfunc.memory` counts.
@@ -25,13 +25,15 @@ import torch
 from attrs import define, field, frozen
 
 from zfunc.errors import ExecutionError, LaneTimeout
-from zfunc.graph import Op, Region
+from zfunc.faults import Fault
+from zfunc.graph import Kind, Op, Region
 from zfunc.guard import Guard, tensors
 from zfunc.plan import Plan
 from zfunc.teams import take_seats
 from zfunc.timeline import Event, Timeline
 
 Stage = Callable[..., None]
+HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
 
 
 @frozen
@@ -88,11 +90,12 @@ class Run:
 
 @frozen
 class Options:
-    """How to run: with delays, with only declared regions, with device times."""
+    """How to run: with delays, with only declared regions, with device times, with faults (all happen)."""
 
     jitter: Jitter | None = None
     debug: bool = False
     trace: bool = False
+    faults: tuple[Fault, ...] = ()  # of this rank and step
 
 
 @frozen
@@ -123,13 +126,13 @@ def prepare(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> Pr
             drops = tuple(r for r in op.regions if not r.kept)
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
-            on_stream = cuda and op.kind != "host"
+            on_stream = cuda and op.kind not in HOST_CODE
             items.append(Item(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
         lanes.append(tuple(items))
     kinds = [{x.op.kind for x in items} for items in lanes]
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
     sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
-    events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind != "host"}
+    events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind not in HOST_CODE}
     return Prepared(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
 
 
@@ -213,7 +216,7 @@ class Executor:
         return self._threads[lane]
 
     def _join(self, run: Run, done: threading.Event, lane: str) -> None:
-        while not done.wait(self.patience):
+        while self._in_vain(run, done):
             if run.failure is None:
                 self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
             raise run.failure or AssertionError
@@ -268,7 +271,7 @@ class Executor:
 
     def _await(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         for i in item.waits:
-            if not run.flags[i].wait(self.patience):
+            if self._in_vain(run, run.flags[i]):
                 other, _ = run.prepared.plan.place[i]
                 name = run.prepared.plan.graph.ops[i].name
                 what = f"{item.op.name} (lane {lane})"
@@ -278,6 +281,15 @@ class Executor:
             event = run.prepared.events.get(i)
             if event is not None and run.failure is None:
                 stream.wait_event(event) if item.on_stream else event.synchronize()  # type: ignore[union-attr]
+
+    def _in_vain(self, run: Run, flag: threading.Event) -> bool:
+        """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
+        say which rank is missing: while a lane is in one, this one waits as long again."""
+        if flag.wait(self.patience):
+            return False
+        graph = run.prepared.plan.graph
+        kinds = {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
+        return not ("network" in kinds and flag.wait(self.patience))
 
     def _issue(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         run.running[lane] = item.op.name
@@ -290,6 +302,9 @@ class Executor:
             run.timed[item.position] = pair
             pair[0].record(stream)
         start = time.perf_counter()
+        for fault in run.options.faults:
+            if fault.op == item.op.name:
+                fault.happen()
         if run.options.debug:
             guard = Guard(item.op, run.mem)
             item.stage(item.op, guard, run.step)

@@ -1,10 +1,13 @@
 """Joining the ranks that torchrun has started, and leaving them.
 
 The invariant: without torchrun nothing happens here, and this process trains alone.
+
+ZFUNC_TIMEOUT, in seconds, is how long a rank waits in a collective for the others before it says who is missing.
 """
 
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -14,7 +17,31 @@ import torch.distributed as dist
 from zfunc.ranks import Ranks
 from zfunc.threads import local_rank
 
-TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others
+TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
+LONGEST = 10**6  # seconds
+VARIABLE = "ZFUNC_TIMEOUT"
+
+
+def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
+    """How long a collective waits: ZFUNC_TIMEOUT seconds, or TIMEOUT. Raises ValueError for what is no such time.
+
+    gloo raises then; NCCL's watchdog ends the process.
+
+    >>> timeout({"ZFUNC_TIMEOUT": "90"})
+    datetime.timedelta(seconds=90)
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return TIMEOUT
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.001 <= seconds <= LONGEST:
+        raise ValueError(
+            f"{VARIABLE}: got {text!r}, expected seconds from 0.001 to {LONGEST:,}: set it to 600, say, or unset it"
+        )
+    return timedelta(seconds=seconds)
 
 
 @contextmanager
@@ -29,7 +56,7 @@ def launched() -> Iterator[Ranks]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=TIMEOUT)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout())
     try:
         yield Ranks.of()
     finally:

@@ -2,9 +2,19 @@
 
 The invariant: every rank issues the same collectives in the same order, because they run the same plan, which
 `zfunc.agreement` makes sure of before every step. In a step only the network lane issues them.
+
+A collective that a rank does not come to fails on all others with RankError, which names it (`zfunc.rollcall`):
+about LISTEN seconds after its process has ended or it has said that it leaves, else when the group's time-out is
+over. The roll call adds SETTLE seconds at most, after a time-out SETTLE_LATE, and a little if the store fails. That
+is so for tensors on the host. One on a GPU is only issued here, and it is NCCL's watchdog that ends the process
+after the same time-out.
 """
 
-from collections.abc import Sequence
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -14,6 +24,26 @@ from attrs import define
 from torch import Tensor
 
 from zfunc.errors import RankError
+from zfunc.rollcall import RollCall, Sign, StoreLost
+
+log = logging.getLogger("zfunc")
+
+SLICE = 0.5  # seconds in a collective, after which to ask whether another rank has given up
+LISTEN = 1.0  # seconds for a rank in a collective to notice that its connections are broken, or that others gave up
+SETTLE = 30.0  # seconds for a rank that computes to come and notice; no more than the time-out
+SETTLE_LATE = 5.0  # the same, after a time-out: who is in the collective answers within LISTEN
+
+GOT: dict[Sign, str] = {
+    "broken": "a broken connection",
+    "late": "a time-out",
+    "told": "word that another rank has given up",
+}
+LOOK = "See what each rank logged last"
+NEXT: dict[Sign, str] = {
+    "broken": LOOK,
+    "late": f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)",
+    "told": LOOK,
+}
 
 # torch 2.13 renamed them.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -33,36 +63,73 @@ class Ranks:
     world: int = 1
     sent: int = 0
     broken: str = ""  # why collectives no longer match those of the others
+    members: tuple[int, ...] = (0,)  # number in the job of each rank of the group
+    store: Any = None  # torch.distributed.Store of the group
 
     @classmethod
     def of(cls, group: Any = None) -> "Ranks":
         """The ranks of `group`; None is the default group, or this process alone if there is none."""
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls()
-        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+        members = tuple(dist.get_process_group_ranks(group))
+        store = getattr(group or dist.group.WORLD, "get_group_store", lambda: None)()
+        return cls(group, dist.get_rank(group), len(members), members=members, store=store)
+
+    @property
+    def roll(self) -> RollCall:
+        """What is asked when a collective has failed."""
+        return RollCall(self.store, self.rank, self.world)
+
+    def leave(self, why: str) -> None:
+        """Say that this rank comes to no collective any more; the others need not wait for the time-out then.
+
+        Where a collective has failed already nothing is said: then it is not this rank that left.
+        """
+        if self.broken or self.world == 1:
+            return
+        self.broken = why
+        try:
+            self.roll.leave(why)
+        except StoreLost as lost:
+            log.warning(
+                "the other ranks could not be told that this one leaves: %s; they notice by themselves", lost
+            )
 
     def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
-        """`mine`, this rank's slice of `full` [world * mine.numel()], becomes the sum over the ranks."""
+        """`mine`, this rank's slice of `full` [world * mine.numel()], becomes the sum over the ranks.
+
+        What the rest of `full` becomes is not said. `mine` may be a view of it.
+        """
         self.sent += (self.world - 1) * mine.nbytes
-        _reduce_scatter(mine, full, group=self.group)
+        if full.is_cuda:
+            self._issue("reduce_scatter", lambda: _reduce_scatter(mine, full, group=self.group))
+            return
+        # gloo's own is this all-reduce too, of a copy, as a work that cannot be waited for piece by piece.
+        self._wait_for("reduce_scatter", lambda: dist.all_reduce(full, group=self.group, async_op=True))
+        summed = full.view(self.world, -1)[self.rank]
+        if summed.data_ptr() != mine.data_ptr():
+            mine.copy_(summed)
 
     def all_gather(self, full: Tensor, mine: Tensor) -> None:
         """`full` [world * mine.numel()] becomes the slices of all ranks, of which `mine` is this one's."""
         self.sent += (self.world - 1) * mine.nbytes
-        _all_gather(full, mine, group=self.group)
+        if full.is_cuda:
+            self._issue("all_gather", lambda: _all_gather(full, mine, group=self.group))
+        else:
+            self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
     def sums(self, values: Sequence[float]) -> list[float]:
         """The sums of these numbers over the ranks, in double; the same bits on each."""
         if self.world == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total, group=self.group)
+        self._all_reduce(total)
         return total.tolist()
 
     def same(self, number: int) -> bool:
         """Whether all ranks pass the same number, below 2^62; the same answer on each."""
         extremes = torch.tensor([number, -number])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.group)
+        self._all_reduce(extremes, dist.ReduceOp.MAX)
         highest, lowest = extremes.tolist()
         return highest == -lowest
 
@@ -73,12 +140,12 @@ class Ranks:
         data = text.encode()
         size = torch.zeros(self.world, dtype=torch.int64)
         size[self.rank] = len(data)
-        dist.all_reduce(size, group=self.group)
+        self._all_reduce(size)
         longest = max(1, int(size.max()))
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         full = torch.empty(self.world * longest, dtype=torch.uint8)
-        _all_gather(full, mine, group=self.group)
+        self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
         rows = full.view(self.world, longest)
         return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, size.tolist(), strict=True)]
 
@@ -87,10 +154,84 @@ class Ranks:
         digests, texts = self.texts(digest), self.texts(text)
         usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
         apart = [r for r, d in enumerate(digests) if d != digests[usual]]
+        named = [str(self.members[r]) for r in apart]
+        other = self.members[usual]
         lines = zip_longest(*(texts[r].splitlines() for r in (apart[0], usual)), fillvalue="(nothing)")
         number, (theirs, ours) = next((i, pair) for i, pair in enumerate(lines, 1) if pair[0] != pair[1])
         raise RankError(
-            f"{what}: got another one on rank{'s' if apart[1:] else ''} {', '.join(map(str, apart))} than on rank "
-            f"{usual}, expected the same on all. Line {number} is {theirs!r} on rank {apart[0]} and {ours!r} on "
-            f"rank {usual}. Start every rank with the same code, settings, seeds and versions, and equal batches"
+            f"{what}: got another one on rank{'s' if apart[1:] else ''} {', '.join(named)} than on rank "
+            f"{other}, expected the same on all. Line {number} is {theirs!r} on rank {named[0]} and {ours!r} on "
+            f"rank {other}. Start every rank with the same code, settings, seeds and versions, and equal batches"
         )
+
+    def _all_reduce(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        """In place, of a small tensor on the host."""
+        self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
+
+    def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:
+        """Of tensors on the host. Raises RankError if a rank does not come, on all that do."""
+        begun = time.monotonic()
+        work = self._issue(what, issue)
+        try:
+            finished = _wait(work, self.roll)
+        except RuntimeError as error:
+            # gloo tells a time-out from a broken connection by its text alone.
+            self._give_up(what, begun, "late" if "timed out" in str(error).lower() else "broken", error)
+        if not finished:
+            self._give_up(what, begun, "told")
+
+    def _issue(self, what: str, issue: Callable[[], Any]) -> Any:
+        if self.broken:
+            raise RankError(
+                f"{what} on rank {self._me}: got ranks that are out of step, because {self.broken}, expected all "
+                f"{self.world}; start all of them again"
+            )
+        begun = time.monotonic()
+        try:
+            return issue()
+        except dist.DistError as error:
+            self._give_up(what, begun, "broken", error)
+
+    def _give_up(self, what: str, begun: float, sign: Sign, error: Exception | None = None) -> NoReturn:
+        """Call the roll, and raise RankError with who is missing. From now on every collective raises."""
+        waited = time.monotonic() - begun
+        timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
+        most = SETTLE_LATE if sign == "late" else min(SETTLE, timeout)
+        try:
+            absent = self.roll.take(sign, least=0.0 if sign == "late" else LISTEN, most=most)
+            who = absent.text(self.members, self.rank)
+        except StoreLost as lost:
+            who = f"who is missing cannot be told, because {lost}"
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it, not rank 0
+            if self.store is not None and self._me and not agent:
+                who = f"rank 0, which kept the store, is gone or stuck; if others are too cannot be told ({lost})"
+        self.broken = f"{who} ({what} failed after {waited:.1f} s)"
+        raise RankError(
+            f"{what} on rank {self._me}: got {GOT[sign]} after {waited:.1f} s, expected all {self.world} ranks: "
+            f"{who}. {NEXT[sign]}, then start all of them again"
+        ) from error
+
+    @property
+    def _me(self) -> int:
+        return self.members[self.rank]
+
+
+def _wait(work: Any, roll: RollCall) -> bool:
+    """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
+    while roll.store is not None:
+        asked = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=SLICE))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                break  # with an error, or just now
+            if time.monotonic() - asked < SLICE / 2:
+                raise
+        try:
+            if roll.failed():
+                return False
+        except StoreLost:
+            break
+    work.wait()
+    return True

@@ -8,7 +8,7 @@ import hashlib
 import math
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from zfunc.agreement import agree
 from zfunc.checkpointing import begin
 from zfunc.errors import LaneTimeout, NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
+from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
@@ -107,6 +108,7 @@ def train_step(
     debug: bool = False,
     jitter: Jitter | None = None,
     save: Save | str | os.PathLike[str] | None = None,
+    faults: Sequence[Fault] = (),
 ) -> tuple[State, Metrics]:
     """One step on `batch = (inputs, targets)`. Returns the next State, and what happened; `state` is donated.
 
@@ -115,6 +117,7 @@ def train_step(
     delays every operation at random. `save` is a folder, or a `Save`, for a checkpoint of `state`, the one before
     this step: it is written while the step goes on, and complete when it returns. What the disk refuses then is
     told in the metrics; a folder that cannot be written at all is a CheckpointError before anything is done.
+    `faults` are failures on purpose; those of this rank and step happen (see `zfunc.faults`).
 
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state,
     NonFiniteError for a non-finite loss or gradient without loss scaling, ExecutionError if a stage fails.
@@ -129,7 +132,7 @@ def train_step(
             "buffers are shared. Compile a second program for a second thread"
         )
     try:
-        return _train_step(program, state, batch, Options(jitter, debug, trace), _save(save))
+        return _train_step(program, state, batch, Options(jitter, debug, trace, tuple(faults)), _save(save))
     finally:
         program.cache.busy.release()
 
@@ -139,11 +142,13 @@ def _train_step(
 ) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
     special = specialize(program, batch, save=save is not None)
+    number = state.step + 1
+    check((f for f in options.faults if f.step == number), special.plan)  # all ranks' faults: they refuse together
+    options = evolve(options, faults=due(options.faults, program.ranks.rank, number))
     agree(program, special, state, batch)
     buffers = state.buffers
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
-    number = state.step + 1
     step = _step(program, special, state, number)
     mem = _memory(program, buffers, split(batch, program.micro_batches))
     saving = None if save is None else begin(program, state, save)
@@ -159,7 +164,7 @@ def _train_step(
         # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
         settled = program.job.barrier or program.micro_batches == 1
         if not (isinstance(error, NonFiniteError) and settled):
-            program.ranks.broken = f"step {number} failed on this one ({type(error).__name__}: {error})"
+            program.ranks.leave(f"step {number} failed with {type(error).__name__}: {error}")
         raise
     finally:
         if saving is not None:

@@ -1,0 +1,192 @@
+"""Saving and loading against a plain copy of the same bytes, and a step that saves against one that does not.
+
+The disk's own speed is that of a plain copy: the bytes of a checkpoint from memory into a new file and fsync, for
+saving; for loading, files that the page cache has dropped, into new memory. Contestants take turns in one run.
+
+    python -m benchmarks.checkpoints [--parameters 64Mi --folder DIR --json FILE_OR_FOLDER --svg FILE]
+"""
+
+import argparse
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+import zfunc
+from benchmarks.adam import size
+from benchmarks.machine import describe, ratios, write
+from zfunc.draw import svg
+from zfunc.gpt import GPTConfig, modules
+from zfunc.program import Program, specialize
+from zfunc.state import State
+
+WIDTH = 2048
+
+
+class Loss(nn.Module):
+    """An end for a model of which only the size counts."""
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The mean."""
+        return (x.float().mean() - targets.float().mean()).square()
+
+
+def large(parameters: int, moments: str) -> Program:
+    """A program with so many parameters, in layers of 4 Mi."""
+    with torch.device("meta"):
+        layers = [(f"layer{i}", nn.Linear(WIDTH, WIDTH, bias=False)) for i in range(parameters // WIDTH**2)]
+    segments = [*(zfunc.segment(n, m) for n, m in layers), zfunc.segment("loss", Loss())]
+    optimizer = zfunc.AdamW(moments=moments)  # pyright: ignore[reportArgumentType]
+    return zfunc.compile(segments, optimizer=optimizer, precision="bf16", device="cpu", bucket_size=WIDTH**2)
+
+
+def forget(folder: Path) -> None:
+    """Have the page cache drop the files of a folder, so that they come from the disk."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def copy_out(data: list[memoryview], folder: Path) -> None:
+    """The bytes into a new file, with one thread, and on to the disk."""
+    fd = os.open(folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    for part in data:
+        for start in range(0, part.nbytes, 4 << 20):
+            os.write(fd, part[start : start + (4 << 20)])
+    os.fsync(fd)
+    os.close(fd)
+
+
+def copy_in(folder: Path) -> int:
+    """The bytes of all files of a folder into new memory, with one thread."""
+    return sum(len(path.read_bytes()) for path in folder.iterdir())
+
+
+def timed(call: Callable[[], Any], nbytes: int) -> float:
+    """Seconds of a call. Before it twice the memory it needs is taken and given back: on a virtual machine new
+    pages come from the host, at a price that hits whoever is first."""
+    os.sync()
+    with mmap.mmap(-1, 2 * nbytes) as pages:
+        for start in range(0, 2 * nbytes, mmap.PAGESIZE):
+            pages[start] = 1
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, Any]:
+    """How much of a plain copy's speed saving and loading reach."""
+    program = large(args.parameters, moments)
+    state = zfunc.init(program)
+    data = [memoryview(x.view(torch.uint8).numpy()) for x in state.buffers.optimizer.values()]  # pyright: ignore
+    times: dict[str, list[float]] = {name: [] for name in ("save", "copy out", "load", "copy in")}
+    saved, plain, nbytes = root / "saved", root / "plain", sum(x.nbytes for x in data)
+    plain.mkdir()
+    for turn in range(args.turns + 1):
+        one: dict[str, float] = {}
+        (plain / "plain").unlink(missing_ok=True)
+        one["save"] = timed(lambda: zfunc.save(saved, program, state), nbytes)
+        forget(next(saved.glob("step-*")))
+        one["load"] = timed(lambda: zfunc.load(saved, program), nbytes)
+        shutil.rmtree(saved)
+        one["copy out"] = timed(lambda: copy_out(data, plain), nbytes)
+        forget(plain)
+        one["copy in"] = timed(lambda: copy_in(plain), nbytes)
+        for name, seconds in one.items():
+            if turn:  # the first finds no pages of another
+                times[name].append(seconds)
+    shutil.rmtree(plain)
+    return {
+        "moments": moments,
+        "bytes": nbytes,
+        "save_of_a_plain_copy": 1 / ratios(times["save"], times["copy out"]),
+        "load_of_a_plain_copy": 1 / ratios(times["load"], times["copy in"]),
+    }
+
+
+def training(args: argparse.Namespace) -> tuple[Program, State, tuple[torch.Tensor, torch.Tensor]]:
+    """A GPT whose step takes about as long as steps do that one saves in."""
+    config = GPTConfig(256, args.seq_length, args.num_layers, args.hidden_size, args.num_attention_heads)
+    torch.manual_seed(0)
+    tied = {"out.weight": "embed.tok.weight"}
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in modules(config)]
+    program = zfunc.compile(
+        segments, precision="fp32", clip_norm=1.0, device=args.device, bucket_size=1 << 20, example=None
+    )
+    tokens = torch.randint(256, (args.batch_size, args.seq_length + 1))
+    return program, zfunc.init(program), (tokens[:, :-1], tokens[:, 1:])
+
+
+def steps(args: argparse.Namespace, root: Path) -> dict[str, Any]:
+    """A step that saves over the ones before and after it, and the timeline of one."""
+    program, state, batch = training(args)
+    folder = root / "steps"
+    for save in (None, folder):
+        state, _ = zfunc.train_step(program, state, batch, save=save)
+    found: list[float] = []
+    for _ in range(args.turns * 2):
+        around: list[float] = []
+        seconds = 0.0
+        for save in (None, folder, None):
+            os.sync()
+            state, metrics = zfunc.train_step(program, state, batch, save=save)
+            if save is None:
+                around.append(metrics.seconds)
+            else:
+                seconds = metrics.seconds
+        found.append(2 * seconds / sum(around))
+    saved = sum(x.nbytes for x in state.buffers.optimizer.values())
+    state, metrics = zfunc.train_step(program, state, batch, save=folder, trace=True)
+    if args.svg:
+        assert metrics.timeline is not None
+        model = f"{args.num_layers} x {args.hidden_size} GPT, fp32, clipped"
+        title = f"Measured: a step that saves {saved / 1e6:.0f} MB; {model}"
+        plan = specialize(program, batch, save=True).plan
+        Path(args.svg).write_text(svg(metrics.timeline, plan=plan, title=title))
+        print(f"written: {args.svg}")
+    return {"of_a_step_that_does_not_save": median(found), "bytes": saved}
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--parameters", type=size, default=64 << 20)
+    p.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
+    p.add_argument("--turns", type=int, default=5)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--num-layers", type=int, default=8)
+    p.add_argument("--hidden-size", type=int, default=384)
+    p.add_argument("--num-attention-heads", type=int, default=6)
+    p.add_argument("--seq-length", type=int, default=256)
+    p.add_argument("--batch-size", type=int, default=8)
+    p.add_argument("--svg", help="picture of the measured step that saves")
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    args = p.parse_args()
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=args.folder) as root:
+        rows = [bandwidth(args, moments, Path(root)) for moments in ("fp32", "8bit")]
+        step = steps(args, Path(root))
+    print(describe())
+    for row in rows:
+        print(
+            f"{row['bytes'] / 1e6:8.0f} MB, {row['moments']:5}: save {row['save_of_a_plain_copy']:.2f}, "
+            f"load {row['load_of_a_plain_copy']:.2f} of a plain copy's speed"
+        )
+    print(
+        f"a step that saves {step['bytes'] / 1e6:.0f} MB takes {step['of_a_step_that_does_not_save']:.3f} times as "
+        "long as one that does not"
+    )
+    told = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    write(args.json, "checkpoints", {"arguments": told, "rows": rows, "step": step})
+
+
+if __name__ == "__main__":
+    main()

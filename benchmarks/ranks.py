@@ -1,0 +1,148 @@
+"""A training step on one rank and on several of this machine, and the bytes each lane of a rank moves.
+
+The same job and the same global batch; every rank gets as many threads as in every other world, so a world of 2
+has twice the cores. Worlds take turns, in processes of their own. On CPUs over gloo, which emulates a
+reduce-scatter by an all-reduce; on GPUs over NCCL, with one rank a device.
+
+    python -m benchmarks.ranks [--worlds 1,2 --stage 2 --num-layers 6 ... --json FILE_OR_FOLDER]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zfunc
+from benchmarks.machine import describe, write
+from zfunc.gpt import GPTConfig, modules
+from zfunc.program import specialize
+
+WARMUP = 2
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One rank: the seconds of its steps, and of its plan the bytes on each lane."""
+    rank, world = args.rank, args.world
+    torch.set_num_threads(args.threads)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(rank)
+    if world > 1:
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, f"file://{args.store}", rank=rank, world_size=world)
+    config = GPTConfig(256, args.seq_length, args.num_layers, args.hidden_size, args.num_attention_heads)
+    torch.manual_seed(0)
+    tied = {"out.weight": "embed.tok.weight"}
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in modules(config)]
+    program = zfunc.compile(
+        segments,
+        precision=args.precision,
+        clip_norm=1.0,
+        stage=args.stage,
+        schedule=args.schedule,
+        bucket_size=1 << 20,
+    )
+    state = zfunc.init(program, seed=1)
+    rows = args.batch_size // world
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(256, (args.batch_size, args.seq_length + 1), generator=generator)
+    mine = tokens[rank * rows : (rank + 1) * rows]
+    seconds: list[float] = []
+    losses: list[float] = []
+    sent = 0
+    for _ in range(WARMUP + args.turns):
+        begun = time.perf_counter()
+        state, metrics = zfunc.train_step(program, state, (mine[:, :-1], mine[:, 1:]))
+        seconds.append(time.perf_counter() - begun)
+        losses.append(metrics.loss)
+        sent = metrics.sent_bytes
+    moved: Counter[str] = Counter()
+    for op in specialize(program, (mine[:, :-1], mine[:, 1:])).plan.graph:
+        moved[op.kind] += op.nbytes
+    if world > 1:
+        dist.destroy_process_group()
+    return {"seconds": median(seconds[WARMUP:]), "losses": losses, "sent": sent, "moved": dict(moved)}
+
+
+def launch(world: int) -> dict[str, Any]:
+    """What rank 0 of a world has to tell; all its ranks run at once."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = [x for x in sys.argv[1:] if not x.startswith("--json")]
+        command = [sys.executable, "-m", "benchmarks.ranks", *given, "--world", str(world)]
+        ranks = [
+            subprocess.Popen(
+                [*command, "--rank", str(r), "--store", f"{folder}/store"],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "LOCAL_WORLD_SIZE": str(world), "LOCAL_RANK": str(r)},
+            )
+            for r in range(world)
+        ]
+        told = [p.communicate(timeout=600)[0] for p in ranks]
+        if any(p.returncode for p in ranks):
+            raise SystemExit(f"a rank of {world} failed with {[p.returncode for p in ranks]}")
+        return json.loads(told[0].splitlines()[-1])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--worlds", default="1,2")
+    p.add_argument("--rounds", type=int, default=3, help="how often the worlds take turns")
+    p.add_argument("--turns", type=int, default=8, help="steps of a round, without the first two")
+    p.add_argument("--threads", type=int, default=1, help="of every rank")
+    p.add_argument("--stage", type=int, choices=(1, 2), default=2)
+    p.add_argument("--schedule", default="Interleaved")
+    p.add_argument("--precision", default="fp32")
+    p.add_argument("--num-layers", type=int, default=6)
+    p.add_argument("--hidden-size", type=int, default=256)
+    p.add_argument("--num-attention-heads", type=int, default=8)
+    p.add_argument("--seq-length", type=int, default=256)
+    p.add_argument("--batch-size", type=int, default=4)
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    for name in ("--world", "--rank"):
+        p.add_argument(name, type=int, help=argparse.SUPPRESS)
+    p.add_argument("--store", type=Path, help=argparse.SUPPRESS)
+    args = p.parse_args()
+    if args.rank is not None:
+        print(json.dumps(run(args)))
+        return
+    worlds = [int(x) for x in args.worlds.split(",")]
+    told: dict[int, list[dict[str, Any]]] = {world: [] for world in worlds}
+    for _ in range(args.rounds):
+        for world in worlds:
+            told[world].append(launch(world))
+    first = worlds[0]
+    print(
+        f"{describe()}: {args.num_layers} x {args.hidden_size}, batch {args.batch_size}, stage {args.stage}"
+    )
+    kinds = ("compute", "d2h", "host", "h2d", "network")
+    print(
+        f"{'world':>5} {'step':>6}  MB a rank moves on its lanes: "
+        + " ".join(f"{k:>8}" for k in kinds)
+        + "     sent"
+    )
+    rows = []
+    for world, rounds in told.items():
+        of_first = median(a["seconds"] / b["seconds"] for a, b in zip(rounds, told[first], strict=True))
+        apart = max(abs(a - b) for a, b in zip(rounds[0]["losses"], told[first][0]["losses"], strict=True))
+        moved, sent = rounds[0]["moved"], rounds[0]["sent"]
+        columns = " ".join(f"{moved.get(k, 0) / 1e6:8.1f}" for k in kinds)
+        print(f"{world:>5} {of_first:>6.2f}  {'':>31}{columns} {sent / 1e6:8.1f}")
+        rows.append(
+            {"world": world, "of_the_first": of_first, "moved": moved, "sent": sent, "losses_apart": apart}
+        )
+    write(args.json, f"ranks-stage{args.stage}", {"arguments": vars(args), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""The ranks of tests/test_faults.py: `python fault_worker.py FOLDER`. Not a test of its own.
+
+It forks the ranks of one scenario after the other, so that torch is imported once. Each rank leaves a file about
+the error it has seen; the parent one about how each process ended.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attrs import frozen
+from models import MODELS
+
+import zfunc
+from zfunc import faults, ranks, rollcall
+from zfunc.ranks import Ranks
+
+LONG = 120.0  # a time-out that no scenario waits for
+SHORT = 3.0  # the one of ranks that do not come
+ERROR = 3  # the exit code of a rank that has seen one
+PATIENCE = 60.0  # seconds for everything that is not under test
+
+
+Faults = tuple[faults.Fault, ...]
+
+
+@frozen
+class Scenario:
+    """`work` on `world` ranks of a group with this time-out, with faults as text. `hung` ranks do not end."""
+
+    work: Callable[[int, Path, Faults], None]
+    world: int = 3
+    faults: str = ""
+    timeout: float = LONG
+    store: str = "file"  # or "rank 0", or "elsewhere"
+    hung: tuple[int, ...] = ()
+    ends_as_python: bool = False
+
+
+def compiled() -> tuple[Any, Any]:
+    segments, data = MODELS["odd sizes"]()
+    options: dict[str, Any] = {"precision": "fp32", "bucket_size": 200, "schedule": "Overlapped"}
+    return zfunc.compile(segments, device="cpu", **options), data
+
+
+def train(rank: int, out: Path, given: Faults) -> None:
+    """Three steps."""
+    program, data = compiled()
+    state = zfunc.init(program, seed=1)
+    for i in range(3):
+        begun = time.monotonic()
+        try:
+            state, _ = zfunc.train_step(program, state, data(0), faults=given)
+        except Exception as error:
+            note(rank, out, error, time.monotonic() - begun, steps=i)
+            try:
+                program.ranks.sums([1.0])
+            except Exception as again:
+                write(out / f"{rank}.again", str(again))
+            raise
+
+
+def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
+    """Ranks 1 and 2 have a group of their own, in which 2 does not come."""
+    group = dist.new_group([1, 2])
+    if rank == 1:
+        write(out / "1.ready", "")
+        collective(Ranks.of(group), rank, out)
+    if rank == 2:
+        when_there(out / "1.ready")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves(rank: int, out: Path, _: Faults) -> None:
+    """Rank 1 says that it leaves, but its process stays until the others have seen it."""
+    together = Ranks.of()
+    if rank == 1:
+        together.leave("step 3 failed with OSError: No space left on device")
+        when_there(out / "0.json", out / "2.json")
+    collective(together, rank, out)
+
+
+def comes_late(rank: int, out: Path, _: Faults) -> None:
+    """Rank 2 comes when the others have given up; they stay until it has seen that."""
+    if rank == 2:
+        when_there(out / "0.json", out / "1.json")
+    try:
+        collective(Ranks.of(), rank, out)
+    finally:
+        when_there(out / "2.json")
+
+
+def freezes(rank: int, out: Path, _: Faults) -> None:
+    """Rank 0 stops as its machine would without power: its connections stay, and the store does not answer."""
+    rollcall.ANSWER = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
+    together = Ranks.of()
+    together.sums([1.0])
+    write(out / f"{rank}.ready", "")
+    if rank == 0:
+        when_there(out / "1.ready", out / "2.ready")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    collective(together, rank, out)
+
+
+def collective(together: Ranks, rank: int, out: Path) -> None:
+    begun = time.monotonic()
+    try:
+        together.sums([1.0])
+    except Exception as error:
+        note(rank, out, error, time.monotonic() - begun)
+        raise
+
+
+STEP = "step=2,op=adam[1]"  # in the middle of the second step
+SCENARIOS = {
+    # Of four, one is not the neighbour of the one that is gone: its own connections hold.
+    "killed": Scenario(
+        train, world=4, faults="rank=3,step=2,op=reduce_scatter[0,1,0],do=kill", ends_as_python=True
+    ),
+    "terminated": Scenario(train, world=2, faults=f"rank=0,{STEP},do=terminate"),
+    "hung": Scenario(train, faults=f"rank=1,{STEP},do=hang", timeout=SHORT, hung=(1,), ends_as_python=True),
+    "raised": Scenario(train, faults=f"rank=1,{STEP},do=raise"),
+    "killed with the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="rank 0"),
+    "killed without the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="elsewhere"),
+    "group of two": Scenario(in_group_of_two, ends_as_python=True),
+    "leaves": Scenario(leaves),
+    "late": Scenario(comes_late, timeout=SHORT),
+    "frozen with the store": Scenario(freezes, timeout=SHORT, store="rank 0", hung=(0,)),
+}
+
+
+def note(rank: int, out: Path, error: Exception, seconds: float, **more: Any) -> None:
+    told = {"type": type(error).__name__, "text": str(error), "seconds": seconds, **more}
+    write(out / f"{rank}.json", json.dumps(told))
+
+
+def write(path: Path, text: str) -> None:
+    """Whole or not at all."""
+    path.with_suffix(f"{path.suffix}.part").write_text(text)
+    path.with_suffix(f"{path.suffix}.part").rename(path)
+
+
+def when_there(*paths: Path) -> None:
+    until = time.monotonic() + PATIENCE
+    while not all(path.exists() for path in paths):
+        if time.monotonic() > until:
+            raise TimeoutError(f"got no {paths}")
+        time.sleep(0.02)
+
+
+def join(scenario: Scenario, rank: int, out: Path) -> None:
+    """The default group, with the store where the scenario wants it."""
+    port = out / "port"
+    if scenario.store == "file":
+        store: Any = dist.FileStore(str(out / "store"), scenario.world)
+    elif scenario.store == "rank 0" and rank == 0:
+        store = host(port)
+    else:
+        when_there(port)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), None, False)
+    timeout = timedelta(seconds=scenario.timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=scenario.world, timeout=timeout)
+
+
+def host(port: Path) -> dist.TCPStore:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    write(port, str(store.port))
+    return store
+
+
+def keep(out: Path) -> None:
+    """Keep the store of a job in a process that is no rank."""
+    store = host(out / "port")
+    signal.pause()
+    del store
+
+
+def run(scenario: Scenario, rank: int, out: Path) -> None:
+    """All that one rank does, in a process of its own."""
+    torch.set_num_threads(1)
+    join(scenario, rank, out)
+    try:
+        scenario.work(rank, out, faults.parse(scenario.faults))
+    finally:
+        dist.destroy_process_group()
+
+
+def fork(work: Callable[[], Any], *, ends_as_python: bool) -> int:
+    """A process that does this. It takes a second or two to take a torch apart at the end; so only some do."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 0
+    try:
+        work()
+    except Exception:
+        traceback.print_exc()
+        code = ERROR
+    if ends_as_python:  # with destructors, which may wait for threads
+        sys.exit(code)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def play(scenario: Scenario, out: Path) -> None:
+    """Fork the ranks, and keep how each ended: its exit code, minus a signal, or "still there"."""
+    out.mkdir()
+    whole = scenario.ends_as_python
+    pids = [fork(partial(run, scenario, rank, out), ends_as_python=whole) for rank in range(scenario.world)]
+    keeper = fork(partial(keep, out), ends_as_python=False) if scenario.store == "elsewhere" else None
+    ends: dict[int, int] = {}
+    until = time.monotonic() + PATIENCE
+    try:
+        while len(ends) < scenario.world - len(scenario.hung) and time.monotonic() < until:
+            for rank, pid in enumerate(pids):
+                if rank not in ends and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    ends[rank] = os.waitstatus_to_exitcode(ended[1])
+            time.sleep(0.02)
+    finally:
+        left = [pid for rank, pid in enumerate(pids) if rank not in ends]
+        for pid in [*left, *([keeper] if keeper else [])]:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    (out / "ends.json").write_text(json.dumps([ends.get(r, "still there") for r in range(scenario.world)]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train":  # a rank of torchrun
+        from zfunc.cli import main
+
+        zfunc.train_step = partial(zfunc.train_step, faults=faults.from_environment())
+        sys.exit(main(sys.argv[1:]))
+    torch.set_num_threads(1)
+    zfunc.program.specialize(
+        compiled()[0], compiled()[1](0)
+    )  # what is imported for it is so once, not by every rank
+    for name in sys.argv[2:] or SCENARIOS:
+        begun = time.monotonic()
+        play(SCENARIOS[name], Path(sys.argv[1]) / name)
+        print(name, f"{time.monotonic() - begun:.1f} s", flush=True)

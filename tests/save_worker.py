@@ -1,0 +1,121 @@
+"""What each rank of tests/test_saving_ranks.py runs: `python save_worker.py RANK WORLD FOLDER`."""
+
+import errno
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_worker import MODELS, global_batch, rows_of
+
+import zfunc
+from zfunc.checkpoint import disk
+from zfunc.errors import CheckpointError
+from zfunc.program import Program
+from zfunc.state import State
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},
+    "stage 1, 8 bits": {"model": "odd sizes", "precision": "bf16", "moments": "8bit", "stage": 1},
+    "frozen": {"model": "odd sizes", "precision": "fp32", "schedule": "Interleaved"},
+}
+WORLDS = (1, 2, 4)
+SAVED_AT, STEPS = 3, 6
+
+
+def program_of(group: Any, **settings: Any) -> tuple[Program, Any]:
+    segments, data = MODELS[settings.pop("model", "tied GPT")]()
+    optimizer = zfunc.AdamW(lr=1e-3, weight_decay=0.1, moments=settings.pop("moments", "fp32"))
+    options = {"bucket_size": 20_000, **settings}
+    return zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options), data
+
+
+def go_on(
+    program: Program, state: State, data: Any, start: int, stop: int, **more: Any
+) -> tuple[State, list[Any]]:
+    seen = []
+    for i in range(start, stop):
+        rows = rows_of(global_batch(data, i), program.ranks.rank, program.ranks.world)
+        state, m = zfunc.train_step(program, state, rows, **(more if i == start else {}))
+        seen.append((m.loss, m.grad_norm))
+    return state, seen
+
+
+def bits(state: State) -> dict[str, torch.Tensor]:
+    return {"params": state.buffers.params, "frozen": state.buffers.frozen, **state.buffers.optimizer}
+
+
+def resume(group: Any, world: int, name: str, out: Path) -> None:
+    """Trained through, with a checkpoint on the way; and gone on from that."""
+    folder = out / f"{name}-{world}"
+    program, data = program_of(group, **SETTINGS[name])
+    state, _ = go_on(program, zfunc.init(program, seed=1), data, 0, SAVED_AT)
+    weights = zfunc.params(program, state)
+    state, expected = go_on(program, state, data, SAVED_AT, STEPS, save=folder)
+    again, _ = program_of(group, **SETTINGS[name])
+    resumed, seen = go_on(again, zfunc.load(folder, again), data, SAVED_AT, STEPS)
+    same = repr(seen) == repr(expected)
+    same &= all(torch.equal(x, bits(state)[k]) for k, x in bits(resumed).items())
+    if program.ranks.rank == 0:
+        torch.save(weights, out / f"weights-{name}-{world}.pt")
+    (out / f"resumed-{name}-{world}-{program.ranks.rank}.json").write_text(json.dumps(same))
+
+
+def reshard(group: Any, world: int, name: str, out: Path) -> None:
+    """Load what every other world saved, and train on."""
+    for other in WORLDS:
+        program, data = program_of(group, **{**SETTINGS[name], "bucket_size": 900, "stage": 2})
+        state = zfunc.load(out / f"{name}-{other}", program)
+        weights = zfunc.params(program, state)
+        _, seen = go_on(program, state, data, SAVED_AT, SAVED_AT + 1)
+        if program.ranks.rank == 0:
+            torch.save({"weights": weights, "seen": seen}, out / f"{name}-{other}-read-by-{world}.pt")
+
+
+def fail(out: Path, rank: int) -> None:
+    """A disk that is full on rank 1 alone, before the step and in it; then one that is not."""
+    program, data = program_of(None, **SETTINGS["frozen"])
+    state = zfunc.init(program, seed=1)
+    told: list[str] = []
+    write_all, calls = disk.write_all, [0]
+
+    def full(fd: int, data: memoryview, offset: int) -> None:
+        calls[0] += 1
+        if rank == 1 and calls[0] == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(fd, data, offset)
+
+    disk.write_all = full
+    for at in (1, 2):
+        calls[0] = 0
+        rows = rows_of(global_batch(data, at), rank, program.ranks.world)
+        try:
+            state, m = zfunc.train_step(program, state, rows, save=out / "failing")
+            told.append(m.saved.failure if m.saved else "")
+        except CheckpointError as error:
+            told.append(str(error))
+    disk.write_all = write_all
+    state, m = zfunc.train_step(program, state, rows_of(global_batch(data, 3), rank, 4), save=out / "failing")
+    left = sorted(x.name for x in (out / "failing").iterdir())
+    (out / f"failing-{rank}.json").write_text(json.dumps([*told, m.saved.failure if m.saved else "", left]))
+
+
+def main(rank: int, world: int, out: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
+    groups = {size: dist.new_group(range(size)) for size in WORLDS}
+    for name in SETTINGS:
+        for act in (resume, reshard):
+            for size, group in groups.items():
+                if rank < size:
+                    act(group, size, name, out)
+            dist.barrier()
+    fail(out, rank)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
