@@ -1,7 +1,9 @@
-"""Saving and loading against a plain copy of the same bytes, and a step that saves against one that does not.
+"""Saving and loading against a plain copy of the same files, and a step that saves against one that does not.
 
-The disk's own speed is that of a plain copy: the bytes of a checkpoint from memory into a new file and fsync, for
-saving; for loading, files that the page cache has dropped, into new memory. Contestants take turns in one run.
+The disk's own speed is that of a plain copy of a checkpoint's files, which the page cache has dropped, into new
+ones and fsync: what `cp` and `sync` do. Beside it the two halves: only to write the bytes, from memory into a new
+file and fsync, and only to read them, into new memory. All take turns in one run; of each the fastest turn counts,
+because on a virtual machine memory that is new to it comes from the host, at a price that hits at random.
 
     python -m benchmarks.checkpoints [--parameters 64Mi --folder DIR --json FILE_OR_FOLDER --svg FILE]
 """
@@ -22,7 +24,7 @@ from torch import nn
 
 import zfunc
 from benchmarks.adam import size
-from benchmarks.machine import describe, ratios, write
+from benchmarks.machine import describe, write
 from zfunc.draw import svg
 from zfunc.gpt import GPTConfig, modules
 from zfunc.program import Program, specialize
@@ -57,9 +59,9 @@ def forget(folder: Path) -> None:
         os.close(fd)
 
 
-def copy_out(data: list[memoryview], folder: Path) -> None:
-    """The bytes into a new file, with one thread, and on to the disk."""
-    fd = os.open(folder / "plain", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+def only_write(data: list[memoryview], folder: Path) -> None:
+    """The bytes into a new file, and on to the disk."""
+    fd = os.open(folder / "written", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     for part in data:
         for start in range(0, part.nbytes, 4 << 20):
             os.write(fd, part[start : start + (4 << 20)])
@@ -67,9 +69,18 @@ def copy_out(data: list[memoryview], folder: Path) -> None:
     os.close(fd)
 
 
-def copy_in(folder: Path) -> int:
-    """The bytes of all files of a folder into new memory, with one thread."""
+def only_read(folder: Path) -> int:
+    """The bytes of all files of a folder into new memory."""
     return sum(len(path.read_bytes()) for path in folder.iterdir())
+
+
+def copy(source: Path, folder: Path) -> None:
+    """The files of a folder into new ones, and on to the disk."""
+    for path in source.iterdir():
+        shutil.copyfile(path, folder / path.name)
+        fd = os.open(folder / path.name, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
 
 def timed(call: Callable[[], Any], nbytes: int) -> float:
@@ -89,29 +100,28 @@ def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, A
     program = large(args.parameters, moments)
     state = zfunc.init(program)
     data = [memoryview(x.view(torch.uint8).numpy()) for x in state.buffers.optimizer.values()]  # pyright: ignore
-    times: dict[str, list[float]] = {name: [] for name in ("save", "copy out", "load", "copy in")}
     saved, plain, nbytes = root / "saved", root / "plain", sum(x.nbytes for x in data)
-    plain.mkdir()
-    for turn in range(args.turns + 1):
-        one: dict[str, float] = {}
-        (plain / "plain").unlink(missing_ok=True)
-        one["save"] = timed(lambda: zfunc.save(saved, program, state), nbytes)
-        forget(next(saved.glob("step-*")))
-        one["load"] = timed(lambda: zfunc.load(saved, program), nbytes)
-        shutil.rmtree(saved)
-        one["copy out"] = timed(lambda: copy_out(data, plain), nbytes)
-        forget(plain)
-        one["copy in"] = timed(lambda: copy_in(plain), nbytes)
-        for name, seconds in one.items():
-            if turn:  # the first finds no pages of another
-                times[name].append(seconds)
-    shutil.rmtree(plain)
-    return {
-        "moments": moments,
-        "bytes": nbytes,
-        "save_of_a_plain_copy": 1 / ratios(times["save"], times["copy out"]),
-        "load_of_a_plain_copy": 1 / ratios(times["load"], times["copy in"]),
-    }
+    fastest: dict[str, float] = {}
+    for _ in range(args.turns):
+        for folder in (saved, plain):
+            shutil.rmtree(folder, ignore_errors=True)
+        plain.mkdir()
+        turn = {"save": timed(lambda: zfunc.save(saved, program, state), nbytes)}
+        checkpoint = next(saved.glob("step-*"))
+        calls: dict[str, Callable[[], Any]] = {
+            "load": lambda: zfunc.load(saved, program),
+            "copy": lambda checkpoint=checkpoint: copy(checkpoint, plain),
+            "only read": lambda checkpoint=checkpoint: only_read(checkpoint),
+            "only write": lambda: only_write(data, plain),
+        }
+        for name, call in calls.items():
+            forget(checkpoint)
+            turn[name] = timed(call, nbytes)
+        fastest = {name: min(seconds, fastest.get(name, seconds)) for name, seconds in turn.items()}
+    for folder in (saved, plain):
+        shutil.rmtree(folder)
+    speeds = {name: fastest["copy"] / seconds for name, seconds in fastest.items()}
+    return {"moments": moments, "bytes": nbytes, "of_a_plain_copys_speed": speeds}
 
 
 def training(args: argparse.Namespace) -> tuple[Program, State, tuple[torch.Tensor, torch.Tensor]]:
@@ -176,10 +186,8 @@ def main() -> None:
         step = steps(args, Path(root))
     print(describe())
     for row in rows:
-        print(
-            f"{row['bytes'] / 1e6:8.0f} MB, {row['moments']:5}: save {row['save_of_a_plain_copy']:.2f}, "
-            f"load {row['load_of_a_plain_copy']:.2f} of a plain copy's speed"
-        )
+        speeds = ", ".join(f"{name} {x:.2f}" for name, x in row["of_a_plain_copys_speed"].items())
+        print(f"{row['bytes'] / 1e6:8.0f} MB, {row['moments']:5}, over a plain copy's speed: {speeds}")
     print(
         f"a step that saves {step['bytes'] / 1e6:.0f} MB takes {step['of_a_step_that_does_not_save']:.3f} times as "
         "long as one that does not"

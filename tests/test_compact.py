@@ -279,7 +279,10 @@ def gradient(n, kind, seed):
     return round_to(np.random.default_rng(seed).standard_normal(n).astype(np.float32), kind)
 
 
-def run_kernel(state, grad, kinds, *, step, weight_decay, decoupled, threads=1, isa=-1, chunks=(), **factors):
+def run_kernel(
+    state, grad, kinds, *, step, weight_decay=0.0, decoupled=True, betas=(0.9, 0.999), threads=1, isa=-1,
+    chunks=(), **factors,
+):  # fmt: skip
     """The raw kernel, in place, on NumPy arrays, split at `chunks`; returns the copy."""
     grad_kind, out = kinds
     n = grad.size
@@ -287,7 +290,7 @@ def run_kernel(state, grad, kinds, *, step, weight_decay, decoupled, threads=1, 
     copy = None if out is None else placed(np.zeros(n, numpy_types[out]), 1)
     mode = kernel.NO_DECAY if not weight_decay else kernel.DECOUPLED if decoupled else kernel.L2
     values = coefficients(
-        step=step, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, decoupled=decoupled, **factors
+        step=step, betas=betas, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled, **factors
     )
     moments = "16bit" if state.exp_avg_exponent is None else "8bit"
     for start, stop in itertools.pairwise([0, *chunks, n]):
@@ -381,6 +384,39 @@ def test_special_gradients(moments, bad):
         assert np.isnan(p[77])
         assert not np.isfinite(v[77])
         assert np.isfinite(m[128:]).all()  # the poison stays in its block
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("grad", ["bf16", "fp16", "fp32"])
+def test_a_gradient_that_is_nan_in_every_bit(grad, isa):
+    """Its sign and all bits of its payload are set: what rounds such bits up has to expect them."""
+    state = fresh(128, "8bit")
+    g = gradient(128, grad, 0)
+    g.view(np.uint8)[: g.itemsize] = 0xFF
+    expected, _ = reference_compact_update(state, g, step=1, lr=1e-3)
+    run_kernel(state, g, (grad, None), step=1, lr=1e-3, grad_scale=1.0, isa=isa)
+    assert_same_state(state, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "betas", [(0.0, 0.0), (0.0, 0.999), (1e-45, 1e-40), (2.0**-126, 0.999), (0.9, 2.0**-126), (2.0**-46, 0.5)]
+)
+def test_betas_that_leave_no_room_for_an_exponent(betas, isa):
+    """Every stored exponent: a kernel may move one to beta only where that stays a normal number."""
+    exponents = np.arange(256, dtype=np.uint8)
+    n = exponents.size * BLOCK
+    codes = np.resize(np.arange(251, dtype=np.uint8), n)
+    state = fresh(n, "8bit")._replace(
+        exp_avg=codes,
+        exp_avg_sq=codes.copy(),
+        exp_avg_exponent=exponents,
+        exp_avg_sq_exponent=exponents.copy(),
+    )
+    g = gradient(n, "bf16", 0)
+    expected, _ = reference_compact_update(state, g, step=2, lr=1e-3, betas=betas)
+    run_kernel(state, g, ("bf16", None), step=2, lr=1e-3, betas=betas, grad_scale=1.0, isa=isa)
+    assert_same_state(state, expected)
 
 
 # ---- the public call ---------------------------------------------------------------------------------------

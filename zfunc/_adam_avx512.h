@@ -1,167 +1,233 @@
-/* 8-bit state with AVX-512, by hand: a compiler's loops over bytes and floats leave most of the time to shuffles.
+/* Compact state with AVX-512, by hand: a compiler's loops over halves of floats leave most of the time to shuffles.
  *
- * The same operations as zf_compact_block, so the same bits; included by _adam_kernel.h alone. Unpacking and splitting
- * stand in one loop with the division and the square root, which leave room for them. */
+ * The same operations as zf_compact_block, so the same bits; included by _adam_kernel.h alone. The time goes to
+ * vector instructions, of which a core starts two a cycle, so what counts is their number. What saves most is the
+ * order in registers: a vector holds the even or the odd elements of half a block. Two 16-bit elements side by side
+ * are the halves of a 32-bit lane, so they come apart and together again by a shift and a selection, 32 at a time.
+ * A block of 64 is four vectors: the even elements of both halves, then the odd ones.
+ *
+ * Each stage runs over all four before the next one begins: so something is always ready while results of the slow
+ * divider are waited for. A block with a weight that becomes NaN is left to zf_compact_block. */
 #ifndef ZFUNC_ADAM_AVX512_H
 #define ZFUNC_ADAM_AVX512_H
 
 #define ZF_512 __attribute__((target(ZF_TARGET_AVX512)))
 #define ZF_512_INLINE ZF_512 static inline __attribute__((always_inline))
 
+enum { ZF_HALF = ZF_SHARED / 2, ZF_ODD = 2, ZF_VECTORS = 4 }; /* half a block is in x[half] and x[half + ZF_ODD] */
+#define ZF_EACH(i) for (int i = 0; i < ZF_VECTORS; i++)
+
+/* From here on the compiler knows of x only that it lies in memory. What is loaded, whole or broadcast, costs no
+ * vector instruction; what it would make of an integer or of a part of a register does. */
+#define ZF_512_IN_MEMORY(x) __asm__ volatile("" : "+m"(x))
+
+/* What is the same for all blocks. */
+typedef struct {
+    __m512 scale, b1, c1, b2, c2, bias, eps, rate, decay;
+    __m512i grad_floor, grad_floor_bf16, l2_floor, exp_avg_floor, exp_avg_sq_floor; /* bits of floats */
+    __m512i size, size_bf16, low, high, half;
+    uint32_t dither[2][ZF_SHARED]; /* of m and of v, even and odd apart */
+} zf512_call;
+
 ZF_512_INLINE __m512i zf512_int(__m512 x) { return _mm512_castps_si512(x); }
 ZF_512_INLINE __m512 zf512_float(__m512i x) { return _mm512_castsi512_ps(x); }
-ZF_512_INLINE __m512i zf512_size(__m512 x) { return _mm512_and_si512(zf512_int(x), _mm512_set1_epi32(0x7fffffff)); }
+ZF_512_INLINE __m512i zf512_32(uint32_t x) { return _mm512_set1_epi32((int32_t)x); }
+ZF_512_INLINE __m512i zf512_16(uint16_t x) { return _mm512_set1_epi16((int16_t)x); }
 
-/* a | (b & c) */
-ZF_512_INLINE __m512i zf512_or_and(__m512i a, __m512i b, __m512i c) {
-    return _mm512_ternarylogic_epi32(a, b, c, 0xf8);
+/* The low halves of one, the high halves of the other. */
+ZF_512_INLINE __m512i zf512_halves(const zf512_call *k, __m512i low, __m512i high) {
+    return _mm512_ternarylogic_epi32(k->low, low, high, 0xca);
 }
 
-ZF_512_INLINE __m512 zf512_flush(__m512 x, __m512i floor) {
-    return zf512_float(_mm512_maskz_mov_epi32(_mm512_cmpge_epi32_mask(zf512_size(x), floor), zf512_int(x)));
+ZF_512_INLINE __m512 zf512_flush(const zf512_call *k, __m512 x, __m512i floor) {
+    return _mm512_maskz_mov_ps(_mm512_cmpge_epi32_mask(_mm512_and_si512(zf512_int(x), k->size), floor), x);
 }
 
-/* The gradient at 16 elements; `at` counts elements. */
-ZF_512_INLINE __m512 zf512_grad(const void *grad, int type, size_t at) {
+ZF_512_INLINE void zf512_prepare(zf512_call *k, const zf_adam_args *a, const zf_dithers *d) {
+    const uint32_t floor = zf_bits(a->grad_floor);
+    k->scale = _mm512_set1_ps(a->grad_scale), k->decay = _mm512_set1_ps(a->decay);
+    k->b1 = _mm512_set1_ps(a->beta1), k->c1 = _mm512_set1_ps(a->one_minus_beta1);
+    k->b2 = _mm512_set1_ps(a->beta2), k->c2 = _mm512_set1_ps(a->one_minus_beta2);
+    k->bias = _mm512_set1_ps(a->inv_sqrt_bias2), k->eps = _mm512_set1_ps(a->eps);
+    k->rate = _mm512_set1_ps(a->step_size);
+    k->grad_floor = zf512_32(floor);
+    k->grad_floor_bf16 = zf512_16((uint16_t)((floor + 0xffff) >> 16)); /* the lower half of such a gradient is 0 */
+    k->l2_floor = zf512_32(ZF_FLOOR_GRAD);
+    k->exp_avg_floor = zf512_32(ZF_FLOOR_EXP_AVG), k->exp_avg_sq_floor = zf512_32(ZF_FLOOR_EXP_AVG_SQ);
+    k->size = zf512_32(0x7fffffff), k->size_bf16 = zf512_16(0x7fff);
+    k->low = zf512_32(0xffff), k->high = zf512_32(0xffff0000), k->half = zf512_32(0x8000);
+    for (int i = 0; i < ZF_SHARED; i++) {
+        const int from = i / 16 % 2 * ZF_HALF + i % 16 * 2 + i / ZF_HALF;
+        k->dither[0][i] = d->exp_avg[from], k->dither[1][i] = d->exp_avg_sq[from];
+    }
+}
+
+ZF_512_INLINE void zf512_prefetch(const void *at, size_t width) {
+    for (size_t line = 0; line < ZF_SHARED * width; line += 64) zf_prefetch((const char *)at + line, ZF_AHEAD * width);
+}
+
+ZF_512_INLINE void zf512_prefetch_block(const zf_adam_args *a, size_t at, size_t width, size_t grad_width) {
+    zf512_prefetch((const uint16_t *)a->master + at, 2);
+    zf512_prefetch(a->low + at, 2);
+    zf512_prefetch((const char *)a->exp_avg + width * at, width);
+    zf512_prefetch((const char *)a->exp_avg_sq + width * at, width);
+    zf512_prefetch((const char *)a->grad + grad_width * at, grad_width);
+}
+
+/* ---- weights and gradients ------------------------------------------------------------------------------ */
+
+ZF_512_INLINE void zf512_join(const zf512_call *k, __m512 *p, const uint16_t *high, const int16_t *low) {
+    for (int half = 0; half < 2; half++) {
+        __m512i h = _mm512_loadu_si512(high + ZF_HALF * half), l = _mm512_loadu_si512(low + ZF_HALF * half);
+        h = _mm512_add_epi16(h, _mm512_srai_epi16(l, 15)); /* a low half below 0 takes one from the high half */
+        p[half] = zf512_float(zf512_halves(k, l, _mm512_slli_epi32(h, 16)));
+        p[half + ZF_ODD] = zf512_float(zf512_halves(k, _mm512_srli_epi32(l, 16), h));
+    }
+}
+
+ZF_512_INLINE void zf512_split(const zf512_call *k, uint16_t *high, int16_t *low, const __m512 *p) {
+    for (int half = 0; half < 2; half++) {
+        __m512i even = zf512_int(p[half]), odd = zf512_int(p[half + ZF_ODD]);
+        __m512i up = _mm512_srli_epi32(_mm512_add_epi32(even, k->half), 16);
+        _mm512_storeu_si512(high + ZF_HALF * half, zf512_halves(k, up, _mm512_add_epi32(odd, k->half)));
+        _mm512_storeu_si512(low + ZF_HALF * half, zf512_halves(k, even, _mm512_slli_epi32(odd, 16)));
+    }
+}
+
+ZF_512_INLINE void zf512_copy(const zf_adam_args *a, const __m512 *p, size_t at) {
+    const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    float x[ZF_SHARED] __attribute__((aligned(64)));
+    for (int half = 0; half < 2; half++) {
+        _mm512_store_ps(x + ZF_HALF * half, _mm512_permutex2var_ps(p[half], first, p[half + ZF_ODD]));
+        _mm512_store_ps(x + ZF_HALF * half + 16, _mm512_permutex2var_ps(p[half], second, p[half + ZF_ODD]));
+    }
+    zf_round(a->out, a->out_type, x, at, ZF_SHARED, a->stream, ZF_AVX512);
+}
+
+ZF_512_INLINE void zf512_widen(const zf512_call *k, __m512 *x, int half, __m512i both) {
+    x[half] = zf512_float(_mm512_slli_epi32(both, 16));
+    x[half + ZF_ODD] = zf512_float(_mm512_and_si512(both, k->high));
+}
+
+/* Flushed before even and odd come apart. */
+ZF_512_INLINE void zf512_grad_bf16(const zf512_call *k, __m512 *g, const uint16_t *grad) {
+    for (int half = 0; half < 2; half++) {
+        __m512i both = _mm512_loadu_si512(grad + ZF_HALF * half), size = _mm512_and_si512(both, k->size_bf16);
+        zf512_widen(k, g, half, _mm512_maskz_mov_epi16(_mm512_cmpge_epu16_mask(size, k->grad_floor_bf16), both));
+    }
+}
+
+ZF_512_INLINE __m512 zf512_load(const void *grad, int type, size_t at) {
     if (type == ZF_FP32) return _mm512_loadu_ps((const float *)grad + at);
-    __m256i h = _mm256_loadu_si256((const __m256i *)((const uint16_t *)grad + at));
-    if (type == ZF_FP16) return _mm512_cvtph_ps(h);
-    return zf512_float(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)((const uint16_t *)grad + at)));
 }
 
-ZF_512_INLINE __m512 zf512_decode(__m512i c, uint8_t stored, int exponent_bits, int has_sign, int lowest) {
-    const uint32_t exponent = stored + (uint32_t)lowest, top = (1u << exponent_bits) - 1;
-    const __m512i normal = _mm512_set1_epi32((int32_t)((exponent - top + 1) << 23));
-    const __m512i most = _mm512_set1_epi32((1 << (exponent_bits + ZF_MANTISSA_BITS)) - 1);
-    __m512i code = has_sign ? _mm512_and_si512(c, most) : c;
-    __m512i shifted = _mm512_add_epi32(_mm512_slli_epi32(code, ZF_CUT), normal);
-    __m512i linear = zf512_int(_mm512_sub_ps(zf512_float(shifted), zf512_float(normal)));
-    __m512i size = _mm512_min_epi32(linear, _mm512_sub_epi32(shifted, _mm512_set1_epi32(1 << 23)));
-    if (has_sign) size = zf512_or_and(size, c, _mm512_set1_epi32(INT32_MIN));
-    if (exponent >= 255) size = _mm512_set1_epi32(0x7fc00000);
-    return zf512_float(size);
-}
-
-/* One block from fp32 m, of which `largest` are the bits of the largest size; returns the stored exponent. */
-ZF_512_INLINE uint8_t zf512_pack(uint8_t *code, const __m512 *x, uint32_t largest, const uint32_t *dither,
-                                 int exponent_bits, int has_sign, int lowest) {
-    const uint32_t top = (1u << exponent_bits) - 1;
-    uint32_t exponent = (largest + ((1u << ZF_CUT) - 1)) >> 23;
-    if (exponent < (uint32_t)lowest) exponent = (uint32_t)lowest;
-    if (exponent >= 255) {
-        memset(code, 0, ZF_SHARED);
-        return ZF_NOT_FINITE;
-    }
-    const uint32_t smallest = (exponent - top + 1) << 23;
-    const __m512i normal = _mm512_set1_epi32((int32_t)smallest);
-    const __m512i below = _mm512_set1_epi32((int32_t)(smallest - (1u << 23)));
-    for (int i = 0; i < ZF_SHARED / 16; i++) {
-        __m512i size = has_sign ? zf512_size(x[i]) : zf512_int(x[i]);
-        __m512 sum = _mm512_add_ps(zf512_float(size), zf512_float(normal));
-        __m512i units = _mm512_max_epi32(_mm512_sub_epi32(zf512_int(sum), normal), _mm512_sub_epi32(size, below));
-        __m512i q = _mm512_add_epi32(units, _mm512_loadu_si512(dither + 16 * i));
-        q = _mm512_srli_epi32(q, ZF_CUT);
-        if (has_sign)
-            q = zf512_or_and(q, _mm512_srli_epi32(zf512_int(x[i]), 24), _mm512_set1_epi32(0x80));
-        else
-            q = _mm512_max_epi32(q, _mm512_min_epi32(size, _mm512_set1_epi32(1)));
-        _mm_storeu_si128((__m128i *)(code + 16 * i), _mm512_cvtepi32_epi8(q));
-    }
-    return (uint8_t)(exponent - (uint32_t)lowest);
-}
-
-/* The moments of a block between its update and its packing. */
-typedef struct {
-    __m512 m[ZF_SHARED / 16], v[ZF_SHARED / 16];
-    __m512i largest, largest_sq;
-    size_t at;
-} zf512_moments;
-
-ZF_512_INLINE void zf512_pack_moments(const zf_adam_args *a, const zf_dithers *d, const zf512_moments *x) {
-    int32_t largest = _mm512_reduce_max_epi32(x->largest);
-    uint32_t largest_sq = _mm512_reduce_max_epu32(x->largest_sq);
-    a->exp_avg_exponent[x->at / ZF_SHARED] =
-        zf512_pack((uint8_t *)a->exp_avg + x->at, x->m, (uint32_t)largest, d->exp_avg, ZF_AVG_CODE);
-    a->exp_avg_sq_exponent[x->at / ZF_SHARED] =
-        zf512_pack((uint8_t *)a->exp_avg_sq + x->at, x->v, largest_sq, d->exp_avg_sq, ZF_AVG_SQ_CODE);
-}
-
-ZF_512_INLINE void zf512_update(const zf_adam_args *a, zf512_moments *x, size_t at, int mode, int type) {
-    const __m512 b1 = _mm512_set1_ps(a->beta1), c1 = _mm512_set1_ps(a->one_minus_beta1);
-    const __m512 b2 = _mm512_set1_ps(a->beta2), c2 = _mm512_set1_ps(a->one_minus_beta2);
-    const __m512 bias = _mm512_set1_ps(a->inv_sqrt_bias2), eps = _mm512_set1_ps(a->eps);
-    const __m512 rate = _mm512_set1_ps(a->step_size), decay = _mm512_set1_ps(a->decay);
-    const __m512 scale = _mm512_set1_ps(a->grad_scale);
-    const __m512i floor = _mm512_set1_epi32((int32_t)zf_bits(a->grad_floor));
-    uint16_t *high = (uint16_t *)a->master + at;
-    int16_t *low = a->low + at;
-    const uint8_t *exp_avg = (const uint8_t *)a->exp_avg + at, *exp_avg_sq = (const uint8_t *)a->exp_avg_sq + at;
-    const uint8_t stored = a->exp_avg_exponent[at / ZF_SHARED], stored_sq = a->exp_avg_sq_exponent[at / ZF_SHARED];
-    __m512i largest = _mm512_setzero_si512(), largest_sq = _mm512_setzero_si512();
-    __m512 p[ZF_SHARED / 16], *m = x->m, *v = x->v;
-    for (int i = 0; i < ZF_SHARED / 16; i++) {
-        __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(high + 16 * i)));
-        __m512i lower = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(low + 16 * i)));
-        __m512 w = zf512_float(_mm512_add_epi32(_mm512_slli_epi32(upper, 16), lower));
-        __m512i code = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(exp_avg + 16 * i)));
-        __m512i code_sq = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(exp_avg_sq + 16 * i)));
-        __m512 g = zf512_grad(a->grad, type, at + 16 * (size_t)i);
-        g = _mm512_maskz_mul_ps(_mm512_cmpge_epi32_mask(zf512_size(g), floor), g, scale);
-        if (mode == ZF_L2)
-            g = zf512_flush(_mm512_add_ps(g, _mm512_mul_ps(decay, w)), _mm512_set1_epi32(ZF_FLOOR_GRAD));
-        m[i] = _mm512_mul_ps(b1, zf512_decode(code, stored, ZF_AVG_CODE));
-        m[i] = _mm512_add_ps(m[i], _mm512_mul_ps(c1, g));
-        __m512i size = zf512_size(m[i]);
-        largest = _mm512_max_epi32(largest, size); /* what is flushed is below the lowest exponent anyway */
-        __mmask16 kept = _mm512_cmpge_epi32_mask(size, _mm512_set1_epi32(ZF_FLOOR_EXP_AVG));
-        m[i] = _mm512_maskz_mov_ps(kept, m[i]);
-        v[i] = _mm512_mul_ps(b2, zf512_decode(code_sq, stored_sq, ZF_AVG_SQ_CODE));
-        v[i] = _mm512_add_ps(v[i], _mm512_mul_ps(c2, _mm512_mul_ps(g, g)));
-        largest_sq = _mm512_max_epu32(largest_sq, zf512_int(v[i])); /* only a NaN has a sign: it is the largest */
-        kept = _mm512_cmpge_epu32_mask(zf512_int(v[i]), _mm512_set1_epi32(ZF_FLOOR_EXP_AVG_SQ));
-        v[i] = _mm512_maskz_mov_ps(kept, v[i]);
-        __m512 divisor = _mm512_add_ps(_mm512_mul_ps(_mm512_sqrt_ps(v[i]), bias), eps);
-        __m512 change = _mm512_mul_ps(rate, _mm512_div_ps(m[i], divisor));
-        if (mode == ZF_DECOUPLED) change = _mm512_add_ps(change, _mm512_mul_ps(decay, w));
-        p[i] = _mm512_sub_ps(w, change);
-        __mmask16 nan = _mm512_cmp_ps_mask(p[i], p[i], _CMP_UNORD_Q);
-        __m512i bits = _mm512_mask_mov_epi32(zf512_int(p[i]), nan, _mm512_set1_epi32(0x7fc00000));
-        __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x8000)), 16);
-        _mm256_storeu_si256((__m256i *)(high + 16 * i), _mm512_cvtepi32_epi16(rounded));
-        _mm256_storeu_si256((__m256i *)(low + 16 * i), _mm512_cvtepi32_epi16(bits));
-    }
-    x->largest = largest, x->largest_sq = largest_sq, x->at = at;
-    if (a->out_type != ZF_NONE)
-        zf_round(a->out, a->out_type, (const float *)p, at, ZF_SHARED, a->stream, ZF_AVX512);
-}
-
-ZF_512_INLINE size_t zf512_8bit_of_mode(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end, int mode,
-                                        int type) {
-    const size_t width = type == ZF_FP32 ? 4 : 2;
-    zf512_moments x[2];
-    int now = 0, any = 0;
-    for (; at + ZF_SHARED <= end; at += ZF_SHARED) {
-        for (size_t line = 0; line < 128; line += 64) {
-            zf_prefetch((const char *)a->master + 2 * at + line, ZF_AHEAD * 2);
-            zf_prefetch((const char *)a->low + 2 * at + line, ZF_AHEAD * 2);
-            zf_prefetch((const char *)a->grad + width * at + line, ZF_AHEAD * width);
+ZF_512_INLINE void zf512_grad(const zf512_call *k, __m512 *g, const void *grad, int type, size_t at) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    if (type == ZF_BF16) zf512_grad_bf16(k, g, (const uint16_t *)grad + at);
+    else
+        for (size_t half = 0; half < 2; half++) {
+            __m512 first = zf512_load(grad, type, at + ZF_HALF * half);
+            __m512 second = zf512_load(grad, type, at + ZF_HALF * half + 16);
+            g[half] = zf512_flush(k, _mm512_permutex2var_ps(first, even, second), k->grad_floor);
+            g[half + ZF_ODD] = zf512_flush(k, _mm512_permutex2var_ps(first, odd, second), k->grad_floor);
         }
-        zf_prefetch((const char *)a->exp_avg + at, ZF_AHEAD);
-        zf_prefetch((const char *)a->exp_avg_sq + at, ZF_AHEAD);
-        zf512_update(a, &x[now], at, mode, type);
-        now ^= 1;
-        if (any) zf512_pack_moments(a, d, &x[now]); /* a block later: by then the largest is known */
-        any = 1;
+    ZF_EACH(i) g[i] = _mm512_mul_ps(g[i], k->scale);
+}
+
+/* ---- the stages of Adam --------------------------------------------------------------------------------- */
+
+ZF_512_INLINE void zf512_start(const zf_adam_args *a, const zf512_call *k, __m512 *p, __m512 *g, size_t at, int mode,
+                               int type) {
+    zf512_grad(k, g, a->grad, type, at);
+    zf512_join(k, p, (const uint16_t *)a->master + at, a->low + at);
+    if (mode == ZF_L2)
+        ZF_EACH(i) g[i] = zf512_flush(k, _mm512_add_ps(g[i], _mm512_mul_ps(k->decay, p[i])), k->l2_floor);
+}
+
+/* From what is left of the old moments. */
+ZF_512_INLINE void zf512_add_grad(const zf512_call *k, __m512 *m, __m512 *v, const __m512 *g) {
+    ZF_EACH(i) v[i] = _mm512_add_ps(v[i], _mm512_mul_ps(k->c2, _mm512_mul_ps(g[i], g[i])));
+    ZF_EACH(i) m[i] = _mm512_add_ps(m[i], _mm512_mul_ps(k->c1, g[i]));
+}
+
+ZF_512_INLINE void zf512_divide(const zf512_call *k, __m512 *m, const __m512 *root) {
+    ZF_EACH(i) m[i] = _mm512_div_ps(m[i], _mm512_add_ps(_mm512_mul_ps(root[i], k->bias), k->eps));
+}
+
+/* Writes the new weights and returns 1, or 0 if one is NaN, as it is whenever a moment is: then nothing is written. */
+ZF_512_INLINE int zf512_finish(const zf_adam_args *a, const zf512_call *k, __m512 *p, __m512 *change, size_t at,
+                               int mode) {
+    ZF_EACH(i) change[i] = _mm512_mul_ps(k->rate, change[i]);
+    if (mode == ZF_DECOUPLED) ZF_EACH(i) change[i] = _mm512_add_ps(change[i], _mm512_mul_ps(k->decay, p[i]));
+    ZF_EACH(i) p[i] = _mm512_sub_ps(p[i], change[i]);
+    __mmask16 ordered = _mm512_cmp_ps_mask(p[0], p[1], _CMP_ORD_Q);
+    if (_mm512_mask_cmp_ps_mask(ordered, p[2], p[3], _CMP_ORD_Q) != 0xffff) return 0;
+    zf512_split(k, (uint16_t *)a->master + at, a->low + at, p);
+    if (a->out_type != ZF_NONE) zf512_copy(a, p, at);
+    return 1;
+}
+
+/* ---- bfloat16 moments ----------------------------------------------------------------------------------- */
+
+ZF_512_INLINE void zf512_unpack_bf16(const zf512_call *k, __m512 *x, const uint16_t *from, __m512 beta) {
+    for (int half = 0; half < 2; half++) zf512_widen(k, x, half, _mm512_loadu_si512(from + ZF_HALF * half));
+    ZF_EACH(i) x[i] = _mm512_mul_ps(beta, x[i]);
+}
+
+ZF_512_INLINE void zf512_pack_bf16(const zf512_call *k, __m512i *packed, const __m512 *x, const uint32_t *dither) {
+    __m512i u[ZF_VECTORS];
+    ZF_EACH(i) u[i] = _mm512_add_epi32(zf512_int(x[i]), _mm512_load_si512(dither + 16 * i));
+    for (int half = 0; half < 2; half++)
+        packed[half] = zf512_halves(k, _mm512_srli_epi32(u[half], 16), u[half + ZF_ODD]);
+}
+
+ZF_512_INLINE int zf512_update_16bit(const zf_adam_args *a, const zf512_call *k, size_t at, int mode, int type) {
+    uint16_t *exp_avg = (uint16_t *)a->exp_avg + at, *exp_avg_sq = (uint16_t *)a->exp_avg_sq + at;
+    __m512 p[ZF_VECTORS], g[ZF_VECTORS], m[ZF_VECTORS], v[ZF_VECTORS], root[ZF_VECTORS];
+    __m512i new_m[2], new_v[2];
+    zf512_start(a, k, p, g, at, mode, type);
+    zf512_unpack_bf16(k, m, exp_avg, k->b1);
+    zf512_unpack_bf16(k, v, exp_avg_sq, k->b2);
+    zf512_add_grad(k, m, v, g);
+    ZF_EACH(i) v[i] = zf512_flush(k, v[i], k->exp_avg_sq_floor);
+    ZF_EACH(i) root[i] = _mm512_sqrt_ps(v[i]);
+    ZF_EACH(i) m[i] = zf512_flush(k, m[i], k->exp_avg_floor);
+    zf512_pack_bf16(k, new_v, v, k->dither[1]);
+    zf512_pack_bf16(k, new_m, m, k->dither[0]);
+    zf512_divide(k, m, root);
+    if (!zf512_finish(a, k, p, m, at, mode)) return 0;
+    for (int half = 0; half < 2; half++) {
+        _mm512_storeu_si512(exp_avg + ZF_HALF * half, new_m[half]);
+        _mm512_storeu_si512(exp_avg_sq + ZF_HALF * half, new_v[half]);
     }
-    if (any) zf512_pack_moments(a, d, &x[now ^ 1]);
+    return 1;
+}
+
+ZF_512 static __attribute__((noinline)) void zf512_any_16bit(const zf_adam_args *a, const zf_dithers *d, size_t at) {
+    zf_compact_block(a, d, at, ZF_SHARED, ZF_AVX512, ZF_MOMENTS_16BIT);
+}
+
+ZF_512_INLINE size_t zf512_16bit_of_mode(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end, int mode,
+                                         int type) {
+    zf512_call k __attribute__((aligned(64)));
+    zf512_prepare(&k, a, d);
+    ZF_512_IN_MEMORY(k);
+    for (; at + ZF_SHARED <= end; at += ZF_SHARED) {
+        zf512_prefetch_block(a, at, 2, type == ZF_FP32 ? 4 : 2);
+        if (!zf512_update_16bit(a, &k, at, mode, type)) zf512_any_16bit(a, d, at);
+    }
     return at;
 }
 
 /* The whole blocks of a range; returns where the rest begins. */
-ZF_512 static size_t zf_8bit_avx512(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end) {
+ZF_512 static size_t zf_16bit_avx512(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end) {
     if (a->decay_mode == ZF_DECOUPLED && a->grad_type == ZF_BF16)
-        return zf512_8bit_of_mode(a, d, at, end, ZF_DECOUPLED, ZF_BF16); /* what training does, without branches */
-    return zf512_8bit_of_mode(a, d, at, end, a->decay_mode, a->grad_type);
+        return zf512_16bit_of_mode(a, d, at, end, ZF_DECOUPLED, ZF_BF16); /* what training does, without branches */
+    return zf512_16bit_of_mode(a, d, at, end, a->decay_mode, a->grad_type);
 }
 
 #endif
+

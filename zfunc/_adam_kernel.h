@@ -26,8 +26,9 @@
 #include "_number_formats.h"
 
 #define ZF_BLOCK 128       /* elements between two loops; a multiple of 64 */
+#define ZF_BLOCK_FP32 64   /* the same with fp32 moments: where memory is the limit, short bursts of the copy win */
 #define ZF_LINE 16         /* fp32 elements of a cache line */
-#define ZF_AHEAD 512       /* elements a prefetch runs ahead: they stay in L1 until their turn */
+#define ZF_AHEAD 768       /* elements a prefetch runs ahead: they stay in L1 until their turn */
 #define ZF_CHUNK 16384     /* elements of one partial sum; part of the definition of the sums */
 #define ZF_LANES 16        /* running sums inside a chunk; part of the definition of the sums */
 #define ZF_FORK_MIN 32768  /* below this many elements a second thread costs more than it saves */
@@ -264,6 +265,7 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #define ZF_TARGET_AVX512 "avx512f,avx512bw,avx512dq,avx512vl,f16c,prefer-vector-width=512"
 #endif
 #include "_adam_avx512.h"
+#include "_codes_avx512.h"
 #endif
 
 /* Whole blocks have constant trip counts. */
@@ -272,10 +274,13 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     size_t at = begin;
     zf_dithers d;
     if (a->moments == ZF_MOMENTS_FP32) {
-        for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_adam_block(a, at, ZF_BLOCK, isa);
+        for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
         zf_spread(&d, a, 16);
+#if defined(__x86_64__)
+        if (isa == ZF_AVX512) at = zf_16bit_avx512(a, &d, at, end);
+#endif
         zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_16BIT);
     } else {
         zf_spread(&d, a, 32 - ZF_CUT);

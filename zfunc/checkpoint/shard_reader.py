@@ -116,6 +116,7 @@ def open_shard(path: Path, shard: Shard | None = None) -> Reader:
         header = read_header(path, raw, size)
         if shard and header.tensors != {t.name: t for t in shard.tensors}:
             raise CheckpointError(f"{path}: got other tensors than the manifest's: use another checkpoint")
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # or two threads look like reading at random
         return Reader(path, header, fd, shard)
     except BaseException:
         os.close(fd)
