@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, write
+from zfunc.events import Evaluated, Stepped
 from zfunc.job import prepare
 from zfunc.moments import BUFFERS
 from zfunc.settings import Settings
-from zfunc.train import Evaluated, Finished, Stepped, train
+from zfunc.train import train
 
 WINDOW = 50  # steps a training loss is averaged over
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
@@ -33,13 +34,11 @@ def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
     losses: list[float] = []
     for event in train(prepare(settings, cache=cache)):
         if isinstance(event, Evaluated):
-            held_out.append((0, event.held_out))
+            held_out.append((event.step, event.held_out))
         elif isinstance(event, Stepped):
             losses.append(event.loss)
             if event.held_out is not None:
                 held_out.append((event.step, event.held_out))
-        elif isinstance(event, Finished):
-            held_out.append((event.steps, event.held_out))
     means = [fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
     return {"moments": moments, "seed": seed, "steps": steps, "held_out": held_out, "loss": means}
 

@@ -17,9 +17,9 @@ import pytest
 
 import zfunc
 from zfunc.cli import main
+from zfunc.progress import Length
 from zfunc.settings import Settings
-from zfunc.terminal import interrupts, printable
-from zfunc.train import Length
+from zfunc.terminal import INTERRUPT, TERMINATED, interrupts, printable
 
 
 def model(*sizes: int) -> list[str]:
@@ -117,6 +117,8 @@ def test_a_run_prints_lines_and_leaves_a_folder(texts: Path, capsys: pytest.Capt
     assert (end["ended"], end["steps"]) == ("steps", 12)
     assert end["held_out_bits_per_byte"] == steps[-1]["held_out_bits_per_byte"]
     assert len(end["sample"]) > 100
+    assert end["checkpoint"] == steps[-1]["saved"] == "step-00000012"
+    assert [x.name for x in run.joinpath("checkpoints").iterdir() if x.is_dir()] == ["step-00000012"]
     assert end["planned_bytes"]["device"] > 0
 
 
@@ -163,6 +165,7 @@ def test_ctrl_c_ends_after_the_step_with_summary_and_sample(texts: Path) -> None
     assert "stopping after this step" in err
     assert "stopped as asked" in out
     assert "sample: 320 bytes" in out
+    assert "to go on      the same command with --resume auto --out run" in out
     end = summary(Path("run"))
     assert end["ended"] == "interrupt"
     last = rows(Path("run"))[-1]
@@ -171,8 +174,10 @@ def test_ctrl_c_ends_after_the_step_with_summary_and_sample(texts: Path) -> None
     assert Path("run/timeline.svg").exists()
 
 
-def test_a_kill_leaves_every_step_readable(texts: Path) -> None:
-    running = start("--data", texts, "--steps", 10**7, "--out", "run", stdout=subprocess.DEVNULL)
+def test_a_kill_leaves_every_step_readable_and_a_run_that_goes_on(texts: Path) -> None:
+    running = start(
+        "--data", texts, "--steps", 10**7, "--save-every", 5, "--out", "run", stdout=subprocess.DEVNULL
+    )
     wait_for_steps(Path("run"), 12, running)
     running.kill()
     running.wait()
@@ -181,6 +186,11 @@ def test_a_kill_leaves_every_step_readable(texts: Path) -> None:
     assert last == "" or not last.endswith("}")
     assert json.loads(Path("run/config.json").read_text())["unit"] == "byte"
     assert not Path("run/summary.json").exists()
+
+    assert train("--data", texts, "--steps", len(whole) + 1, "--out", "run", "--resume", "auto") == 0
+    assert [row["step"] for row in rows(Path("run"))] == list(range(len(whole) + 2))
+    kept = whole[: (len(whole) - 2) // 5 * 5]  # up to a checkpoint that was complete
+    assert Path("run/metrics.jsonl").read_text().startswith("\n".join(kept))
 
 
 def test_on_a_terminal_there_is_a_panel(texts: Path) -> None:
@@ -203,19 +213,35 @@ def _read(terminal: int) -> Iterator[bytes]:
             return
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_second_signal_stops_at_once_and_handlers_come_back(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
-) -> None:
-    before = signal.getsignal(number)
-    with interrupts("stopping") as stopping:
-        assert not stopping()
-        os.kill(os.getpid(), number)
-        assert stopping()
+def test_the_second_ctrl_c_stops_at_once_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with interrupts(tell=True) as asked:
+        assert asked() == ""
+        os.kill(os.getpid(), signal.SIGINT)
+        assert asked() == INTERRUPT
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), number)
-    assert signal.getsignal(number) is before
-    assert capfd.readouterr().err == "stopping\n"
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err == "stopping after this step; once more stops at once\n"
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_sigterm_never_stops_at_once(interrupted: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """However often it comes; and it is the stronger, also after a Ctrl-C."""
+    before = signal.getsignal(signal.SIGTERM)
+    with interrupts(tell=True) as asked:
+        if interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert asked() == TERMINATED
+        if not interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert asked() == TERMINATED
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert capfd.readouterr().err.count("terminated: stopping after this step\n") == 1
 
 
 def test_stopped_at_once_is_130(
@@ -268,11 +294,11 @@ def test_the_length_follows_the_clock_only_where_it_must() -> None:
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
     assert slow.total == 500
-    assert slow.ended(499, 99.8, stopping=False) == ""
-    assert slow.ended(500, 99.9, stopping=False) == "seconds"
-    assert both.ended(1000, 99.9, stopping=False) == "steps"
-    assert slow.ended(400, 100.0, stopping=False) == "seconds"
-    assert slow.ended(10, 1.0, stopping=True) == "interrupt"
+    assert slow.ended(499, 99.8) == ""
+    assert slow.ended(500, 99.9) == "seconds"
+    assert both.ended(1000, 99.9) == "steps"
+    assert slow.ended(400, 100.0) == "seconds"
+    assert slow.ended(10, 1.0, stopping=INTERRUPT) == "interrupt"
     timed = Length(Settings(steps=None, seconds=100.0), None)
     assert timed.left(1, 1.0) == 99.0
     assert timed.after(1, 20.0).total == 5

@@ -21,10 +21,11 @@ TORCH_FREE = (
     {"verify", "simulate", "memory", "draw", "faults"},
     {"schedules"},
     {"settings", "terminal"},
+    {"progress", "events"},
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
-    {"adam_reference", "teams", "ranks", "_cpu_adam"},
+    {"adam_reference", "teams", "ranks", "rendezvous", "_cpu_adam"},
     {"compact_reference", "kernel", "launch", "resources"},
     {"checks", "export"},
     {"compact"},
@@ -38,7 +39,7 @@ WITH_TORCH = (
     {"step"},
     {INDEX},
     {"gpt", "data"},
-    {"job"},
+    {"job", "resuming"},
     {"sketch", "train"},
     {"runs"},
     {"console"},

@@ -1,8 +1,9 @@
 """The command `zfunc`: arguments in, exit code out.
 
 Exit codes: 0 for what was done as asked, also for a training that Ctrl-C ended after a whole step, with
-evaluation, summary and sample; 1 for a failure while training, or where `zfunc doctor` finds something wrong; 2 for
-arguments, data or a machine that will not do; 130 for a second Ctrl-C, which stops at once.
+checkpoint, evaluation, summary and sample, or SIGTERM, with checkpoint and summary; 1 for a failure while training
+or to save its last step, or where `zfunc doctor` finds something wrong; 2 for arguments, data or a machine that
+will not do; 130 for a second Ctrl-C, which stops at once.
 """
 
 import argparse
@@ -13,14 +14,19 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 import attrs
 
 import zfunc
 from zfunc.errors import nearest
-from zfunc.settings import DRAW, EXPORT, TRAIN, Export, Option, Settings, Sketch, flag
+from zfunc.settings import AUTO, DRAW, EXPORT, TRAIN, Export, Option, Settings, Sketch, flag
 from zfunc.terminal import interrupts, logged, printable, size
+
+if TYPE_CHECKING:
+    from zfunc.ranks import Ranks
+    from zfunc.resuming import Start
+    from zfunc.runs import Run
 
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
 LINES = 20  # of an error, so that it fits on a screen
@@ -58,49 +64,81 @@ def main(argv: Sequence[str] | None = None) -> int:
 def train(args: argparse.Namespace) -> None:
     """`zfunc train`."""
     settings = train_settings(args)
-    from zfunc.job import prepare  # torch comes with these: help and mistakes do not wait for it
-    from zfunc.launch import launched
-    from zfunc.train import train as events
+    from zfunc.launch import launched  # torch comes with this: help and mistakes do not wait for it
 
     with launched() as ranks:
-        if ranks.rank:
-            with logged(), interrupts("") as stopping:  # rank 0 shows and keeps what happens
-                for _ in events(prepare(settings, cache=cache_folder()), stop=stopping):
-                    pass
-            return
-        _train_and_show(settings)
+        (_follow if ranks.rank else _lead)(settings, ranks)
 
 
-def _train_and_show(settings: Settings) -> None:
-    from zfunc import console, panel, runs
+def _lead(settings: Settings, ranks: "Ranks") -> None:
+    """As rank 0, which decides where to begin, and keeps and shows what happens."""
+    from zfunc import resuming, runs
+
+    with logged():
+        with resuming.refusing(ranks):
+            run = runs.create(settings.out, again=settings.resume == AUTO)
+        try:
+            with resuming.refusing(ranks):
+                start = resuming.decide(run.path, settings)
+            resuming.tell(ranks, start)
+            failure = _train_and_show(settings, run, start)
+        finally:
+            run.close()
+    if failure:
+        raise TrainingFailed(f"the last step is not saved: {failure}\nWhat there is up to then: {run.path}")
+
+
+def _follow(settings: Settings, ranks: "Ranks") -> None:
+    """As any other rank."""
+    from zfunc import resuming
+    from zfunc.events import Saved
     from zfunc.job import prepare
-    from zfunc.train import Started
     from zfunc.train import train as events
 
+    with logged():
+        start = resuming.hear(ranks)
+        if start.over:
+            return
+        job, last = prepare(settings, cache=cache_folder()), None
+        with interrupts(tell=False) as stop:
+            for event in events(job, stop=stop, start=start):
+                last = event if isinstance(event, Saved) else last
+    if last is not None and last.failure:
+        raise TrainingFailed(f"the last step is not saved: {last.failure}")
+
+
+def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
+    """Returns why the last step is not saved, if it should be."""
+    from zfunc import console, panel, runs
+    from zfunc.events import Saved
+    from zfunc.job import prepare
+    from zfunc.train import train as events
+
+    if start.line:
+        print(printable(start.line), flush=True)
+    if start.over:
+        return ""
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    run, begun = runs.create(settings.out), False
+    failure = ""
     try:
-        with logged():
-            job = prepare(settings, cache=cache_folder())
-            tell = "" if live else "stopping after this step; once more stops at once"
-            with interrupts(tell) as stopping:
-                shown = (
-                    panel.living(run, job.unit, stopping)
-                    if live
-                    else nullcontext(console.Plain(run, job.unit))
-                )
-                with shown as screen:
-                    for event in events(job, stop=stopping):
-                        begun = begun or isinstance(event, Started)
-                        runs.record(run, event, job.unit)
-                        screen.show(event)
+        job = prepare(settings, cache=cache_folder())
+        with interrupts(tell=not live) as stop:
+            shown = panel.living(run, job.unit, stop) if live else nullcontext(console.Plain(run, job.unit))
+            with shown as screen:
+                for event in events(job, stop=stop, start=start):
+                    runs.record(run, event, job.unit)
+                    screen.show(event)
+                    failure = event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
         runs.record_failure(run, error)
-        if not begun or not isinstance(error, Exception) or isinstance(error, ValueError | BrokenPipeError):
+        if (
+            not run.begun
+            or not isinstance(error, Exception)
+            or isinstance(error, ValueError | BrokenPipeError)
+        ):
             raise
         raise TrainingFailed(f"{error}\nWhat there is up to then: {run.path}") from error
-    finally:
-        run.close()
+    return failure
 
 
 def draw(args: argparse.Namespace) -> None:
@@ -228,8 +266,9 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         made[name].set_defaults(run=run, prog=made[name].prog)
         made[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
     made["train"].epilog = (
-        "Ctrl-C ends the training after the step under way, with evaluation, summary and sample (exit code 0); "
-        "a second one stops at once (130). Other exit codes: 1 failed while training, 2 cannot start."
+        "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
+        "code 0); a second one stops at once (130). SIGTERM does so with checkpoint and summary alone (0). Other "
+        "exit codes: 1 failed while training or to save the last step, 2 cannot start."
     )
     return top, made
 
@@ -268,7 +307,8 @@ def _add(to: Parser, settings: type, options: dict[str, Option]) -> None:
             group.add_argument(flag(f.name), action="store_true", **told)
         else:
             kind = next((t for t in get_args(f.type) if t is not type(None)), f.type)
-            group.add_argument(flag(f.name), type=READERS[kind], metavar=METAVARS[kind], **told)
+            told["metavar"] = option.metavar or METAVARS[kind]
+            group.add_argument(flag(f.name), type=READERS[kind], **told)
 
 
 def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:

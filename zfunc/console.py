@@ -9,9 +9,11 @@ from typing import Protocol
 
 from attrs import define
 
+from zfunc.checkpoint.checkpoints import FOLDER
+from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped
 from zfunc.runs import Run, sample_text
-from zfunc.terminal import printable, size
-from zfunc.train import SAMPLE_TOKENS, TEMPERATURE, Evaluated, Event, Finished, Said, Started, Stepped
+from zfunc.terminal import INTERRUPT, TERMINATED, printable, size
+from zfunc.train import SAMPLE_TOKENS, TEMPERATURE
 
 EVERY = 5.0  # seconds from one plain line to the next
 
@@ -34,6 +36,7 @@ class Plain:
     unit: str
     shown: float = float("-inf")
     total: int | None = None
+    kept: Stepped | None = None  # the last, if it was not printed
 
     def line(self, text: str) -> None:
         """Print it at once: who reads a pipe waits for it."""
@@ -50,24 +53,36 @@ class Plain:
                 self.total = event.settings.steps
                 yield from introduction(event, self.run)
             case Evaluated():
-                yield f"{_count(0, self.total)}  {held_out_line(event.held_out, self.unit)}"
+                yield from self._last()
+                yield f"{_count(event.step, self.total)}  {held_out_line(event.held_out, self.unit)}"
             case Stepped():
+                self.kept, self.total = event, event.total
                 if time.monotonic() - self.shown >= EVERY or event.held_out is not None:
-                    self.shown = time.monotonic()
-                    yield step_line(event)
+                    yield from self._last()
                 if event.held_out is not None:
-                    count = _count(event.step, event.total)
-                    yield f"{count}  {held_out_line(event.held_out, self.unit)}"
+                    yield f"{_count(event.step, event.total)}  {held_out_line(event.held_out, self.unit)}"
+            case Saved():
+                if event.seconds is not None:  # not while the next step went on
+                    yield from self._last()
+                if event.path is not None:  # else it is in the log
+                    yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
             case Said():
                 yield event.line
             case Finished():
+                yield from self._last()
                 yield ""
                 yield ending(event)
                 yield from (f"  {name:<12}  {value}" for name, value in summary(event, self.run, self.unit))
-                yield sample_title(self.unit)
-                yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
+                if event.sample:
+                    yield sample_title(self.unit)
+                    yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
             case _:
                 pass
+
+    def _last(self) -> Iterator[str]:
+        if self.kept is not None:
+            yield step_line(self.kept)
+            self.kept, self.shown = None, time.monotonic()
 
 
 # --- the words -------------------------------------------------------------------------------------------
@@ -91,6 +106,8 @@ def introduction(event: Started, run: Run) -> Iterator[str]:
     yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {len(plan.lanes)} lanes ({plan.digest})"
     yield f"  memory at most: {planned}"
     yield f"run folder: {run.path}"
+    if event.checkpoint is not None:
+        yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}"
 
 
 def name(event: Started) -> str:
@@ -119,12 +136,20 @@ def held_out_line(held_out: float, unit: str) -> str:
     return f"held out {held_out:.4f} bits per {unit}"
 
 
+def saved_line(event: Saved, run: Run) -> str:
+    """A checkpoint in a few words."""
+    name = event.path.name if event.path else "nothing"
+    took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
+    return f"saved {run.path / FOLDER / name}{took}"
+
+
 def ending(event: Finished) -> str:
     """How it ended."""
     why = {
         "steps": "all steps done",
         "seconds": "the time is up",
         "interrupt": "stopped as asked",
+        "terminated": "terminated",
     }
     return f"{why[event.ended]}: {event.steps:,} steps in {clock(event.seconds)}"
 
@@ -132,7 +157,8 @@ def ending(event: Finished) -> str:
 def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
     """What it came to, as names and values."""
     yield "loss", f"{event.loss:.4f}, the mean of the last {min(50, event.steps)} steps"
-    yield "held out", f"{event.held_out:.4f} bits per {unit}"
+    if event.held_out is not None:
+        yield "held out", f"{event.held_out:.4f} bits per {unit}"
     yield "speed", f"{event.tokens_per_second:,.0f} tokens/s"
     peaks, planned = event.peak_bytes, event.planned_bytes
     host = planned["host"] + planned["pinned"]
@@ -148,6 +174,8 @@ def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
     if event.skipped:
         yield "skipped", f"{event.skipped:,} steps, for an overflow"
     yield "run folder", str(run.path)
+    if event.checkpoint and event.ended in (INTERRUPT, TERMINATED):
+        yield "to go on", f"the same command with --resume auto --out {run.path}"
 
 
 def sample_title(unit: str) -> str:

@@ -175,6 +175,12 @@ def learning_rate(settings: Settings, total: int | None) -> Callable[[int], floa
     return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
 
 
+def paced(program: Program, settings: Settings, total: int | None) -> Program:
+    """The program with the learning rate of so many steps; the same in all else, so it takes the same State."""
+    rate = learning_rate(settings, total)
+    return evolve(program, optimizer=evolve(program.optimizer, lr=rate))
+
+
 def machine(device: torch.device) -> dict[str, Any]:
     """What this runs on and with, for the record."""
     return {

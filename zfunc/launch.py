@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zfunc.ranks import Ranks
+from zfunc.rendezvous import fresh
 from zfunc.threads import local_rank
 
 TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
@@ -56,7 +57,16 @@ def launched() -> Iterator[Ranks]:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank())
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timeout())
+    patience = timeout()
+    store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+    store.set_timeout(patience)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",
+        store=fresh(store, rank, world),
+        rank=rank,
+        world_size=world,
+        timeout=patience,
+    )
     try:
         yield Ranks.of()
     finally:

@@ -16,9 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from zfunc import console as words
+from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped
 from zfunc.runs import Run, sample_text
-from zfunc.terminal import printable
-from zfunc.train import Evaluated, Event, Finished, Said, Started, Stepped
+from zfunc.terminal import TERMINATED, printable
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16  # bars of the loss curve
@@ -32,7 +32,7 @@ class Living:
 
     run: Run
     unit: str
-    stopping: Callable[[], bool]
+    stopping: Callable[[], str]
     console: Console = field(factory=lambda: Console(highlight=False))
     started: Started | None = None
     stepped: Stepped | None = None
@@ -59,6 +59,9 @@ class Living:
                 self.losses = _thinned((*self.losses, event.loss))
                 if event.held_out is not None:
                     self.held_out = event.held_out
+            case Saved():
+                if event.path is not None:  # else it is in the log
+                    self.line(f"step {event.step:,}: {words.saved_line(event, self.run)}")
             case Said():
                 self.line(event.line)
             case Finished():
@@ -82,12 +85,13 @@ class Living:
         for what, value in words.summary(event, self.run, self.unit):
             table.add_row(Text(what, "dim"), Text(printable(value), overflow="fold"))
         self.console.print(_panel(self.console, words.ending(event), table))
-        lines = map(printable, sample_text(event, self.unit).split("\n"))
-        sample = Text("\n".join(lines), overflow="fold")
-        self.console.print(_panel(self.console, words.sample_title(self.unit), sample))
+        if event.sample:
+            lines = map(printable, sample_text(event, self.unit).split("\n"))
+            sample = Text("\n".join(lines), overflow="fold")
+            self.console.print(_panel(self.console, words.sample_title(self.unit), sample))
 
     def _progress(self) -> RenderableType:
-        step = self.stepped.step if self.stepped else 0
+        step = self.stepped.step if self.stepped else self.started.step if self.started else 0
         total = self.stepped.total if self.stepped else self.started and self.started.settings.steps
         share = min(1.0, step / total) if total else 0.0
         row = Table.grid(padding=(0, 2), expand=True)
@@ -106,7 +110,9 @@ class Living:
         """What it is doing, and until when; the clock runs on between two steps."""
         if self.finished is not None:
             return Text("done", "green")
-        if self.stopping():
+        if (how := self.stopping()) == TERMINATED:
+            return Text("terminated: stopping", "yellow")
+        if how:
             return Text("stopping; Ctrl-C again: at once", "yellow")
         if self.stepped is None:
             return Text("the first evaluation" if self.held_out is None else "the first step", "dim")
@@ -154,7 +160,7 @@ class Living:
 
 
 @contextmanager
-def living(run: Run, unit: str, stopping: Callable[[], bool]) -> Iterator[Living]:
+def living(run: Run, unit: str, stopping: Callable[[], str]) -> Iterator[Living]:
     """A panel on the terminal that stdout is, from here to the end of the context."""
     panel = Living(run, unit, stopping)
     with Live(get_renderable=panel.render, console=panel.console, refresh_per_second=5):

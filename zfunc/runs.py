@@ -1,65 +1,135 @@
 """The run folder: what a job leaves on disk, readable at every moment.
 
-- `config.json`: all settings with nothing left open, data, plan, machine and versions; written at the start.
+- `config.json`: all settings with nothing left open, data, plan, machine and versions, and the checkpoint it was
+  resumed from; written at the start.
 - `metrics.jsonl`: one JSON object a step, appended and flushed as the step ends. An evaluation adds
-  `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows; the one before the
-  first step is an object of its own, with step 0.
+  `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows, a checkpoint adds
+  `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
+  step 0.
+- `checkpoints`: see `zfunc.checkpoint.checkpoints`.
 - `timeline.svg`, `timeline.json`: one measured step, as a picture and as a Chrome trace.
 - `summary.json`: how it ended. A job that was killed has none.
 
 The invariant: a file that is there is whole, but for the last line of `metrics.jsonl`, and no run writes into
-another's folder.
+another's folder. A run that goes on in its folder cuts off what came after the checkpoint it goes on from, so the
+lines are those of a run that was never stopped.
 """
 
+import fcntl
 import json
+import logging
 import math
 import os
-from contextlib import suppress
+import re
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from io import SEEK_END
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 import attrs
-from attrs import frozen
+from attrs import define
 
 from zfunc.draw import chrome_trace, svg
-from zfunc.train import Evaluated, Event, Finished, Started, Stepped, Traced
+from zfunc.events import Evaluated, Event, Finished, Saved, Started, Stepped, Traced
 
 RUNS = Path("runs")
+METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
+_LEFT = re.compile(r"\.[a-z]+\.[a-z]+\.[0-9]+\.partial")  # by write_whole, in a process that was killed
+log = logging.getLogger("zfunc")
 
 
-@frozen(eq=False)
+@define(eq=False)
 class Run:
-    """An open run folder."""
+    """An open run folder, locked against other processes."""
 
     path: Path
     new: bool  # made for this run
-    metrics: TextIO
+    _lock: int
+    _metrics: BinaryIO | None = None  # None until a run that goes on has begun
+    step: int = -1  # of the last line
+    begun: bool = False
+
+    def begin(self, event: Started, held_out: str) -> None:
+        """Write down what begins. A run that goes on gets rid of what it has done since and says so no more."""
+        if self._metrics is None:
+            self.path.joinpath(SUMMARY).unlink(missing_ok=True)
+            for left in filter(lambda x: _LEFT.fullmatch(x.name), self.path.iterdir()):
+                left.unlink()
+            self._cut(event, held_out)
+        write_whole(self.path / CONFIG, _json(_config(event)))
+        self.begun = True
+
+    def append(self, step: int, fields: dict[str, Any]) -> None:
+        """Write the line of a step."""
+        assert self._metrics is not None
+        self._metrics.write(_line({"step": step, **fields}))
+        self._metrics.flush()  # a run that is killed keeps every step
+        self.step = step
+
+    def amend(self, step: int, fields: dict[str, Any]) -> None:
+        """Add to the last line, in place; to a line of its own if the last is another step's."""
+        if self.step != step:
+            self.append(step, fields)
+            return
+        assert self._metrics is not None
+        self._metrics.seek(-2, SEEK_END)  # its brace and its end
+        self._metrics.write(b", " + _line(fields)[1:])
+        self._metrics.flush()
+
+    def _cut(self, event: Started, held_out: str) -> None:
+        """Keep the lines up to the checkpoint that was loaded, if it is the run's own; else none.
+
+        An evaluation at the step itself goes: where it was due, it is made again.
+        """
+        path, last = self.path / METRICS, event.step if event.own else -1
+        before, kept = _found(path, last)
+        if event.own and kept.get("step") != last:
+            log.warning("%s: got no line of step %d after which it goes on: some are lost", path, last)
+        elif event.own and event.checkpoint is not None:
+            kept = {k: v for k, v in kept.items() if k not in (held_out, "not_saved")}
+            kept["saved"] = event.checkpoint.name
+        with _whole(path) as file:
+            if before:
+                with path.open("rb") as old:
+                    _copy(old, file, before)
+            if kept:
+                file.write(_line(kept))
+        self._metrics = path.open("r+b")
+        self._metrics.seek(0, SEEK_END)
+        self.step = kept.get("step", -1)
 
     def close(self) -> None:
         """Close the files; a folder in which nothing was written is removed if it was made for this run."""
-        self.metrics.close()
-        if not (self.path / "config.json").exists():
-            self.path.joinpath("metrics.jsonl").unlink()
+        if self._metrics is not None:
+            self._metrics.close()
+        if not (self.path / CONFIG).exists():
+            self.path.joinpath(METRICS).unlink(missing_ok=True)
             if self.new:
                 self.path.rmdir()
+        os.close(self._lock)
 
 
-def create(out: Path | None) -> Run:
+def create(out: Path | None, *, again: bool = False) -> Run:
     """Make the folder `out`, or one in `runs` named after date and time, and open its metrics.
 
-    Raises ValueError if it holds files already, or cannot be written: said before anything is computed.
+    `again`: it may be that of a run, which goes on. Raises ValueError if it holds other files, is another
+    process's, or cannot be written: said before anything is computed.
     """
     try:
         path = out or _unnamed()
         new = not path.exists() or out is None
         path.mkdir(parents=True, exist_ok=True)
-        if any(path.iterdir()):
-            raise ValueError(
-                f"--out: got {path}, which holds files already, expected a new or empty folder: name another; "
-                "no run is ever overwritten"
-            )
-        return Run(path, new, path.joinpath("metrics.jsonl").open("x", encoding="utf-8"))
+        lock = _locked(path)
+        try:
+            if again and _is_run(path):
+                return Run(path, False, lock)
+            _check_empty(path, again=again)
+            return Run(path, new, lock, path.joinpath(METRICS).open("x+b"))
+        except BaseException:
+            os.close(lock)
+            raise
     except OSError as error:
         raise ValueError(
             f"--out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
@@ -72,29 +142,35 @@ def record(run: Run, event: Event, unit: str) -> None:
     held_out = f"held_out_bits_per_{unit}"
     match event:
         case Started():
-            write_whole(run.path / "config.json", _json(_config(event)))
+            run.begin(event, held_out)
         case Evaluated():
-            _append(run.metrics, {"step": event.step, held_out: event.held_out})
+            run.amend(event.step, {held_out: event.held_out})
+        case Saved():
+            told = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
+            run.amend(event.step, told)
         case Stepped():
-            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "seconds_left"))
-            _append(run.metrics, fields if event.held_out is None else {**fields, held_out: event.held_out})
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
+            run.append(event.step, fields if event.held_out is None else {**fields, held_out: event.held_out})
         case Traced():
-            title = _title(event, json.loads((run.path / "config.json").read_text()))
+            title = _title(event, json.loads((run.path / CONFIG).read_text()))
             write_whole(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
             write_whole(run.path / "timeline.json", chrome_trace(event.timeline))
         case Finished():
-            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "sample"))
-            fields |= {held_out: event.held_out, "sample": sample_text(event, unit)}
-            write_whole(run.path / "summary.json", _json(fields))
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "sample", "checkpoint"))
+            name = event.checkpoint and event.checkpoint.name
+            fields |= {held_out: event.held_out, "checkpoint": name, "sample": sample_text(event, unit)}
+            write_whole(run.path / SUMMARY, _json(fields))
+        case _:
+            pass
 
 
 def record_failure(run: Run, error: BaseException) -> None:
     """Write down that, and why, the job did not end by itself."""
-    if (run.path / "config.json").exists():
+    if run.begun:
         told = f"{type(error).__name__}: {error}".rstrip(": ")
         ended = "stopped at once" if isinstance(error, KeyboardInterrupt) else "failed"
         with suppress(OSError):  # a full disk may be the error itself, which is what has to be told
-            write_whole(run.path / "summary.json", _json({"ended": ended, "error": told}))
+            write_whole(run.path / SUMMARY, _json({"ended": ended, "error": told}))
 
 
 def sample_text(event: Finished, unit: str) -> str:
@@ -110,9 +186,19 @@ def write_whole(path: Path, text: str) -> None:
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
         return
+    with _whole(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _whole(path: Path) -> Generator[BinaryIO, None, None]:
+    """A file that takes the place of `path` when all is written."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a crash may leave the name without the text
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
@@ -147,6 +233,7 @@ def _config(event: Started) -> dict[str, Any]:
             "planned_bytes": event.planned_bytes,
         },
         "machine": event.machine,
+        "resumed_from": event.checkpoint and str(event.checkpoint),
     }
 
 
@@ -157,9 +244,78 @@ def _title(event: Traced, config: dict[str, Any]) -> str:
     return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
 
 
-def _append(metrics: TextIO, fields: dict[str, Any]) -> None:
-    metrics.write(json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n")
-    metrics.flush()  # a run that is killed keeps every step
+def _line(fields: dict[str, Any]) -> bytes:
+    return (json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n").encode()
+
+
+def _found(path: Path, last: int) -> tuple[int, dict[str, Any]]:
+    """Of metrics: the newest line up to step `last`, if there is one, and the number of bytes before it.
+
+    What follows a line that is none is not read.
+    """
+    before, kept, end = 0, dict[str, Any](), 0
+    if last < 1 or not path.exists():
+        return before, kept
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+                if not line.endswith(b"\n") or fields["step"] > last:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            before, kept, end = end, fields, end + len(line)
+    return before, kept
+
+
+def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
+    while nbytes and (part := old.read(min(nbytes, 1 << 20))):
+        new.write(part)
+        nbytes -= len(part)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock on a folder until it is closed or this process ends."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise ValueError(
+            f"--out: got {path}, in which another process is at work, expected a folder of this run alone: wait "
+            "for it, or name another"
+        ) from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): have one run at a time in it", path, error.strerror)
+    return fd
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        fields = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and {"settings", "plan"} <= fields.keys()
+
+
+def _check_empty(path: Path, *, again: bool) -> None:
+    """Refuse a folder with files; a run's that was killed before it began has but an empty one, which goes."""
+    left = list(path.iterdir())
+    if again:
+        debris = [x for x in left if _LEFT.fullmatch(x.name) or (x.name == METRICS and not x.stat().st_size)]
+        if len(debris) == len(left):
+            for x in debris:
+                x.unlink()
+            return
+        raise ValueError(
+            f"--out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
+            "that is new or empty: name another"
+        )
+    if left:
+        raise ValueError(
+            f"--out: got {path}, which holds files already, expected a new or empty folder: name another, or go on "
+            "in it with --resume auto if it is a run's; no run is ever overwritten"
+        )
 
 
 def _json(value: dict[str, Any]) -> str:

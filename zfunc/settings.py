@@ -25,15 +25,20 @@ MOMENTS = tuple(BUFFERS)
 WEIGHTS = ("fp32", "bf16", "fp16")
 FORMATS = ("text", "svg", "chrome")
 TOKEN_TYPES = ("uint16", "uint32")
+AUTO = "auto"  # of --resume
 
 
 @frozen
 class Option:
-    """What a field means on the command line: its group, its help with the unit, and a check that raises."""
+    """What a field means on the command line: its group, its help with the unit, and a check that raises.
+
+    `metavar` stands for its value in the help; "" is that of its type.
+    """
 
     group: str
     help: str
     check: Callable[[str, Any], None]
+    metavar: str = ""
 
 
 def flag(name: str) -> str:
@@ -92,6 +97,13 @@ def _device(name: str, value: Any) -> None:
 def _path(name: str, value: Any) -> None:
     if value.exists() and not value.name:  # "", "." and "/"
         raise ValueError(f"{flag(name)}: got {str(value)!r}, expected the path of a file or folder: name it")
+
+
+def _resume(name: str, value: Any) -> None:
+    if not value:
+        raise ValueError(
+            f"{flag(name)}: got nothing, expected a checkpoint, a folder of them, a run, or {AUTO}: name it"
+        )
 
 
 def _any(_name: str, _value: Any) -> None:
@@ -160,6 +172,20 @@ TRAIN = {
         _positive,
     ),
     "eval_every": Option("how long", "steps from one held-out evaluation to the next", _count),
+    "save_every": Option(
+        "checkpoints",
+        "steps from one checkpoint to the next; the last step is always saved (default: only the last step; "
+        "0: none at all)",
+        _zero_or_more,
+    ),
+    "keep": Option("checkpoints", "the newest that stay; older ones are deleted", _count),
+    "resume": Option(
+        "checkpoints",
+        f"go on from a checkpoint, from the newest in a folder of them, or from a run's; {AUTO}: in --out itself, "
+        "from its newest, or from the beginning if it has none (default: from the beginning)",
+        _resume,
+        metavar=f"PATH|{AUTO}",
+    ),
     "device": Option(
         "how it runs", f"{_names(DEVICES)}, or cuda:N; auto is a GPU where there is one", _device
     ),
@@ -172,7 +198,11 @@ TRAIN = {
     "seed": Option(
         "how it runs", "of initial values, the order of data, dropout and the sample", _zero_or_more
     ),
-    "out": Option("how it runs", "run folder, new or empty (default: runs/DATE-TIME)", _path),
+    "out": Option(
+        "how it runs",
+        f"run folder, new or empty, or with --resume {AUTO} the run's own (default: runs/DATE-TIME)",
+        _path,
+    ),
 }
 
 DRAW = {
@@ -226,6 +256,9 @@ class Settings:
     steps: int | None = 1500
     seconds: float | None = 140.0
     eval_every: int = 250
+    save_every: int | None = None
+    keep: int = 2
+    resume: str | None = None
     device: str = "auto"
     precision: str = "auto"
     moments: str = "fp32"
@@ -238,6 +271,10 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         _check(self, TRAIN)
+        if self.resume == AUTO and self.out is None:
+            raise ValueError(
+                f"--resume {AUTO}: got no --out, expected the run's folder, new at first: add such as --out run"
+            )
         if self.steps is None and self.seconds is None:
             raise ValueError(
                 "--steps, --seconds: got neither, expected one at least: pass such as --steps 1500"

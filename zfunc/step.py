@@ -143,7 +143,9 @@ def _train_step(
     state.check(program.identity, "train_step")
     special = specialize(program, batch, save=save is not None)
     number = state.step + 1
-    check((f for f in options.faults if f.step == number), special.plan)  # all ranks' faults: they refuse together
+    check(
+        (f for f in options.faults if f.step == number), special.plan
+    )  # all ranks' faults: they refuse together
     options = evolve(options, faults=due(options.faults, program.ranks.rank, number))
     agree(program, special, state, batch)
     buffers = state.buffers

@@ -11,6 +11,8 @@ from typing import Any
 
 from attrs import define
 
+INTERRUPT, TERMINATED = "interrupt", "terminated"
+
 
 def printable(text: str) -> str:
     r"""`text` without anything a terminal would obey: control and format characters are spelled out.
@@ -23,31 +25,44 @@ def printable(text: str) -> str:
 
 
 @define
-class Interrupts:
-    """Counts them; `stopping()` is True after the first."""
+class Asked:
+    """How the command is to end: `asked()` is "", INTERRUPT or TERMINATED, which is the stronger."""
 
-    count: int = 0
+    how: str = ""
+    interrupts: int = 0
 
-    def __call__(self) -> bool:
-        """Whether one has come."""
-        return self.count > 0
+    def __call__(self) -> str:
+        """What was asked for up to now."""
+        return self.how
+
+    def take(self, number: int) -> str:
+        """A signal has come. What is to be said of it, if anything; the second Ctrl-C raises KeyboardInterrupt."""
+        before = self.how
+        if (
+            number == signal.SIGTERM
+        ):  # may well come twice: a launcher sends it, and who ends the launcher too
+            self.how = TERMINATED
+            return "" if before == TERMINATED else "terminated: stopping after this step"
+        self.interrupts += 1
+        if self.interrupts > 1:
+            raise KeyboardInterrupt
+        self.how = before or INTERRUPT
+        return "stopping after this step; once more stops at once"
 
 
 @contextmanager
-def interrupts(tell: str) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM set a flag that the context gives; the second one raises KeyboardInterrupt.
+def interrupts(*, tell: bool) -> Iterator[Callable[[], str]]:
+    """Ctrl-C and SIGTERM set what the context gives; the second Ctrl-C raises KeyboardInterrupt.
 
-    `tell` is said on stderr at the first one; "" says nothing. What handled the signals before does so again after
-    the context. In a thread other than the main one, which gets no signals, nothing changes.
+    With `tell`, the first of each is answered on stderr. What handled the signals before does so again after the
+    context. In a thread other than the main one, which gets no signals, nothing changes.
     """
-    seen = Interrupts()
+    seen = Asked()
 
-    def handle(_signal: int, _frame: Any) -> None:
-        seen.count += 1
-        if seen.count > 1:
-            raise KeyboardInterrupt
-        if tell:
-            os.write(2, f"{tell}\n".encode())  # print is not safe here: the signal may have come inside one
+    def handle(number: int, _frame: Any) -> None:
+        told = seen.take(number)
+        if told and tell:
+            os.write(2, f"{told}\n".encode())  # print is not safe here: the signal may have come inside one
 
     if threading.current_thread() is not threading.main_thread():
         yield seen

@@ -1,240 +1,274 @@
-"""The training loop: a job in, events out. Nothing here prints or writes; whoever iterates does.
+"""The training loop: a job in, events out. Nothing here prints or writes but checkpoints; whoever iterates does.
 
-The invariant: two jobs with equal settings give equal losses on one machine, unless the time bound takes steps
-away; and that is an event of its own.
+The invariant: two jobs with equal settings give equal losses on one machine, however often one was stopped and went
+on from a checkpoint; unless the time bound takes steps away, and that is an event of its own.
 """
 
+import logging
 import math
 import resource
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import torch
-from attrs import evolve, frozen
+from attrs import define, evolve, field
 
 import zfunc
+from zfunc.checkpointing import restore
+from zfunc.errors import CheckpointError
+from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped, Traced
 from zfunc.gpt import num_parameters
-from zfunc.job import Job, config, learning_rate, machine
+from zfunc.job import Batch, Job, config, machine, paced
 from zfunc.memory import memory
-from zfunc.plan import Plan
 from zfunc.program import Program, specialize
-from zfunc.settings import Settings
+from zfunc.progress import Length, Progress, differences, restored
+from zfunc.resuming import Start
+from zfunc.saving import Save
 from zfunc.state import State
 from zfunc.step import Metrics
-from zfunc.timeline import Timeline
+from zfunc.terminal import INTERRUPT, TERMINATED
 
-TRACED_STEP = 10  # the one whose timeline is kept: by then everything is warm
-WARM_STEPS = 3  # steps that trace and compile, and tell nothing about those to come
+TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
 SAMPLE_TOKENS, TEMPERATURE = 320, 0.8
+Stop = Callable[[], str]  # how to end: "" not at all, INTERRUPT, or TERMINATED
+log = logging.getLogger("zfunc")
 
 
-@frozen
-class Started:
-    """The job is ready: what was chosen, read and planned. `settings` has nothing open any more."""
+def train(job: Job, *, stop: Stop = lambda: "", start: Start = Start()) -> Iterator[Event]:  # noqa: B008
+    """Run the job from `start`; `stop` is asked after every step.
 
-    settings: Settings
-    data: tuple[str, ...]
-    unit: str  # "byte" or "token"
-    parameters: int
-    plan: Plan
-    planned_bytes: dict[str, int]
-    machine: dict[str, object]
-
-
-@frozen
-class Evaluated:
-    """Held-out data was read before the first step: bits per byte, or per token."""
-
-    held_out: float
-    step: int = 0
-
-
-@frozen
-class Stepped:
-    """A step is over. `held_out`, as in Evaluated, where it was followed by an evaluation."""
-
-    step: int
-    total: int | None  # steps there will be; None while that is not known
-    loss: float
-    lr: float
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
-    tokens_per_second: float
-    seconds: float
-    host_seconds: float
-    device_bytes: int
-    host_bytes: int
-    seconds_left: float | None
-    held_out: float | None
-
-
-@frozen
-class Said:
-    """Something was decided on the way, in one line."""
-
-    line: str
-
-
-@frozen
-class Traced:
-    """The measured timeline of one step, and the plan it ran."""
-
-    step: int
-    timeline: Timeline
-    plan: Plan
-
-
-@frozen
-class Finished:
-    """The end: by "steps" if all asked for were taken, by "seconds" or "interrupt". Peaks are in bytes."""
-
-    ended: str
-    steps: int
-    skipped: int
-    loss: float  # the mean of the last 50 steps
-    held_out: float
-    tokens_per_second: float
-    seconds: float  # of training, evaluations included
-    peak_bytes: dict[str, int]
-    planned_bytes: dict[str, int]
-    sample: tuple[int, ...]  # tokens
-
-
-Event = Started | Evaluated | Stepped | Said | Traced | Finished
-
-
-def train(job: Job, *, stop: Callable[[], bool] = lambda: False) -> Iterator[Event]:
-    """Run the job; `stop` is asked after every step. Raises OutOfMemory, and what `zfunc.train_step` raises."""
-    program, settings = job.program, job.settings
-    peaks = {tier: peak.nbytes for tier, peak in memory(program.plan).items()}
-    host_before = host_bytes()
-    if program.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(program.device)
-    state = zfunc.init(program, seed=settings.seed)
-    told = machine(program.device)
-    yield Started(
-        settings,
-        job.corpus.description,
-        job.unit,
-        num_parameters(config(settings)),
-        program.plan,
-        peaks,
-        told,
-    )
-    length, start = Length(settings, settings.steps), time.perf_counter()
-    held_out = evaluate(job, program, state)
-    yield Evaluated(held_out)
-
-    losses: list[float] = []
-    busy, skipped, ended = 0.0, 0, ""
-    while not ended:
-        begun = time.perf_counter()
-        number = state.batches + 1
-        traced = number == min(TRACED_STEP, length.total or TRACED_STEP)
-        batch = job.batch(state.sequences)
-        state, metrics = zfunc.train_step(program, state, batch, trace=traced)
-        seconds = time.perf_counter() - begun
-        losses, busy, skipped = [*losses[-49:], metrics.loss], busy + seconds, skipped + metrics.skipped
-        elapsed, stopping = agreed(job, start, stop)
-        ended = length.ended(number, elapsed, stopping=stopping)
-        evaluated = None
-        if ended or number % settings.eval_every == 0:
-            evaluated = held_out = evaluate(job, program, state)
-            elapsed, stopping = agreed(job, start, stop)  # it takes a while
-            ended = ended or ("interrupt" if stopping else "")
-        before_look, length = length, length.after(number, elapsed)
-        yield _stepped(settings, program, number, length, metrics, seconds, elapsed, evaluated)
-        if traced and metrics.timeline is not None:
-            yield Traced(number, metrics.timeline, specialize(program, batch).plan)
-        if length.total != before_look.total:
-            rate = learning_rate(settings, length.total)
-            program = evolve(program, optimizer=evolve(program.optimizer, lr=rate))
-            if not ended:
-                yield Said(_changed(before_look, length, number, elapsed))
-    yield Finished(
-        ended=ended,
-        steps=state.batches,
-        skipped=skipped,
-        loss=fmean(losses),
-        held_out=held_out,
-        tokens_per_second=state.sequences * settings.seq_length / busy,
-        seconds=time.perf_counter() - start,
-        peak_bytes=_peaks(program, host_before),
-        planned_bytes=peaks,
-        sample=sample(job, program, state),
-    )
-
-
-@frozen
-class Length:
-    """How many steps there will be: as many as asked for, or as fit into the seconds where those are fewer.
-
-    The time is looked at after a twentieth of the seconds, then after every further tenth. Steps are taken away
-    where a twentieth of them will not fit, and given back where a seventh more will. A pure function of steps and
-    seconds, so it can be tested without a clock.
+    Checkpoints go to `start.folder`. One that cannot be written is an event, and training goes on. Raises
+    CheckpointError if what is to be loaded cannot be, OutOfMemory, and what `zfunc.train_step` raises.
     """
-
-    settings: Settings
-    total: int | None  # None: only the seconds are given, and nothing has been measured yet
-    warm: float = 0.0  # seconds until the first WARM_STEPS steps were over
-    looks: int = 0
-
-    def after(self, step: int, elapsed: float) -> "Length":
-        """Seen when `step` is over, `elapsed` seconds after the first began."""
-        seen = evolve(self, warm=elapsed) if step == WARM_STEPS else self
-        seconds = self.settings.seconds
-        if seconds is None or elapsed < seconds * (0.05 + 0.1 * self.looks):
-            return seen
-        fits = step + max(1, int((seconds - elapsed) / seen.seconds_per_step(step, elapsed)))
-        total = min(fits, self.settings.steps or fits)
-        if self.total is not None and 0.95 * self.total <= total <= 1.15 * self.total:
-            total = self.total
-        looks = int((elapsed / seconds - 0.05) / 0.1) + 1
-        return evolve(seen, total=total, looks=looks)
-
-    def seconds_per_step(self, step: int, elapsed: float) -> float:
-        """The mean, without the first steps as soon as there are others; evaluations are in it."""
-        if step > WARM_STEPS:
-            return (elapsed - self.warm) / (step - WARM_STEPS)
-        return elapsed / step
-
-    def left(self, step: int, elapsed: float) -> float | None:
-        """Seconds to the end, as far as one can tell."""
-        bounds = [] if self.settings.seconds is None else [max(0.0, self.settings.seconds - elapsed)]
-        if self.total is not None:
-            bounds.append((self.total - step) * self.seconds_per_step(step, elapsed))
-        return min(bounds, default=None)
-
-    def ended(self, step: int, elapsed: float, *, stopping: bool) -> str:
-        """Why `step` was the last one, or nothing."""
-        if self.total is not None and step >= self.total:
-            return "steps" if self.total == self.settings.steps else "seconds"
-        if self.settings.seconds is not None and elapsed >= self.settings.seconds:
-            return "seconds"
-        return "interrupt" if stopping else ""
+    host_before = host_bytes()
+    if job.program.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.program.device)
+    loop = _Loop(job, stop, start)
+    yield from loop.begin()
+    while not loop.ended:
+        yield from loop.step()
+    yield from loop.end(host_before)
 
 
-def agreed(job: Job, start: float, stop: Callable[[], bool]) -> tuple[float, bool]:
-    """Seconds since `start`, by the clock of rank 0, and whether any rank is to stop: the same on all of them."""
-    seconds = time.perf_counter() - start if job.ranks.rank == 0 else 0.0
-    elapsed, stopping = job.ranks.sums([seconds, float(stop())])
-    return elapsed, stopping > 0
+@define(eq=False)
+class _Loop:
+    """A training under way; each of its methods is a part of it."""
+
+    job: Job
+    stop: Stop
+    start: Start
+    program: Program = field(init=False)
+    state: State = field(init=False)
+    progress: Progress = field(init=False)
+    first: int = field(init=False)  # steps that were done before
+    began: float = field(init=False)  # when the first step would have begun if it had been here
+    busy: float = 0.0  # seconds in steps taken here
+    tokens: int = 0
+    ended: str = ""
+    held_out: float | None = None
+    checkpoint: Path | None = None
+    saved_step: int | None = None  # of `checkpoint`
+
+    def begin(self) -> Iterator[Event]:
+        """A fresh state, or that of a checkpoint; and the evaluation that is due before the next step."""
+        checkpoint, job = self._load(), self.job
+        settings, at = job.settings, self.state.batches
+        self.first = at
+        if checkpoint is None or self.start.own:
+            self.checkpoint, self.saved_step = checkpoint, at
+        yield Started(
+            settings,
+            job.corpus.description,
+            job.unit,
+            num_parameters(config(settings)),
+            self.program.plan,
+            self._planned(),
+            machine(self.program.device),
+            at,
+            checkpoint,
+            self.start.own,
+        )
+        self.began = time.perf_counter() - self.progress.elapsed
+        self.ended = self.progress.length.ended(at, self.progress.elapsed)
+        if not at or (at % settings.eval_every == 0 and not self.ended):
+            self.held_out = evaluate(job, self.program, self.state)
+            assert self.held_out is not None
+            yield Evaluated(self.held_out, at)
+        if self._look()[1] == TERMINATED:
+            self.ended = TERMINATED
+
+    def step(self) -> Iterator[Event]:
+        """One step, with what follows it."""
+        settings, number, before = self.job.settings, self.state.batches + 1, self.progress.length
+        traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
+        begun = time.perf_counter()
+        batch = self.job.batch(self.state.sequences)
+        metrics, saved = self._train_step(batch, traced=traced)
+        seconds = time.perf_counter() - begun
+        if saved is not None:
+            yield saved
+        self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
+        self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
+        elapsed = self._settle(number)
+        cuda = self.program.device.type == "cuda"
+        yield Stepped(
+            step=number,
+            total=self.progress.length.total,
+            loss=metrics.loss,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            skipped=metrics.skipped,
+            loss_scale=metrics.loss_scale,
+            tokens_per_second=settings.batch_size * settings.seq_length / seconds,
+            seconds=metrics.seconds,
+            host_seconds=metrics.host_seconds,
+            device_bytes=torch.cuda.memory_allocated(self.program.device) if cuda else 0,
+            host_bytes=host_bytes(),
+            seconds_left=self.progress.length.left(number, elapsed),
+            held_out=self.held_out,
+        )
+        if traced and metrics.timeline is not None:
+            plan = specialize(self.program, batch, save=metrics.saved is not None).plan
+            yield Traced(number, metrics.timeline, plan)
+        if (after := self.progress.length).total != before.total:
+            self.program = paced(self.program, settings, after.total)
+            if not self.ended:
+                yield Said(_changed(before, after, number, elapsed))
+
+    def _settle(self, number: int) -> float:
+        """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
+        elapsed, how = self._look()
+        self.ended = how if how == TERMINATED else self.progress.length.ended(number, elapsed, stopping=how)
+        self.held_out = None
+        if not self.ended and number % self.job.settings.eval_every == 0:
+            self.held_out = evaluate(self.job, self.program, self.state, self.stop)
+            elapsed, self.ended = self._look()  # it takes a while
+        over = self.ended in ("steps", "seconds")  # then there is nothing to make longer or shorter
+        looked = self.progress.looked(number, elapsed)
+        self.progress = evolve(looked, length=self.progress.length) if over else looked
+        return elapsed
+
+    def end(self, host_before: int) -> Iterator[Event]:
+        """Save first: then nothing is lost if there is no time for the rest."""
+        job, state, at = self.job, self.state, self.state.batches
+        if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
+            yield self._save(self.start.folder)
+        if self.ended != TERMINATED and self.held_out is None:
+            self.held_out = evaluate(job, self.program, state, self.stop)
+            if self.held_out is not None:
+                yield Evaluated(self.held_out, at)
+            if self._look()[1] == TERMINATED:
+                self.ended = TERMINATED
+        seconds = time.perf_counter() - self.began
+        yield Finished(
+            ended=self.ended,
+            steps=at,
+            skipped=self.progress.skipped,
+            loss=fmean(self.progress.losses or (math.nan,)),
+            held_out=self.held_out,
+            tokens_per_second=self.tokens / self.busy if self.busy else 0.0,
+            seconds=seconds,
+            peak_bytes=_peaks(self.program, host_before),
+            planned_bytes=self._planned(),
+            checkpoint=self.checkpoint,
+            sample=sample(job, self.program, state, self.stop) if self.ended != TERMINATED else (),
+        )
+
+    def _load(self) -> Path | None:
+        """Set program, state and progress. Returns the checkpoint they are from, if they are from one."""
+        job, start = self.job, self.start
+        if start.origin is None:
+            self.program, self.progress = job.program, Progress.new(job.settings)
+            self.state = zfunc.init(self.program, seed=job.settings.seed)
+            return None
+        total = restored(start.extra, job.settings, 0).length.total
+        self.state, checkpoint = restore(start.origin, paced(job.program, job.settings, total))
+        extra = checkpoint.manifest.extra
+        self.progress = restored(extra, job.settings, self.state.batches)
+        self.program = paced(job.program, job.settings, self.progress.length.total)
+        changed = list(differences(extra, job.settings, job.corpus.description))
+        if changed and not job.ranks.rank:
+            told = ", ".join(changed)
+            log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, told)
+        return checkpoint.path
+
+    def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
+        """The next step; while it goes on, a checkpoint of the one before is written if it is due."""
+        save, at, failure = self._due(), self.state.batches, ""
+        if save is not None:
+            try:
+                self.state, metrics = zfunc.train_step(
+                    self.program, self.state, batch, trace=traced, save=save
+                )
+                assert metrics.saved is not None
+                return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
+            except CheckpointError as error:  # before anything was done
+                failure = str(error)
+                if not self.job.ranks.rank:
+                    log.warning("checkpoint: none was saved of step %d: %s", at, failure)
+        self.state, metrics = zfunc.train_step(self.program, self.state, batch, trace=traced)
+        return metrics, None if save is None else self._saved(at, None, failure, None)
+
+    def _due(self) -> Save | None:
+        settings, at = self.job.settings, self.state.batches
+        if self.start.folder is None or not settings.save_every or at in (self.first, self.saved_step):
+            return None
+        if at % settings.save_every:
+            return None
+        return Save(self.start.folder, keep=settings.keep, extra=self._extra())
+
+    def _save(self, folder: Path) -> Saved:
+        begun, at = time.perf_counter(), self.state.batches
+        path, failure = None, ""
+        try:
+            path = zfunc.save(
+                folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra()
+            )
+        except CheckpointError as error:
+            failure = str(error)
+        return self._saved(at, path, failure, time.perf_counter() - begun)
+
+    def _saved(self, at: int, path: Path | None, failure: str, seconds: float | None) -> Saved:
+        if path is not None:
+            self.checkpoint, self.saved_step = path, at
+        return Saved(at, path, failure, seconds)
+
+    def _extra(self) -> dict[str, Any]:
+        return self.progress.extra(self.job.settings, self.job.corpus.description)
+
+    def _look(self) -> tuple[float, str]:
+        """Seconds since the first step began, of all lives, and how to end: the same on all ranks.
+
+        The clock is that of rank 0; one rank that is to stop is enough, and being terminated is the stronger.
+        """
+        ranks, how = self.job.ranks, self.stop()
+        seconds = time.perf_counter() - self.began if ranks.rank == 0 else 0.0
+        elapsed, stopping, terminated = ranks.sums([seconds, float(how != ""), float(how == TERMINATED)])
+        return elapsed, TERMINATED if terminated else INTERRUPT if stopping else ""
+
+    def _planned(self) -> dict[str, int]:
+        return {tier: peak.nbytes for tier, peak in memory(self.program.plan).items()}
 
 
-def evaluate(job: Job, program: Program, state: State) -> float:
-    """The mean loss on the held-out windows, in bits per byte or token."""
-    return fmean(zfunc.evaluate(program, state, batch) for batch in job.held_out) / math.log(2)
+def evaluate(job: Job, program: Program, state: State, stop: Stop = lambda: "") -> float | None:
+    """The mean loss on the held-out windows, in bits per byte or token; None if it was terminated on the way."""
+    losses: list[float] = []
+    for batch in job.held_out:
+        if stop() == TERMINATED:
+            return None
+        losses.append(zfunc.evaluate(program, state, batch))
+    return fmean(losses) / math.log(2)
 
 
-def sample(job: Job, program: Program, state: State) -> tuple[int, ...]:
-    """Tokens the model makes, one at a time, after the beginning of the held-out data."""
+def sample(job: Job, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:
+    """Tokens the model makes, one at a time, after the beginning of the held-out data; fewer if terminated."""
     tokens = job.corpus.held_out[: (job.settings.seq_length + 1) // 2].tolist()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     made: list[int] = []
-    while len(made) < SAMPLE_TOKENS:
+    while len(made) < SAMPLE_TOKENS and stop() != TERMINATED:
         window = torch.tensor([[*tokens, *made][-job.settings.seq_length :]])  # [1, tokens]
         logits = zfunc.apply(program, state, window)[0, -1].cpu()  # [vocab] fp32
         chances = torch.softmax(logits / TEMPERATURE, dim=-1)
@@ -246,35 +280,6 @@ def host_bytes() -> int:
     """What this process holds of the host's memory now."""
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * resource.getpagesize()
-
-
-def _stepped(
-    settings: Settings,
-    program: Program,
-    number: int,
-    length: Length,
-    metrics: Metrics,
-    seconds: float,
-    elapsed: float,
-    held_out: float | None,
-) -> Stepped:
-    cuda = program.device.type == "cuda"
-    return Stepped(
-        step=number,
-        total=length.total,
-        loss=metrics.loss,
-        lr=metrics.lr,
-        grad_norm=metrics.grad_norm,
-        skipped=metrics.skipped,
-        loss_scale=metrics.loss_scale,
-        tokens_per_second=settings.batch_size * settings.seq_length / seconds,
-        seconds=metrics.seconds,
-        host_seconds=metrics.host_seconds,
-        device_bytes=torch.cuda.memory_allocated(program.device) if cuda else 0,
-        host_bytes=host_bytes(),
-        seconds_left=length.left(number, elapsed),
-        held_out=held_out,
-    )
 
 
 def _changed(old: Length, new: Length, step: int, elapsed: float) -> str:
