@@ -74,10 +74,12 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {"seconds": median(seconds[WARMUP:]), "losses": losses, "sent": sent, "moved": dict(moved)}
 
 
-def launch(world: int) -> dict[str, Any]:
+def launch(world: int, args: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of a world has to tell; all its ranks run at once."""
     with tempfile.TemporaryDirectory() as folder:
-        given = [x for x in sys.argv[1:] if not x.startswith("--json")]
+        of_all = ("rank", "world", "store", "json", "worlds", "rounds")
+        settings = {k: v for k, v in vars(args).items() if k not in of_all}
+        given = [word for k, v in settings.items() for word in (f"--{k.replace('_', '-')}", str(v))]
         command = [sys.executable, "-m", "benchmarks.ranks", *given, "--world", str(world)]
         ranks = [
             subprocess.Popen(
@@ -120,7 +122,7 @@ def main() -> None:
     told: dict[int, list[dict[str, Any]]] = {world: [] for world in worlds}
     for _ in range(args.rounds):
         for world in worlds:
-            told[world].append(launch(world))
+            told[world].append(launch(world, args))
     first = worlds[0]
     print(
         f"{describe()}: {args.num_layers} x {args.hidden_size}, batch {args.batch_size}, stage {args.stage}"
@@ -141,7 +143,8 @@ def main() -> None:
         rows.append(
             {"world": world, "of_the_first": of_first, "moved": moved, "sent": sent, "losses_apart": apart}
         )
-    write(args.json, f"ranks-stage{args.stage}", {"arguments": vars(args), "rows": rows})
+    told_with = {k: v for k, v in vars(args).items() if k not in ("rank", "world", "store")}
+    write(args.json, f"ranks-stage{args.stage}", {"arguments": told_with, "rows": rows})
 
 
 if __name__ == "__main__":

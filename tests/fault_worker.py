@@ -235,11 +235,6 @@ def play(scenario: Scenario, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "train":  # a rank of torchrun
-        from zfunc.cli import main
-
-        zfunc.train_step = partial(zfunc.train_step, faults=faults.from_environment())
-        sys.exit(main(sys.argv[1:]))
     torch.set_num_threads(1)
     zfunc.program.specialize(
         compiled()[0], compiled()[1](0)

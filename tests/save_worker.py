@@ -18,7 +18,7 @@ from zfunc.program import Program
 from zfunc.state import State
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},
+    "clipped, accumulated": {"model": "pairs", "precision": "fp32", "clip_norm": 0.5, "micro_batches": 3},
     "stage 1, 8 bits": {"model": "odd sizes", "precision": "bf16", "moments": "8bit", "stage": 1},
     "frozen": {"model": "odd sizes", "precision": "fp32", "schedule": "Interleaved"},
 }

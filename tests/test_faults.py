@@ -159,7 +159,7 @@ def job(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     data.write_text("Every rank reads its part of the batch. " * 400)
     arguments = ["--steps", "5", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL]
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "ZFUNC_TIMEOUT": "5"}
-    return [str(WORKER), "train", *arguments], environment
+    return ["-m", "zfunc", "train", *arguments], environment
 
 
 def test_torchrun_ends_with_1_and_the_message_when_a_rank_dies(job: tuple[list[str], dict[str, str]]) -> None:

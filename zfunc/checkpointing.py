@@ -8,10 +8,10 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from zfunc import loading, saving
 from zfunc.checkpoint import checkpoints
@@ -24,11 +24,10 @@ from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, check_memory, checkpointing, staging
 from zfunc.ranks import Ranks
-from zfunc.saving import Save, Saved, Saving
+from zfunc.saving import Save, Saved, Saving, together
 from zfunc.state import Buffers, State, allocate, regions
 
 FILE_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-T = TypeVar("T")
 log = logging.getLogger("zfunc")
 
 
@@ -112,19 +111,6 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
         _compare(checkpoint, program)
         return _state(buffers, program, checkpoint), checkpoint
     raise CheckpointError("; ".join(damaged))
-
-
-def together(ranks: Ranks, function: Callable[[], T]) -> T:
-    """What `function` returns here, if it does on all ranks. Raises the CheckpointError of any on all of them."""
-    result, failure = None, ""
-    try:
-        result = function()
-    except CheckpointError as error:
-        failure = str(error) or type(error).__name__
-    for rank, told in enumerate(ranks.texts(failure)):
-        if told:
-            raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
-    return cast("T", result)
 
 
 def _folders(path: Path, ranks: Ranks) -> list[Path]:

@@ -27,6 +27,7 @@ from zfunc.ranks import Ranks
 from zfunc.resources import available_host_bytes
 from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
+from zfunc.threads import local_ranks
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the highest
@@ -75,7 +76,7 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
         )
     settings = evolve(settings, vocab_size=corpus.vocab_size)
-    _check_size(settings)
+    _check_size(settings, Ranks.of())
     ranks = Ranks.of()
     _check_rows(settings, ranks)
     example = _batch(settings, corpus, 0, ranks)
@@ -83,11 +84,12 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     return Job(settings, corpus, held_out, build(settings, example))
 
 
-def _check_size(settings: Settings) -> None:
+def _check_size(settings: Settings, ranks: Ranks) -> None:
     """Refuse what cannot fit by arithmetic alone, before even a model without memory is built of it."""
     parameters, there = num_parameters(config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
-    kept = sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
+    here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
+    kept = here * sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
     for what, needed in (
         (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept),
         (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8),

@@ -8,8 +8,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from attrs import define, field, frozen
@@ -27,6 +28,7 @@ from zfunc.layout import Layout
 from zfunc.moments import Moments
 from zfunc.ranks import Ranks
 
+T = TypeVar("T")
 THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
 FROZEN_BUCKET = -1  # of slices of parameters that are not trained
 log = logging.getLogger("zfunc")
@@ -105,46 +107,37 @@ class Saving:
 
     def publish(self) -> Saved:
         """When all ranks have written everything: wait for the disk, and give the checkpoint its name."""
-        told = self.ranks.texts(self._finished())
-        outcome = self._outcome(told) if self._pending is not None else ""
-        path, _, failure = self.ranks.texts(outcome)[0].partition("\n")
-        self._close()
-        if failure:
-            log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, failure)
-        return Saved(Path(path) if path else None, failure)
+        ranks = self.ranks
+        try:
+            shard = together(ranks, self._finish)
+            told = ranks.texts(strict_json.render(shard_fields(shard)).decode())
+            path = together(ranks, partial(self._name, told))
+            return Saved(Path(ranks.texts(str(path))[0]))
+        except CheckpointError as error:
+            if not ranks.rank:
+                log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, error)
+            return Saved(None, str(error))
+        finally:
+            self.abandon()
 
     def abandon(self) -> None:
-        """Delete what there is of it. Nothing happens if it is published, or the second time."""
-        if self._pending is not None:
-            checkpoints.abandon(self._pending)
-        self._close()
-
-    def _close(self) -> None:
+        """Delete what there is of it. Nothing happens if it has its name, or the second time."""
         self._writer.close()
         if self._pending is not None:
-            self._pending.release()
-        self._pending = None
-
-    def _finished(self) -> str:
-        """This rank's shard as text, or why there is none after a line's end."""
-        try:
-            if self._failure:
-                raise CheckpointError(self._failure)
-            return strict_json.render(shard_fields(self._writer.finish())).decode()
-        except CheckpointError as error:
-            return f"\n{error}"
-
-    def _outcome(self, told: list[str]) -> str:
-        """On rank 0: the folder of the checkpoint, or after a line's end what went wrong."""
-        assert self._pending is not None
-        try:
-            if failure := _first_failure(told, self.ranks.world):
-                raise CheckpointError(failure)
-            shards = [read_shard(strict_json.parse(text.encode(), "a rank's shard")) for text in told]
-            return str(checkpoints.publish(self._pending, self._manifest(shards), keep=self.save.keep))
-        except CheckpointError as error:
             checkpoints.abandon(self._pending)
-            return f"\n{error}"
+            self._pending = None
+
+    def _finish(self) -> Shard:
+        if self._failure:
+            raise CheckpointError(self._failure)
+        return self._writer.finish()
+
+    def _name(self, told: list[str]) -> Path | None:
+        """On rank 0: publish it, and return its folder."""
+        if self._pending is None:
+            return None
+        shards = [read_shard(strict_json.parse(text.encode(), "a rank's shard")) for text in told]
+        return checkpoints.publish(self._pending, self._manifest(shards), keep=self.save.keep)
 
     def _manifest(self, shards: list[Shard]) -> Any:
         content, world = self.content, self.ranks.world
@@ -164,32 +157,34 @@ def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
-    pending: checkpoints.Pending | None = None
-    told = ""
-    if ranks.rank == 0:
-        try:
-            pending = checkpoints.begin(save.folder.absolute(), content.position.step)
-            told = str(pending.path)
-        except CheckpointError as error:
-            told = f"\n{error}"
-    path, _, failure = ranks.texts(told)[0].partition("\n")
-    writer, slices = None, content.slices(ranks.rank, ranks.world)
-    if not failure:
-        try:
-            writer = _create(Path(path), ranks, slices)
-        except CheckpointError as error:
-            failure = str(error)
-        failure = _first_failure(ranks.texts(f"\n{failure}" if failure else ""), ranks.world)
-    if writer is None or failure:
-        if writer is not None:
+    slices, made = content.slices(ranks.rank, ranks.world), list[Writer]()
+    pending = together(ranks, partial(_begin, content, save, ranks))
+    try:
+        folder = Path(ranks.texts(str(pending and pending.path))[0])
+        together(ranks, lambda: made.append(_create(folder, ranks, slices)))
+    except BaseException:
+        for writer in made:
             writer.close()
         if pending is not None:
             checkpoints.abandon(pending)
-        raise CheckpointError(failure)
+        raise
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
-    return Saving(content, save, ranks, pending, writer, by_bucket)
+    return Saving(content, save, ranks, pending, made[0], by_bucket)
+
+
+def together(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns here, if it does on all ranks. Raises the CheckpointError of any on all of them."""
+    result, failure = None, ""
+    try:
+        result = function()
+    except CheckpointError as error:
+        failure = str(error) or type(error).__name__
+    for rank, told in zip(ranks.members, ranks.texts(failure), strict=True):
+        if told:
+            raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
+    return cast("T", result)
 
 
 def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
@@ -223,6 +218,11 @@ def _parts(x: Slice, kept: Tensor) -> Iterator[tuple[str, int, Tensor]]:
         yield x.stored.name, begin_ // item, flat[begin_ // item : end // item]
 
 
+def _begin(content: Content, save: Save, ranks: Ranks) -> checkpoints.Pending | None:
+    """On rank 0: the folder."""
+    return None if ranks.rank else checkpoints.begin(save.folder.absolute(), content.position.step)
+
+
 def _create(folder: Path, ranks: Ranks, slices: list[Slice]) -> Writer:
     if not folder.is_dir():
         raise CheckpointError(
@@ -230,11 +230,3 @@ def _create(folder: Path, ranks: Ranks, slices: list[Slice]) -> Writer:
             "file system"
         )
     return create(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])
-
-
-def _first_failure(told: list[str], world: int) -> str:
-    """Of texts that begin with a line's end where a rank has failed."""
-    for rank, text in enumerate(told):
-        if text.startswith("\n"):
-            return f"rank {rank}: {text[1:]}" if world > 1 else text[1:]
-    return ""

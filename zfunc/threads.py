@@ -44,7 +44,7 @@ def decide(environment: Mapping[str, str], cpus: frozenset[int], root: Path = RO
     LOCAL_WORLD_SIZE that is no whole number above 0.
     """
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
-    ranks = _count(environment, "LOCAL_WORLD_SIZE", 1)
+    ranks = local_ranks(environment)
     threads = max(1, int(min(cores, quota)) // ranks)
     asked, overruled = environment.get("OMP_NUM_THREADS"), ""
     if asked is not None and asked.strip() != str(threads):
@@ -68,6 +68,11 @@ def local_rank() -> int:
     return _count(os.environ, "LOCAL_RANK", 0)
 
 
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this machine, from torchrun; 1 without. ValueError for what is no number."""
+    return _count(environment, "LOCAL_WORLD_SIZE", 1)
+
+
 def allowed_cpus() -> frozenset[int]:
     """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
     return frozenset(os.sched_getaffinity(os.getpid()))
@@ -84,7 +89,7 @@ def default_threads() -> int:
 @functools.cache
 def default_seats() -> tuple[Seat, ...]:
     """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
-    rank, ranks = local_rank(), _count(os.environ, "LOCAL_WORLD_SIZE", 1)
+    rank, ranks = local_rank(), local_ranks()
     place = partial(seats, nodes(), allowed_cpus(), cores=physical_cores)
     chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
     if chosen:

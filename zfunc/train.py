@@ -20,6 +20,7 @@ import zfunc
 from zfunc.checkpointing import restore
 from zfunc.errors import CheckpointError
 from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped, Traced
+from zfunc.faults import Fault, from_environment
 from zfunc.gpt import num_parameters
 from zfunc.job import Batch, Job, config, machine, paced
 from zfunc.memory import memory
@@ -65,6 +66,7 @@ class _Loop:
     progress: Progress = field(init=False)
     first: int = field(init=False)  # steps that were done before
     began: float = field(init=False)  # when the first step would have begun if it had been here
+    faults: tuple[Fault, ...] = field(factory=from_environment)
     busy: float = 0.0  # seconds in steps taken here
     tokens: int = 0
     ended: str = ""
@@ -201,7 +203,7 @@ class _Loop:
         if save is not None:
             try:
                 self.state, metrics = zfunc.train_step(
-                    self.program, self.state, batch, trace=traced, save=save
+                    self.program, self.state, batch, trace=traced, save=save, faults=self.faults
                 )
                 assert metrics.saved is not None
                 return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
@@ -209,7 +211,9 @@ class _Loop:
                 failure = str(error)
                 if not self.job.ranks.rank:
                     log.warning("checkpoint: none was saved of step %d: %s", at, failure)
-        self.state, metrics = zfunc.train_step(self.program, self.state, batch, trace=traced)
+        self.state, metrics = zfunc.train_step(
+            self.program, self.state, batch, trace=traced, faults=self.faults
+        )
         return metrics, None if save is None else self._saved(at, None, failure, None)
 
     def _due(self) -> Save | None:
