@@ -28,8 +28,12 @@ def known() -> Iterator[Sample]:
 
 
 def edited(raw: bytes, path: str, value: Any) -> bytes:
-    """The JSON with the value at a path like "shards.0.file" replaced; by None it is removed."""
+    """The JSON with the value at a path like "shards.0.file" replaced; by None it is removed.
+
+    Without its checksum: an enemy would have written the right one.
+    """
     root = json.loads(raw)
+    root.pop("checksum", None)
     *parents, last = (int(x) if x.isdigit() else x for x in path.split("/"))
     holder = root
     for key in parents:

@@ -227,6 +227,61 @@ def test_a_flipped_byte_is_named_and_the_checkpoint_before_is_loaded_instead(
         zfunc.load(tmp_path, program)
 
 
+def test_a_digit_that_has_changed_in_the_manifest_is_seen(tmp_path: Path) -> None:
+    program, _, _ = saved(tmp_path)
+    path = tmp_path / "step-00000001" / FILE
+    path.write_text(path.read_text().replace('"batches":1', '"batches":7'))
+    with pytest.raises(CheckpointError, match=r"manifest.json.checksum: got \d+"):
+        zfunc.load(path.parent, program)
+    assert zfunc.load(tmp_path, program).step == 0
+    (tmp_path / "step-00000000").rename(tmp_path / "step-00000009")
+    with pytest.raises(CheckpointError, match="manifest of step 0, expected the folder's"):
+        zfunc.load(tmp_path / "step-00000009", program)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"seed": 2**70}, {"extra": {"path": os.fsdecode(b"a\xff")}}, {"extra": {"loss": float("nan")}}]
+)
+def test_what_cannot_be_written_down_is_refused_before_the_step(bad: dict[str, Any], tmp_path: Path) -> None:
+    program, data = compiled("odd sizes", precision="fp32")
+    state = zfunc.init(program, seed=bad.get("seed", 0))
+    with pytest.raises(CheckpointError, match="position.seed|extra"):
+        zfunc.train_step(program, state, data(0), save=zfunc.Save(tmp_path / "a", extra=bad.get("extra", {})))
+    assert not (tmp_path / "a").exists()
+    steps(program, state, data, 0, 1)
+
+
+def test_a_fixed_scale_of_one_is_what_it_was(tmp_path: Path) -> None:
+    program, _ = compiled("odd sizes", precision="fp16")
+    scale = zfunc.LossScale(scale=1.0, window=0)
+    zfunc.save(tmp_path, program, zfunc.init(program, loss_scale=scale))
+    assert zfunc.load(tmp_path, program).loss_scale == scale
+    other, _ = compiled("odd sizes", precision="bf16")
+    zfunc.save(tmp_path / "bf16", other, zfunc.init(other))
+    assert zfunc.load(tmp_path / "bf16", program).loss_scale == zfunc.LossScale()
+
+
+def test_a_pointer_that_cannot_be_written_leaves_the_checkpoint_and_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    program, state, data = saved(tmp_path)
+    write_durably = disk.write_durably
+
+    def refused(path: Path, raw: bytes) -> None:
+        if path.name == "latest":
+            raise CheckpointError(f"{path}: got 'No space left on device'")
+        write_durably(path, raw)
+
+    monkeypatch.setattr(disk, "write_durably", refused)
+    for step in (2, 3):
+        state, m = zfunc.train_step(program, state, data(step), save=zfunc.Save(tmp_path, keep=1))
+        assert m.saved is not None
+        assert m.saved.path == tmp_path / f"step-{step:08d}"
+    assert "step-00000003 is there, but not all is on the disk" in caplog.text
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["latest", "step-00000003"]
+    assert zfunc.load(tmp_path, program).step == 3
+
+
 @pytest.mark.parametrize("what", ["nothing", "empty", "unfinished"])
 def test_where_there_is_no_checkpoint_it_says_so(what: str, tmp_path: Path) -> None:
     program, _ = compiled("odd sizes", precision="fp32")

@@ -50,9 +50,10 @@ def save(
     if not program.cache.busy.acquire(blocking=False):
         raise RuntimeError("save: got a program that is in a step, expected none: pass save= to train_step")
     try:
+        wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         _agree(program, state)
         special = checkpointing(program)
-        on_its_way = begin(program, state, Save(folder, keep=keep, extra=extra or {}))
+        on_its_way = begin(program, state, wanted)
         mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
         try:
             program.executor.run(special.prepared, mem, None, Options(), set())
@@ -98,7 +99,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     buffers: Buffers | None = None
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = together(ranks, partial(_opened, folder, program))
-        buffers = buffers or _allocated(program)
+        buffers = buffers or together(ranks, partial(_allocated, program))
         fill = partial(loading.fill, buffers, program.layout, program.job.moments, checkpoint, ranks)
         try:
             together(ranks, fill)
@@ -148,7 +149,7 @@ def _allocated(program: Program) -> Buffers:
 def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
     at = checkpoint.manifest.position
     scale, scaled = at.loss_scale, program.precision == "fp16"
-    if scaled == (scale.window == 0 and scale.scale == UNSCALED.scale):  # saved in another precision
+    if scaled != (checkpoint.manifest.optimizer.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
     return State(
         buffers,
@@ -166,7 +167,7 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
     """The optimizer's, in JSON's own types; of a rate that depends on the step, that of the next one."""
     optimizer = program.optimizer
     return {
-        "lr": optimizer.lr_at(step + 1),
+        "lr": float(optimizer.lr_at(step + 1)),
         "betas": list(optimizer.betas),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
@@ -174,6 +175,7 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
         "moments": optimizer.moments,
         "clip_norm": program.clip_norm,
         "precision": program.precision,
+        "micro_batches": program.micro_batches,
     }
 
 

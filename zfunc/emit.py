@@ -335,10 +335,14 @@ class Emit:
             "write_frozen", (), "disk", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
         )
 
-    def publish(self) -> Op:
-        """When every rank has written everything: on to the disk, and give the checkpoint its name."""
+    def publish(self, *, last: bool = False) -> Op:
+        """When every rank has written everything: on to the disk, and give the checkpoint its name.
+
+        The `last` one of a step waits for its norm too: on the network lane it would hold up all others.
+        """
         written = tuple(self._written(b.index) for b in self.job.layout.buckets)
         frozen = (self._written_frozen(),) if self.job.layout.frozen else ()
         kind = "network" if self.job.world > 1 else "disk"
         published = Region("published", (), tier="disk", kept=True)
-        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen), (published,))
+        after = (self._norm(),) if last else ()
+        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (published,))

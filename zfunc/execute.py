@@ -12,6 +12,7 @@ The policy:
 The invariant: the executor knows no verb. What it may not reorder, it takes from the plan.
 """
 
+import logging
 import threading
 import time
 import weakref
@@ -32,6 +33,7 @@ from zfunc.plan import Plan
 from zfunc.teams import take_seats
 from zfunc.timeline import Event, Timeline
 
+log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
 HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
 
@@ -287,9 +289,15 @@ class Executor:
         say which rank is missing: while a lane is in one, this one waits as long again."""
         if flag.wait(self.patience):
             return False
-        graph = run.prepared.plan.graph
-        kinds = {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
+        while "disk" in (kinds := self._kinds(run)):  # however slow: the state is worth more than the time
+            log.warning("a step waits for the disk: %s", ", ".join(run.running.values()))
+            if flag.wait(self.patience):
+                return False
         return not ("network" in kinds and flag.wait(self.patience))
+
+    def _kinds(self, run: Run) -> set[Kind]:
+        graph = run.prepared.plan.graph
+        return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
 
     def _issue(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         run.running[lane] = item.op.name
@@ -320,6 +328,7 @@ class Executor:
                     run.left[r] -= 1
                     if not run.left[r]:
                         run.mem.pop(r, None)
+        run.running.pop(lane, None)
         if item.awaited:
             event = run.prepared.events.get(item.position)
             if event is not None:

@@ -137,7 +137,7 @@ class Ranks:
         """The texts of all ranks, by rank."""
         if self.world == 1:
             return [text]
-        data = text.encode()
+        data = text.encode(errors="surrogatepass")
         size = torch.zeros(self.world, dtype=torch.int64)
         size[self.rank] = len(data)
         self._all_reduce(size)
@@ -147,7 +147,10 @@ class Ranks:
         full = torch.empty(self.world * longest, dtype=torch.uint8)
         self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
         rows = full.view(self.world, longest)
-        return [bytes(row[:n].tolist()).decode() for row, n in zip(rows, size.tolist(), strict=True)]
+        return [
+            row[:n].numpy().tobytes().decode(errors="surrogatepass")
+            for row, n in zip(rows, size.tolist(), strict=True)
+        ]
 
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
         """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""

@@ -42,7 +42,7 @@ def zero_offload(job: Job) -> Iterator[Op]:
         for bucket in reversed(job.layout.buckets):
             yield from _update(job, emit, bucket.index, None)
     if job.save:
-        yield emit.publish()
+        yield emit.publish(last=True)
 
 
 def checkpoint(job: Job) -> Iterator[Op]:

@@ -94,6 +94,11 @@ def _go_on(run: Path, folder: Path, settings: Settings) -> Start:
         over = _over(run, found, settings)
         line = f"{run}: it was over at step {found.manifest.position.batches:,}: nothing is left to train"
         return Start(folder, folder, True, dict(found.manifest.extra), line if over else "", over)
+    if _ended(run) in COMPLETE:
+        raise ValueError(
+            f"--resume {AUTO}: got {run}, whose training is over and left no checkpoint, expected one to go on "
+            "from: name another --out"
+        )
     if (before := resumed_from(run)) is not None:
         found = _open(Path(before))
         return Start(folder, found.path, extra=dict(found.manifest.extra))
@@ -106,10 +111,14 @@ def _open(path: Path) -> Checkpoint:
 
 def _over(run: Path, found: Checkpoint, settings: Settings) -> bool:
     """Whether all of it was done, the summary too, and the settings ask for no more."""
-    try:
-        ended = json.loads((run / "summary.json").read_text())["ended"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
     step = found.manifest.position.batches
     progress = restored(found.manifest.extra, settings, step)
-    return ended in COMPLETE and progress.length.ended(step, progress.elapsed) != ""
+    return _ended(run) in COMPLETE and progress.length.ended(step, progress.elapsed) != ""
+
+
+def _ended(run: Path) -> str:
+    """How the run's summary says it ended; nothing if there is none."""
+    try:
+        return str(json.loads((run / "summary.json").read_text())["ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint import checkpoints, strict_json
@@ -23,7 +23,7 @@ from zfunc.checkpoint.manifest_file import read_shard, shard_fields
 from zfunc.checkpoint.shard_writer import Writer, create
 from zfunc.checkpoint.shards import Shard
 from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, RankError
 from zfunc.layout import Layout
 from zfunc.moments import Moments
 from zfunc.ranks import Ranks
@@ -99,8 +99,8 @@ class Saving:
         parts = [part for x in self._slices.get(bucket, ()) for part in _parts(x, kept[x.kind])]
         try:
             in_parallel(self._put, parts)
-        except CheckpointError as error:
-            self._failure = str(error)
+        except Exception as error:
+            self._failure = _told(error)
 
     def _put(self, name: str, start: int, values: Tensor) -> None:
         self._writer.write_at(name, start, as_bytes(values.cpu()))
@@ -113,10 +113,12 @@ class Saving:
             told = ranks.texts(strict_json.render(shard_fields(shard)).decode())
             path = together(ranks, partial(self._name, told))
             return Saved(Path(ranks.texts(str(path))[0]))
-        except CheckpointError as error:
+        except RankError:
+            raise
+        except Exception as error:  # a step whose updates have begun does not end for it
             if not ranks.rank:
                 log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, error)
-            return Saved(None, str(error))
+            return Saved(None, _told(error))
         finally:
             self.abandon()
 
@@ -158,6 +160,7 @@ def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
     slices, made = content.slices(ranks.rank, ranks.world), list[Writer]()
+    together(ranks, partial(_check, content, save))
     pending = together(ranks, partial(_begin, content, save, ranks))
     try:
         folder = Path(ranks.texts(str(pending and pending.path))[0])
@@ -175,15 +178,21 @@ def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
 
 
 def together(ranks: Ranks, function: Callable[[], T]) -> T:
-    """What `function` returns here, if it does on all ranks. Raises the CheckpointError of any on all of them."""
+    """What `function` returns here, if it does on all ranks. Where it raises on any, all of them raise.
+
+    What they raise is CheckpointError; but the rank on which another error came up raises that.
+    """
     result, failure = None, ""
+    mine: Exception | None = None
     try:
         result = function()
-    except CheckpointError as error:
-        failure = str(error) or type(error).__name__
+    except Exception as error:
+        mine, failure = error, _told(error)
     for rank, told in zip(ranks.members, ranks.texts(failure), strict=True):
-        if told:
+        if told and not (mine is not None and not isinstance(mine, CheckpointError)):
             raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
+    if mine is not None:
+        raise mine
     return cast("T", result)
 
 
@@ -216,6 +225,26 @@ def _parts(x: Slice, kept: Tensor) -> Iterator[tuple[str, int, Tensor]]:
     item = flat.element_size()
     for begin_, end in cut(0, flat.nbytes, CHUNK):
         yield x.stored.name, begin_ // item, flat[begin_ // item : end // item]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _check(content: Content, save: Save) -> None:
+    """What goes into the manifest beside the bytes has to be readable again: said before anything is done."""
+    for what, value in (
+        ("position", asdict(content.position)),
+        ("optimizer", dict(content.optimizer)),
+        ("extra", dict(save.extra)),
+    ):
+        check_plain(value, what)
+        try:
+            strict_json.render(value)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{what}: got {error}, expected text that can be encoded: change it"
+            ) from error
 
 
 def _begin(content: Content, save: Save, ranks: Ranks) -> checkpoints.Pending | None:

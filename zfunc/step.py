@@ -147,10 +147,10 @@ def _train_step(
         (f for f in options.faults if f.step == number), special.plan
     )  # all ranks' faults: they refuse together
     options = evolve(options, faults=due(options.faults, program.ranks.rank, number))
-    agree(program, special, state, batch)
-    buffers = state.buffers
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
+    agree(program, special, state, batch)
+    buffers = state.buffers
     step = _step(program, special, state, number)
     mem = _memory(program, buffers, split(batch, program.micro_batches))
     saving = None if save is None else begin(program, state, save)

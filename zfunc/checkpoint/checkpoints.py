@@ -52,7 +52,7 @@ class Pending:
         """Give the lock back. Nothing happens the second time."""
         fd, self._lock = self._lock, -1
         if fd >= 0:
-            os.close(fd)
+            disk.unlock(fd)
 
 
 def shard_name(rank: int, world: int) -> str:
@@ -103,8 +103,11 @@ def publish(pending: Pending, manifest: Manifest, *, keep: int = 2) -> Path:
             path = _free(pending.folder, pending.step)
             os.rename(pending.path, path)
         pending.release()
-        disk.sync(pending.folder)
-        disk.write_durably(pending.folder / LATEST, f"{path.name}\n".encode())
+        try:
+            disk.sync(pending.folder)
+            disk.write_durably(pending.folder / LATEST, f"{path.name}\n".encode())
+        except CheckpointError as error:  # it is whole and has its name, which is what counts
+            log.warning("checkpoints: %s is there, but not all is on the disk: %s", path, error)
         doomed = _set_aside(pending.folder, keep)
     for old in doomed:
         shutil.rmtree(old, ignore_errors=True)
@@ -176,6 +179,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises CheckpointError, naming the file, if it is not complete.
     """
     manifest = manifest_file.read(path)
+    name, step = _STEP.fullmatch(path.name), manifest.position.step
+    if name and int(name[1]) != step:
+        raise CheckpointError(
+            f"{path}: got a manifest of step {step}, expected the folder's: use another checkpoint"
+        )
     _check_files(path, manifest)
     return Checkpoint(path, manifest)
 
@@ -232,7 +240,7 @@ def _set_aside(folder: Path, keep: int) -> list[Path]:
         newest = [x.path for _, x in zip(range(keep), complete(folder, []), strict=False)]
         steps = _steps(folder)
         doomed += _leftovers(folder)
-        for path in steps[steps.index(newest[-1]) + 1 :]:
+        for path in steps[steps.index(newest[-1]) + 1 :] if newest else ():
             os.rename(path, aside := _unfinished(folder, path.name))
             doomed.append(aside)
     except (OSError, CheckpointError) as error:  # the new checkpoint is there, which is what was asked for

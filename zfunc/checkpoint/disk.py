@@ -150,10 +150,24 @@ def lock(path: Path) -> int:
     with naming(path, "locking it"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.warning("checkpoints: %s is locked by another process: waiting for it", path)
+            fcntl.flock(fd, fcntl.LOCK_EX)
     except OSError as error:
         log.warning("checkpoints: %s cannot be locked (%s): have one writer a folder", path, error.strerror)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
+
+
+def unlock(fd: int) -> None:
+    """Give a lock back: also where a child of this process has inherited the descriptor."""
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 @contextmanager
@@ -163,7 +177,7 @@ def alone(path: Path) -> Generator[None, None, None]:
     try:
         yield
     finally:
-        os.close(fd)
+        unlock(fd)
 
 
 def is_locked(path: Path) -> bool:

@@ -125,6 +125,11 @@ class Manifest:
         """For every shard its tensors by name."""
         return tuple({t.name: t for t in shard.tensors} for shard in self.shards)
 
+    @cached_property
+    def places(self) -> tuple[dict[str, int], ...]:
+        """For every shard which of its tensors comes when."""
+        return tuple({t.name: n for n, t in enumerate(shard.tensors)} for shard in self.shards)
+
     def kinds(self, kept: Kept) -> dict[str, Kind]:
         """The kinds of state there are of a parameter."""
         return KINDS[self.moments] if kept.trainable else _FROZEN_KINDS

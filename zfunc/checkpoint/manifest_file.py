@@ -4,6 +4,8 @@ The invariant: what is written reads back equal; whatever else is read is refuse
 allocated by what it says. Names and types are checked here, how the parts fit together by Manifest itself.
 """
 
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -25,18 +27,17 @@ _CRC = 2**32 - 1
 
 def to_json(manifest: Manifest) -> bytes:
     """The text of a manifest. Raises CheckpointError if it would be larger than LIMIT."""
-    raw = strict_json.render(
-        {
-            "version": VERSION,
-            "world": manifest.world,
-            "moments": manifest.moments,
-            "position": attrs.asdict(manifest.position),
-            "optimizer": manifest.optimizer,
-            "extra": manifest.extra,
-            "shards": [shard_fields(x) for x in manifest.shards],
-            "parameters": [_kept(x) for x in manifest.parameters],
-        }
-    )
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "world": manifest.world,
+        "moments": manifest.moments,
+        "position": attrs.asdict(manifest.position),
+        "optimizer": manifest.optimizer,
+        "extra": manifest.extra,
+        "shards": [shard_fields(x) for x in manifest.shards],
+        "parameters": [_kept(x) for x in manifest.parameters],
+    }
+    raw = strict_json.render({**fields, "checksum": _checksum(fields)})
     if len(raw) > LIMIT:
         raise CheckpointError(
             f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: write fewer, larger pieces"
@@ -50,7 +51,9 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     if (version := root.entries().get("version")) is None or version.integer() != VERSION:
         got = "no version" if version is None else f"version {version.value}"
         root.refuse(f"version {VERSION}, or a zfunc that reads this one", got)
-    _, world, moments, position, optimizer, extra, shards, parameters = root.fields(
+    fields = {name: node.value for name, node in root.entries().items() if name != "checksum"}
+    checksum = root.entries().get("checksum")
+    _, world, moments, position, optimizer, extra, shards, parameters = Node(fields, where).fields(
         "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
     )
     parts = (
@@ -63,9 +66,12 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
         _read_object(extra),
     )
     try:
-        return Manifest(*parts)
+        manifest = Manifest(*parts)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    if checksum is not None and checksum.integer(high=_CRC) != _checksum(fields):
+        checksum.refuse(f"{_checksum(fields)}, that of the rest: some of it is not what was written")
+    return manifest
 
 
 def read(folder: Path) -> Manifest:
@@ -149,3 +155,8 @@ def _read_loss_scale(node: Node) -> LossScale:
 def _read_object(node: Node) -> dict[str, Any]:
     node.entries()
     return cast("dict[str, Any]", node.value)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """The CRC-32 of everything else, as it is written."""
+    return zlib.crc32(strict_json.render(fields))

@@ -40,8 +40,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted]) -> tuple[Read, ...]
     Raises ValueError for a parameter or kind the checkpoint does not have, and for a slice outside of it.
     """
     reads = [read for n, slice_ in enumerate(wanted) for read in _reads(manifest, slice_, n)]
-    place = [{t.name: n for n, t in enumerate(shard.tensors)} for shard in manifest.shards]
-    return tuple(sorted(reads, key=lambda r: (r.shard, place[r.shard][r.tensor], r.start)))
+    return tuple(sorted(reads, key=lambda r: (r.shard, manifest.places[r.shard][r.tensor], r.start)))
 
 
 def _reads(manifest: Manifest, wanted: Wanted, number: int) -> list[Read]:

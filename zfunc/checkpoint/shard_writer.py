@@ -28,6 +28,8 @@ class Writer:
     _chunk: int
     _collected: dict[str, Collected]
     _lock: Lock = field(factory=Lock)
+    _writing: int = 0  # calls under way
+    _closing: bool = False
 
     def write_at(self, name: str, start: int, buffer: Any) -> None:
         """Write a contiguous buffer (an array, bytes) as elements `start` and on of tensor `name`.
@@ -37,13 +39,18 @@ class Writer:
         """
         data = disk.bytes_of(buffer)
         first, last = self._claim(name, start, data.nbytes)
-        for begin, end in cut(first, last, self._chunk):
-            part = data[begin - first : end - first]
-            checksum = zlib.crc32(part)
-            with disk.naming(self.path, f"writing bytes {begin} to {end} of {name!r}"):
-                disk.write_all(self._fd, part, self.header.begins[name] + begin)
+        try:
+            for begin, end in cut(first, last, self._chunk):
+                part = data[begin - first : end - first]
+                checksum = zlib.crc32(part)
+                with disk.naming(self.path, f"writing bytes {begin} to {end} of {name!r}"):
+                    disk.write_all(self._fd, part, self.header.begins[name] + begin)
+                with self._lock:
+                    self._collected[name].add(begin, end, checksum)
+        finally:
             with self._lock:
-                self._collected[name].add(begin, end, checksum)
+                self._writing -= 1
+                self._close_if_idle()
 
     def _claim(self, name: str, start: int, nbytes: int) -> tuple[int, int]:
         """The bytes of the tensor that this call alone writes."""
@@ -61,6 +68,7 @@ class Writer:
                     f"{name!r}: got elements {start} to {last // item}, some of them written before, expected each "
                     "once: write disjoint slices"
                 )
+            self._writing += 1
         return first, last
 
     def finish(self) -> Shard:
@@ -88,9 +96,15 @@ class Writer:
         )
 
     def close(self) -> None:
-        """Give the descriptor back; the file stays as it is. Nothing happens the second time."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
+        """Give the descriptor back, after the writes under way; the file stays as it is. Nothing happens twice."""
+        with self._lock:
+            self._closing = True
+            self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        """A write that is still on its way would go on into whatever file gets the number next."""
+        if self._closing and not self._writing and self._fd >= 0:
+            fd, self._fd = self._fd, -1
             os.close(fd)
 
 

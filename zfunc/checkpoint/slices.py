@@ -51,6 +51,8 @@ def slices_of(layout: Layout, moments: Moments, rank: int, world: int) -> Iterat
 def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
     """Those of the parameters that are not trained, which are in rank 0's shard; `dtype` is a shard's."""
     for span in layout.frozen:
+        if span.start == span.stop:
+            continue
         stored = Stored(f"{span.name}/{FROZEN}", dtype, span.shape)
         yield Slice(span.name, -1, FROZEN, 0, span.stop - span.start, span.start, stored)
 
