@@ -484,3 +484,12 @@ def rank_of(launcher: int, rank: int) -> int:
             if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 return child
     raise ProcessLookupError(f"no child of {launcher} has rank {rank}")
+
+
+def test_auto_leaves_a_finished_run_without_a_checkpoint_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours of figures are not for a new training to write over."""
+    assert train("--out", "done", "--save-every", 0) == 0
+    before = {x: x.read_bytes() for x in Path("done").iterdir() if x.is_file()}
+    assert train("--out", "done", "--save-every", 0, "--resume", "auto") == 2
+    assert "whose training is over and left no checkpoint" in capsys.readouterr().err
+    assert {x: x.read_bytes() for x in Path("done").iterdir() if x.is_file()} == before
