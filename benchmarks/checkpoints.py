@@ -24,9 +24,8 @@ from torch import nn
 
 import zfunc
 from benchmarks.adam import size
-from benchmarks.machine import describe, write
+from benchmarks.machine import describe, gpt, write
 from zfunc.draw import svg
-from zfunc.gpt import GPTConfig, modules
 from zfunc.program import Program, specialize
 from zfunc.state import State
 
@@ -126,12 +125,8 @@ def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, A
 
 def training(args: argparse.Namespace) -> tuple[Program, State, tuple[torch.Tensor, torch.Tensor]]:
     """A GPT whose step takes about as long as steps do that one saves in."""
-    config = GPTConfig(256, args.seq_length, args.num_layers, args.hidden_size, args.num_attention_heads)
-    torch.manual_seed(0)
-    tied = {"out.weight": "embed.tok.weight"}
-    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in modules(config)]
     program = zfunc.compile(
-        segments, precision="fp32", clip_norm=1.0, device=args.device, bucket_size=1 << 20, example=None
+        gpt(args), precision="fp32", clip_norm=1.0, device=args.device, bucket_size=1 << 20
     )
     tokens = torch.randint(256, (args.batch_size, args.seq_length + 1))
     return program, zfunc.init(program), (tokens[:, :-1], tokens[:, 1:])

@@ -1,5 +1,6 @@
-"""What every benchmark says of the machine it ran on, and how it writes its results."""
+"""What benchmarks share: what they say of the machine, how they write results, the model some of them train."""
 
+import argparse
 import json
 import os
 import platform
@@ -9,6 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
+
+from zfunc.job import segments
+from zfunc.segments import Segment
+from zfunc.settings import Sketch
 
 
 def describe() -> dict[str, Any]:
@@ -38,3 +43,9 @@ def write(json_path: str | None, name: str, results: Any) -> None:
 def ratios(ours: list[float], theirs: list[float]) -> float:
     """The median of the ratio ours / theirs, turn by turn: what drifts hits both."""
     return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def gpt(args: argparse.Namespace) -> tuple[Segment, ...]:
+    """The GPT of bytes that a benchmark's arguments describe: the model of `zfunc train`, not initialised yet."""
+    names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    return segments(Sketch(vocab_size=256, **{name: getattr(args, name) for name in names}))

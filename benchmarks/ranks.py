@@ -23,8 +23,7 @@ import torch
 import torch.distributed as dist
 
 import zfunc
-from benchmarks.machine import describe, write
-from zfunc.gpt import GPTConfig, modules
+from benchmarks.machine import describe, gpt, write
 from zfunc.program import specialize
 
 WARMUP = 2
@@ -40,12 +39,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if world > 1:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, f"file://{args.store}", rank=rank, world_size=world)
-    config = GPTConfig(256, args.seq_length, args.num_layers, args.hidden_size, args.num_attention_heads)
-    torch.manual_seed(0)
-    tied = {"out.weight": "embed.tok.weight"}
-    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in modules(config)]
     program = zfunc.compile(
-        segments,
+        gpt(args),
         precision=args.precision,
         clip_norm=1.0,
         stage=args.stage,

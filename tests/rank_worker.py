@@ -1,6 +1,7 @@
 """What each rank of tests/test_ranks.py runs: `python rank_worker.py RANK WORLD FOLDER`. Not a test of its own."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -107,10 +108,31 @@ def disagree(what: str, out: Path, rank: int) -> None:
         (out / f"disagree-{what}-{rank}.txt").write_text(str(error))
 
 
-def main(rank: int, world: int, out: Path) -> None:
+def four_ranks(worker: Path, out: Path) -> Path:
+    """Run a worker as four processes that meet in `out`, and return that when all have ended well."""
+    command = [sys.executable, "-W", "error::FutureWarning", str(worker)]
+    ranks = [
+        subprocess.Popen([*command, str(r), "4", str(out)], stderr=subprocess.PIPE, text=True)
+        for r in range(4)
+    ]
+    try:
+        errors = [p.communicate(timeout=400)[1] for p in ranks]
+    finally:
+        for p in ranks:
+            p.kill()
+    assert [p.returncode for p in ranks] == [0] * 4, "\n".join(errors)
+    return out
+
+
+def groups_of(rank: int, world: int, out: Path) -> dict[int, Any]:
+    """In one of those processes: a group of the first ranks for each size in WORLDS."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
-    groups = {size: dist.new_group(range(size)) for size in WORLDS}
+    return {size: dist.new_group(range(size)) for size in WORLDS}
+
+
+def main(rank: int, world: int, out: Path) -> None:
+    groups = groups_of(rank, world, out)
     for size, group in groups.items():
         if rank < size:
             compare(group, size, out)

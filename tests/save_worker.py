@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rank_worker import MODELS, global_batch, rows_of
+from rank_worker import MODELS, WORLDS, global_batch, groups_of, rows_of
 
 import zfunc
 from zfunc.checkpoint import disk
@@ -22,7 +22,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "stage 1, 8 bits": {"model": "odd sizes", "precision": "bf16", "moments": "8bit", "stage": 1},
     "frozen": {"model": "odd sizes", "precision": "fp32", "schedule": "Interleaved"},
 }
-WORLDS = (1, 2, 4)
 SAVED_AT, STEPS = 3, 6
 
 
@@ -104,9 +103,7 @@ def fail(out: Path, rank: int) -> None:
 
 
 def main(rank: int, world: int, out: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=world)
-    groups = {size: dist.new_group(range(size)) for size in WORLDS}
+    groups = groups_of(rank, world, out)
     for name in SETTINGS:
         for act in (resume, reshard):
             for size, group in groups.items():

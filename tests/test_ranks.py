@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 from models import MODELS
-from rank_worker import DISAGREE, SETTINGS, STEPS, WORLDS
+from rank_worker import DISAGREE, SETTINGS, STEPS, WORLDS, four_ranks
 from table import JOBS, Scattered
 
 import zfunc
@@ -28,19 +28,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that four ranks wrote to."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-W", "error::FutureWarning", str(HERE / "rank_worker.py")]
-    ranks = [
-        subprocess.Popen([*command, str(r), "4", str(out)], stderr=subprocess.PIPE, text=True)
-        for r in range(4)
-    ]
-    try:
-        errors = [p.communicate(timeout=400)[1] for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * 4, "\n".join(errors)
-    return out
+    return four_ranks(HERE / "rank_worker.py", tmp_path_factory.mktemp("ranks"))
 
 
 def read(out: Path, name: str) -> dict[str, Any]:

@@ -4,13 +4,12 @@ Four processes run tests/save_worker.py once; the tests read what they left.
 """
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from save_worker import SAVED_AT, SETTINGS, WORLDS
+from rank_worker import WORLDS, four_ranks
+from save_worker import SAVED_AT, SETTINGS
 
 from zfunc.checkpoint import checkpoints
 
@@ -20,19 +19,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that four ranks wrote to."""
-    out = tmp_path_factory.mktemp("saving")
-    command = [sys.executable, str(HERE / "save_worker.py")]
-    ranks = [
-        subprocess.Popen([*command, str(r), "4", str(out)], stderr=subprocess.PIPE, text=True)
-        for r in range(4)
-    ]
-    try:
-        errors = [p.communicate(timeout=400)[1] for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * 4, "\n".join(errors)
-    return out
+    return four_ranks(HERE / "save_worker.py", tmp_path_factory.mktemp("saving"))
 
 
 @pytest.mark.parametrize("world", WORLDS)

@@ -3,7 +3,6 @@
 The invariant: either all ranks begin a step, with one plan, of equal batches, from equal weights, or all raise.
 """
 
-import hashlib
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from attrs import asdict
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.errors import RankError
 from zfunc.program import Program, Specialized
 from zfunc.state import Buffers, State
 
@@ -24,16 +22,15 @@ def agree(program: Program, special: Specialized, state: State, batch: tuple[Any
     ranks = program.ranks
     if ranks.world == 1:
         return
-    if ranks.broken:
-        raise RankError(
-            f"train_step: got ranks that are out of step, because {ranks.broken}; start all of them again"
-        )
     told, weights = _told(program, state, batch), ""
     if not state.buffers.compared:
         weights = f"weights of checksum {_checksum(state.buffers)}: equal seeds or params make them equal"
-    digest = hashlib.blake2b("\n".join([*told, special.plan.digest, weights]).encode()).hexdigest()
-    if not ranks.same(int(digest[:15], 16)):
-        ranks.disagree("what the next step does", digest, "\n".join([*told, special.plan.text(), weights]))
+    ranks.agree(
+        "train_step",
+        "what the next step does",
+        "\n".join([*told, special.plan.digest, weights]),
+        lambda: "\n".join([*told, special.plan.text(), weights]),
+    )
     state.buffers.compared = True
 
 

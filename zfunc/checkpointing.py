@@ -4,7 +4,6 @@ The invariant: what is loaded trains on as if nothing had happened, to the bit w
 kind of moments are the same.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ from zfunc import loading, saving
 from zfunc.checkpoint import checkpoints
 from zfunc.checkpoint.checkpoints import Checkpoint
 from zfunc.checkpoint.manifest import Position, check_model
-from zfunc.errors import CheckpointError, RankError
+from zfunc.errors import CheckpointError
 from zfunc.execute import Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
@@ -27,7 +26,6 @@ from zfunc.ranks import Ranks
 from zfunc.saving import Save, Saved, Saving, together
 from zfunc.state import Buffers, State, allocate, regions
 
-FILE_DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 log = logging.getLogger("zfunc")
 
 
@@ -51,7 +49,8 @@ def save(
         raise RuntimeError("save: got a program that is in a step, expected none: pass save= to train_step")
     try:
         wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
-        _agree(program, state)
+        at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
+        program.ranks.agree("save", "what is to be saved", at)
         special = checkpointing(program)
         on_its_way = begin(program, state, wanted)
         mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
@@ -72,7 +71,7 @@ def begin(program: Program, state: State, save: Save) -> Saving:
     content = saving.Content(
         layout=program.layout,
         moments=program.job.moments,
-        frozen_dtype=FILE_DTYPES[program.precision],
+        frozen_dtype=next(name for name, dtype in loading.FILE_DTYPES.items() if dtype == program.dtype),
         position=Position(state.step, state.batches, state.sequences, state.seed, state.loss_scale),
         optimizer=_settings(program, state.step),
     )
@@ -188,18 +187,3 @@ def _compare(checkpoint: Checkpoint, program: Program) -> None:
     changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in here.items() if k in saved and saved[k] != v]
     if changed:
         log.warning("checkpoint: %s: other settings than were saved: %s", checkpoint.path, ", ".join(changed))
-
-
-def _agree(program: Program, state: State) -> None:
-    """Ranks save one state: their counters are equal."""
-    ranks = program.ranks
-    if ranks.world == 1:
-        return
-    if ranks.broken:
-        raise RankError(
-            f"save: got ranks that are out of step, because {ranks.broken}; start all of them again"
-        )
-    told = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
-    digest = hashlib.blake2b(told.encode()).hexdigest()
-    if not ranks.same(int(digest[:15], 16)):
-        ranks.disagree("what is to be saved", digest, told)

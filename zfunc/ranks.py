@@ -10,6 +10,7 @@ is so for tensors on the host. One on a GPU is only issued here, and it is NCCL'
 after the same time-out.
 """
 
+import hashlib
 import logging
 import os
 import time
@@ -39,11 +40,7 @@ GOT: dict[Sign, str] = {
     "told": "word that another rank has given up",
 }
 LOOK = "See what each rank logged last"
-NEXT: dict[Sign, str] = {
-    "broken": LOOK,
-    "late": f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)",
-    "told": LOOK,
-}
+LONGER = f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)"
 
 # torch 2.13 renamed them.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -152,6 +149,22 @@ class Ranks:
             for row, n in zip(rows, size.tolist(), strict=True)
         ]
 
+    def agree(self, action: str, what: str, told: str, text: Callable[[], str] | None = None) -> None:
+        """Raise RankError, on every rank, unless all pass the same `told`: one number is compared.
+
+        Only if it differs are texts exchanged: `text()`, or else `told`. `action` begins the message of ranks that
+        are out of step already.
+        """
+        if self.world == 1:
+            return
+        if self.broken:
+            raise RankError(
+                f"{action}: got ranks that are out of step, because {self.broken}; start all of them again"
+            )
+        digest = hashlib.blake2b(told.encode()).hexdigest()
+        if not self.same(int(digest[:15], 16)):
+            self.disagree(what, digest, text() if text else told)
+
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
         """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""
         digests, texts = self.texts(digest), self.texts(text)
@@ -200,9 +213,10 @@ class Ranks:
         waited = time.monotonic() - begun
         timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
         most = SETTLE_LATE if sign == "late" else min(SETTLE, timeout)
+        late = sign == "late"
         try:
-            absent = self.roll.take(sign, least=0.0 if sign == "late" else LISTEN, most=most)
-            who = absent.text(self.members, self.rank)
+            absent = self.roll.take(sign, least=0.0 if late else LISTEN, most=most)
+            who, late = absent.text(self.members, self.rank), late or absent.late
         except StoreLost as lost:
             who = f"who is missing cannot be told, because {lost}"
             agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it, not rank 0
@@ -211,7 +225,7 @@ class Ranks:
         self.broken = f"{who} ({what} failed after {waited:.1f} s)"
         raise RankError(
             f"{what} on rank {self._me}: got {GOT[sign]} after {waited:.1f} s, expected all {self.world} ranks: "
-            f"{who}. {NEXT[sign]}, then start all of them again"
+            f"{who}. {LONGER if late else LOOK}, then start all of them again"
         ) from error
 
     @property

@@ -30,7 +30,6 @@ from zfunc.ranks import Ranks
 
 T = TypeVar("T")
 THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
-FROZEN_BUCKET = -1  # of slices of parameters that are not trained
 log = logging.getLogger("zfunc")
 
 

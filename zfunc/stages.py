@@ -16,6 +16,7 @@ from torch import Tensor
 
 from zfunc.adam import AdamW
 from zfunc.checkpoint.manifest import FROZEN
+from zfunc.checkpoint.slices import FROZEN_BUCKET
 from zfunc.compact import optimizer_state
 from zfunc.errors import NonFiniteError
 from zfunc.graph import Op, Region
@@ -23,7 +24,6 @@ from zfunc.layout import Bucket, Layout
 from zfunc.moments import BUFFERS, HIGH_HALF
 from zfunc.passes import Passes, Weights
 from zfunc.ranks import Ranks
-from zfunc.saving import FROZEN_BUCKET
 from zfunc.state import Flat
 from zfunc.sweeps import accumulate_, adam_update_, square_sum
 

@@ -14,6 +14,8 @@ from zfunc.checkpoint.shards import Shard, Stored
 from zfunc.layout import Layout, Span
 from zfunc.moments import Moments
 
+FROZEN_BUCKET = -1  # of slices of parameters that are not trained
+
 
 @frozen
 class Slice:
@@ -54,7 +56,7 @@ def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
         if span.start == span.stop:
             continue
         stored = Stored(f"{span.name}/{FROZEN}", dtype, span.shape)
-        yield Slice(span.name, -1, FROZEN, 0, span.stop - span.start, span.start, stored)
+        yield Slice(span.name, FROZEN_BUCKET, FROZEN, 0, span.stop - span.start, span.start, stored)
 
 
 def assemble(
