@@ -16,9 +16,10 @@ from zfunc import schedules
 from zfunc.draw import text
 from zfunc.emit import Job, SegmentCost
 from zfunc.graph import Graph
+from zfunc.hardware import Hardware
 from zfunc.layout import Parameter, make_layout
 from zfunc.recipes import zero_offload
-from zfunc.simulate import Hardware, critical_path, simulate
+from zfunc.simulate import critical_path, simulate
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512

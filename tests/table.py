@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from zfunc import schedules
 from zfunc.emit import Job, SegmentCost
 from zfunc.graph import Graph, Op
+from zfunc.hardware import ROUND, Hardware
 from zfunc.layout import Parameter, make_layout
 from zfunc.plan import Plan, build
 from zfunc.recipes import checkpoint, zero_offload
-from zfunc.simulate import ROUND, Hardware
 
 Segments = list[list[Parameter]]
 
@@ -134,6 +134,9 @@ HARDWARE: dict[str, Hardware] = {
     "no latency": evolve(ROUND, latency=0.0),
     "slow host": evolve(ROUND, rates={**ROUND.rates, "host": 1e3}),
     "all at one byte a second": Hardware("slow", flops=1.0, rates=dict.fromkeys(ROUND.rates, 1.0)),
+    "one memory for all": evolve(
+        ROUND, shared={"memory": {"host": 1.0, "d2h": 0.2, "h2d": 0.2, "compute": 0.1}}
+    ),
 }
 
 
@@ -214,4 +217,7 @@ def hardware() -> st.SearchStrategy[Hardware]:
     """Machines of any proportions."""
     rate = st.floats(1e-3, 1e15)
     rates = st.fixed_dictionaries(dict.fromkeys(ROUND.rates, rate))
-    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3))
+    kinds = st.sampled_from([*ROUND.rates])
+    shares = st.dictionaries(kinds, st.floats(0, 1, exclude_min=True))
+    shared = st.dictionaries(st.sampled_from(["cores", "memory"]), shares)
+    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3), shared=shared)

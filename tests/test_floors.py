@@ -17,7 +17,7 @@ TORCH_FREE = (
     {"moments", "loss_scale", "placement"},
     {"emit", "pages", "threads", "checkpoint"},
     {"recipes"},
-    {"plan", "timeline"},
+    {"plan", "timeline", "hardware"},
     {"verify", "simulate", "memory", "draw", "faults"},
     {"schedules"},
     {"settings", "terminal"},
@@ -46,12 +46,13 @@ WITH_TORCH = (
     {"panel", "machine"},
     {"devices"},
     {"doctor"},
+    {"commands"},
     {"cli"},
     {"__main__"},
 )
 FLOORS = (*TORCH_FREE, *WITH_TORCH)
 FLOOR_OF = {module: n for n, modules in enumerate(FLOORS) for module in modules}
-INTERPRETERS = ("plan", "verify", "simulate", "memory", "draw", "timeline", "graph", "execute")
+INTERPRETERS = ("plan", "verify", "simulate", "hardware", "memory", "draw", "timeline", "graph", "execute")
 
 
 def sources() -> Iterator[tuple[str, Path]]:

@@ -8,33 +8,63 @@ will not do; 130 for a second Ctrl-C, which stops at once.
 
 import argparse
 import os
-import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args
 
 import attrs
 
 import zfunc
+from zfunc import commands
+from zfunc.commands import DONE, FAILED, TrainingFailed
 from zfunc.errors import nearest
-from zfunc.settings import AUTO, DRAW, EXPORT, TRAIN, Export, Option, Settings, Sketch, flag
-from zfunc.terminal import interrupts, logged, printable, size
+from zfunc.settings import DOCTOR, DRAW, EXPORT, TRAIN, Doctor, Export, Option, Settings, Sketch, flag
+from zfunc.terminal import printable
 
-if TYPE_CHECKING:
-    from zfunc.ranks import Ranks
-    from zfunc.resuming import Start
-    from zfunc.runs import Run
-
-DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 130
+REFUSED, STOPPED = 2, 130
 LINES = 20  # of an error, so that it fits on a screen
-SUFFIXES = {".svg": "svg", ".json": "chrome"}
 
 
-class TrainingFailed(Exception):  # noqa: N818
-    """Training had begun when it failed; the cause is chained."""
+@attrs.frozen
+class Command:
+    """A command: its line of help, its settings and their options, what runs it, and what its help ends with."""
+
+    told: str
+    settings: type[Any]
+    options: dict[str, Option]
+    run: Callable[[Any], int]
+    epilog: str | None = None
+
+
+COMMANDS = {
+    "train": Command(
+        "train a GPT, by default of bytes on the sources of Python's standard library",
+        Settings,
+        TRAIN,
+        commands.train,
+        "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
+        "code 0); a second one stops at once (130). SIGTERM does so with checkpoint and summary alone (0). Other "
+        "exit codes: 1 failed while training or to save the last step, 2 cannot start.",
+    ),
+    "draw": Command(
+        "draw one step as it would run under a schedule; needs no GPU", Sketch, DRAW, commands.draw
+    ),
+    "export": Command(
+        "write a checkpoint's weights as one safetensors file that other programs read",
+        Export,
+        EXPORT,
+        commands.export,
+    ),
+    "doctor": Command(
+        "say what this machine has for a step, what it reaches, and what is wrong",
+        Doctor,
+        DOCTOR,
+        commands.doctor,
+        "Exit codes: 0 nothing is wrong, 1 something is.",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or DONE)
     try:
-        return args.run(args) or DONE
+        command = COMMANDS[args.command]
+        return command.run(_settings(command, args))
     except KeyboardInterrupt:
         return _complain(args, "stopped at once", STOPPED)
     except BrokenPipeError:  # who read the output has left
@@ -59,160 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(args, str(error), REFUSED)
     except Exception as error:
         return _complain(args, f"{type(error).__name__}: {error}", FAILED)
-
-
-def train(args: argparse.Namespace) -> None:
-    """`zfunc train`."""
-    settings = train_settings(args)
-    from zfunc.launch import launched  # torch comes with this: help and mistakes do not wait for it
-
-    with launched() as ranks:
-        (_follow if ranks.rank else _lead)(settings, ranks)
-
-
-def _lead(settings: Settings, ranks: "Ranks") -> None:
-    """As rank 0, which decides where to begin, and keeps and shows what happens."""
-    from zfunc import resuming, runs
-
-    with logged():
-        with resuming.refusing(ranks):
-            run = runs.create(settings.out, again=settings.resume == AUTO)
-        try:
-            with resuming.refusing(ranks):
-                start = resuming.decide(run.path, settings)
-            resuming.tell(ranks, start)
-            failure = _train_and_show(settings, run, start)
-        finally:
-            run.close()
-    if failure:
-        raise TrainingFailed(f"the last step is not saved: {failure}\nWhat there is up to then: {run.path}")
-
-
-def _follow(settings: Settings, ranks: "Ranks") -> None:
-    """As any other rank."""
-    from zfunc import resuming
-    from zfunc.events import Saved
-    from zfunc.job import prepare
-    from zfunc.train import train as events
-
-    with logged():
-        start = resuming.hear(ranks)
-        if start.over:
-            return
-        job, last = prepare(settings, cache=cache_folder()), None
-        with interrupts(tell=False) as stop:
-            for event in events(job, stop=stop, start=start):
-                last = event if isinstance(event, Saved) else last
-    if last is not None and last.failure:
-        raise TrainingFailed(f"the last step is not saved: {last.failure}")
-
-
-def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
-    """Returns why the last step is not saved, if it should be."""
-    from zfunc import console, panel, runs
-    from zfunc.events import Saved
-    from zfunc.job import prepare
-    from zfunc.train import train as events
-
-    if start.line:
-        print(printable(start.line), flush=True)
-    if start.over:
-        return ""
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    failure = ""
-    try:
-        job = prepare(settings, cache=cache_folder())
-        with interrupts(tell=not live) as stop:
-            shown = panel.living(run, job.unit, stop) if live else nullcontext(console.Plain(run, job.unit))
-            with shown as screen:
-                for event in events(job, stop=stop, start=start):
-                    runs.record(run, event, job.unit)
-                    screen.show(event)
-                    failure = event.failure if isinstance(event, Saved) else failure
-    except BaseException as error:
-        runs.record_failure(run, error)
-        if (
-            not run.begun
-            or not isinstance(error, Exception)
-            or isinstance(error, ValueError | BrokenPipeError)
-        ):
-            raise
-        raise TrainingFailed(f"{error}\nWhat there is up to then: {run.path}") from error
-    return failure
-
-
-def draw(args: argparse.Namespace) -> None:
-    """`zfunc draw`."""
-    sketch = Sketch(**_given(args, Sketch))
-    suffix = sketch.out.suffix if sketch.out else ""
-    if sketch.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
-        raise ValueError(
-            f"--out: got {sketch.out}, expected a name that ends in .svg, .json or .txt: or say --format"
-        )
-    form = sketch.format or SUFFIXES.get(suffix, "text")
-    if sketch.schedule == "all" and sketch.out is None and form != "text":
-        raise ValueError(
-            f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
-        )
-    from zfunc.runs import write_whole
-    from zfunc.sketch import drawn, picture
-
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    pictures = {name: picture(one, form, width=max(60, columns)) for name, one in drawn(sketch).items()}
-    if sketch.out is None:
-        print("\n".join(pictures.values()), end="")
-        return
-    if form == "text":
-        files = {sketch.out: "\n".join(pictures.values())}
-    else:
-        stem, many = sketch.out.stem, len(pictures) > 1
-        files = {
-            sketch.out.with_stem(f"{stem}-{name.lower()}") if many else sketch.out: text
-            for name, text in pictures.items()
-        }
-    for path, text in files.items():
-        try:
-            write_whole(path, text)
-        except OSError as error:
-            raise ValueError(
-                f"--out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "
-                "that is there: name another"
-            ) from error
-        print(f"written: {path}")
-
-
-def export(args: argparse.Namespace) -> None:
-    """`zfunc export`."""
-    asked = Export(**_given(args, Export))
-    from zfunc.export import export as write
-
-    with logged():
-        done = write(args.checkpoint, asked.out, dtype=asked.dtype)
-    told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
-    print(f"written: {done.path}: {told}")
-
-
-def doctor(args: argparse.Namespace) -> int:
-    """`zfunc doctor`."""
-    from zfunc.doctor import examine, show, well
-
-    checks = examine()
-    show(checks, as_json=args.json)
-    return DONE if well(checks) else FAILED
-
-
-def train_settings(args: argparse.Namespace) -> Settings:
-    """The settings of the arguments. Who gives only one of steps and seconds wants no bound by the other."""
-    given = _given(args, Settings)
-    if len(given.keys() & {"steps", "seconds"}) == 1:
-        given = {"steps": None, "seconds": None, **given}
-    return Settings(**given)
-
-
-def cache_folder() -> Path:
-    """Where gathered sources are kept from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
-    home = os.environ.get("XDG_CACHE_HOME")
-    return Path(home or Path.home() / ".cache") / "zfunc"
 
 
 # --- arguments -------------------------------------------------------------------------------------------
@@ -232,73 +109,52 @@ def parser() -> tuple[Parser, dict[str, Parser]]:
         "zfunc", description="Train models that are too big for their GPU, and draw how a step runs."
     )
     top.add_argument("--version", action="version", version=f"zfunc {zfunc.__version__}")
-    commands = top.add_subparsers(metavar="COMMAND", title="commands")
-    texts = {
-        "train": "train a GPT, by default of bytes on the sources of Python's standard library",
-        "draw": "draw one step as it would run under a schedule; needs no GPU",
-        "export": "write a checkpoint's weights as one safetensors file that other programs read",
-        "doctor": "say what this machine has for a step, what it reaches, and what is wrong",
-    }
-    made = {
-        name: commands.add_parser(
+    parsers = top.add_subparsers(metavar="COMMAND", title="commands")
+    made: dict[str, Parser] = {}
+    for name, command in COMMANDS.items():
+        words = [o.metavar for o in command.options.values() if o.positional]
+        made[name] = parsers.add_parser(
             name,
-            help=told,
-            description=f"{told[0].upper()}{told[1:]}.",
-            usage=f"zfunc {name} [options]",
+            help=command.told,
+            description=f"{command.told[0].upper()}{command.told[1:]}.",
+            usage=" ".join(["zfunc", name, *words, "[options]"]),
+            epilog=command.epilog,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=25),
             allow_abbrev=False,
         )
-        for name, told in texts.items()
-    }
-    _add(made["train"], Settings, TRAIN)
-    _add(made["draw"], Sketch, DRAW)
-    made["export"].usage = "zfunc export CHECKPOINT --out FILE [options]"
-    made["export"].add_argument(
-        "checkpoint",
-        type=READERS[Path],
-        metavar="CHECKPOINT",
-        help="its folder; or a folder of them, or a run's, of which the newest complete one is taken",
-    )
-    _add(made["export"], Export, EXPORT)
-    made["doctor"].add_argument("--json", action="store_true", help="as one JSON object, for programs")
-    made["doctor"].epilog = "Exit codes: 0 nothing is wrong, 1 something is."
-    for name, run in (("train", train), ("draw", draw), ("export", export), ("doctor", doctor)):
-        made[name].set_defaults(run=run, prog=made[name].prog)
+        _add(made[name], command.settings, command.options)
         made[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
-    made["train"].epilog = (
-        "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
-        "code 0); a second one stops at once (130). SIGTERM does so with checkpoint and summary alone (0). Other "
-        "exit codes: 1 failed while training or to save the last step, 2 cannot start."
-    )
+        made[name].set_defaults(command=name, prog=made[name].prog)
     return top, made
 
 
 def _parsed(argv: list[str]) -> argparse.Namespace:
-    top, commands = parser()
+    top, made = parser()
     if not argv:
         top.print_help()
         raise SystemExit(REFUSED)
-    if not argv[0].startswith("-") and argv[0] not in commands:
-        hint = nearest(argv[0], list(commands))
-        top.error(f"got the command {argv[0]!r}, expected one of {', '.join(commands)}{hint}")
+    if not argv[0].startswith("-") and argv[0] not in made:
+        hint = nearest(argv[0], list(made))
+        top.error(f"got the command {argv[0]!r}, expected one of {', '.join(made)}{hint}")
     args, rest = top.parse_known_args(argv)
-    if not hasattr(args, "run"):
-        top.error(f"got no command, expected one of {', '.join(commands)}")
+    if not hasattr(args, "command"):
+        top.error(f"got no command, expected one of {', '.join(made)}")
     if rest:
-        known = [f for action in commands[argv[0]]._actions for f in action.option_strings]
+        known = [f for action in made[argv[0]]._actions for f in action.option_strings]
         hint = nearest(rest[0].partition("=")[0], known)
-        commands[argv[0]].error(f"got {rest[0]!r}, which is no option of this command{hint}")
+        made[argv[0]].error(f"got {rest[0]!r}, which is no option of this command{hint}")
     return args
 
 
-def _add(to: Parser, settings: type, options: dict[str, Option]) -> None:
+def _add(to: Parser, settings: type[Any], options: dict[str, Option]) -> None:
     """An argument for every field, in its group, its default told in its help."""
     groups: dict[str, Any] = {}
     for f in attrs.fields(settings):
         option = options[f.name]
         group = groups.setdefault(option.group, None) or to.add_argument_group(option.group)
         groups[option.group] = group
-        default = "" if f.default is None or f.type is bool else f" (default: {f.default})"
+        quiet = f.default in (None, attrs.NOTHING) or f.type is bool
+        default = "" if quiet else f" (default: {f.default})"
         told: dict[str, Any] = {
             "help": (option.help + default).replace("%", "%%"),
             "default": argparse.SUPPRESS,
@@ -307,12 +163,18 @@ def _add(to: Parser, settings: type, options: dict[str, Option]) -> None:
             group.add_argument(flag(f.name), action="store_true", **told)
         else:
             kind = next((t for t in get_args(f.type) if t is not type(None)), f.type)
-            told["metavar"] = option.metavar or METAVARS[kind]
-            group.add_argument(flag(f.name), type=READERS[kind], **told)
+            told |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
+            name = f.name if option.positional else flag(f.name)
+            group.add_argument(name, **told)
 
 
-def _given(args: argparse.Namespace, settings: type) -> dict[str, Any]:
-    return {f.name: getattr(args, f.name) for f in attrs.fields(settings) if hasattr(args, f.name)}
+def _settings(command: Command, args: argparse.Namespace) -> Any:
+    """What was given as settings. Who gives only one of steps and seconds wants no bound by the other."""
+    names = [f.name for f in attrs.fields(command.settings)]
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if len(given.keys() & {"steps", "seconds"}) == 1:
+        given = {"steps": None, "seconds": None, **given}
+    return command.settings(**given)
 
 
 def _reader(kind: type, expected: str) -> Callable[[str], Any]:

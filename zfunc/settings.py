@@ -15,8 +15,8 @@ from attrs import frozen
 
 from zfunc import schedules
 from zfunc.errors import nearest
+from zfunc.hardware import ROUND
 from zfunc.moments import BUFFERS
-from zfunc.simulate import ROUND
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
@@ -32,13 +32,14 @@ AUTO = "auto"  # of --resume
 class Option:
     """What a field means on the command line: its group, its help with the unit, and a check that raises.
 
-    `metavar` stands for its value in the help; "" is that of its type.
+    `metavar` stands for its value in the help; "" is that of its type. A `positional` one has no flag.
     """
 
     group: str
     help: str
     check: Callable[[str, Any], None]
     metavar: str = ""
+    positional: bool = False
 
 
 def flag(name: str) -> str:
@@ -226,9 +227,18 @@ DRAW = {
 
 
 EXPORT = {
+    "checkpoint": Option(
+        "file",
+        "its folder; or a folder of them, or a run's, of which the newest complete one is taken",
+        _any,
+        metavar="CHECKPOINT",
+        positional=True,
+    ),
     "out": Option("file", "new file to write, which ends in .safetensors", _path),
     "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", _one_of(WEIGHTS)),
 }
+
+DOCTOR = {"json": Option("output", "as one JSON object, for programs", _any)}
 
 
 @frozen(kw_only=True)
@@ -322,6 +332,7 @@ class Sketch:
 class Export:
     """Weights to take out of a checkpoint."""
 
+    checkpoint: Path
     out: Path | None = None
     dtype: str = "fp32"
 
@@ -331,6 +342,13 @@ class Export:
             raise ValueError(
                 "--out: got none, expected a new file to write: pass such as --out weights.safetensors"
             )
+
+
+@frozen(kw_only=True)
+class Doctor:
+    """How to tell what is found."""
+
+    json: bool = False
 
 
 def _check_each(settings: Any, options: dict[str, Option]) -> None:

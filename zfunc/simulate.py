@@ -1,69 +1,43 @@
 """How long a plan takes on given hardware: each lane in order, each operation when its waits are over.
 
-The invariant: the result lies between the critical path (no lane is ever busy) and the serial sum (one lane).
-An operation's time follows from its kind and its declared work alone.
+Operations that run at the same time slow each other down where they use the same resource (`Hardware.shared`).
+Each takes a share of it, at most all; where the shares of those that run add up to more than 1, each runs at 1 over
+their sum. One that uses several resources runs at the speed of the scarcest. Besides, every kind of operation is a
+resource of its own: two lanes of one kind get no more done than one.
+
+The invariant: the result lies between the critical path (no lane is ever busy) and the serial sum (one lane). Not
+below: no operation runs faster than alone. Not above: while anything runs, the speeds add up to at least 1. For let
+the scarcest resource be shared to a sum S > 1. No speed is below 1 / S, and no operation takes more than all of it,
+so at least S operations run. If no resource is overdrawn, all speeds are 1. Latencies are part of an operation, so
+they are slowed down with it: an upper bound that is not far off where operations take longer than to start them.
 """
 
+import math
 from collections.abc import Mapping
 
-from attrs import field, frozen
+from attrs import define, field
 
-from zfunc.graph import KINDS, Graph, Kind, Op
+from zfunc.graph import KINDS, Graph, Kind
+from zfunc.hardware import ROUND, Hardware
 from zfunc.plan import Plan, in_order
 from zfunc.timeline import Event, Timeline
 
 
-def _rates(rates: Mapping[Kind, float]) -> dict[Kind, float]:
-    return dict(rates)
-
-
-@frozen
-class Hardware:
-    """What a machine does in a second: `flops` (FLOP/s, as reached, not as advertised), and for each kind of
-    operation the bytes it moves (B/s). `latency` is what starting any operation costs, in seconds.
-
-    Raises ValueError for a rate that is missing, zero or negative.
-    """
-
-    name: str
-    flops: float
-    rates: dict[Kind, float] = field(converter=_rates, hash=False)
-    latency: float = 10e-6
-
-    def __attrs_post_init__(self) -> None:
-        got: dict[str, float] = {"flops": self.flops, **{k: self.rates.get(k, 0.0) for k in KINDS}}
-        for what, rate in got.items():
-            if not 0 < rate < float("inf"):
-                raise ValueError(
-                    f"{self.name}: got a {what} rate of {rate}, expected a positive number a second"
-                )
-        if not 0 <= self.latency < float("inf"):
-            raise ValueError(f"{self.name}: got a latency of {self.latency}, expected seconds, 0 or more")
-
-    def seconds(self, op: Op) -> float:
-        """Latency, plus arithmetic, plus bytes."""
-        return self.latency + op.flops / self.flops + op.nbytes / self.rates[op.kind]
-
-
-ROUND = Hardware(
-    "round numbers",
-    flops=200e12,
-    rates={"compute": 2e12, "network": 20e9, "d2h": 20e9, "h2d": 20e9, "host": 100e9, "disk": 4e9},
-)
-"""Figures of the order of a data-centre GPU and its host, to draw with: neither measured nor advertised."""
-
-
 def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
-    """The timeline of `plan` on `hardware`. Raises PlanError if the plan deadlocks."""
-    free = [0.0] * len(plan.lanes)
-    end: dict[int, float] = {}
-    start: dict[int, float] = {}
-    for i in in_order(plan, plan.waits):
-        lane, _ = plan.place[i]
-        start[i] = max([free[lane], *(end[n] for n in plan.waits[i] if n in end)])
-        free[lane] = end[i] = start[i] + hardware.seconds(plan.graph.ops[i])
+    """The timeline of `plan` on `hardware`. Raises PlanError if the plan deadlocks.
+
+    Linear in operations times lanes.
+    """
+    run = _Run(plan, hardware, Speeds(hardware))
+    for lane in range(len(plan.lanes)):
+        run.begin(lane, 0.0)
+    run.share(0.0)
+    while run.running:
+        run.advance()
+    if len(run.ended) < len(plan.place):
+        list(in_order(plan, plan.waits))  # says which operations wait for each other
     events = (
-        Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, start[i], end[i])
+        Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, run.started[i], run.ended[i])
         for lane in plan.lanes
         for i in lane.ops
     )
@@ -81,3 +55,111 @@ def critical_path(graph: Graph, hardware: Hardware = ROUND) -> float:
 def serial_time(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of one operation after another: what `Serial` takes."""
     return sum(map(hardware.seconds, graph))
+
+
+class Speeds:
+    """How fast operations run beside each other: for how many of each kind there are, the speed of each kind."""
+
+    def __init__(self, hardware: Hardware) -> None:
+        own: dict[str, Mapping[Kind, float]] = {f"kind {kind}": {kind: 1.0} for kind in KINDS}
+        shared = {f"shared {name}": of for name, of in hardware.shared.items()}
+        self._resources = list({**own, **shared}.values())
+        self._found: dict[tuple[int, ...], dict[Kind, float]] = {}
+
+    def of(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
+        """The speed of each kind that runs, above 0 and at most 1, where alone would be 1.
+
+        >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
+        >>> Speeds(on).of({"compute": 1, "host": 1})["compute"]
+        0.6666666666666666
+        """
+        key = tuple(counts.get(kind, 0) for kind in KINDS)
+        if key not in self._found:
+            self._found[key] = self._speeds({kind: n for kind, n in zip(KINDS, key, strict=True) if n})
+        return self._found[key]
+
+    def _speeds(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
+        speeds: dict[Kind, float] = dict.fromkeys(counts, 1.0)
+        for shares in self._resources:
+            wanted = math.fsum(shares.get(kind, 0.0) * n for kind, n in counts.items())
+            for kind in counts.keys() & shares.keys() if wanted > 1 else ():
+                speeds[kind] = min(speeds[kind], 1 / wanted)
+        return speeds
+
+
+@define
+class _Running:
+    """An operation under way. At `since` it had `left` seconds to go, alone; at `speed` it ends at `end`."""
+
+    op: int
+    lane: int
+    since: float
+    left: float
+    speed: float
+    end: float
+
+
+@define
+class _Run:
+    """What changes during a simulation. `end` of an operation stays as it is while its speed does, to the bit."""
+
+    plan: Plan
+    hardware: Hardware
+    speeds: Speeds
+    running: list[_Running] = field(factory=list[_Running])
+    counts: dict[Kind, int] = field(factory=lambda: dict.fromkeys(KINDS, 0))
+    at: list[int] = field(init=False)  # for each lane the position of its next operation
+    idle: list[bool] = field(init=False)
+    pending: dict[int, int] = field(init=False)  # for each operation how many waits are not over
+    unlocks: dict[int, list[int]] = field(factory=dict[int, list[int]])
+    started: dict[int, float] = field(factory=dict[int, float])
+    ended: dict[int, float] = field(factory=dict[int, float])
+
+    def __attrs_post_init__(self) -> None:
+        place = self.plan.place
+        self.at, self.idle = [0] * len(self.plan.lanes), [True] * len(self.plan.lanes)
+        self.pending = dict.fromkeys(place, 0)
+        for op in place:
+            for n in self.plan.waits[op]:
+                if n in place:
+                    self.pending[op] += 1
+                    self.unlocks.setdefault(n, []).append(op)
+
+    def begin(self, lane: int, now: float) -> None:
+        """Start the next operation of `lane`, if the lane is idle and the operation's waits are over."""
+        ops, at = self.plan.lanes[lane].ops, self.at[lane]
+        if not self.idle[lane] or at == len(ops) or self.pending[ops[at]]:
+            return
+        op = self.plan.graph.ops[ops[at]]
+        seconds = self.hardware.seconds(op)
+        self.running.append(_Running(ops[at], lane, now, seconds, 1.0, now + seconds))
+        self.counts[op.kind] += 1
+        self.idle[lane] = False
+        self.at[lane] += 1
+        self.started[ops[at]] = now
+
+    def advance(self) -> None:
+        """On to the next end: finish what ends there, start what was waiting, share the resources anew."""
+        now = min(r.end for r in self.running)
+        done = [r for r in self.running if r.end == now]
+        self.running = [r for r in self.running if r.end != now]
+        for r in done:
+            self.ended[r.op] = now
+            self.counts[self.plan.graph.ops[r.op].kind] -= 1
+            self.idle[r.lane] = True
+            for n in self.unlocks.get(r.op, ()):
+                self.pending[n] -= 1
+        for r in done:
+            self.begin(r.lane, now)
+            for n in self.unlocks.get(r.op, ()):
+                self.begin(self.plan.place[n][0], now)
+        self.share(now)
+
+    def share(self, now: float) -> None:
+        """Give every operation under way the speed it has beside the others."""
+        speeds = self.speeds.of(self.counts)
+        for r in self.running:
+            speed = speeds[self.plan.graph.ops[r.op].kind]
+            if speed != r.speed:
+                r.left = max(0.0, r.left - (now - r.since) * r.speed)
+                r.since, r.speed, r.end = now, speed, now + r.left / speed

@@ -11,11 +11,12 @@ from zfunc import schedules
 from zfunc.draw import chrome_trace, svg, text
 from zfunc.gpt import num_parameters
 from zfunc.graph import Graph, Kind
+from zfunc.hardware import ROUND, Hardware
 from zfunc.job import config, segments
 from zfunc.memory import memory
 from zfunc.plan import Plan
 from zfunc.settings import Sketch
-from zfunc.simulate import ROUND, Hardware, critical_path, simulate
+from zfunc.simulate import critical_path, simulate
 from zfunc.timeline import Timeline
 from zfunc.verify import verify
 

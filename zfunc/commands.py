@@ -1,0 +1,172 @@
+"""What each command does, once its arguments are settings: every function is a command, and returns its exit code.
+
+The invariant: what a command needs is imported when it runs, so that help and mistakes do not wait for torch.
+"""
+
+import os
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from zfunc.settings import AUTO, Doctor, Export, Settings, Sketch
+from zfunc.terminal import interrupts, logged, printable, size
+
+if TYPE_CHECKING:
+    from zfunc.ranks import Ranks
+    from zfunc.resuming import Start
+    from zfunc.runs import Run
+
+DONE, FAILED = 0, 1  # exit codes
+SUFFIXES = {".svg": "svg", ".json": "chrome"}
+
+
+class TrainingFailed(Exception):  # noqa: N818
+    """Training had begun when it failed; the cause is chained."""
+
+
+def train(settings: Settings) -> int:
+    """`zfunc train`."""
+    from zfunc.launch import launched
+
+    with launched() as ranks:
+        (_follow if ranks.rank else _lead)(settings, ranks)
+    return DONE
+
+
+def _lead(settings: Settings, ranks: "Ranks") -> None:
+    """As rank 0, which decides where to begin, and keeps and shows what happens."""
+    from zfunc import resuming, runs
+
+    with logged():
+        with resuming.refusing(ranks):
+            run = runs.create(settings.out, again=settings.resume == AUTO)
+        try:
+            with resuming.refusing(ranks):
+                start = resuming.decide(run.path, settings)
+            resuming.tell(ranks, start)
+            failure = _train_and_show(settings, run, start)
+        finally:
+            run.close()
+    if failure:
+        raise TrainingFailed(f"the last step is not saved: {failure}\nWhat there is up to then: {run.path}")
+
+
+def _follow(settings: Settings, ranks: "Ranks") -> None:
+    """As any other rank."""
+    from zfunc import resuming
+    from zfunc.events import Saved
+    from zfunc.job import prepare
+    from zfunc.train import train as events
+
+    with logged():
+        start = resuming.hear(ranks)
+        if start.over:
+            return
+        job, last = prepare(settings, cache=cache_folder()), None
+        with interrupts(tell=False) as stop:
+            for event in events(job, stop=stop, start=start):
+                last = event if isinstance(event, Saved) else last
+    if last is not None and last.failure:
+        raise TrainingFailed(f"the last step is not saved: {last.failure}")
+
+
+def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
+    """Returns why the last step is not saved, if it should be."""
+    from zfunc import console, panel, runs
+    from zfunc.events import Saved
+    from zfunc.job import prepare
+    from zfunc.train import train as events
+
+    if start.line:
+        print(printable(start.line), flush=True)
+    if start.over:
+        return ""
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    failure = ""
+    try:
+        job = prepare(settings, cache=cache_folder())
+        with interrupts(tell=not live) as stop:
+            shown = panel.living(run, job.unit, stop) if live else nullcontext(console.Plain(run, job.unit))
+            with shown as screen:
+                for event in events(job, stop=stop, start=start):
+                    runs.record(run, event, job.unit)
+                    screen.show(event)
+                    failure = event.failure if isinstance(event, Saved) else failure
+    except BaseException as error:
+        runs.record_failure(run, error)
+        if (
+            not run.begun
+            or not isinstance(error, Exception)
+            or isinstance(error, ValueError | BrokenPipeError)
+        ):
+            raise
+        raise TrainingFailed(f"{error}\nWhat there is up to then: {run.path}") from error
+    return failure
+
+
+def draw(sketch: Sketch) -> int:
+    """`zfunc draw`."""
+    suffix = sketch.out.suffix if sketch.out else ""
+    if sketch.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
+        raise ValueError(
+            f"--out: got {sketch.out}, expected a name that ends in .svg, .json or .txt: or say --format"
+        )
+    form = sketch.format or SUFFIXES.get(suffix, "text")
+    if sketch.schedule == "all" and sketch.out is None and form != "text":
+        raise ValueError(
+            f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
+        )
+    from zfunc.runs import write_whole
+    from zfunc.sketch import drawn, picture
+
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    pictures = {name: picture(one, form, width=max(60, columns)) for name, one in drawn(sketch).items()}
+    if sketch.out is None:
+        print("\n".join(pictures.values()), end="")
+        return DONE
+    if form == "text":
+        files = {sketch.out: "\n".join(pictures.values())}
+    else:
+        stem, many = sketch.out.stem, len(pictures) > 1
+        files = {
+            sketch.out.with_stem(f"{stem}-{name.lower()}") if many else sketch.out: text
+            for name, text in pictures.items()
+        }
+    for path, text in files.items():
+        try:
+            write_whole(path, text)
+        except OSError as error:
+            raise ValueError(
+                f"--out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "
+                "that is there: name another"
+            ) from error
+        print(f"written: {path}")
+    return DONE
+
+
+def export(asked: Export) -> int:
+    """`zfunc export`."""
+    from zfunc.export import export as write
+
+    with logged():
+        done = write(asked.checkpoint, asked.out, dtype=asked.dtype)
+    told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
+    print(f"written: {done.path}: {told}")
+    return DONE
+
+
+def doctor(asked: Doctor) -> int:
+    """`zfunc doctor`."""
+    from zfunc.doctor import examine, show, well
+
+    checks = examine()
+    show(checks, as_json=asked.json)
+    return DONE if well(checks) else FAILED
+
+
+def cache_folder() -> Path:
+    """Where gathered sources are kept from run to run: `$XDG_CACHE_HOME/zfunc`, or `~/.cache/zfunc`."""
+    home = os.environ.get("XDG_CACHE_HOME")
+    return Path(home or Path.home() / ".cache") / "zfunc"
