@@ -98,7 +98,7 @@ def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, A
     """How much of a plain copy's speed saving and loading reach."""
     program = large(args.parameters, moments)
     state = zfunc.init(program)
-    data = [memoryview(x.view(torch.uint8).numpy()) for x in state.buffers.optimizer.values()]  # pyright: ignore
+    data = [memoryview(x.view(torch.uint8).numpy()) for x in state.buffers.host.flats.values()]  # pyright: ignore
     saved, plain, nbytes = root / "saved", root / "plain", sum(x.nbytes for x in data)
     fastest: dict[str, float] = {}
     for _ in range(args.turns):
@@ -150,7 +150,7 @@ def steps(args: argparse.Namespace, root: Path) -> dict[str, Any]:
             else:
                 seconds = metrics.seconds
         found.append(2 * seconds / sum(around))
-    saved = sum(x.nbytes for x in state.buffers.optimizer.values())
+    saved = sum(x.nbytes for x in state.buffers.host.flats.values())
     state, metrics = zfunc.train_step(program, state, batch, save=folder, trace=True)
     if args.svg:
         assert metrics.timeline is not None

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.gpt import GPTConfig, modules
 from zfunc.layout import Parameter
+from zfunc.state import State
 
 Batch = tuple[Any, Any]
 
@@ -117,6 +118,15 @@ def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
         zfunc.Segment("c", last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
     ]
     return segments, regression()
+
+
+def bits(state: State) -> list[Tensor]:
+    """Everything a step can change, wherever it is kept: copies."""
+    b = state.buffers
+    homes = sorted({*b.host.spans, *b.device.spans})
+    kept = [x for n in homes for x in b.kept(n).values()]
+    waiting = [*b.waiting.values()] if state.pending is not None else []
+    return [x.clone() for x in (b.params, b.frozen, *kept, *waiting)]
 
 
 MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]]]] = {

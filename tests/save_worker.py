@@ -44,7 +44,7 @@ def go_on(
 
 
 def bits(state: State) -> dict[str, torch.Tensor]:
-    return {"params": state.buffers.params, "frozen": state.buffers.frozen, **state.buffers.optimizer}
+    return {"params": state.buffers.params, "frozen": state.buffers.frozen, **state.buffers.host.flats}
 
 
 def resume(group: Any, world: int, name: str, out: Path) -> None:

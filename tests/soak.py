@@ -65,7 +65,7 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
     phase[rank] = 4
     zfunc.save(folder, program, state, keep=KEEP)
     digest = hashlib.sha256()
-    for flat in (state.buffers.params, state.buffers.frozen, *state.buffers.optimizer.values()):
+    for flat in (state.buffers.params, state.buffers.frozen, *state.buffers.host.flats.values()):
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     plan = specialize(program, batch, save=True).plan if state.step else None
     told = {"digest": digest.hexdigest(), "ops": list(plan.graph.position) if plan else []}

@@ -18,7 +18,7 @@ from zfunc.graph import Graph, Op
 from zfunc.hardware import ROUND, Hardware
 from zfunc.layout import Parameter, make_layout
 from zfunc.plan import Plan, build
-from zfunc.recipes import checkpoint, zero_offload
+from zfunc.recipes import checkpoint, delayed, flush, zero_offload
 
 Segments = list[list[Parameter]]
 
@@ -62,7 +62,8 @@ def job(
         for s in range(len(segments))
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
-    return Job(layout, costs, recompute, target_bytes=16, **given)
+    resident = set(given.pop("resident", ())) & set(range(len(layout.buckets)))
+    return Job(layout, costs, recompute, target_bytes=16, resident=resident, **given)
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -89,8 +90,12 @@ FROZEN: Segments = [
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), decay=False)]]
 
-TRAINING: dict[str, Callable[[Job], Iterator[Op]]] = {"zero_offload": zero_offload}
-RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {**TRAINING, "checkpoint": checkpoint}
+TRAINING: dict[str, Callable[[Job], Iterator[Op]]] = {
+    "zero_offload": zero_offload,
+    "delayed": lambda job: delayed(evolve(job, pending=True)),
+    "first delayed": delayed,
+}
+RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {**TRAINING, "checkpoint": checkpoint, "flush": flush}
 
 MOMENTS: list[dict[str, object]] = [
     {"moments": "fp32"},
@@ -116,6 +121,24 @@ JOBS: dict[str, Job] = {
     "stage 1": job(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": job(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": job(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
+    "partial": job(TIED, resident={0, 2}, update_workspace=30),
+    "partial, barrier": job(TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2),
+    "partial, barrier, spanning": job(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
+    "all resident": job(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
+    "speculative": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, shadows=2),
+    "speculative, accumulated": job(TIED, barrier=True, shadows=9, micro_batches=2, world=2, save=True),
+    "speculative, 16 bits, partial": job(
+        TIED_THREE,
+        moments="16bit",
+        send_high_half=True,
+        barrier=True,
+        bucket_size=64,
+        shadows=1,
+        resident={0},
+    ),
+    "stage 1, speculative": job(
+        SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=2, barrier=True, shadows=1
+    ),
     "saving": job(FROZEN, world=2, save=True),
     "saving, barrier": job(TIED, moments="16bit", barrier=True, micro_batches=2, save=True),
 }
@@ -124,6 +147,8 @@ SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
     "Serial": schedules.Serial(),
     "Overlapped": schedules.Overlapped(),
     "Interleaved": schedules.Interleaved(),
+    "CriticalPath": schedules.CriticalPath(),
+    "Search": schedules.Search(),
     "scattered over four lanes": Scattered(),
     "scattered over two lanes": Scattered(seed=1, num_lanes=2),
     "one lane of two": lambda graph: build(graph, {"all": range(len(graph)), "none": []}),
@@ -197,6 +222,9 @@ def jobs(draw: st.DrawFn) -> Job:
         element_bytes=draw(st.sampled_from([2, 4])),
         stage=draw(st.sampled_from([1, 2])),
         save=draw(st.booleans()),
+        shadows=draw(st.integers(0, 3)),
+        update_workspace=draw(st.integers(0, 50)),
+        resident=draw(st.frozensets(st.integers(0, 4))),
         **draw(st.sampled_from(MOMENTS)),
     )
 

@@ -13,28 +13,32 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
-    {"layout", "graph", "errors", "lr", "topology", "rollcall"},
+    {"layout", "graph", "errors", "lr", "topology", "rollcall", "verdict"},
     {"moments", "loss_scale", "placement"},
-    {"emit", "pages", "threads", "checkpoint"},
+    {"regions", "pages", "threads", "checkpoint"},
+    {"emit"},
     {"recipes"},
     {"plan", "timeline", "hardware"},
-    {"verify", "simulate", "memory", "draw", "faults"},
-    {"schedules"},
+    {"verify", "simulate", "memory", "faults", "profile", "legend", "critical"},
+    {"schedules", "profile_file", "chrome", "compare"},
+    {"draw", "page", "recorded"},
     {"settings", "terminal"},
-    {"progress", "events"},
+    {"progress", "events", "pictures"},
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
     {"adam_reference", "teams", "ranks", "rendezvous", "_cpu_adam"},
     {"compact_reference", "kernel", "launch", "resources"},
     {"checks", "export"},
-    {"compact"},
+    {"compact", "device_formats"},
     {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
-    {"saving"},
-    {"stages", "execute", "bandwidth", "weights"},
-    {"loading"},
+    {"saving", "device_adam"},
+    {"stage"},
+    {"updates", "execute", "bandwidth", "weights"},
+    {"stages", "loading"},
     {"program"},
-    {"compiling", "checkpointing"},
+    {"jobs", "partial", "checkpointing", "reading"},
+    {"compiling"},
     {"agreement"},
     {"step"},
     {INDEX},
@@ -52,7 +56,10 @@ WITH_TORCH = (
 )
 FLOORS = (*TORCH_FREE, *WITH_TORCH)
 FLOOR_OF = {module: n for n, modules in enumerate(FLOORS) for module in modules}
-INTERPRETERS = ("plan", "verify", "simulate", "hardware", "memory", "draw", "timeline", "graph", "execute")
+INTERPRETERS = (
+    *("plan", "verify", "simulate", "hardware", "memory", "timeline", "graph", "execute"),
+    *("draw", "legend", "chrome", "critical", "compare", "page"),
+)
 
 
 def sources() -> Iterator[tuple[str, Path]]:

@@ -7,10 +7,12 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from table import JOBS, TRAINING, every_graph, graph_of, graphs, jobs
+from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
 
 from zfunc.emit import Job
 from zfunc.graph import Graph, Op, Region
+from zfunc.moments import BUFFERS
+from zfunc.regions import WAITING
 
 Recipe = Callable[[Job], Iterator[Op]]
 
@@ -108,6 +110,8 @@ def test_an_operation_finds_its_regions_by_buffer() -> None:
 # --- laws of every recipe; but for the first, of those that train ------------------------------------------
 
 any_job = st.one_of(jobs(), st.sampled_from([*JOBS.values()]))
+PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
+UPDATES = ("adam", "confirm", "adam_on_device")
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
     st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=2))
@@ -125,15 +129,26 @@ def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, n
 @of_any_job
 def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe: Recipe, job: Job) -> None:
     ops = list(recipe(job))
-    arrived = Counter(op.index[1] for op in ops if op.verb == "to_host")
+    arrived = Counter(op.index[1] for op in ops if op.verb in ("to_host", "hold"))
+    arrived += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
     packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
     for b in job.layout.buckets:
         due = 1 if job.stage == 1 else job.micro_batches * len(b.deliveries)
         assert arrived[b.index] == due == job.num_deliveries(b)
         for m in range(job.micro_batches):
             assert packed[m, b.index] == sum(map(len, b.deliveries))
-    for verb in ("adam", "to_device", *(["all_gather"] if job.world > 1 else [])):
-        assert sorted(op.index[0] for op in ops if op.verb == verb) == [b.index for b in job.layout.buckets]
+
+    def done(*verbs: str) -> list[int]:
+        return sorted(op.index[0] for op in ops if op.verb in verbs)
+
+    everywhere, applied = [b.index for b in job.layout.buckets], [*job.offloaded]
+    if recipe is FIRST_DELAYED:  # no gradient waits yet
+        everywhere, applied = sorted(job.resident), []
+    assert done(*UPDATES) == everywhere
+    assert done("to_device") == applied
+    assert done("adam_on_device") == sorted(job.resident)
+    assert done("speculate") == done("confirm") == sorted(job.shadowed if recipe is PLAIN else ())
+    assert done("all_gather") == (everywhere if job.world > 1 else [])
 
 
 @of_any_job_of_stage_2
@@ -151,14 +166,23 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
                 assert slot not in holds, f"{op.name} overwrites {holds.get(slot)}"
                 holds[slot], filled[slot] = (m, b), []
             filled[slot].append(s)
-        elif op.verb in ("reduce_scatter", "square_sum", "to_host"):
+        elif op.touches("grad_slot"):
             slot = op.read("grad_slot")
-            assert holds[slot][1] == op.index[op.verb != "square_sum"]
-            if op.verb == "to_host":
-                m, b, d = op.index
-                assert holds.pop(slot) == (m, b)
+            assert holds[slot][1] == op.index[len(op.index) > 1]
+            leaves = "adam_on_device" if _straight(job, recipe, holds[slot][1]) else "hold"
+            if op.verb == (leaves if holds[slot][1] in job.resident else "to_host"):
+                m, b = holds.pop(slot)
+                d = op.index[2] if len(op.index) > 1 else 0
+                assert op.index in ((m, b, d), (b,))
                 assert tuple(filled.pop(slot)) == job.layout.buckets[b].deliveries[d]
+            elif op.verb == "hold":
+                raise AssertionError(op.name)
     assert not holds
+
+
+def _straight(job: Job, recipe: Recipe, b: int) -> bool:
+    """Whether a bucket that is updated on the device is updated straight from its slot."""
+    return recipe is PLAIN and not job.barrier and job.num_deliveries(job.layout.buckets[b]) == 1
 
 
 @given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=1)))
@@ -173,7 +197,7 @@ def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(recip
                 f"{op.name} overwrites what was added, or adds to nothing"
             )
             added.setdefault(slot, []).append((m, s))
-        elif op.verb == "to_host":
+        elif op.verb == "square_sum":
             slot = op.read("grad_slot")
             groups = job.layout.buckets[slot.index[0]].deliveries
             assert added.pop(slot) == [
@@ -198,11 +222,16 @@ def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(recipe: 
 
 @of_any_job
 def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: Job) -> None:
-    adds = [op for op in recipe(job) if op.verb == "accumulate"]
+    adds = [
+        op
+        for op in recipe(job)
+        if op.verb == "accumulate" or (op.verb == "hold" and op.touches("device_sum"))
+    ]
     begun: set[int] = set()
     for op in adds:
         b = op.index[1]
-        assert (op.write("grad_sum") in op.reads) == (b in begun)
+        total = op.write("device_sum" if b in job.resident else "grad_sum")
+        assert (total in op.reads) == (b in begun)
         begun.add(b)
     due = {b.index: job.num_deliveries(b) for b in job.layout.buckets if job.num_deliveries(b) > 1}
     assert Counter(op.index[1] for op in adds) == due
@@ -221,7 +250,8 @@ def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> No
 
 @of_any_job_of_stage_2
 def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
-    used = [op.read("grad_slot").index for op in recipe(job) if op.verb == "to_host"]
+    packs = [op for op in recipe(job) if op.verb == "pack"]
+    used = [op.write("grad_slot").index for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
     assert used == [(n % job.grad_slots,) for n in range(len(used))]
 
 
@@ -229,29 +259,52 @@ def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
 def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
     recipe: Recipe, job: Job
 ) -> None:
+    """A delayed update has the verdict of the step before; what is updated on the device never is delayed."""
     verbs = [op.verb for op in recipe(job)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
-    assert verbs.index("decide") < verbs.index("adam")
-    if job.barrier:
-        last = len(verbs) - 1 - verbs[::-1].index("to_host")
-        assert last < verbs.index("global_norm") < verbs.index("decide")
+    delayed = recipe is not PLAIN
+    for verb in UPDATES:
+        if verb in verbs and not (delayed and verb == "adam"):
+            assert verbs.index("decide") < verbs.index(verb)
+    if job.barrier or delayed:
+        measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
+        assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
+    if delayed and "adam" in verbs:
+        assert verbs.index("adam") < verbs.index("forward")
+        assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
 
 
-@of_any_job
-def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(recipe: Recipe, job: Job) -> None:
-    ops = {op.name: op for op in recipe(job)}
-    for b in (bucket.index for bucket in job.layout.buckets):
+@given(any_job)
+def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Job) -> None:
+    ops = {op.name: op for op in PLAIN(job)}
+    for b in job.offloaded:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
-        adam, back = ops[f"adam[{b}]"], ops[f"to_device[{b}]"]
-        assert set(arrivals[-1].writes) & set(adam.reads)
-        assert set(adam.writes) & set(back.reads)
-        assert adam.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
+        ahead = ops.get(f"speculate[{b}]")
+        update, back = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"], ops[f"to_device[{b}]"]
+        assert set(arrivals[-1].writes) & set(update.reads)
+        assert set(update.writes) & set(back.reads)
+        assert update.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
         assert back.write("params").index == (b,)
+        if ahead:
+            assert set(arrivals[-1].writes) & set(ahead.reads)
+            assert not set(ahead.writes) & set(ahead.reads)
+            assert set(ahead.writes) < set(update.reads) & set(update.writes)
+    for b in job.resident:
+        assert ops[f"adam_on_device[{b}]"].read("verdict") == ops["decide"].write("verdict")
+        assert ops[f"adam_on_device[{b}]"].write("params").index == (b,)
     if job.world > 1:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
     losses = [r.index for r in ops["mean_loss" if job.world > 1 else "decide"].reads if r.buffer == "loss"]
     assert losses == [(m,) for m in range(job.micro_batches)]
     assert ops["decide"].touches("norm") == job.barrier
+
+
+@given(any_job)
+def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: Job) -> None:
+    left = {r for op in FIRST_DELAYED(job) for r in op.writes if r.buffer in WAITING}
+    for recipe in (TRAINING["delayed"], RECIPES["flush"]):
+        assert {r for op in recipe(job) if op.verb == "adam" for r in op.reads if r.buffer in WAITING} == left
+    assert {r.index for r in left} == {(b,) for b in job.offloaded}
 
 
 @of_any_job
@@ -284,11 +337,19 @@ def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishe
     ops = {op.name: op for op in recipe(evolve(job, save=True))}
     order = {name: i for i, name in enumerate(ops)}
     for bucket in job.layout.buckets:
-        write, adam = ops[f"write[{bucket.index}]"], ops[f"adam[{bucket.index}]"]
-        state = set(adam.writes) - {r for r in adam.writes if r.buffer == "param_slot"}
-        assert state <= set(write.reads)
-        assert order[write.name] < order[adam.name]
+        b = bucket.index
+        write = ops[f"write[{b}]"]
+        update = next((ops[name] for verb in UPDATES if (name := f"{verb}[{b}]") in ops), None)
         assert set(write.writes) <= set(ops["publish"].reads)
+        if update is None:
+            continue
+        kept = {x.name for x in BUFFERS[job.moments]}
+        state = {r for r in update.writes if r.buffer in kept}
+        assert len(state) == len(kept)
+        assert state <= set(write.reads)
+        assert order[write.name] < order[update.name]
+        waits = {r for r in update.reads if r.buffer in WAITING}
+        assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
     assert ("write_frozen" in ops) == bool(job.layout.frozen)
     assert [*ops][-1] == "publish"
     plain = [op for op in ops.values() if op.verb not in ("write", "write_frozen", "publish")]

@@ -57,7 +57,7 @@ def steps(
 
 def everything(state: State) -> dict[str, Tensor]:
     buffers = state.buffers
-    return {"params": buffers.params, "frozen": buffers.frozen, **buffers.optimizer}
+    return {"params": buffers.params, "frozen": buffers.frozen, **buffers.host.flats}
 
 
 def assert_equal(a: State, b: State) -> None:
@@ -132,21 +132,21 @@ def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_pa
     back, _ = compiled("odd sizes", precision="fp32", moments=saved)
     zfunc.save(tmp_path / "back", other, loaded)
     again = zfunc.load(tmp_path / "back", back)
-    kept = state.buffers.optimizer
-    for name, x in again.buffers.optimizer.items():
+    kept = state.buffers.host.flats
+    for name, x in again.buffers.host.flats.items():
         if name.startswith("master") or moments == saved or (saved, moments) == ("16bit", "fp32"):
             assert torch.equal(x, kept[name]), name
     if (saved, moments) == ("8bit", "fp32"):  # a block may get a lower exponent, for the same values
         for name, code in (("exp_avg", AVG_CODE), ("exp_avg_sq", AVG_SQ_CODE)):
             before, after = (
                 unpack_codes(x[name].numpy(), x[f"{name}_exponent"].numpy(), code)
-                for x in (kept, again.buffers.optimizer)
+                for x in (kept, again.buffers.host.flats)
             )
             assert (before == after).all()
     if (saved, moments) == ("fp32", "16bit"):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                again.buffers.optimizer[name], state.buffers.optimizer[name], rtol=2**-7, atol=0
+                again.buffers.host.flats[name], state.buffers.host.flats[name], rtol=2**-7, atol=0
             )
     steps(other, loaded, data, 3, 5)
 
@@ -415,7 +415,7 @@ p = program(loaded, 6_000_000)
 forget()
 state = zfunc.load(folder, p)
 loading = status("VmHWM") - status("VmRSS")
-kept = sum(x.nbytes for x in state.buffers.optimizer.values())
+kept = sum(x.nbytes for x in state.buffers.host.flats.values())
 print(saving / kept, loading / kept)
 """
 

@@ -101,7 +101,7 @@ def test_verify_agrees_with_reachability(graph: Graph, random: Random, kept: flo
             n = random.randrange(len(lane) - 1)
             lane[n : n + 2] = lane[n + 1], lane[n]
     waits = [[n for n in waits if random.random() < kept] for waits in plan.waits]
-    for _ in range(random.randint(0, 2)):
+    for _ in range(random.randint(0, 2) if len(graph) else 0):
         random.choice(waits).append(random.randrange(len(graph)))
     plan = Plan(graph, [Lane(f"lane{n}", ops) for n, ops in enumerate(lanes)], tuple(map(tuple, waits)))
 

@@ -190,7 +190,9 @@ def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) 
     modules = {f"zfunc/{path.name}" for path in (ROOT / "zfunc").glob("*.py")}
     schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
     checkpoint = {f"zfunc/checkpoint/{path.name}" for path in (ROOT / "zfunc" / "checkpoint").glob("*.py")}
-    assert listing(tmp_path) == modules | schedules | checkpoint | {"zfunc/py.typed"}
+    profiles = {f"zfunc/profiles/{path.name}" for path in (ROOT / "zfunc" / "profiles").glob("*.toml")}
+    web = {f"zfunc/web/{path.name}" for path in (ROOT / "zfunc" / "web").iterdir()}
+    assert listing(tmp_path) == modules | schedules | checkpoint | profiles | web | {"zfunc/py.typed"}
 
 
 def test_the_wheel_serves_every_python_the_package_does() -> None:

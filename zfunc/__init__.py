@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from zfunc.errors import CheckpointError, NonFiniteError
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
+    from zfunc.reading import apply, evaluate, params
     from zfunc.saving import Save
     from zfunc.segments import Segment, segment
-    from zfunc.step import apply, evaluate, init, params, train_step
+    from zfunc.step import flush, init, train_step
     from zfunc.sweeps import adam_update_
 
 _HOMES = {
@@ -31,13 +32,14 @@ _HOMES = {
     "Save": "saving",
     "Segment": "segments",
     "adam_update_": "sweeps",
-    "apply": "step",
+    "apply": "reading",
     "compile": "compiling",
-    "evaluate": "step",
+    "evaluate": "reading",
+    "flush": "step",
     "init": "step",
     "load": "checkpointing",
     "matrices_only": "adam",
-    "params": "step",
+    "params": "reading",
     "save": "checkpointing",
     "segment": "segments",
     "train_step": "step",
@@ -55,6 +57,7 @@ __all__ = [
     "apply",
     "compile",
     "evaluate",
+    "flush",
     "init",
     "load",
     "lr",

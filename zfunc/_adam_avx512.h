@@ -67,11 +67,18 @@ ZF_512_INLINE void zf512_prefetch(const void *at, size_t width) {
 }
 
 ZF_512_INLINE void zf512_prefetch_block(const zf_adam_args *a, size_t at, size_t width, size_t grad_width) {
-    zf512_prefetch((const uint16_t *)a->master + at, 2);
-    zf512_prefetch(a->low + at, 2);
-    zf512_prefetch((const char *)a->exp_avg + width * at, width);
-    zf512_prefetch((const char *)a->exp_avg_sq + width * at, width);
+    const zf_state *s = &a->state;
+    zf512_prefetch((const uint16_t *)s->master + at, 2);
+    zf512_prefetch(s->low + at, 2);
+    zf512_prefetch((const char *)s->exp_avg + width * at, width);
+    zf512_prefetch((const char *)s->exp_avg_sq + width * at, width);
     zf512_prefetch((const char *)a->grad + grad_width * at, grad_width);
+}
+
+/* Whole lines of state: what bypasses the caches is aligned, else zf_adam does not ask for it. */
+ZF_512_INLINE void zf512_store(const zf_adam_args *a, void *to, __m512i x) {
+    if (a->stream_state) _mm512_stream_si512((__m512i *)to, x);
+    else _mm512_storeu_si512(to, x);
 }
 
 /* ---- weights and gradients ------------------------------------------------------------------------------ */
@@ -85,12 +92,14 @@ ZF_512_INLINE void zf512_join(const zf512_call *k, __m512 *p, const uint16_t *hi
     }
 }
 
-ZF_512_INLINE void zf512_split(const zf512_call *k, uint16_t *high, int16_t *low, const __m512 *p) {
+ZF_512_INLINE void zf512_split(const zf_adam_args *a, const zf512_call *k, const __m512 *p, size_t at) {
+    uint16_t *high = (uint16_t *)a->into.master + at;
+    int16_t *low = a->into.low + at;
     for (int half = 0; half < 2; half++) {
         __m512i even = zf512_int(p[half]), odd = zf512_int(p[half + ZF_ODD]);
         __m512i up = _mm512_srli_epi32(_mm512_add_epi32(even, k->half), 16);
-        _mm512_storeu_si512(high + ZF_HALF * half, zf512_halves(k, up, _mm512_add_epi32(odd, k->half)));
-        _mm512_storeu_si512(low + ZF_HALF * half, zf512_halves(k, even, _mm512_slli_epi32(odd, 16)));
+        zf512_store(a, high + ZF_HALF * half, zf512_halves(k, up, _mm512_add_epi32(odd, k->half)));
+        zf512_store(a, low + ZF_HALF * half, zf512_halves(k, even, _mm512_slli_epi32(odd, 16)));
     }
 }
 
@@ -142,7 +151,7 @@ ZF_512_INLINE void zf512_grad(const zf512_call *k, __m512 *g, const void *grad, 
 ZF_512_INLINE void zf512_start(const zf_adam_args *a, const zf512_call *k, __m512 *p, __m512 *g, size_t at, int mode,
                                int type) {
     zf512_grad(k, g, a->grad, type, at);
-    zf512_join(k, p, (const uint16_t *)a->master + at, a->low + at);
+    zf512_join(k, p, (const uint16_t *)a->state.master + at, a->state.low + at);
     if (mode == ZF_L2)
         ZF_EACH(i) g[i] = zf512_flush(k, _mm512_add_ps(g[i], _mm512_mul_ps(k->decay, p[i])), k->l2_floor);
 }
@@ -165,7 +174,7 @@ ZF_512_INLINE int zf512_finish(const zf_adam_args *a, const zf512_call *k, __m51
     ZF_EACH(i) p[i] = _mm512_sub_ps(p[i], change[i]);
     __mmask16 ordered = _mm512_cmp_ps_mask(p[0], p[1], _CMP_ORD_Q);
     if (_mm512_mask_cmp_ps_mask(ordered, p[2], p[3], _CMP_ORD_Q) != 0xffff) return 0;
-    zf512_split(k, (uint16_t *)a->master + at, a->low + at, p);
+    zf512_split(a, k, p, at);
     if (a->out_type != ZF_NONE) zf512_copy(a, p, at);
     return 1;
 }
@@ -185,12 +194,12 @@ ZF_512_INLINE void zf512_pack_bf16(const zf512_call *k, __m512i *packed, const _
 }
 
 ZF_512_INLINE int zf512_update_16bit(const zf_adam_args *a, const zf512_call *k, size_t at, int mode, int type) {
-    uint16_t *exp_avg = (uint16_t *)a->exp_avg + at, *exp_avg_sq = (uint16_t *)a->exp_avg_sq + at;
+    uint16_t *exp_avg = (uint16_t *)a->into.exp_avg + at, *exp_avg_sq = (uint16_t *)a->into.exp_avg_sq + at;
     __m512 p[ZF_VECTORS], g[ZF_VECTORS], m[ZF_VECTORS], v[ZF_VECTORS], root[ZF_VECTORS];
     __m512i new_m[2], new_v[2];
     zf512_start(a, k, p, g, at, mode, type);
-    zf512_unpack_bf16(k, m, exp_avg, k->b1);
-    zf512_unpack_bf16(k, v, exp_avg_sq, k->b2);
+    zf512_unpack_bf16(k, m, (const uint16_t *)a->state.exp_avg + at, k->b1);
+    zf512_unpack_bf16(k, v, (const uint16_t *)a->state.exp_avg_sq + at, k->b2);
     zf512_add_grad(k, m, v, g);
     ZF_EACH(i) v[i] = zf512_flush(k, v[i], k->exp_avg_sq_floor);
     ZF_EACH(i) root[i] = _mm512_sqrt_ps(v[i]);
@@ -200,8 +209,8 @@ ZF_512_INLINE int zf512_update_16bit(const zf_adam_args *a, const zf512_call *k,
     zf512_divide(k, m, root);
     if (!zf512_finish(a, k, p, m, at, mode)) return 0;
     for (int half = 0; half < 2; half++) {
-        _mm512_storeu_si512(exp_avg + ZF_HALF * half, new_m[half]);
-        _mm512_storeu_si512(exp_avg_sq + ZF_HALF * half, new_v[half]);
+        zf512_store(a, exp_avg + ZF_HALF * half, new_m[half]);
+        zf512_store(a, exp_avg_sq + ZF_HALF * half, new_v[half]);
     }
     return 1;
 }

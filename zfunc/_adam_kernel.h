@@ -46,18 +46,23 @@ enum { ZF_NO_DECAY = 0, ZF_DECOUPLED = 1, ZF_L2 = 2 };                /* weight 
 enum { ZF_MOMENTS_FP32 = 0, ZF_MOMENTS_16BIT = 1, ZF_MOMENTS_8BIT = 2 }; /* what the state is kept in */
 
 typedef struct {
-    void *master;                 /* INOUT [n] fp32; bf16 in compact state: the high half */
-    int16_t *low;                 /* INOUT [n], compact state only: the low half */
-    void *exp_avg, *exp_avg_sq;   /* INOUT [n] fp32, bf16 or 8-bit codes */
-    uint8_t *exp_avg_exponent;    /* INOUT [ceil(n / ZF_SHARED)], 8-bit codes only */
-    uint8_t *exp_avg_sq_exponent; /* INOUT the same */
-    const void *grad;             /* IN    [n] of grad_type */
-    void *out;                    /* OUT   [n] of out_type, or NULL */
+    void *master;                 /* [n] fp32; bf16 in compact state: the high half */
+    int16_t *low;                 /* [n], compact state only: the low half */
+    void *exp_avg, *exp_avg_sq;   /* [n] fp32, bf16 or 8-bit codes */
+    uint8_t *exp_avg_exponent;    /* [ceil(n / ZF_SHARED)], 8-bit codes only */
+    uint8_t *exp_avg_sq_exponent; /* the same */
+} zf_state;
+
+typedef struct {
+    zf_state state;   /* IN    */
+    zf_state into;    /* OUT   the very same buffers, or others that overlap with none here */
+    const void *grad; /* IN    [n] of grad_type */
+    void *out;        /* OUT   [n] of out_type, or NULL */
     int moments, grad_type, out_type, decay_mode;
     uint32_t exp_avg_dither, exp_avg_sq_dither; /* of a block's first element */
     float grad_scale, grad_floor, beta1, one_minus_beta1, beta2, one_minus_beta2;
     float step_size, inv_sqrt_bias2, eps, decay; /* decay: lr * weight_decay, or weight_decay for L2 */
-    int stream;
+    int stream, stream_state; /* whether the copy, and state that goes elsewhere, bypass the caches */
 } zf_adam_args;
 
 typedef struct {
@@ -182,11 +187,28 @@ ZF_INLINE zf_walk zf_gradient(const zf_adam_args *a, size_t at) {
 
 ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    float *p = (float *)a->master + at, *m = (float *)a->exp_avg + at, *v = (float *)a->exp_avg_sq + at;
+    const zf_state *s = &a->state;
+    float *p = (float *)s->master + at, *m = (float *)s->exp_avg + at, *v = (float *)s->exp_avg_sq + at;
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     const zf_walk walk[] = {{p, 4}, {m, 4}, {v, 4}, zf_gradient(a, at)};
     zf_core_of_mode(a, p, m, v, g, n, walk, 4);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
+}
+
+/* The same with the new state elsewhere: the block is updated in L1. */
+ZF_INLINE void zf_adam_into_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
+    float scratch[4][ZF_BLOCK_FP32] __attribute__((aligned(64)));
+    void *const from[] = {a->state.master, a->state.exp_avg, a->state.exp_avg_sq};
+    void *const to[] = {a->into.master, a->into.exp_avg, a->into.exp_avg_sq};
+    zf_walk walk[] = {{0, 4}, {0, 4}, {0, 4}, zf_gradient(a, at)};
+    for (int k = 0; k < 3; k++) {
+        walk[k].at = (const float *)from[k] + at;
+        memcpy(scratch[k], walk[k].at, n * sizeof(float));
+    }
+    const float *g = zf_load(scratch[3], a->grad, a->grad_type, at, n, isa);
+    zf_core_of_mode(a, scratch[0], scratch[1], scratch[2], g, n, walk, 4);
+    for (int k = 0; k < 3; k++) zf_store((float *)to[k] + at, scratch[k], n * sizeof(float), a->stream_state);
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, scratch[0], at, n, a->stream, isa);
 }
 
 /* What rounding adds to each element of a block, shifted below the last bit kept. */
@@ -203,33 +225,53 @@ ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a, int shift) {
 
 /* The moments of blocks that begin at `at`, as fp32 and back; `moments` is a constant of the inlined call. */
 ZF_INLINE void zf_unpack(const zf_adam_args *a, float *m, float *v, size_t at, size_t n, int moments) {
+    const zf_state *s = &a->state;
     if (moments == ZF_MOMENTS_16BIT) {
-        zf_unpack_bf16(m, (const uint16_t *)a->exp_avg + at, n);
-        zf_unpack_bf16(v, (const uint16_t *)a->exp_avg_sq + at, n);
+        zf_unpack_bf16(m, (const uint16_t *)s->exp_avg + at, n);
+        zf_unpack_bf16(v, (const uint16_t *)s->exp_avg_sq + at, n);
         return;
     }
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
-        zf_unpack_codes(m + i, (const uint8_t *)a->exp_avg + at + i, a->exp_avg_exponent[block], few, ZF_AVG_CODE);
-        zf_unpack_codes(v + i, (const uint8_t *)a->exp_avg_sq + at + i, a->exp_avg_sq_exponent[block], few,
+        zf_unpack_codes(m + i, (const uint8_t *)s->exp_avg + at + i, s->exp_avg_exponent[block], few, ZF_AVG_CODE);
+        zf_unpack_codes(v + i, (const uint8_t *)s->exp_avg_sq + at + i, s->exp_avg_sq_exponent[block], few,
                         ZF_AVG_SQ_CODE);
     }
 }
 
-ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *m, const float *v, size_t at,
-                       size_t n, int moments) {
+/* m and v as they are kept: `to` has room for n elements, `at` is where they begin in the state. */
+ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *m, const float *v, void *to_m,
+                       void *to_v, size_t at, size_t n, int moments) {
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
         if (moments == ZF_MOMENTS_16BIT) {
-            zf_pack_bf16((uint16_t *)a->exp_avg + at + i, m + i, few, d->exp_avg);
-            zf_pack_bf16((uint16_t *)a->exp_avg_sq + at + i, v + i, few, d->exp_avg_sq);
+            zf_pack_bf16((uint16_t *)to_m + i, m + i, few, d->exp_avg);
+            zf_pack_bf16((uint16_t *)to_v + i, v + i, few, d->exp_avg_sq);
         } else {
-            a->exp_avg_exponent[block] =
-                zf_pack_codes((uint8_t *)a->exp_avg + at + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
-            a->exp_avg_sq_exponent[block] =
-                zf_pack_codes((uint8_t *)a->exp_avg_sq + at + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
+            a->into.exp_avg_exponent[block] =
+                zf_pack_codes((uint8_t *)to_m + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
+            a->into.exp_avg_sq_exponent[block] =
+                zf_pack_codes((uint8_t *)to_v + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
         }
     }
+}
+
+/* Splits and packs a block into the new state, by way of L1 where that bypasses the caches. */
+ZF_INLINE void zf_keep(const zf_adam_args *a, const zf_dithers *d, const float *p, const float *m, const float *v,
+                       size_t at, size_t n, int moments) {
+    uint16_t near[4][ZF_BLOCK] __attribute__((aligned(64)));
+    const size_t width = moments == ZF_MOMENTS_16BIT ? 2 : 1, widths[4] = {2, 2, width, width};
+    const zf_state *s = &a->into;
+    char *const far[4] = {(char *)s->master + 2 * at, (char *)(s->low + at), (char *)s->exp_avg + width * at,
+                          (char *)s->exp_avg_sq + width * at};
+    if (!a->stream_state) {
+        zf_split((uint16_t *)far[0], (int16_t *)far[1], p, n);
+        zf_pack(a, d, m, v, far[2], far[3], at, n, moments);
+        return;
+    }
+    zf_split(near[0], (int16_t *)near[1], p, n);
+    zf_pack(a, d, m, v, near[2], near[3], at, n, moments);
+    for (int k = 0; k < 4; k++) zf_store(far[k], near[k], n * widths[k], 1);
 }
 
 ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa,
@@ -237,18 +279,18 @@ ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size
     float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
     float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
     const size_t width = moments == ZF_MOMENTS_16BIT ? 2 : 1;
-    uint16_t *high = (uint16_t *)a->master + at;
+    const uint16_t *high = (const uint16_t *)a->state.master + at;
+    const int16_t *low = a->state.low + at;
     const zf_walk walk[] = {{high, 2},
-                            {a->low + at, 2},
-                            {(const char *)a->exp_avg + at * width, width},
-                            {(const char *)a->exp_avg_sq + at * width, width},
+                            {low, 2},
+                            {(const char *)a->state.exp_avg + at * width, width},
+                            {(const char *)a->state.exp_avg_sq + at * width, width},
                             zf_gradient(a, at)};
-    zf_join(p, high, a->low + at, n);
+    zf_join(p, high, low, n);
     zf_unpack(a, m, v, at, n, moments);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     zf_core_of_mode(a, p, m, v, g, n, walk, 5);
-    zf_split(high, a->low + at, p, n);
-    zf_pack(a, d, m, v, at, n, moments);
+    zf_keep(a, d, p, m, v, at, n, moments);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
@@ -268,14 +310,19 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #include "_codes_avx512.h"
 #endif
 
+ZF_INLINE int zf_in_place(const zf_adam_args *a) { return a->into.master == a->state.master; }
+
 /* Whole blocks have constant trip counts. */
 ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_adam_args *a = (const zf_adam_args *)args;
     size_t at = begin;
     zf_dithers d;
-    if (a->moments == ZF_MOMENTS_FP32) {
+    if (a->moments == ZF_MOMENTS_FP32 && zf_in_place(a)) {
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_block(a, at, end - at, isa);
+    } else if (a->moments == ZF_MOMENTS_FP32) {
+        for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_into_block(a, at, ZF_BLOCK_FP32, isa);
+        if (at < end) zf_adam_into_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
         zf_spread(&d, a, 16);
 #if defined(__x86_64__)
@@ -289,7 +336,7 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
 #endif
         zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_8BIT);
     }
-    zf_fence(a->stream);
+    zf_fence(a->stream || a->stream_state);
 }
 
 /* Element i of a chunk belongs to lane i % ZF_LANES; squares of floats are exact in double. */
@@ -452,8 +499,15 @@ static void zf_run(zf_range range, const void *args, size_t n, size_t unit, int 
 #endif
 }
 
+/* Whole blocks are whole lines then. */
+static int zf_on_lines(const zf_state *s) {
+    uintptr_t any = (uintptr_t)s->master | (uintptr_t)s->low | (uintptr_t)s->exp_avg | (uintptr_t)s->exp_avg_sq;
+    return any % 64 == 0;
+}
+
 static void zf_adam(zf_adam_args *a, size_t n, int threads, int isa) {
     a->stream = a->out_type != ZF_NONE && n >= ZF_STREAM_MIN;
+    a->stream_state = !zf_in_place(a) && n >= ZF_STREAM_MIN && zf_on_lines(&a->into);
     zf_run(zf_adam_table[isa], a, n, ZF_BLOCK, threads);
 }
 

@@ -90,7 +90,8 @@ ZF_512_INLINE uint32_t zf512_least(zf512_moments *x, uint32_t normal) {
 }
 
 /* Packs one moment of a block; returns the stored exponent. */
-ZF_512_INLINE uint8_t zf512_pack(const zf512_codes *k, uint8_t *code, zf512_moments *x, zf512_code c) {
+ZF_512_INLINE uint8_t zf512_pack(const zf_adam_args *a, const zf512_codes *k, uint8_t *code, zf512_moments *x,
+                                 zf512_code c) {
     uint32_t exponent = (x->largest[!c.has_sign] + ((1u << ZF_CUT) - 1)) >> 23;
     if (exponent < (uint32_t)c.lowest) exponent = (uint32_t)c.lowest;
     if (exponent >= 255) {
@@ -101,16 +102,18 @@ ZF_512_INLINE uint8_t zf512_pack(const zf512_codes *k, uint8_t *code, zf512_mome
     uint32_t least = c.has_sign ? 0 : zf512_least(x, normal);
     ZF_512_IN_MEMORY(least);
     __m512i codes = zf512_encode(k, c.has_sign ? x->m : x->v, normal, c);
-    _mm512_storeu_si512(code, c.has_sign ? codes : _mm512_max_epu8(codes, zf512_32(least)));
+    zf512_store(a, code, c.has_sign ? codes : _mm512_max_epu8(codes, zf512_32(least)));
     return (uint8_t)(exponent - (uint32_t)c.lowest);
 }
 
 ZF_512_INLINE void zf512_pack_m(const zf_adam_args *a, const zf512_codes *k, zf512_moments *x) {
-    a->exp_avg_exponent[x->at / ZF_SHARED] = zf512_pack(k, (uint8_t *)a->exp_avg + x->at, x, zf512_avg);
+    uint8_t *code = (uint8_t *)a->into.exp_avg + x->at;
+    a->into.exp_avg_exponent[x->at / ZF_SHARED] = zf512_pack(a, k, code, x, zf512_avg);
 }
 
 ZF_512_INLINE void zf512_pack_v(const zf_adam_args *a, const zf512_codes *k, zf512_moments *x) {
-    a->exp_avg_sq_exponent[x->at / ZF_SHARED] = zf512_pack(k, (uint8_t *)a->exp_avg_sq + x->at, x, zf512_avg_sq);
+    uint8_t *code = (uint8_t *)a->into.exp_avg_sq + x->at;
+    a->into.exp_avg_sq_exponent[x->at / ZF_SHARED] = zf512_pack(a, k, code, x, zf512_avg_sq);
 }
 
 /* ---- a block -------------------------------------------------------------------------------------------- */
@@ -145,12 +148,13 @@ ZF_512_INLINE void zf512_keep(const zf512_codes *k, zf512_moments *x, __m512 *m,
 /* Updates a block, or returns 0 with nothing of it written; packs the one before in any case. */
 ZF_512_INLINE int zf512_update_8bit(const zf_adam_args *a, const zf512_codes *k, zf512_moments *x, zf512_moments *last,
                                     size_t at, int mode, int type) {
+    const zf_state *s = &a->state;
     const size_t block = at / ZF_SHARED;
     __m512 p[ZF_VECTORS], g[ZF_VECTORS], m[ZF_VECTORS], v[ZF_VECTORS], root[ZF_VECTORS];
     x->at = at;
     zf512_start(a, &k->call, p, g, at, mode, type);
-    zf512_decay(k, m, (const uint8_t *)a->exp_avg + at, a->exp_avg_exponent[block], zf512_avg);
-    zf512_decay(k, v, (const uint8_t *)a->exp_avg_sq + at, a->exp_avg_sq_exponent[block], zf512_avg_sq);
+    zf512_decay(k, m, (const uint8_t *)s->exp_avg + at, s->exp_avg_exponent[block], zf512_avg);
+    zf512_decay(k, v, (const uint8_t *)s->exp_avg_sq + at, s->exp_avg_sq_exponent[block], zf512_avg_sq);
     zf512_add_grad(&k->call, m, v, g);
     zf512_keep(k, x, m, v, root);
     if (last) zf512_pack_m(a, k, last);
@@ -171,8 +175,8 @@ ZF_512_INLINE void zf512_prepare_codes(zf512_codes *k, const zf_adam_args *a, co
 }
 
 ZF_512_INLINE int zf512_ordinary(const zf_adam_args *a, const zf512_codes *k, size_t block) {
-    return a->exp_avg_exponent[block] - k->beta1.from < k->beta1.num &&
-           a->exp_avg_sq_exponent[block] - k->beta2.from < k->beta2.num;
+    return a->state.exp_avg_exponent[block] - k->beta1.from < k->beta1.num &&
+           a->state.exp_avg_sq_exponent[block] - k->beta2.from < k->beta2.num;
 }
 
 ZF_512 static __attribute__((noinline)) void zf512_any_8bit(const zf_adam_args *a, const zf_dithers *d, size_t at) {

@@ -28,13 +28,16 @@ cdef extern from *:
     bint zf_writable(uintptr_t address)
 
 cdef extern from "_adam_kernel.h" nogil:
-    ctypedef struct zf_adam_args:
+    ctypedef struct zf_state:
         void *master
         int16_t *low
         void *exp_avg
         void *exp_avg_sq
         uint8_t *exp_avg_exponent
         uint8_t *exp_avg_sq_exponent
+    ctypedef struct zf_adam_args:
+        zf_state state
+        zf_state into
         const void *grad
         void *out
         int moments, grad_type, out_type, decay_mode
@@ -89,9 +92,25 @@ def writable(uintptr_t address):
     return zf_writable(address)
 
 
+cdef zf_state state_at(
+    uintptr_t master,
+    uintptr_t low,
+    uintptr_t exp_avg,
+    uintptr_t exp_avg_sq,
+    uintptr_t exp_avg_exponent,
+    uintptr_t exp_avg_sq_exponent,
+):
+    cdef zf_state state
+    state.master, state.low = <void *>master, <int16_t *>low
+    state.exp_avg, state.exp_avg_sq = <void *>exp_avg, <void *>exp_avg_sq
+    state.exp_avg_exponent = <uint8_t *>exp_avg_exponent
+    state.exp_avg_sq_exponent = <uint8_t *>exp_avg_sq_exponent
+    return state
+
+
 def adam_update(
     int moments,             # IN    MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT
-    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half
+    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next five: IN with `into`
     uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
     uintptr_t exp_avg,       # INOUT [n] fp32, bf16 or codes
     uintptr_t exp_avg_sq,    # INOUT [n] as exp_avg
@@ -117,15 +136,14 @@ def adam_update(
     double decay,
     int threads,
     int isa=-1,
+    into=(),                 # OUT   six addresses as those from `master` on, for the new state; (): in place
 ):
-    """One Adam step in place; see adam_reference.py and compact_reference.py for what it computes."""
+    """One Adam step; see adam_reference.py and compact_reference.py for what it computes."""
     cdef zf_adam_args args
     cdef int use = checked_isa(isa)
     args.moments = moments
-    args.master, args.low = <void *>master, <int16_t *>low
-    args.exp_avg, args.exp_avg_sq = <void *>exp_avg, <void *>exp_avg_sq
-    args.exp_avg_exponent = <uint8_t *>exp_avg_exponent
-    args.exp_avg_sq_exponent = <uint8_t *>exp_avg_sq_exponent
+    args.state = state_at(master, low, exp_avg, exp_avg_sq, exp_avg_exponent, exp_avg_sq_exponent)
+    args.into = state_at(into[0], into[1], into[2], into[3], into[4], into[5]) if into else args.state
     args.exp_avg_dither, args.exp_avg_sq_dither = exp_avg_dither, exp_avg_sq_dither
     args.grad = <const void *>grad
     args.out = <void *>out

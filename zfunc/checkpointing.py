@@ -15,14 +15,15 @@ from typing import Any
 from zfunc import loading, saving
 from zfunc.checkpoint import checkpoints
 from zfunc.checkpoint.checkpoints import Checkpoint
-from zfunc.checkpoint.manifest import Position, check_model
+from zfunc.checkpoint.manifest import Manifest, Position, check_model
 from zfunc.errors import CheckpointError
 from zfunc.execute import Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
-from zfunc.program import Program, check_memory, checkpointing, staging
+from zfunc.program import Program, between_steps, check_memory, staging
 from zfunc.ranks import Ranks
+from zfunc.recipes import checkpoint
 from zfunc.saving import Save, Saved, Saving, together
 from zfunc.state import Buffers, State, allocate, regions
 
@@ -51,7 +52,7 @@ def save(
         wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         program.ranks.agree("save", "what is to be saved", at)
-        special = checkpointing(program)
+        special = between_steps(program, checkpoint, pending=state.pending is not None)
         on_its_way = begin(program, state, wanted)
         mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
         try:
@@ -68,12 +69,17 @@ def save(
 
 def begin(program: Program, state: State, save: Save) -> Saving:
     """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
+    waiting = state.buffers.waiting if state.pending is not None else {}
     content = saving.Content(
         layout=program.layout,
         moments=program.job.moments,
-        frozen_dtype=next(name for name, dtype in loading.FILE_DTYPES.items() if dtype == program.dtype),
-        position=Position(state.step, state.batches, state.sequences, state.seed, state.loss_scale),
+        frozen_dtype=names[program.dtype],
+        position=Position(
+            state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
+        ),
         optimizer=_settings(program, state.step),
+        pending={r.index[0]: names[x.dtype] for r, x in waiting.items()},
     )
     return saving.begin(content, save, program.ranks)
 
@@ -133,9 +139,25 @@ def _opened(folder: Path, program: Program) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
         check_model(checkpoint.manifest, (p for s in program.segments for p in s.parameters))
+        _check_pending(checkpoint.manifest, program)
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return checkpoint
+
+
+def _check_pending(manifest: Manifest, program: Program) -> None:
+    """Gradients that wait go where gradients wait."""
+    if manifest.position.pending is None:
+        return
+    layout, job = program.layout, program.job
+    here = {x.name for b in job.offloaded for x in layout.buckets[b].spans} if job.delayed else set[str]()
+    if here != manifest.pending:
+        got = f"{len(manifest.pending)} parameters whose last gradient waits, as delayed updates leave it"
+        expected = f"them to be those that this program updates late, which are {len(here)}"
+        raise CheckpointError(
+            f"got {got}, expected {expected}. Load it with the delay_from and offload_ratio it was saved with, then "
+            "zfunc.flush and save it again for others"
+        )
 
 
 def _allocated(program: Program) -> Buffers:
@@ -159,6 +181,7 @@ def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
         sequences=at.sequences,
         loss_scale=scale,
         seed=at.seed,
+        pending=at.pending,
     )
 
 

@@ -16,17 +16,18 @@ from torch.distributed import ProcessGroup
 
 from zfunc import schedules
 from zfunc.adam import AdamW
-from zfunc.emit import Job, SegmentCost
 from zfunc.errors import nearest
 from zfunc.execute import Executor
-from zfunc.layout import Layout, Parameter, make_layout
+from zfunc.jobs import make_job, one_of
+from zfunc.layout import Layout, Parameter
+from zfunc.partial import said, with_what_fits
 from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
-from zfunc.program import DTYPES, Cache, Precision, Program, Schedule, make_plan, specialize
+from zfunc.program import Cache, Precision, Program, Schedule, make_plan, specialize
 from zfunc.ranks import Ranks
 from zfunc.segments import Segment
-from zfunc.stages import STAGES, SegmentCall, Stage
+from zfunc.stage import SegmentCall, Stage
+from zfunc.stages import STAGES
 from zfunc.threads import default_threads
-from zfunc.tracing import nbytes
 
 log = logging.getLogger("zfunc")
 
@@ -47,6 +48,9 @@ def compile(
     compile_segments: bool = False,
     grad_slots: int = 2,
     host_slots: int = 2,
+    offload_ratio: float | Literal["auto"] = 1.0,
+    speculate: int = 0,
+    delay_from: int | None = None,
     example: tuple[Any, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
@@ -67,54 +71,50 @@ def compile(
       is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
     - `stage`: of ZeRO. 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device in full, in
       the compute precision, and reduces once.
+    - `offload_ratio`: the share of the optimizer's state that is on the host. The rest stays on the device, in whole
+      buckets (at least PARTS of them, if the parameters can be cut so), and is updated there. "auto": as much stays
+      as fits, with `example`.
+    - `speculate`: of so many buckets the update does not wait for the norm, with clipping or fp16: it goes into a
+      shadow, as if nothing were clipped or skipped, and is made again if that was wrong. Same bits, more host memory.
+    - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
+      (`zfunc.flush` applies the last one). It changes what is trained.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
     - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
 
     Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
     """
     segments = _checked(segments)
-    _one_of("precision", precision, list(DTYPES))
-    _one_of("recompute", recompute, list(RECOMPUTE))
     optimizer = optimizer or AdamW()
-    _positive(
-        micro_batches=micro_batches, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size
-    )
-    if clip_norm is not None and not 0 < clip_norm < float("inf"):
-        raise ValueError(f"clip_norm: got {clip_norm}, expected a positive number, or None not to clip")
-    if stage not in (1, 2):
-        raise ValueError(f"stage: got {stage!r}, expected 1 or 2, as ZeRO numbers them")
+    one_of("recompute", recompute, list(RECOMPUTE))
     ranks = _ranks(group)
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+    if offload_ratio == "auto" and example is None:
+        raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
     default_threads()  # decided, and said in the log, before any lane runs
-
-    layout = make_layout(
-        [[evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments],
-        bucket_size=bucket_size,
-        world=ranks.world,
-    )
-    last = len(segments) - 1
-    job = Job(
-        layout,
-        costs=(SegmentCost(),) * len(segments),
-        recompute=tuple(recompute == "all" and s != last for s in range(len(segments))),
-        element_bytes=DTYPES[precision].itemsize,
+    job = make_job(
+        segments,
+        optimizer,
+        precision=precision,
+        clip_norm=clip_norm,
         micro_batches=micro_batches,
-        barrier=clip_norm is not None or precision == "fp16",
+        bucket_size=bucket_size,
+        recompute=recompute,
+        stage=stage,
+        world=ranks.world,
         grad_slots=grad_slots,
         host_slots=host_slots,
-        world=ranks.world,
-        stage=stage,
-        constant_bytes=sum(nbytes(s.constants) for s in segments),
-        moments=optimizer.moments,
-        send_high_half=optimizer.moments != "fp32" and precision == "bf16",
+        offload_ratio=offload_ratio,
+        speculate=speculate,
+        delay_from=delay_from,
+        on_gpu=where.type == "cuda",
     )
     chosen = _schedule(schedule)
     program = Program(
         segments=segments,
-        calls=_calls(segments, layout, recompute, compile_segments, where),
-        layout=layout,
+        calls=_calls(segments, job.layout, recompute, compile_segments, where),
+        layout=job.layout,
         optimizer=optimizer,
         schedule=chosen,
         precision=precision,
@@ -128,10 +128,13 @@ def compile(
         executor=Executor(where, patience=patience),
         cache=Cache(),
         ranks=ranks,
+        delay_from=delay_from,
     )
     if example is None:
-        return program
-    return evolve(program, plan=specialize(program, example).plan)
+        return said(program, offload_ratio)
+    if offload_ratio == "auto":
+        program = with_what_fits(program, example)
+    return said(evolve(program, plan=specialize(program, example).plan), offload_ratio)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -259,7 +262,7 @@ def _schedule(schedule: Schedule | str | None) -> Schedule:
     if schedule is None:
         return schedules.Overlapped()
     if isinstance(schedule, str):
-        _one_of("schedule", schedule, schedules.__all__)
+        one_of("schedule", schedule, schedules.__all__)
         return getattr(schedules, schedule)()
     if isinstance(schedule, type):
         schedule = schedule()
@@ -286,14 +289,3 @@ def _ranks(group: Any) -> Ranks:
                 'init_process_group("cpu:gloo,cuda:nccl")'
             ) from error
     return ranks
-
-
-def _one_of(what: str, got: Any, known: list[str]) -> None:
-    if got not in known:
-        raise ValueError(f"{what}: got {got!r}, expected one of {', '.join(known)}{nearest(str(got), known)}")
-
-
-def _positive(**counts: int) -> None:
-    for what, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{what}: got {value!r}, expected a whole number of at least 1")

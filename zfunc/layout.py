@@ -13,6 +13,7 @@ from math import prod
 
 from attrs import field, frozen, validators
 
+PARTS = 32  # buckets there are at least where a share of them is asked for, so that there is such a share
 ALIGNMENT = 64  # elements; every span starts on one, so views are aligned for vector units at any precision
 
 
@@ -91,7 +92,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, and where one rank's buffers have them; none if they are equal."""
+    """Elements `start` to `stop` of a parameter, and where one rank's slice of its bucket has them; none if equal."""
 
     start: int
     stop: int
@@ -139,13 +140,16 @@ class Layout:
         """Indices of the buckets whose parameters segment number `segment` reads, ascending."""
         return self._used[segment]
 
+    def bucket_of(self, span: Span) -> Bucket:
+        """The bucket a trainable parameter is in."""
+        return self.buckets[self._buckets_of[span.name]]
+
     def piece(self, span: Span, rank: int, world: int) -> Piece:
-        """What `rank` of `world` ranks keeps of a parameter: its slices of all buckets lie one after the other."""
-        bucket = self.buckets[self._buckets_of[span.name]]
+        """What `rank` of `world` ranks keeps of a parameter."""
+        bucket = self.bucket_of(span)
         first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
         start, stop = max(span.start, first), min(span.stop, last)
-        at = bucket.start // world + start - first
-        return Piece(start - span.start, max(start, stop) - span.start, at)
+        return Piece(start - span.start, max(start, stop) - span.start, start - first)
 
     @cached_property
     def first_trainable(self) -> int:
@@ -192,6 +196,39 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
         buckets=tuple(buckets),
         frozen=frozen,
     )
+
+
+def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
+    """The bucket size to lay out with: the one asked for, or smaller where only a share of the buckets is offloaded.
+
+    >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
+    (1000, 200)
+    """
+    return bucket_size if offload_ratio in (0, 1) else max(1, min(bucket_size, -(-num_trainable // PARTS)))
+
+
+def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
+    """The buckets whose optimizer state stays on the device if `offload_ratio` of it, 0 to 1, is to be on the host.
+
+    As near to that as whole buckets come, and among them the last to arrive: their way to the host and back is what
+    backward does not hide. Raises ValueError for a ratio outside [0, 1].
+
+    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
+    >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
+    ([0, 1], [])
+    """
+    if isinstance(offload_ratio, bool) or not 0 <= offload_ratio <= 1:
+        raise ValueError(
+            f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the optimizer's "
+            "state is): pass such as 0.75"
+        )
+    left = (1 - offload_ratio) * layout.numel
+    chosen: set[int] = set()
+    for bucket in layout.buckets:
+        if bucket.numel / 2 <= left or (offload_ratio == 0):
+            chosen.add(bucket.index)
+            left -= bucket.numel
+    return frozenset(chosen)
 
 
 def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.checkpoints import Checkpoint
 from zfunc.checkpoint.checksums import cut
-from zfunc.checkpoint.manifest import FROZEN, KINDS
+from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING
 from zfunc.checkpoint.reads import Read, Wanted, plan_reads
 from zfunc.checkpoint.shard_reader import Reader, open_shard
 from zfunc.checkpoint.slices import slices_of
@@ -31,7 +31,13 @@ from zfunc.weights import send_weights
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
 TYPES = {moments: {x.name: DTYPES[x.dtype] for x in kept} for moments, kept in BUFFERS.items()}
-FILE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+FILE_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+}
 
 Target = tuple[Wanted, Tensor]  # a slice, and a contiguous host tensor of its size and type
 
@@ -43,9 +49,11 @@ def fill(buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpo
     """
     with Files(checkpoint) as files:
         if checkpoint.manifest.moments == moments:
-            files.read(list(_own(buffers, layout, moments, ranks)))
+            files.fill(list(_own(buffers, layout, moments, ranks)))
         else:
             _convert(files, buffers, layout, moments, ranks)
+        if checkpoint.manifest.position.pending is not None:
+            files.fill(list(_pending(buffers, layout, moments, ranks)))
         _read_frozen(files, buffers, layout)
 
 
@@ -61,6 +69,15 @@ def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> It
     for x in slices_of(layout, moments, ranks.rank, ranks.world):
         into = mem[Region(x.kind, (x.bucket,))]
         yield Wanted(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
+
+
+def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> Iterator[Target]:
+    """Every slice of a gradient that waits, and where it does."""
+    into = {r.index[0]: x for r, x in buffers.waiting.items()}
+    for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
+        if x.kind == PENDING:
+            at = into[x.bucket][x.at : x.at + x.stop - x.start]
+            yield Wanted(x.kind, x.parameter, x.start, x.stop), at
 
 
 def _convert(files: "Files", buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> None:
@@ -109,15 +126,13 @@ def _array(x: Tensor) -> Any:
 
 
 def _read_frozen(files: "Files", buffers: Buffers, layout: Layout) -> None:
-    manifest = files.checkpoint.manifest
-    for span in layout.frozen:
-        for start in range(0, span.stop - span.start, PART):
-            stop = min(start + PART, span.stop - span.start)
-            piece = manifest.by_name[span.name].pieces[FROZEN][0]
-            dtype = FILE_DTYPES[manifest.tensors[piece.shard][piece.tensor].dtype]
-            values = torch.empty(stop - start, dtype=dtype)
-            files.read([(Wanted(FROZEN, span.name, start, stop), values)])
-            buffers.frozen[span.start + start : span.start + stop].copy_(values)
+    """All of them: every rank has them."""
+    files.fill(
+        [
+            (Wanted(FROZEN, x.name, 0, x.stop - x.start), buffers.frozen[x.start : x.stop])
+            for x in layout.frozen
+        ]
+    )
 
 
 @define(eq=False)
@@ -139,8 +154,28 @@ class Files:
         """The step that the checkpoint is of."""
         return self.checkpoint.manifest.position.step
 
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the targets: straight, or, where they are on the device or of another float type, in bounded parts."""
+        straight = [t for t in targets if t[1].device.type == "cpu" and t[1].dtype == self._dtype(t[0])]
+        self.read(straight)
+        for wanted, into in targets:
+            if into.device.type == "cpu" and into.dtype == self._dtype(wanted):
+                continue
+            for start in range(wanted.start, wanted.stop, PART):
+                stop = min(start + PART, wanted.stop)
+                values = torch.empty(stop - start, dtype=self._dtype(wanted))
+                self.read([(Wanted(wanted.kind, wanted.parameter, start, stop), values)])
+                into[start - wanted.start : stop - wanted.start].copy_(values)
+
+    def _dtype(self, wanted: Wanted) -> torch.dtype:
+        """Of what is in the files."""
+        manifest = self.checkpoint.manifest
+        piece = next(iter(manifest.by_name[wanted.parameter].pieces[wanted.kind]), None)
+        name = manifest.tensors[piece.shard][piece.tensor].dtype if piece else "F32"
+        return FILE_DTYPES[name]
+
     def read(self, targets: Sequence[Target]) -> None:
-        """Fill the targets, file by file."""
+        """Fill the targets, file by file; they are on the host, of the type that is in the files."""
         reads = plan_reads(self.checkpoint.manifest, [wanted for wanted, _ in targets])
         by_shard: dict[int, list[Read]] = {}
         for read in reads:

@@ -25,10 +25,11 @@ from zfunc.memory import Peak, memory
 from zfunc.passes import Recompute, Weights
 from zfunc.plan import Plan, PlanError
 from zfunc.ranks import Ranks
-from zfunc.recipes import checkpoint, zero_offload
-from zfunc.resources import available_device_bytes, available_host_bytes, host_buffer
+from zfunc.recipes import delayed, zero_offload
+from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.segments import Segment
-from zfunc.stages import SegmentCall, Stage
+from zfunc.stage import SegmentCall, Stage
+from zfunc.state import staging_buffer, waiting
 from zfunc.tracing import Trace, is_random, nbytes, trace
 from zfunc.verify import verify
 
@@ -68,12 +69,19 @@ class Program:
     executor: Executor = field(repr=False)
     cache: "Cache" = field(repr=False)
     ranks: Ranks = field(factory=Ranks, repr=False)
+    delay_from: int | None = None
     identity: int = field(factory=_identities.__next__)
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision parameters and gradients have on the device."""
         return DTYPES[self.precision]
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """What its steps do: the first is that of the plan; they may need buffers the others do not."""
+        later = self.delay_from is not None and self.delay_from > 1
+        return (recipe_of(self.job), *((zero_offload,) if later else ()))
 
 
 @frozen(eq=False)
@@ -89,16 +97,17 @@ class Specialized:
 
 @define(eq=False)
 class Cache:
-    """What a Program makes once: one Specialized for each set of batch shapes, and the staging buffers."""
+    """What a Program makes once: costs for each set of batch shapes, plans for those, and the staging buffers."""
 
+    costs: dict[Any, tuple[Job, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, Specialized] = field(factory=dict)
     staging: dict[Region, Tensor] | None = None
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
-def make_plan(job: Job, schedule: Schedule, recipe: Recipe = zero_offload) -> Plan:
+def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
-    graph = Graph(tuple(recipe(job)))
+    graph = Graph(tuple((recipe or recipe_of(job))(job)))
     plan = verify(schedule(graph))
     if plan.graph != graph:
         raise PlanError(
@@ -114,31 +123,48 @@ def make_plan(job: Job, schedule: Schedule, recipe: Recipe = zero_offload) -> Pl
     return plan
 
 
-def specialize(program: Program, batch: tuple[Any, Any], *, save: bool = False) -> Specialized:
+def recipe_of(job: Job) -> Recipe:
+    """The recipe of a job's steps, once all of them are under way."""
+    return steadily_delayed if job.delayed else zero_offload
+
+
+def steadily_delayed(job: Job) -> Iterable[Op]:
+    """A delayed step like most: with a gradient that waits when it begins."""
+    return delayed(evolve(job, pending=True))
+
+
+def specialize(
+    program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
+) -> Specialized:
     """The program for the shapes of `batch`; traced and planned the first time they are seen. With `save` its steps
-    write a checkpoint too.
+    write a checkpoint too. `recipe` is that of the program's plan, or another.
 
     Raises ValueError where a segment cannot take its input or the last one returns no scalar.
     """
-    micro = split(batch, program.micro_batches)[0]
-    leaves, structure = tree_flatten(micro)
-    key = (structure, tuple((t.shape, t.dtype) for t in leaves))
-    cached = program.cache.specialized
-    if key not in cached:
-        cached[key] = _specialize(program, micro)
-    if not save:
-        return cached[key]
-    if (key, save) not in cached:
-        cached[key, save] = _planned(program, evolve(cached[key].job, save=True), cached[key].random)
-    return cached[key, save]
+    key = batch_key(program, batch)
+    recipe = recipe or recipe_of(program.job)
+    cached, costs = program.cache.specialized, program.cache.costs
+    if key not in costs:
+        costs[key] = costed(program, split(batch, program.micro_batches)[0])
+    if (key, recipe, save) not in cached:
+        job, random = costs[key]
+        cached[key, recipe, save] = planned(program, evolve(job, save=save), random, recipe)
+    return cached[key, recipe, save]
 
 
-def checkpointing(program: Program) -> Specialized:
-    """A step that writes a checkpoint and does nothing else; planned the first time."""
+def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
+    """What batches have in common that a plan is good for."""
+    leaves, structure = tree_flatten(split(batch, program.micro_batches)[0])
+    return structure, tuple((t.shape, t.dtype) for t in leaves)
+
+
+def between_steps(program: Program, recipe: Recipe, *, pending: bool) -> Specialized:
+    """What is done with a State without a batch, such as a checkpoint; planned the first time."""
     cached = program.cache.specialized
-    if checkpoint not in cached:
-        cached[checkpoint] = _planned(program, program.job, frozenset(), checkpoint)
-    return cached[checkpoint]
+    if (recipe, pending) not in cached:
+        job = evolve(program.job, pending=pending)
+        cached[recipe, pending] = planned(program, job, frozenset(), recipe)
+    return cached[recipe, pending]
 
 
 def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
@@ -170,8 +196,10 @@ def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
 def staging(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
-        regions = (r for r in program.plan.graph.regions if r.dtype)
-        program.cache.staging = {r: _buffer(program, r) for r in regions}
+        own = {r for recipe in program.recipes for op in recipe(program.job) for r in op.regions if r.dtype}
+        program.cache.staging = {
+            r: staging_buffer(r, program.dtype, program.device) for r in own - {*waiting(program.job)}
+        }
     return program.cache.staging
 
 
@@ -193,19 +221,19 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
             )
 
 
-def _specialize(program: Program, micro: tuple[Any, Any]) -> Specialized:
+def costed(program: Program, micro: tuple[Any, Any]) -> tuple[Job, frozenset[int]]:
+    """The job with the costs of such a micro-batch, and the segments that draw random numbers."""
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
         _cost(t, size, program.job.grad_bytes(i), call.passes.keeps)
         for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
-    return _planned(program, evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random)
+    return evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def _planned(
-    program: Program, job: Job, random: frozenset[int], recipe: Recipe = zero_offload
-) -> Specialized:
+def planned(program: Program, job: Job, random: frozenset[int], recipe: Recipe) -> Specialized:
+    """A job's recipe as the program's schedule plans it."""
     plan = make_plan(job, program.schedule, recipe)
     return Specialized(job, plan, prepare(plan, program.stages, program.device), memory(plan), random)
 
@@ -304,12 +332,3 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
             f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to run: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _buffer(program: Program, r: Region) -> Tensor:
-    dtypes = {"compute": program.dtype, "fp32": torch.float32, "fp64": torch.float64}
-    dtype = dtypes[r.dtype or "compute"]
-    numel = r.nbytes // dtype.itemsize
-    if r.tier == "device":
-        return torch.zeros(numel, dtype=dtype, device=program.device)
-    return host_buffer(numel, dtype, pinned=r.tier == "pinned" and program.device.type == "cuda")

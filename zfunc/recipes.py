@@ -6,6 +6,8 @@ operations touch (`zfunc.emit`) and from the schedule.
 
 from collections.abc import Iterator
 
+from attrs import evolve
+
 from zfunc.emit import Emit, Job
 from zfunc.graph import Op
 from zfunc.layout import Bucket
@@ -18,21 +20,19 @@ def zero_offload(job: Job) -> Iterator[Op]:
     With a barrier (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam
     of a bucket follows its gradient at once. On several ranks each reduces, copies, updates and sends back its
     slice of every bucket: ZeRO's stage 2; with `job.stage` 1 gradients are added up on the device first.
-    With `job.save` a checkpoint is written meanwhile.
+    With `job.save` a checkpoint is written meanwhile. The buckets in `job.resident` never leave the device.
+
+    With a barrier, buckets in `job.shadowed` are updated at once all the same, into shadows: as if nothing were
+    clipped or skipped. When that is known, a shadow is swapped in, or the update is done again.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
     emit = Emit(job)
-    segments = range(job.num_segments)
     if job.save:
         yield from _write(job, emit)
     for m in range(job.micro_batches):
-        yield emit.load(m)
-        for s in segments:
-            yield emit.forward(m, s)
         last = m == job.micro_batches - 1
-        if last and job.world > 1:
-            yield emit.mean_loss()
+        yield from _forward(job, emit, m)
         if last and not job.barrier:
             yield emit.decide()
         yield from _backward(job, emit, m, update=last and not job.barrier)
@@ -43,6 +43,42 @@ def zero_offload(job: Job) -> Iterator[Op]:
             yield from _update(job, emit, bucket.index, None)
     if job.save:
         yield emit.publish(last=True)
+
+
+def delayed(job: Job) -> Iterator[Op]:
+    """ZeRO-Offload with the one-step delayed update: the host applies the gradient of the step before this one.
+
+    All of a step's forward and backward is there to hide Adam behind; what waits for backward is only the copy of the
+    new parameters. The norm of a gradient is known long before it is applied, so nothing waits for it either. In the
+    first delayed step no gradient waits yet (`job.pending` is False). Buckets in `job.resident` are not delayed.
+
+    Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
+    """
+    job = evolve(job, delayed=True, barrier=True, shadows=0)
+    emit = Emit(job)
+    if job.save:
+        yield from _write(job, emit)
+    if job.pending:
+        yield from (emit.adam(b, None) for b in reversed(job.offloaded))
+    for m in range(job.micro_batches):
+        yield from _forward(job, emit, m)
+        yield from _backward(job, emit, m, update=False)
+    if job.pending:
+        yield from _send(job, emit)
+    yield emit.global_norm()
+    yield emit.decide()
+    for b in sorted(job.resident, reverse=True):
+        yield from _update(job, emit, b, None)
+    if job.save:
+        yield emit.publish(last=True)
+
+
+def flush(job: Job) -> Iterator[Op]:
+    """The end of delayed updates: the gradient that waits is applied, and none does any more."""
+    job = evolve(job, delayed=True, barrier=True, shadows=0)
+    emit = Emit(job)
+    yield from (emit.adam(b, None) for b in reversed(job.offloaded))
+    yield from _send(job, emit)
 
 
 def checkpoint(job: Job) -> Iterator[Op]:
@@ -58,6 +94,15 @@ def _write(job: Job, emit: Emit) -> Iterator[Op]:
         yield emit.write(bucket.index)
     if job.layout.frozen:
         yield emit.write_frozen()
+
+
+def _forward(job: Job, emit: Emit, m: int) -> Iterator[Op]:
+    """Forward of micro-batch `m`; after the last one ranks agree on the loss."""
+    yield emit.load(m)
+    for s in range(job.num_segments):
+        yield emit.forward(m, s)
+    if m == job.micro_batches - 1 and job.world > 1:
+        yield emit.mean_loss()
 
 
 def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
@@ -77,8 +122,7 @@ def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
                 continue
             yield emit.pack(m, b, s, slot, first=s == group[0])
             if s == group[-1]:
-                complete = update and d == len(layout.buckets[b].deliveries) - 1
-                yield from _deliver(job, emit, m, b, d, slot, update=complete)
+                yield from _deliver(job, emit, m, b, d, slot, update=update)
                 slot += 1
 
 
@@ -99,23 +143,52 @@ def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
 
 
 def _deliver(job: Job, emit: Emit, m: int, b: int, d: int, slot: int, *, update: bool) -> Iterator[Op]:
-    """Reduce a bucket, measure it, send it to the host; add it up there if more than one is to come."""
-    accumulated = job.num_deliveries(job.layout.buckets[b]) > 1
-    host_slot = slot if accumulated or not job.barrier else None
+    """Reduce a bucket, measure it, and send it to where it is updated; add it up there if more are to come."""
+    added = job.num_deliveries(job.layout.buckets[b]) > 1
+    first, complete = not added or (m == 0 and d == 0), _is_last(job, m, b, d)
+    waits = added or job.barrier
     if job.world > 1:
         yield emit.reduce_scatter(m, b, d, slot)
-    if not accumulated:
+    if not added:
         yield emit.square_sum(b, slot)
-    yield emit.to_host(m, b, d, slot, host_slot)
-    if accumulated:
-        yield emit.accumulate(m, b, d, slot, first=m == 0 and d == 0)
-    if update:
-        yield from _update(job, emit, b, None if accumulated else host_slot)
+    if b in job.resident:
+        if waits:
+            yield emit.hold(m, b, d, slot, first=first)
+        if complete and added:
+            yield emit.square_sum(b, None)
+        if complete:
+            yield emit.squares_to_host(b)
+    else:
+        yield emit.to_host(m, b, d, slot, slot if added or not job.barrier else None)
+        if added:
+            yield emit.accumulate(m, b, d, slot, first=first)
+    if complete and b in job.shadowed:
+        yield emit.speculate(b)
+    if complete and update:
+        yield from _update(job, emit, b, None if waits else slot)
 
 
-def _update(job: Job, emit: Emit, b: int, host_slot: int | None) -> Iterator[Op]:
-    """Adam on the host, the new parameters back to the device."""
-    yield emit.adam(b, host_slot)
-    yield emit.to_device(b)
+def _is_last(job: Job, m: int, b: int, d: int) -> bool:
+    """Whether a delivery is the last one of its bucket in this step."""
+    if m < job.micro_batches - 1:
+        return False
+    return job.stage == 1 or d == len(job.layout.buckets[b].deliveries) - 1
+
+
+def _update(job: Job, emit: Emit, b: int, slot: int | None) -> Iterator[Op]:
+    """Adam where the state is, and the new parameters to all devices. `slot` has the gradient, unless it waits."""
+    if b in job.resident:
+        yield emit.adam_on_device(b, slot)
+    else:
+        yield emit.confirm(b) if b in job.shadowed else emit.adam(b, slot)
+        yield emit.to_device(b)
     if job.world > 1:
         yield emit.all_gather(b)
+
+
+def _send(job: Job, emit: Emit) -> Iterator[Op]:
+    """What the host has updated, to all devices."""
+    for b in reversed(job.offloaded):
+        yield emit.to_device(b)
+        if job.world > 1:
+            yield emit.all_gather(b)

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from attrs import asdict, define, field, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint import checkpoints, strict_json
 from zfunc.checkpoint.checksums import CHUNK, cut
 from zfunc.checkpoint.manifest import Position, check_plain
-from zfunc.checkpoint.manifest_file import read_shard, shard_fields
+from zfunc.checkpoint.manifest_file import position_fields, read_shard, shard_fields
 from zfunc.checkpoint.shard_writer import Writer, create
 from zfunc.checkpoint.shards import Shard
 from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
@@ -69,11 +69,12 @@ class Content:
     frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
     position: Position
     optimizer: Mapping[str, Any]
+    pending: Mapping[int, str]  # of gradients that wait: by bucket, their dtype in a shard's terms
 
     def slices(self, rank: int, world: int) -> list[Slice]:
         """Those of one rank."""
         fixed = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
-        return [*slices_of(self.layout, self.moments, rank, world), *fixed]
+        return [*slices_of(self.layout, self.moments, rank, world, self.pending), *fixed]
 
 
 @define(eq=False)
@@ -233,7 +234,7 @@ def _told(error: Exception) -> str:
 def _check(content: Content, save: Save) -> None:
     """What goes into the manifest beside the bytes has to be readable again: said before anything is done."""
     for what, value in (
-        ("position", asdict(content.position)),
+        ("position", position_fields(content.position)),
         ("optimizer", dict(content.optimizer)),
         ("extra", dict(save.extra)),
     ):

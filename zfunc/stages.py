@@ -5,75 +5,24 @@ change; in debug mode it is handed no others. A stage returns nothing: it writes
 """
 
 import math
-from collections.abc import Callable, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
-from zfunc.adam import AdamW
-from zfunc.checkpoint.manifest import FROZEN
+from zfunc.checkpoint.manifest import FROZEN, PENDING
 from zfunc.checkpoint.slices import FROZEN_BUCKET
-from zfunc.compact import optimizer_state
 from zfunc.errors import NonFiniteError
-from zfunc.graph import Op, Region
-from zfunc.layout import Bucket, Layout
-from zfunc.moments import BUFFERS, HIGH_HALF
-from zfunc.passes import Passes, Weights
-from zfunc.ranks import Ranks
-from zfunc.state import Flat
-from zfunc.sweeps import accumulate_, adam_update_, square_sum
-
-Memory = MutableMapping[Region, Any]
-
-
-@frozen(eq=False)
-class SegmentCall:
-    """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
-
-    passes: Passes
-    plain: Passes  # the same, never through torch.compile: what costs are traced with
-    trained: dict[str, str]  # short name -> full name
-    fixed: dict[str, str]
-    constants: dict[str, Tensor]
-
-
-@frozen(eq=False)
-class Step:
-    """The constants of one step: nothing a stage could change."""
-
-    layout: Layout
-    calls: tuple[SegmentCall, ...]
-    optimizer: AdamW
-    number: int  # of the update this step makes, from 1
-    lr: float
-    loss_scale: float
-    clip_norm: float | None
-    skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
-    micro_batches: int
-    dtype: torch.dtype
-    device: torch.device
-    randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
-    ranks: Ranks
-
-    def slice_of(self, b: int) -> slice:
-        """Of a bucket's elements those that this rank keeps and updates."""
-        return slice(*self.layout.buckets[b].slice_of(self.ranks.rank, self.ranks.world))
-
-
-@frozen
-class Verdict:
-    """What `decide` found: the mean loss, whether the step counts, and the factor for every gradient."""
-
-    loss: float
-    skip: bool
-    grad_scale: float
-
-
-Stage = Callable[[Op, Memory, Step], None]
+from zfunc.graph import Op
+from zfunc.layout import Bucket
+from zfunc.passes import Weights
+from zfunc.regions import WAITING
+from zfunc.stage import Memory, SegmentCall, Stage, Step
+from zfunc.sweeps import accumulate_, square_sum
+from zfunc.updates import adam, adam_on_device, all_gather, confirm, speculate, to_device
+from zfunc.verdict import Verdict
 
 
 def load(op: Op, mem: Memory, step: Step) -> None:
@@ -140,7 +89,8 @@ def reduce_scatter(op: Op, mem: Memory, step: Step) -> None:
 def square_sum_(op: Op, mem: Memory, step: Step) -> None:
     """Sum the squares of this rank's slice of a complete bucket, where it is."""
     (b,) = op.index
-    grad = mem[op.read("grad_slot")][step.slice_of(b)]
+    (r,) = op.reads
+    grad = mem[r][step.slice_of(b)] if r.buffer == "grad_slot" else mem[r]
     if grad.is_cuda:
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
@@ -168,6 +118,19 @@ def accumulate(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
 
 
+def hold(op: Op, mem: Memory, step: Step) -> None:
+    """Put this rank's slice of a delivered gradient where it waits on the device, or add it to what is there."""
+    _, b, _ = op.index
+    grad = mem[op.read("grad_slot")][step.slice_of(b)]
+    (into,) = op.writes
+    mem[into].add_(grad) if into in op.reads else mem[into].copy_(grad)
+
+
+def squares_to_host(op: Op, mem: Memory, step: Step) -> None:
+    """Copy the squares of a bucket that stays on the device to pinned memory."""
+    mem[op.write("host_squares")].copy_(mem[op.read("squares")], non_blocking=True)
+
+
 def global_norm(op: Op, mem: Memory, step: Step) -> None:
     """The unscaled norm of the whole gradient; squares are added over the ranks, then bucket by bucket."""
     _finished(step)
@@ -193,63 +156,24 @@ def decide(op: Op, mem: Memory, step: Step) -> None:
     finite = math.isfinite(loss) and math.isfinite(norm)
     if not finite and not step.skip_overflow:
         what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
+        done = "nothing was updated and the state is unharmed"
+        if step.applies_pending:
+            done = "nothing was updated with it, but the delayed update before it was made, so this state is gone"
         raise NonFiniteError(
-            f"step {step.number}: got {what}, expected finite numbers; nothing was updated and the state is "
-            "unharmed. Look at this batch, lower the learning rate, or clip"
+            f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
+            "learning rate, or clip"
         )
     factor = 1.0
     if step.clip_norm is not None and finite:
         factor = min(1.0, step.clip_norm / (norm + 1e-6))
-    mem[op.write("verdict")] = Verdict(loss, not finite, factor / step.loss_scale)
-
-
-def adam(op: Op, mem: Memory, step: Step) -> None:
-    """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
-    (b,) = op.index
-    verdict: Verdict = mem[op.read("verdict")]
-    if verdict.skip:
-        return
-    bucket, optimizer = step.layout.buckets[b], step.optimizer
-    (grad,) = (mem[r] for r in op.reads if r.buffer in ("host_grad", "host_slot", "grad_sum"))
-    kept = {x.name: mem[op.write(x.name)] for x in BUFFERS[optimizer.moments]}
-    copy = mem[op.write("param_slot")] if op.touches("param_slot") else None
-    mine = step.slice_of(b)
-    for first, last, decayed in bucket.runs_within(mine.start, mine.stop):
-        start, stop = first - mine.start, last - mine.start
-        adam_update_(
-            *optimizer_state(kept, start, stop),
-            grad[start:stop],
-            out=None if copy is None else copy[start:stop],
-            step=step.number,
-            lr=step.lr,
-            betas=optimizer.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay if decayed else 0.0,
-            decoupled=optimizer.decoupled,
-            grad_scale=verdict.grad_scale,
-        )
-
-
-def to_device(op: Op, mem: Memory, step: Step) -> None:
-    """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
-    if not mem[op.read("verdict")].skip:
-        (b,) = op.index
-        params = mem[op.write("params")].flat[step.slice_of(b)]
-        (copy,) = (mem[r] for r in op.reads if r.buffer in ("param_slot", HIGH_HALF))
-        params.copy_(copy[: params.numel()], non_blocking=True)
-
-
-def all_gather(op: Op, mem: Memory, step: Step) -> None:
-    """Exchange the slices of a bucket's parameters; those of a skipped step are the old ones."""
-    (b,) = op.index
-    params: Flat = mem[op.write("params")]
-    step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])
+    mem[op.write("verdict")] = Verdict(not finite, factor / step.loss_scale, step.number, step.lr, loss)
 
 
 def write(op: Op, mem: Memory, step: Step) -> None:
     """Write this rank's slice of a bucket's state to the checkpoint."""
     (b,) = op.index
-    kept = {r.buffer: mem[r] for r in op.reads if r.buffer != "checkpoint"}
+    names = {r: PENDING if r.buffer in WAITING else r.buffer for r in op.reads if r.buffer != "checkpoint"}
+    kept = {name: mem[r] for r, name in names.items()}
     mem[op.read("checkpoint")].write(b, kept)
     mem[op.write("written")] = True
 
@@ -275,10 +199,15 @@ STAGES: dict[str, Stage] = {
     "square_sum": square_sum_,
     "to_host": to_host,
     "accumulate": accumulate,
+    "hold": hold,
+    "squares_to_host": squares_to_host,
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
     "adam": adam,
+    "speculate": speculate,
+    "confirm": confirm,
+    "adam_on_device": adam_on_device,
     "to_device": to_device,
     "all_gather": all_gather,
     "write": write,

@@ -4,19 +4,21 @@ The invariant: there is one copy of the buffers and one State that may use them.
 returns the next; the one it took is donated, and using it again raises, with what to do instead.
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.emit import Job
 from zfunc.errors import DonatedStateError
 from zfunc.graph import Region
 from zfunc.layout import Layout, Span
 from zfunc.loss_scale import LossScale
 from zfunc.moments import BUFFERS, HIGH_HALF, Buffer, SizedType
+from zfunc.regions import SHADOW, Job, Regions
 from zfunc.resources import host_buffer
+from zfunc.verdict import Verdict
 
 DTYPES: dict[SizedType, torch.dtype] = {
     "fp32": torch.float32,
@@ -34,16 +36,55 @@ class Flat:
     views: dict[str, Tensor]
 
 
+@frozen(eq=False)
+class FlatState:
+    """The optimizer's state of some buckets: for each name of `zfunc.moments` one flat buffer of all of them.
+
+    `spans` says which of this rank's parameters those of a bucket are, counted in these buffers.
+    """
+
+    flats: dict[str, Tensor]
+    spans: dict[int, tuple[int, int]]
+
+    def of(self, b: int) -> dict[str, Tensor]:
+        """The state of one bucket, as views."""
+        start, stop = self.spans[b]
+        return {name: flat[start // SHARED[name] : stop // SHARED[name]] for name, flat in self.flats.items()}
+
+
 @define(eq=False)
 class Buffers:
     """The memory behind a State. `generation` is that of the one State that may use it."""
 
     params: Tensor  # [layout.numel], compute precision, device
     frozen: Tensor  # [layout.frozen_numel], compute precision, device
-    optimizer: dict[str, Tensor]  # by the names of zfunc.moments, host: this rank's slices of all buckets
+    host: FlatState  # of the buckets that are updated on the host, this rank's slices
+    device: FlatState  # of those that are updated on the device
+    shadow: FlatState  # host: room for the next state of buckets whose update is speculated
+    waiting: dict[
+        Region, Tensor
+    ]  # pinned or host: where gradients wait for the next step, if updates are delayed
+    swapped: set[int] = field(factory=set[int])  # buckets whose state is in `shadow`
     generation: int = 0
     lost: str = ""  # why no State can use it any more
     compared: bool = False  # with those of the other ranks
+
+    def kept(self, b: int) -> dict[str, Tensor]:
+        """The optimizer's state of a bucket, wherever it is, by the names of `zfunc.moments`."""
+        if b in self.device.spans:
+            return self.device.of(b)
+        return (self.shadow if b in self.swapped else self.host).of(b)
+
+    def spare(self, b: int) -> dict[str, Tensor]:
+        """Of a bucket whose update is speculated: where its state is not."""
+        return (self.host if b in self.swapped else self.shadow).of(b)
+
+    def settle(self, mem: Mapping[Region, Any]) -> None:
+        """Take over which shadows a step has swapped in."""
+        for b in self.shadow.spans:
+            name, spare = next(iter(self.spare(b).items()))
+            if mem[Region(name, (b,))].data_ptr() == spare.data_ptr():
+                self.swapped ^= {b}
 
 
 @frozen(eq=False)
@@ -51,7 +92,8 @@ class State:
     """Everything training needs to go on: buffers, counters, loss scale, seed, data position.
 
     `step` counts updates made, `batches` calls of train_step (skipped steps too), `sequences` the rows of all
-    batches so far: the data position. `seed` is the key all randomness derives from.
+    batches so far: the data position. `seed` is the key all randomness derives from. With delayed updates the last
+    gradient waits in the buffers, and `pending` is its verdict; the update it goes into counts as made.
     """
 
     buffers: Buffers = field(repr=False)
@@ -62,6 +104,7 @@ class State:
     sequences: int = 0
     loss_scale: LossScale = field(factory=LossScale)
     seed: int = 0
+    pending: Verdict | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -88,19 +131,41 @@ class State:
 
 def allocate(job: Job, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
-    layout = job.layout
     sent = {HIGH_HALF} if job.send_high_half and device.type == "cuda" else set[str]()
 
-    def buffer(x: Buffer) -> Tensor:
-        per = x.shared * job.world  # parameters an element of this rank's buffer stands for
-        sweeps = [(b.start // per, b.stop // per) for b in layout.buckets]
-        return host_buffer(layout.numel // per, DTYPES[x.dtype], pinned=x.name in sent, sweeps=sweeps)
+    def flat(x: Buffer, spans: list[tuple[int, int]], where: torch.device | None) -> Tensor:
+        numel, kind = x.numel(spans[-1][1] if spans else 0), DTYPES[x.dtype]
+        if where is not None and where.type != "cpu":
+            return torch.zeros(numel, dtype=kind, device=where)
+        sweeps = [(x.numel(start), x.numel(stop)) for start, stop in spans]
+        return host_buffer(numel, kind, pinned=x.name in sent and where is None, sweeps=sweeps)
+
+    def flats(buckets: Iterable[int], where: torch.device | None = None) -> FlatState:
+        spans = job.spans_of(buckets)
+        return FlatState({x.name: flat(x, [*spans.values()], where) for x in BUFFERS[job.moments]}, spans)
 
     return Buffers(
-        params=torch.zeros(layout.numel, dtype=dtype, device=device),
-        frozen=torch.zeros(layout.frozen_numel, dtype=dtype, device=device),
-        optimizer={x.name: buffer(x) for x in BUFFERS[job.moments]},
+        params=torch.zeros(job.layout.numel, dtype=dtype, device=device),
+        frozen=torch.zeros(job.layout.frozen_numel, dtype=dtype, device=device),
+        host=flats(job.offloaded),
+        device=flats(sorted(job.resident), device),
+        shadow=flats(sorted(job.shadowed)),
+        waiting={r: staging_buffer(r, dtype, device) for r in waiting(job)},
     )
+
+
+def waiting(job: Job) -> tuple[Region, ...]:
+    """Where gradients wait from step to step: nowhere unless updates are delayed."""
+    return Regions(job).waiting() if job.delayed else ()
+
+
+def staging_buffer(r: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A zeroed flat tensor for a region that says of what dtype it is; `dtype` is that of the parameters."""
+    kind = {"compute": dtype, "fp32": torch.float32, "fp64": torch.float64}[r.dtype or "compute"]
+    numel = r.nbytes // kind.itemsize
+    if r.tier == "device":
+        return torch.zeros(numel, dtype=kind, device=device)
+    return host_buffer(numel, kind, pinned=r.tier == "pinned" and device.type == "cuda")
 
 
 def view(flat: Tensor, span: Span) -> Tensor:
@@ -110,18 +175,21 @@ def view(flat: Tensor, span: Span) -> Tensor:
 
 def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
     """Where the regions of a State are: views of its buffers."""
-    mem: dict[Region, Any] = {}
+    mem: dict[Region, Any] = {**buffers.waiting}
     for bucket in layout.buckets:
         index = (bucket.index,)
         views = {span.name: view(buffers.params, span) for span in bucket.spans}
         mem[Region("params", index)] = Flat(buffers.params[bucket.start : bucket.stop], views)
-        for name, kept in buffers.optimizer.items():
-            shared = layout.numel // kept.numel()  # by ranks, and by the elements of a block
-            mem[Region(name, index)] = kept[bucket.start // shared : bucket.stop // shared]
+        for name, kept in buffers.kept(bucket.index).items():
+            mem[Region(name, index)] = kept
+        if bucket.index in buffers.shadow.spans:
+            for name, spare in buffers.spare(bucket.index).items():
+                mem[Region(SHADOW + name, index)] = spare
     frozen_views = {span.name: view(buffers.frozen, span) for span in layout.frozen}
     mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
     return mem
 
 
-TRAINED = frozenset({"params", *(x.name for kept in BUFFERS.values() for x in kept)})
+SHARED = {x.name: x.shared for kept in BUFFERS.values() for x in kept}
+TRAINED = frozenset({"params", *SHARED})
 """The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from zfunc.agreement import agree
 from zfunc.checkpointing import begin
@@ -25,12 +25,24 @@ from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
-from zfunc.program import Program, Specialized, check_memory, specialize, split, staging
+from zfunc.program import (
+    Program,
+    Recipe,
+    Specialized,
+    between_steps,
+    check_memory,
+    specialize,
+    split,
+    staging,
+    steadily_delayed,
+)
+from zfunc.recipes import delayed, zero_offload
+from zfunc.recipes import flush as flush_recipe
 from zfunc.saving import Save, Saved
-from zfunc.stages import Step
-from zfunc.state import TRAINED, Buffers, Flat, State, allocate, regions, view
+from zfunc.stage import Step
+from zfunc.state import TRAINED, Buffers, State, allocate, regions, view
 from zfunc.timeline import Timeline
-from zfunc.weights import bucket_weights, put_weights
+from zfunc.weights import put_weights
 
 _generators = threading.Lock()  # the default generators are everybody's
 
@@ -141,8 +153,8 @@ def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: Options, save: Save | None
 ) -> tuple[State, Metrics]:
     state.check(program.identity, "train_step")
-    special = specialize(program, batch, save=save is not None)
     number = state.step + 1
+    special = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
     check(
         (f for f in options.faults if f.step == number), special.plan
     )  # all ranks' faults: they refuse together
@@ -152,7 +164,7 @@ def _train_step(
     agree(program, special, state, batch)
     buffers = state.buffers
     step = _step(program, special, state, number)
-    mem = _memory(program, buffers, split(batch, program.micro_batches))
+    mem = _memory(program, state, split(batch, program.micro_batches))
     saving = None if save is None else begin(program, state, save)
     mem[Region("checkpoint")] = saving
     buffers.generation += 1
@@ -172,6 +184,7 @@ def _train_step(
         if saving is not None:
             saving.abandon()  # unless it is published
     buffers.lost = ""
+    buffers.settle(mem)
     verdict, norm = mem[Region("verdict")], mem[Region("norm")]
     if not math.isfinite(norm) and not verdict.skip:
         buffers.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
@@ -192,6 +205,7 @@ def _train_step(
         batches=state.batches + 1,
         sequences=state.sequences + _rows(batch) * program.ranks.world,
         loss_scale=scale,
+        pending=verdict if _delays(program, state) else None,
     )
     metrics = Metrics(
         loss=verdict.loss,
@@ -209,51 +223,32 @@ def _train_step(
     return after, metrics
 
 
-def params(program: Program, state: State) -> dict[str, Tensor]:
-    """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once.
+def flush(program: Program, state: State) -> State:
+    """Apply the gradient that waits, at the end of delayed updates; a state without one is returned as it is.
 
-    With several ranks all of them have to call this, and each gets everything. Frozen parameters have no master:
-    theirs are the values on the device, in the compute precision.
+    `state` is donated. With several ranks all of them have to call this. Training can go on from what is returned: the
+    next step finds no gradient that waits.
     """
-    state.check(program.identity, "params")
-    buffers = state.buffers
-    trained: dict[str, Tensor] = {}
-    for bucket in program.layout.buckets:
-        flat = bucket_weights(buffers, bucket, program.ranks)
-        for span in bucket.spans:
-            values = flat[span.start - bucket.start : span.stop - bucket.start]
-            trained[span.name] = values.view(span.shape).clone()
-    fixed = {span.name: view(buffers.frozen, span).float().cpu() for span in program.layout.frozen}
-    return {**trained, **fixed}
-
-
-def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
-    """Run the segments forward, without dropout, with the device's parameters.
-
-    The last segment is called with `more` after its input: the targets for a loss, or nothing if it can do
-    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change.
-    """
-    state.check(program.identity, "apply")
-    views: dict[str, Tensor] = {}
-    for value in regions(state.buffers, program.layout).values():
-        if isinstance(value, Flat):
-            views.update(value.views)
-    x = tree_map_only(
-        Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
-    )
-    more = tree_map_only(Tensor, lambda t: t.to(program.device), more)
-    with torch.no_grad():
-        for s, (segment, call) in enumerate(zip(program.segments, program.calls, strict=True)):
-            weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-            extra = more if s == len(program.segments) - 1 else ()
-            x = segment.evaluation({**weights, **call.constants}, x, *extra)
-    return x
-
-
-def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
-    """The mean loss of `batch = (inputs, targets)`, without dropout. Changes nothing."""
-    inputs, targets = batch
-    return float(apply(program, state, inputs, targets))
+    state.check(program.identity, "flush")
+    if state.pending is None:
+        return state
+    if not program.cache.busy.acquire(blocking=False):
+        raise RuntimeError("flush: got a program that is in a step, expected none: call it after the step")
+    try:
+        program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
+        special = between_steps(program, flush_recipe, pending=True)
+        started: set[int] = set()
+        mem, buffers = _memory(program, state, []), state.buffers
+        buffers.generation += 1
+        try:
+            step = _step(program, special, state, state.step)
+            program.executor.run(special.prepared, mem, step, Options(), started)
+        except BaseException as error:
+            _settle(special, buffers, started, state.step, error)
+            raise
+        return evolve(state, generation=buffers.generation, pending=None)
+    finally:
+        program.cache.busy.release()
 
 
 def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
@@ -279,12 +274,25 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         device=program.device,
         randomness=randomness,
         ranks=ranks,
+        applies_pending=state.pending is not None,
     )
 
 
-def _memory(program: Program, buffers: Buffers, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
+def _delays(program: Program, state: State) -> bool:
+    """Whether the next step's gradient waits for the step after it; once some do, all do."""
+    begun = program.delay_from is not None and state.step + 1 >= program.delay_from
+    return begun or state.pending is not None
+
+
+def _recipe(program: Program, state: State) -> Recipe:
+    if not _delays(program, state):
+        return zero_offload
+    return delayed if state.pending is None else steadily_delayed
+
+
+def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
     """Where every kept region is: views of the state's buffers, the program's staging, the batch."""
-    mem = {**staging(program), **regions(buffers, program.layout)}
+    mem = {**staging(program), **regions(state.buffers, program.layout), Region("verdict"): state.pending}
     for m, part in enumerate(micro):
         mem[Region("batch", (m,))] = part
     return mem

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zfunc.adam_reference import coefficients
+from zfunc.adam_reference import Coefficients, coefficients
 from zfunc.checks import (
     check_disjoint,
     checked_betas,
@@ -34,6 +34,7 @@ def adam_update_(
     grad: Tensor,
     *,
     out: Tensor | None = None,
+    into: tuple[Tensor | SplitMaster, Tensor | Codes, Tensor | Codes] | None = None,
     step: int,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -43,14 +44,15 @@ def adam_update_(
     grad_scale: float = 1.0,
     threads: int | None = None,
 ) -> None:
-    """One Adam step over 1-D contiguous host buffers, in place, in one sweep.
+    """One Adam step over 1-D contiguous host buffers, in place or `into` others, in one sweep.
 
     master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
     with two Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
     (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
     master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at a
-    multiple of 64. `step` counts from 1. `threads=None` takes
-    `default_threads()`; the thread count never changes a bit. The arithmetic is that of
+    multiple of 64. into: (master, exp_avg, exp_avg_sq) of the same kinds and sizes; they receive the new state, the
+    same bits as in place, and the first three are read and never written. `step` counts from 1. `threads=None`
+    takes `default_threads()`; the thread count never changes a bit. The arithmetic is that of
     `adam_reference.reference_update`, between unpacking and packing as in `compact_reference`.
 
     Raises TypeError or ValueError, with every buffer untouched, on a wrong dtype, device, shape or layout, on
@@ -62,27 +64,21 @@ def adam_update_(
     >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
     >>> weights
     tensor([0.8333, 1.0000])
+    >>> shadow = tuple(torch.empty(2) for _ in range(3))
+    >>> adam_update_(weights, m, v, torch.ones(2), into=shadow, step=2, lr=0.25, eps=0.25)
+    >>> weights, shadow[0]
+    (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
     n = _numel(master.high if isinstance(master, SplitMaster) else master)
-    kept = _state(master, exp_avg, exp_avg_sq, n)
-    spans = {**kept.spans, "grad": span_of("grad", grad, n, FLOATS, written=False)}
+    kept = _state(master, exp_avg, exp_avg_sq, n, written=into is None)
+    fresh = {} if into is None else _into(into, (master, exp_avg, exp_avg_sq), n)
+    spans = {**kept.spans, **fresh, "grad": span_of("grad", grad, n, FLOATS, written=False)}
     if out is not None:
         spans["out"] = span_of("out", out, n, FLOATS)
     check_disjoint(list(spans.values()))
     at = {name: address for name, (address, *_) in spans.items()}
     step = checked_step(step)
-    factors = coefficients(
-        step,
-        checked_finite("lr", lr, minimum=0.0),
-        checked_betas(betas),
-        checked_finite("eps", eps, minimum=0.0),
-        checked_finite("weight_decay", weight_decay, minimum=0.0),
-        decoupled,
-        checked_finite("grad_scale", grad_scale),
-    )
-    for name, factor in factors._asdict().items():
-        if name not in ("grad_floor", "inv_sqrt_bias2"):
-            checked_finite(f"lr, betas and weight_decay (as {name})", factor)
+    factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
     cpu_adam.adam_update(
         kept.moments,
         *(at.get(name, 0) for name in _BUFFERS),
@@ -96,6 +92,7 @@ def adam_update_(
         cpu_adam.NO_DECAY if not weight_decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2,
         *factors,
         checked_threads(threads),
+        into=[at.get(_INTO + name, 0) for name in _BUFFERS] if fresh else (),
     )
 
 
@@ -129,8 +126,37 @@ def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
     return cpu_adam.accumulate(0, address, n, FLOATS[grad.dtype], False, checked_threads(threads))
 
 
+# ---- what a step is told ---------------------------------------------------------------------------
+
+
+def checked_coefficients(
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+) -> Coefficients:
+    """The factors of a checked step; TypeError or ValueError where one is out of range, or too large for fp32."""
+    factors = coefficients(
+        step,
+        checked_finite("lr", lr, minimum=0.0),
+        checked_betas(betas),
+        checked_finite("eps", eps, minimum=0.0),
+        checked_finite("weight_decay", weight_decay, minimum=0.0),
+        decoupled,
+        checked_finite("grad_scale", grad_scale),
+    )
+    for name, factor in factors._asdict().items():
+        if name not in ("grad_floor", "inv_sqrt_bias2"):
+            checked_finite(f"lr, betas and weight_decay (as {name})", factor)
+    return factors
+
+
 # ---- the buffers of a state ------------------------------------------------------------------------
 
+_INTO = "into "
 _BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg.exponents", "exp_avg_sq.exponents")
 
 
@@ -143,24 +169,41 @@ def _numel(tensor: Any) -> int:
     return tensor.numel() if isinstance(tensor, Tensor) else 0
 
 
-def _state(master: Any, exp_avg: Any, exp_avg_sq: Any, n: int) -> _State:
+def _state(
+    master: Any, exp_avg: Any, exp_avg_sq: Any, n: int, *, to: str = "", written: bool = True
+) -> _State:
     """What the three are kept in, and where; anything that is not one of the three kinds raises."""
-    if not isinstance(master, SplitMaster):
-        buffers = {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        return _State(
-            cpu_adam.MOMENTS_FP32, {x: span_of(x, t, n, [torch.float32]) for x, t in buffers.items()}
-        )
-    spans = {
-        "master": span_of("master.high", master.high, n, [torch.bfloat16]),
-        "master.low": span_of("master.low", master.low, n, [torch.int16]),
-    }
+
+    def span(name: str, tensor: Any, dtype: torch.dtype, count: int = n) -> tuple[int, int, str]:
+        return span_of(to + name, tensor, count, [dtype], written=written)
+
     moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if not isinstance(master, SplitMaster):
+        buffers = {"master": master, **moments}
+        return _State(cpu_adam.MOMENTS_FP32, {to + x: span(x, t, torch.float32) for x, t in buffers.items()})
+    spans = {
+        f"{to}master": span("master.high", master.high, torch.bfloat16),
+        f"{to}master.low": span("master.low", master.low, torch.int16),
+    }
     if not isinstance(exp_avg, Codes):
-        spans |= {x: span_of(x, t, n, [torch.bfloat16]) for x, t in moments.items()}
+        spans |= {to + x: span(x, t, torch.bfloat16) for x, t in moments.items()}
         return _State(cpu_adam.MOMENTS_16BIT, spans)
     for x, codes in moments.items():
         if not isinstance(codes, Codes):
-            refuse(TypeError, x, type(codes).__name__, "Codes, as exp_avg", "keep both moments alike")
-        spans[x] = span_of(f"{x}.codes", codes.codes, n, [torch.uint8])
-        spans[f"{x}.exponents"] = span_of(f"{x}.exponents", codes.exponents, -(-n // BLOCK), [torch.uint8])
+            refuse(TypeError, to + x, type(codes).__name__, "Codes, as exp_avg", "keep both moments alike")
+        spans[to + x] = span(f"{x}.codes", codes.codes, torch.uint8)
+        spans[f"{to}{x}.exponents"] = span(f"{x}.exponents", codes.exponents, torch.uint8, -(-n // BLOCK))
     return _State(cpu_adam.MOMENTS_8BIT, spans)
+
+
+def _into(into: Any, state: tuple[Any, Any, Any], n: int) -> dict[str, tuple[int, int, str]]:
+    """Where the new state goes: three of the kinds of the old one."""
+    if not isinstance(into, tuple) or len(into) != len(state):
+        got = f"{len(into)} of them" if isinstance(into, tuple) else type(into).__name__
+        refuse(TypeError, "into", got, "a tuple of three", "pass (master, exp_avg, exp_avg_sq), or None")
+    for name, new, old in zip(("master", "exp_avg", "exp_avg_sq"), into, state, strict=True):
+        kinds = [x for x in (SplitMaster, Codes) if isinstance(new, x) or isinstance(old, x)]
+        if not all(isinstance(new, x) and isinstance(old, x) for x in kinds):
+            got, expected = type(new).__name__, f"{type(old).__name__}, as in the state given"
+            refuse(TypeError, _INTO + name, got, expected, "make it of the same kind")
+    return _state(*into, n, to=_INTO).spans

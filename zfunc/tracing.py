@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from zfunc.emit import ALLOCATION
 from zfunc.layout import round_up
+from zfunc.regions import ALLOCATION
 
 
 class Tracker(TorchDispatchMode):

@@ -19,9 +19,8 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
 
     To be read only: where nothing has to be put together, it is the master itself.
     """
-    start, stop = bucket.start // ranks.world, bucket.stop // ranks.world
-    master, *_ = optimizer_state(buffers.optimizer, start, stop)
-    mine = master.join() if isinstance(master, SplitMaster) else master
+    master, *_ = optimizer_state(buffers.kept(bucket.index), 0, bucket.numel // ranks.world)
+    mine = _joined(master)
     if ranks.world == 1:
         return mine
     full = torch.empty(bucket.numel)
@@ -33,11 +32,13 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
     flat = value.flatten().to("cpu", torch.float32)
     on_device = buffers.params[span.start : span.stop]
-    split = None if "master" in buffers.optimizer else SplitMaster.of(flat)
+    bucket = layout.bucket_of(span)
+    kept = buffers.kept(bucket.index)
+    split = None if "master" in kept else SplitMaster.of(flat)
     sent = split is not None and on_device.dtype == split.high.dtype
     on_device.copy_(split.high if split is not None and sent else flat)
     piece = layout.piece(span, ranks.rank, ranks.world)
-    master, *_ = optimizer_state(buffers.optimizer, piece.at, piece.at + piece.stop - piece.start)
+    master, *_ = optimizer_state(kept, piece.at, piece.at + piece.stop - piece.start)
     if split is not None and isinstance(master, SplitMaster):
         master.high.copy_(split.high[piece.start : piece.stop])
         master.low.copy_(split.low[piece.start : piece.stop])
@@ -47,14 +48,20 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> None:
     """Give the device the weights of a bucket that the host has: a collective."""
-    start, stop = bucket.start // ranks.world, bucket.stop // ranks.world
+    kept, size = buffers.kept(bucket.index), bucket.numel // ranks.world
     params = buffers.params[bucket.start : bucket.stop]
     mine = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
-    for first in range(start, stop, PART):  # a split master is joined: not all of it at once
-        last = min(first + PART, stop)
-        master, *_ = optimizer_state(buffers.optimizer, first, last)
-        if isinstance(master, SplitMaster):
-            master = master.high if params.dtype == master.high.dtype else master.join()
-        mine[first - start : last - start].copy_(master)
+    for first in range(0, size, PART):  # a split master is joined: not all of it at once
+        last = min(first + PART, size)
+        master, *_ = optimizer_state(kept, first, last)
+        sent = isinstance(master, SplitMaster) and params.dtype == master.high.dtype
+        mine[first:last].copy_(master.high if sent else _joined(master))
     if ranks.world > 1:
         ranks.all_gather(params, mine)
+
+
+def _joined(master: Tensor | SplitMaster) -> Tensor:
+    """fp32 weights on the host."""
+    if isinstance(master, SplitMaster):
+        return SplitMaster(master.high.cpu(), master.low.cpu()).join()
+    return master.cpu()

@@ -20,9 +20,11 @@ from zfunc.errors import CheckpointError, nearest
 from zfunc.layout import Parameter
 from zfunc.loss_scale import LossScale
 from zfunc.moments import BUFFERS, Moments, SizedType
+from zfunc.verdict import Verdict
 
 FILE = "manifest.json"
 FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
+PENDING = "pending"  # the gradient of a parameter that is still to be applied to it
 DTYPES: dict[SizedType, str] = {"fp32": "F32", "bf16": "BF16", "int16": "I16", "uint8": "U8"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _NEXT = "use another checkpoint"
@@ -45,7 +47,8 @@ KINDS: dict[Moments, dict[str, Kind]] = {
     for moments, buffers in BUFFERS.items()
 }
 """The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of `zfunc.moments`."""
-_FROZEN_KINDS = {FROZEN: Kind(("F32", "BF16", "F16"))}
+_FLOATS = Kind(("F32", "BF16", "F16"))
+_FROZEN_KINDS = {FROZEN: _FLOATS}
 
 
 @frozen
@@ -76,13 +79,17 @@ class Kept:
 
 @frozen
 class Position:
-    """Where training stood, as in State: with it and the buffers a resume is exact."""
+    """Where training stood, as in State: with it and the buffers a resume is exact.
+
+    With `pending`, gradients that are still to be applied are among the state of some parameters.
+    """
 
     step: int
     batches: int
     sequences: int
     seed: int
     loss_scale: LossScale
+    pending: Verdict | None = None
 
 
 @frozen
@@ -132,7 +139,15 @@ class Manifest:
 
     def kinds(self, kept: Kept) -> dict[str, Kind]:
         """The kinds of state there are of a parameter."""
-        return KINDS[self.moments] if kept.trainable else _FROZEN_KINDS
+        if not kept.trainable:
+            return _FROZEN_KINDS
+        waits = self.position.pending is not None and PENDING in kept.pieces
+        return KINDS[self.moments] | ({PENDING: _FLOATS} if waits else {})
+
+    @property
+    def pending(self) -> frozenset[str]:
+        """The parameters with a gradient that is still to be applied."""
+        return frozenset(x.name for x in self.parameters if PENDING in x.pieces)
 
 
 def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:

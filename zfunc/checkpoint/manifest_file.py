@@ -19,10 +19,12 @@ from zfunc.checkpoint.strict_json import MAX_INT, Node
 from zfunc.errors import CheckpointError
 from zfunc.loss_scale import LossScale
 from zfunc.moments import Moments
+from zfunc.verdict import Verdict
 
 VERSION = 1
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _CRC = 2**32 - 1
+_PENDING = ("skip", "grad_scale", "number", "lr")  # of a verdict, what an update needs
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -31,7 +33,7 @@ def to_json(manifest: Manifest) -> bytes:
         "version": VERSION,
         "world": manifest.world,
         "moments": manifest.moments,
-        "position": attrs.asdict(manifest.position),
+        "position": position_fields(manifest.position),
         "optimizer": manifest.optimizer,
         "extra": manifest.extra,
         "shards": [shard_fields(x) for x in manifest.shards],
@@ -92,6 +94,13 @@ def shard_fields(shard: Shard) -> dict[str, Any]:
     }
 
 
+def position_fields(position: Position) -> dict[str, Any]:
+    """A position as a manifest has it, to be rendered as JSON."""
+    fields = attrs.asdict(position)
+    pending = fields.pop("pending")
+    return fields if pending is None else {**fields, "pending": {name: pending[name] for name in _PENDING}}
+
+
 def _kept(kept: Kept) -> dict[str, Any]:
     pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in kept.pieces.items()}
     return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
@@ -131,14 +140,22 @@ def _read_piece(node: Node) -> Piece:
 
 
 def _read_position(node: Node) -> Position:
-    step, batches, sequences, seed, loss_scale = node.fields(*(x.name for x in attrs.fields(Position)))
+    waits = "pending" in node.entries()
+    names = [x.name for x in attrs.fields(Position) if waits or x.name != "pending"]
+    step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
     return Position(
         step=step.integer(),
         batches=batches.integer(),
         sequences=sequences.integer(),
         seed=seed.integer(-MAX_INT),
         loss_scale=_read_loss_scale(loss_scale),
+        pending=_read_pending(*pending) if waits else None,
     )
+
+
+def _read_pending(node: Node) -> Verdict:
+    skip, grad_scale, number, lr = node.fields(*_PENDING)
+    return Verdict(skip.boolean(), grad_scale.number(), number.integer(1), lr.number())
 
 
 def _read_loss_scale(node: Node) -> LossScale:

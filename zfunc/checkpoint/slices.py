@@ -9,11 +9,12 @@ from typing import Any
 
 from attrs import frozen
 
-from zfunc.checkpoint.manifest import FROZEN, KINDS, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING, Kept, Manifest, Piece, Position
 from zfunc.checkpoint.shards import Shard, Stored
 from zfunc.layout import Layout, Span
 from zfunc.moments import Moments
 
+NOTHING: Mapping[int, str] = {}
 FROZEN_BUCKET = -1  # of slices of parameters that are not trained
 
 
@@ -34,8 +35,12 @@ class Slice:
     stored: Stored
 
 
-def slices_of(layout: Layout, moments: Moments, rank: int, world: int) -> Iterator[Slice]:
-    """All slices of one rank, in the order of the buckets."""
+def slices_of(
+    layout: Layout, moments: Moments, rank: int, world: int, pending: Mapping[int, str] = NOTHING
+) -> Iterator[Slice]:
+    """All slices of one rank, in the order of the buckets. Of those in `pending` a gradient is part of it, of the dtype
+    given, in a shard's terms.
+    """
     for bucket in layout.buckets:
         for span in bucket.spans:
             piece = layout.piece(span, rank, world)
@@ -46,8 +51,12 @@ def slices_of(layout: Layout, moments: Moments, rank: int, world: int) -> Iterat
                 whole = kind.shared == 1 and stop - start == span.stop - span.start
                 shape = span.shape if whole else (stop - start,)
                 stored = Stored(f"{span.name}/{name}", kind.dtypes[0], shape)
-                at = (piece.at - bucket.start // world) // kind.shared
-                yield Slice(span.name, bucket.index, name, start, stop, at, stored)
+                yield Slice(span.name, bucket.index, name, start, stop, piece.at // kind.shared, stored)
+            if dtype := pending.get(bucket.index):
+                whole = piece.stop - piece.start == span.stop - span.start
+                shape = span.shape if whole else (piece.stop - piece.start,)
+                stored = Stored(f"{span.name}/{PENDING}", dtype, shape)
+                yield Slice(span.name, bucket.index, PENDING, piece.start, piece.stop, piece.at, stored)
 
 
 def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
@@ -81,7 +90,10 @@ def assemble(
             span.name, span.shape, trainable, {k: tuple(pieces.get((span.name, k), ())) for k in kinds}
         )
 
-    trained = [kept(span, KINDS[moments], trainable=True) for span in layout.spans]
+    def kinds(span: Span) -> list[str]:
+        return [*KINDS[moments], *([PENDING] if (span.name, PENDING) in pieces else [])]
+
+    trained = [kept(span, kinds(span), trainable=True) for span in layout.spans]
     fixed = [kept(span, (FROZEN,), trainable=False) for span in layout.frozen]
     return Manifest(
         world=len(shards),

@@ -1,0 +1,225 @@
+"""Laws of the page: it holds the whole step and nothing foreign, however hostile the names, and stays usable."""
+
+import json
+import re
+import time
+from base64 import b64encode
+from functools import cache
+from hashlib import sha256
+from html.parser import HTMLParser
+from random import Random
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from table import every_plan, plan_of, plans
+
+from zfunc.critical import critical
+from zfunc.graph import Graph, Op, Region
+from zfunc.page import data, page
+from zfunc.plan import Plan, build
+from zfunc.simulate import simulate
+from zfunc.timeline import Event, Timeline
+
+VOID = {"meta", "input", "br", "link", "img"}
+HOSTILE = (
+    "</script><script>document.title='broken'</script><!-- \\u003c/script> ]]> & \" ' ${x} $style \u2028"
+)
+
+
+class Elements(HTMLParser):
+    """The elements of a page: raises where tags do not match; `text` by the number of the element."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text: dict[int, str] = {}
+        self._open: list[int] = []
+        self.feed(page)
+        self.close()
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(len(self.found) - 1)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.found[self._open.pop()][0] == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open:
+            self.text[self._open[-1]] = self.text.get(self._open[-1], "") + data
+
+    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
+        return [(of, self.text.get(n, "")) for n, (name, of) in enumerate(self.found) if name == tag]
+
+
+def shown_data(made: str) -> dict[str, Any]:
+    """The data in a page."""
+    (text,) = (text for of, text in Elements(made).all("script") if of.get("type") == "application/json")
+    return json.loads(text)
+
+
+def read_back(data: dict[str, Any], n: int) -> list[Event]:
+    """The events of a timeline, from the data of a page."""
+    times, ops = data["timelines"][n], data["ops"]
+    events: list[Event] = []
+    for lane in data["lanes"]:
+        for i in lane["ops"]:
+            index = ",".join(map(str, ops["index"][i]))
+            name = data["verbs"][ops["verb"][i]] + (f"[{index}]" if index else "")
+            start, end = (
+                x * times["tick"] for x in (times["start"][i], times["start"][i] + times["took"][i])
+            )
+            events.append(Event(lane["name"], name, data["kinds"][ops["kind"][i]], start, end))
+    return events
+
+
+def late(timeline: Timeline, seed: int = 0) -> Timeline:
+    """A step like it, measured: everything takes longer, and begins late."""
+    random = Random(seed)
+    scale = [1 + random.random() for _ in timeline.events]
+    events = [
+        evolve(e, start=2.1 * e.start, end=2.1 * e.start + s * e.seconds)
+        for e, s in zip(timeline.events, scale, strict=True)
+    ]
+    return Timeline(events, "measured")
+
+
+def check(plan: Plan, timelines: list[Timeline]) -> None:
+    data = shown_data(page(timelines, plan=plan))
+    for n, timeline in enumerate(timelines):
+        found = read_back(data, n)
+        assert [(e.lane, e.op, e.kind) for e in found] == [(e.lane, e.op, e.kind) for e in timeline.events]
+        for a, b in zip(found, timeline.events, strict=True):
+            assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=0, abs=timeline.seconds * 1e-9)
+        assert data["timelines"][n]["source"] == timeline.source
+        op, chain = data["timelines"][n]["last"], list[str]()
+        while op >= 0:
+            chain.append(plan.graph.ops[op].name)
+            op = data["timelines"][n]["after"][op]
+        assert chain[::-1] == [link.event.op for link in critical(plan, timeline)]
+    for i, op in enumerate(plan.graph):
+        assert [data["regions"][r] for r in data["ops"]["reads"][i]] == [*map(str, op.reads)]
+        assert [data["regions"][r] for r in data["ops"]["writes"][i]] == [*map(str, op.writes)]
+        assert (data["ops"]["nbytes"][i], data["ops"]["flops"][i]) == (op.nbytes, op.flops)
+        assert data["ops"]["waits"][i] == [*plan.waits[i]]
+
+
+@every_plan
+def test_the_page_holds_the_step(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    check(plan, [simulate(plan)])
+
+
+@given(plans())
+def test_so_it_does_with_two_timelines_of_any_plan(plan: Plan) -> None:
+    timeline = simulate(plan)
+    check(plan, [timeline, late(timeline)])
+
+
+def test_the_page_needs_nothing_else() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    made = page(simulate(plan), plan=plan)
+    assert not re.findall(r"//[\w.-]+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttpRequest", made)
+    for tag, of in Elements(made).found:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "style"} & of.keys()
+        assert not [name for name in of if name.startswith("on")]
+
+
+def test_only_its_own_script_and_style_may_run() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    elements = Elements(page(simulate(plan), plan=plan))
+    (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
+    (script,) = (text for of, text in elements.all("script") if not of)
+    ((_, style),) = elements.all("style")
+    allowed = [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (script, style)]
+    assert policy == f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}"
+
+
+def hostile() -> tuple[Plan, Timeline]:
+    x = Region(HOSTILE)
+    ops = Op(f"{HOSTILE}a", (), "compute", writes=(x,)), Op(f"{HOSTILE}b", (1, 2), "host", reads=(x,))
+    plan = build(Graph(ops), {f"{HOSTILE}gpu": [0], "cpu": [1]})
+    return plan, evolve(simulate(plan), source=HOSTILE)
+
+
+def test_hostile_names_are_text() -> None:
+    plan, timeline = hostile()
+    made = page(timeline, plan=plan, title=HOSTILE)
+    elements = Elements(made)
+    assert [of for of, _ in elements.all("script")] == [{"type": "application/json", "id": "data"}, {}]
+    assert [text for _, text in elements.all("title")] == [HOSTILE]
+    assert [text for _, text in elements.all("h1")] == [HOSTILE]
+    assert [e.op for e in read_back(shown_data(made), 0)] == [e.op for e in timeline.events]
+    assert shown_data(made)["timelines"][0]["source"] == HOSTILE
+    assert shown_data(made)["regions"] == [HOSTILE]
+
+
+def test_the_numbers_are_there_without_a_script() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    elements = Elements(page([timeline, late(timeline)], plan=plan))
+    rows = [text for of, text in elements.all("th") if of.get("scope") == "row"]
+    verbs = dict.fromkeys(op.verb for op in plan.graph)
+    assert rows == [*timeline.lanes, *verbs]
+    cells = [text for _, text in elements.all("td")]
+    assert len(cells) == 6 * len(rows)
+    shares = [float(text.rstrip("%")) / 100 for text in cells[2 : 6 * len(timeline.lanes) : 6]]
+    assert shares == pytest.approx([timeline.busy(lane) for lane in timeline.lanes], abs=0.006)
+    said = [text for _, text in elements.all("li")]
+    assert [text.partition(":")[0] for text in said] == ["simulated", "measured"]
+    assert all("bound by" in text for text in said)
+
+
+def test_what_is_not_of_the_plan_is_refused() -> None:
+    plan, other = (plan_of("zero_offload", name, "Overlapped") for name in ("tied", "frozen"))
+    with pytest.raises(ValueError, match="expected .* of the plan"):
+        page(simulate(other), plan=plan)
+    with pytest.raises(ValueError, match="got no timeline, expected one or more"):
+        page([], plan=plan)
+
+
+def test_a_step_of_nothing_is_a_page() -> None:
+    plan = Plan(Graph(()), (), ())
+    data = shown_data(page(Timeline((), "measured"), plan=plan))
+    assert (data["lanes"], data["ops"]["verb"]) == ([], [])
+    assert data["timelines"][0]["last"] == -1
+
+
+# --- large ones ------------------------------------------------------------------------------------------
+
+
+@cache
+def large(num_ops: int) -> tuple[Plan, Timeline]:
+    """A pipeline over five lanes, and its step: operations hand a region on, to another lane."""
+    kinds = "compute", "d2h", "host", "h2d", "network"
+    regions = tuple(Region("slot", (n,)) for n in range(num_ops))
+    ops = [
+        Op(
+            f"verb{n % 13}",
+            (n,),
+            kinds[n % 5],
+            regions[max(0, n - 6) : n][:1],
+            (regions[n],),
+            nbytes=10**6 * (n % 7),
+        )
+        for n in range(num_ops)
+    ]
+    plan = build(Graph(tuple(ops)), {kind: range(k, num_ops, 5) for k, kind in enumerate(kinds)})
+    return plan, simulate(plan)
+
+
+@pytest.mark.parametrize(("num_ops", "bytes_an_op"), [(10_000, 160), (100_000, 160)])
+def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
+    num_ops: int, bytes_an_op: int
+) -> None:
+    plan, timeline = large(num_ops)
+    began = time.perf_counter()
+    made = page([timeline, late(timeline)], plan=plan)
+    assert time.perf_counter() - began < 20 * num_ops / 100_000 + 2
+    assert len(made) < 60_000 + bytes_an_op * num_ops
+    assert len(read_back(data(timeline, plan), 0)) == num_ops

@@ -1,0 +1,104 @@
+"""From settings to a `Job`: what a recipe has to know, of segments that no memory was taken for.
+
+The invariant: everything about these settings is checked here, for `zfunc.compile` and for planning alike.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from attrs import evolve
+
+from zfunc.adam import AdamW
+from zfunc.device_adam import workspace
+from zfunc.emit import Job, SegmentCost
+from zfunc.errors import nearest
+from zfunc.layout import Layout, make_layout, part_size, resident_buckets
+from zfunc.passes import Recompute
+from zfunc.program import DTYPES, Precision
+from zfunc.segments import Segment
+from zfunc.tracing import nbytes
+
+
+def make_job(
+    segments: Sequence[Segment],
+    optimizer: AdamW,
+    *,
+    precision: Precision,
+    clip_norm: float | None,
+    micro_batches: int,
+    bucket_size: int,
+    recompute: Recompute,
+    stage: Literal[1, 2],
+    world: int,
+    grad_slots: int,
+    host_slots: int,
+    offload_ratio: float | Literal["auto"],
+    speculate: int,
+    delay_from: int | None,
+    on_gpu: bool,
+) -> Job:
+    """The job of one rank of `world`, with costs of 0 until a batch is known. Arguments are `zfunc.compile`'s.
+
+    Raises ValueError for values that cannot work, alone or together.
+    """
+    one_of("precision", precision, list(DTYPES))
+    _counts(
+        1, micro_batches=micro_batches, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size
+    )
+    _counts(0, speculate=speculate)
+    if clip_norm is not None and not 0 < clip_norm < float("inf"):
+        raise ValueError(f"clip_norm: got {clip_norm}, expected a positive number, or None not to clip")
+    if stage not in (1, 2):
+        raise ValueError(f"stage: got {stage!r}, expected 1 or 2, as ZeRO numbers them")
+    if delay_from is not None:
+        _counts(1, delay_from=delay_from)
+        if speculate:
+            raise ValueError(
+                f"speculate: got {speculate} with delay_from={delay_from}, expected one of the two: a delayed update "
+                "waits for no norm. Leave speculate out"
+            )
+    layout = _layout(segments, optimizer, bucket_size, world, offload_ratio)
+    last, moments = len(segments) - 1, optimizer.moments
+    return Job(
+        layout,
+        costs=(SegmentCost(),) * len(segments),
+        recompute=tuple(recompute == "all" and s != last for s in range(len(segments))),
+        element_bytes=DTYPES[precision].itemsize,
+        micro_batches=micro_batches,
+        barrier=clip_norm is not None or precision == "fp16",
+        grad_slots=grad_slots,
+        host_slots=host_slots,
+        world=world,
+        stage=stage,
+        constant_bytes=sum(nbytes(s.constants) for s in segments),
+        moments=moments,
+        send_high_half=moments != "fp32" and precision == "bf16",
+        resident=resident_buckets(layout, 1.0 if offload_ratio == "auto" else offload_ratio),
+        update_workspace=workspace(max(b.numel for b in layout.buckets) // world, moments) if on_gpu else 0,
+        shadows=speculate,
+        delayed=delay_from is not None,
+    )
+
+
+def _layout(
+    segments: Sequence[Segment], optimizer: AdamW, bucket_size: int, world: int, offload_ratio: Any
+) -> Layout:
+    """Buckets; where only a share of them is offloaded, enough of them."""
+    parameters = [
+        [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
+    ]
+    trained = {p.name: p.numel for own in parameters for p in own if p.trainable}
+    size = part_size(bucket_size, sum(trained.values()), offload_ratio)
+    return make_layout(parameters, bucket_size=size, world=world)
+
+
+def one_of(what: str, got: Any, known: list[str]) -> None:
+    """Raise ValueError, with the nearest of them, unless `got` is one of the known names."""
+    if got not in known:
+        raise ValueError(f"{what}: got {got!r}, expected one of {', '.join(known)}{nearest(str(got), known)}")
+
+
+def _counts(least: int, **counts: int) -> None:
+    for what, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ValueError(f"{what}: got {value!r}, expected a whole number of at least {least}")

@@ -1,0 +1,19 @@
+"""What a step decided about its gradient, before anything is updated with it. No torch here.
+
+The invariant: with the gradient itself this is all an update needs, however much later it is made.
+"""
+
+from attrs import field, frozen
+
+
+@frozen
+class Verdict:
+    """`skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its `number`,
+    from 1, and its learning rate. `loss` is the mean loss, for whoever wants to know.
+    """
+
+    skip: bool
+    grad_scale: float
+    number: int
+    lr: float
+    loss: float = field(default=0.0, eq=False)
