@@ -17,30 +17,15 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, write
-from zfunc.events import Evaluated, Stepped
-from zfunc.job import prepare
+from benchmarks.training import trained
 from zfunc.moments import BUFFERS
-from zfunc.settings import Settings
-from zfunc.train import train
 
-WINDOW = 50  # steps a training loss is averaged over
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
 
 
 def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
-    """One training to its end: held-out bits per byte at every evaluation, and training loss in between."""
-    settings = Settings(moments=moments, seed=seed, steps=steps, seconds=None, device="cpu")
-    held_out: list[tuple[int, float]] = []
-    losses: list[float] = []
-    for event in train(prepare(settings, cache=cache)):
-        if isinstance(event, Evaluated):
-            held_out.append((event.step, event.held_out))
-        elif isinstance(event, Stepped):
-            losses.append(event.loss)
-            if event.held_out is not None:
-                held_out.append((event.step, event.held_out))
-    means = [fmean(losses[i : i + WINDOW]) for i in range(0, len(losses), WINDOW)]
-    return {"moments": moments, "seed": seed, "steps": steps, "held_out": held_out, "loss": means}
+    """One training to its end."""
+    return {"moments": moments, **trained(seed, steps, cache, moments=moments)}
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -217,7 +217,8 @@ def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
     ([0, 1], [])
     """
-    if isinstance(offload_ratio, bool) or not 0 <= offload_ratio <= 1:
+    number = isinstance(offload_ratio, int | float) and not isinstance(offload_ratio, bool)
+    if not number or not 0 <= offload_ratio <= 1:
         raise ValueError(
             f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the optimizer's "
             "state is): pass such as 0.75"

@@ -48,8 +48,14 @@ def adam_on_device(op: Op, mem: Memory, step: Step) -> None:
     """Update this rank's slice of a bucket whose state is on the device, and of its parameters."""
     (b,) = op.index
     verdict: Verdict = mem[op.read("verdict")]
-    if not verdict.skip:
-        _update(op, mem, step, verdict, copy=mem[op.write("params")].flat[step.slice_of(b)])
+    if verdict.skip:
+        return
+    params = mem[op.write("params")].flat[step.slice_of(b)]
+    if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
+        _update(op, mem, step, verdict)
+        params.copy_(mem[op.write(HIGH_HALF)])  # as the host would have sent it
+    else:
+        _update(op, mem, step, verdict, copy=params)
 
 
 def _update(
