@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},
     "stage 1, accumulated": {"precision": "fp32", "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
     "moments in 16 bits": {"precision": "fp32", "moments": "16bit", "stage": 1, "clip_norm": 0.5},
+}
+RECIPES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "speculative": {"speculate": 100},
+    "partial": {"offload_ratio": 0.5},
+    "delayed": {"delay_from": 2},
 }
 WORLDS = (1, 2, 4)
 DISAGREE = {"buckets": "region", "rows": "batch of shapes", "weights": "weights of checksum"}  # the line told
@@ -78,15 +85,22 @@ def compare(group: Any, world: int, out: Path) -> None:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
             sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))
-    for schedule in ("Serial", "Overlapped", "Interleaved"):
+    for (recipe, more), schedule in product(RECIPES.items(), ("Serial", "Overlapped", "Interleaved")):
         jitter = {"jitter": Jitter(rank, 1e-3)} if schedule != "Serial" else {}
         seen, params, program = train(
-            "odd sizes", group, steps=4, clip_norm=0.5, schedule=schedule, step=jitter
+            "odd sizes",
+            group,
+            steps=4,
+            clip_norm=2.0,
+            schedule=schedule,
+            step=jitter,
+            bucket_size=600,
+            **more,
         )
         if rank == 0:
-            torch.save({"seen": seen, "params": params}, out / f"bits-{schedule}-{world}.pt")
+            torch.save({"seen": seen, "params": params}, out / f"bits-{recipe}-{schedule}-{world}.pt")
             sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
-            (out / f"bits-{schedule}-{world}.json").write_text(json.dumps(sizes))
+            (out / f"bits-{recipe}-{schedule}-{world}.json").write_text(json.dumps(sizes))
     seen, params, _ = train("frozen below", group, steps=6, poison=3, precision="fp16")
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 

@@ -26,8 +26,9 @@ def trained(
     model: str, device: str, steps: int = 4, *, step: dict[str, Any] | None = None, **settings: Any
 ) -> Any:
     segments, data = MODELS[model]()
-    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1)
-    program = zfunc.compile(segments, optimizer=optimizer, device=device, bucket_size=3000, **settings)
+    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, moments=settings.pop("moments", "fp32"))
+    settings = {"bucket_size": 3000, **settings}
+    program = zfunc.compile(segments, optimizer=optimizer, device=device, **settings)
     state, losses = zfunc.init(program, seed=1), []
     for i in range(steps):
         state, m = zfunc.train_step(program, state, data(i), **(step or {}))
@@ -55,6 +56,30 @@ def test_every_schedule_gives_the_serial_bits(model: str, precision: str, clip: 
             again, same = trained(model, "cuda", schedule=name, step={"jitter": jitter}, **settings)
             assert repr(again) == repr(losses), name
             assert torch.equal(same, params), name
+
+
+@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
+@pytest.mark.parametrize("recipe", [{"speculate": 100}, {"offload_ratio": 0.5}, {"offload_ratio": 0.0}])
+def test_speculation_and_residence_give_the_plain_bits(recipe: dict[str, Any], moments: str) -> None:
+    """Some steps are clipped. What is updated on the device is updated by other code: to the same bits."""
+    plain = trained("odd sizes", "cuda", clip_norm=2.0, moments=moments, bucket_size=600)
+    for name in schedules.__all__:
+        other = trained(
+            "odd sizes", "cuda", clip_norm=2.0, moments=moments, bucket_size=600, schedule=name, **recipe
+        )
+        assert other[0] == plain[0], name
+        assert torch.equal(other[1], plain[1]), name
+
+
+@pytest.mark.parametrize("more", [{}, {"moments": "8bit"}, {"precision": "fp16"}, {"offload_ratio": 0.5}])
+def test_delayed_updates_give_the_serial_bits_under_every_schedule(more: dict[str, Any]) -> None:
+    reference = trained("tied GPT", "cuda", steps=6, delay_from=2, schedule="Serial", **more)
+    for name in schedules.__all__:
+        for jitter in (None, Jitter(0, 1e-3)):
+            step = {"jitter": jitter}
+            again = trained("tied GPT", "cuda", steps=6, delay_from=2, schedule=name, step=step, **more)
+            assert repr(again[0]) == repr(reference[0]), name
+            assert torch.equal(again[1], reference[1]), name
 
 
 @pytest.mark.parametrize("recompute", ["none", "min-cut"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 from models import MODELS
-from rank_worker import DISAGREE, SETTINGS, STEPS, WORLDS, four_ranks
+from rank_worker import DISAGREE, RECIPES, SETTINGS, STEPS, WORLDS, four_ranks
 from table import JOBS, Scattered
 
 import zfunc
@@ -52,7 +52,7 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-@pytest.mark.parametrize("name", ["bits-Overlapped", *(x for x in SETTINGS if "stage" in SETTINGS[x])])
+@pytest.mark.parametrize("name", ["bits-plain-Overlapped", *(x for x in SETTINGS if "stage" in SETTINGS[x])])
 def test_bytes_sent_are_those_of_the_theory(results: Path, name: str, world: int) -> None:
     """(world - 1) / world of the gradients, and as much of the parameters, where each bucket is reduced once."""
     sent = {step[3] for step in read(results, f"{name}-{world}")["seen"]}
@@ -61,12 +61,33 @@ def test_bytes_sent_are_those_of_the_theory(results: Path, name: str, world: int
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, world: int) -> None:
-    serial = read(results, f"bits-Serial-{world}")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: str, world: int) -> None:
+    serial = read(results, f"bits-{recipe}-Serial-{world}")
     for schedule in ("Overlapped", "Interleaved"):  # with random delays that differ from rank to rank
-        other = read(results, f"bits-{schedule}-{world}")
+        other = read(results, f"bits-{recipe}-{schedule}-{world}")
         assert repr(other["seen"]) == repr(serial["seen"])
         assert all(torch.equal(other["params"][k], v) for k, v in serial["params"].items())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_speculation_and_residence_change_no_bit_and_a_delay_does(results: Path, world: int) -> None:
+    plain, speculative, partial, delayed = (read(results, f"bits-{r}-Overlapped-{world}") for r in RECIPES)
+    norms = [step[1] for step in plain["seen"]]
+    assert min(norms) < 2.0 < max(norms)  # some steps are clipped
+    for other in (speculative, partial):
+        assert repr(other["seen"]) == repr(plain["seen"])
+        assert all(torch.equal(other["params"][k], v) for k, v in plain["params"].items())
+    assert delayed["seen"][2][0] != plain["seen"][2][0]
+
+
+@pytest.mark.parametrize("world", WORLDS[1:])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, world: int) -> None:
+    alone, many = (read(results, f"bits-{recipe}-Overlapped-{n}") for n in (1, world))
+    for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
+        assert other_loss == pytest.approx(loss, rel=1e-2)  # in bf16
+        assert other_norm == pytest.approx(norm, rel=2e-2)
 
 
 @pytest.mark.parametrize("world", WORLDS)

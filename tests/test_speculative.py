@@ -1,4 +1,4 @@
-"""The speculative update: the bits of the plain recipe, whatever is clipped, skipped, inf or NaN; and what it buys."""
+"""The speculative update: the plain recipe's bits, whatever is clipped, skipped, inf or NaN; and what it buys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +60,8 @@ def run(
         state, m = zfunc.train_step(program, state, data(i), **(step or {}))
         seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale))
         swaps.append(len(before ^ state.buffers.swapped))
+        shadowed = len(program.job.shadowed)
+        assert m.redone == (0 if m.skipped or swaps[-1] else shadowed)
     return repr(seen), bits(state), swaps
 
 

@@ -155,8 +155,8 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
         got = f"{len(manifest.pending)} parameters whose last gradient waits, as delayed updates leave it"
         expected = f"them to be those that this program updates late, which are {len(here)}"
         raise CheckpointError(
-            f"got {got}, expected {expected}. Load it with the delay_from and offload_ratio it was saved with, then "
-            "zfunc.flush and save it again for others"
+            f"got {got}, expected {expected}. Load it with the delay_from and offload_ratio it was saved with, "
+            "then zfunc.flush and save it again for others"
         )
 
 

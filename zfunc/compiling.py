@@ -71,11 +71,12 @@ def compile(
       is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
     - `stage`: of ZeRO. 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device in full, in
       the compute precision, and reduces once.
-    - `offload_ratio`: the share of the optimizer's state that is on the host. The rest stays on the device, in whole
-      buckets (at least PARTS of them, if the parameters can be cut so), and is updated there. "auto": as much stays
-      as fits, with `example`.
+    - `offload_ratio`: the share of the optimizer's state that is on the host. The rest stays on the device, in
+      whole buckets (there are more of them then), and is updated there. "auto": as much stays as fits, with
+      `example`.
     - `speculate`: of so many buckets the update does not wait for the norm, with clipping or fp16: it goes into a
-      shadow, as if nothing were clipped or skipped, and is made again if that was wrong. Same bits, more host memory.
+      shadow, as if nothing were clipped or skipped, and is made again if that was wrong. The bits are the same, and
+      more host memory is needed.
     - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
       (`zfunc.flush` applies the last one). It changes what is trained.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.

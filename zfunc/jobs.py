@@ -54,8 +54,8 @@ def make_job(
         _counts(1, delay_from=delay_from)
         if speculate:
             raise ValueError(
-                f"speculate: got {speculate} with delay_from={delay_from}, expected one of the two: a delayed update "
-                "waits for no norm. Leave speculate out"
+                f"speculate: got {speculate} with delay_from={delay_from}, expected one of the two: a delayed "
+                "update waits for no norm. Leave speculate out"
             )
     layout = _layout(segments, optimizer, bucket_size, world, offload_ratio)
     last, moments = len(segments) - 1, optimizer.moments

@@ -92,7 +92,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, and where one rank's slice of its bucket has them; none if equal."""
+    """Elements `start` to `stop` of a parameter, and where a rank's slice of its bucket has them; none if equal."""
 
     start: int
     stop: int
@@ -220,8 +220,8 @@ def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
     number = isinstance(offload_ratio, int | float) and not isinstance(offload_ratio, bool)
     if not number or not 0 <= offload_ratio <= 1:
         raise ValueError(
-            f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the optimizer's "
-            "state is): pass such as 0.75"
+            f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the "
+            "optimizer's state is): pass such as 0.75"
         )
     left = (1 - offload_ratio) * layout.numel
     chosen: set[int] = set()

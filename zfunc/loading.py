@@ -155,7 +155,7 @@ class Files:
         return self.checkpoint.manifest.position.step
 
     def fill(self, targets: Sequence[Target]) -> None:
-        """Fill the targets: straight, or, where they are on the device or of another float type, in bounded parts."""
+        """Fill the targets: straight, or, where they are on the device or of another type, in bounded parts."""
         straight = [t for t in targets if t[1].device.type == "cpu" and t[1].dtype == self._dtype(t[0])]
         self.read(straight)
         for wanted, into in targets:

@@ -40,8 +40,8 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
     ratio = smallest_ratio(lambda x: needed(with_ratio(job, x)) <= there * (1 - HEADROOM))
     if ratio is None:
         raise OutOfMemory(
-            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, expected {needed(job):,} for a step "
-            "with all of the optimizer's state on the host. Use more micro_batches, or a smaller model"
+            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, expected {needed(job):,} for a "
+            "step with all of the optimizer's state on the host. Use more micro_batches, or a smaller model"
         )
     key, (_, random) = batch_key(program, example), program.cache.costs[batch_key(program, example)]
     job = with_ratio(job, ratio)
@@ -50,7 +50,7 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
-    """The smallest share of the state on the host for which `fits` holds, of STEPS that are tried; None if for none."""
+    """The smallest share of the state on the host for which `fits` holds, in STEPS; None if for none."""
     ratios = [n / STEPS for n in range(STEPS + 1)]
     found = bisect_left(ratios, True, key=fits)
     return ratios[found] if found < len(ratios) else None
@@ -71,7 +71,8 @@ def said(program: Program, asked: Any) -> Program:
     job = program.job
     if job.resident or asked != 1:
         log.info(
-            "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the device",
+            "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the "
+            "device",
             100 * share_on_host(job),
             asked if asked == "auto" else f"{100 * asked:g}%",
             len(job.resident),

@@ -51,7 +51,8 @@ _generators = threading.Lock()  # the default generators are everybody's
 class Metrics:
     """What one step reports: mean `loss`; `grad_norm` before clipping, unscaled; `lr` used; whether the step was
     `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
-    operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `timeline` only with `trace=True`, and `saved`, the
+    operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `redone` counts buckets whose speculated update was
+    made again, because the gradient was clipped. `timeline` only with `trace=True`, and `saved`, the
     checkpoint or why there is none, only with `save=`.
     """
 
@@ -64,6 +65,7 @@ class Metrics:
     seconds: float
     host_seconds: float
     sent_bytes: int = 0
+    redone: int = 0
     timeline: Timeline | None = None
     saved: Saved | None = None
 
@@ -217,6 +219,9 @@ def _train_step(
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
         sent_bytes=program.ranks.sent - sent,
+        redone=len(special.job.shadowed)
+        if not verdict.skip and verdict.grad_scale != 1 / step.loss_scale
+        else 0,
         timeline=ran.timeline if options.trace else None,
         saved=mem.get(Region("published")),
     )
@@ -226,8 +231,8 @@ def _train_step(
 def flush(program: Program, state: State) -> State:
     """Apply the gradient that waits, at the end of delayed updates; a state without one is returned as it is.
 
-    `state` is donated. With several ranks all of them have to call this. Training can go on from what is returned: the
-    next step finds no gradient that waits.
+    `state` is donated. With several ranks all of them have to call this. Training can go on from what is returned:
+    the next step finds no gradient that waits.
     """
     state.check(program.identity, "flush")
     if state.pending is None:

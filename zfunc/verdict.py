@@ -8,8 +8,8 @@ from attrs import field, frozen
 
 @frozen
 class Verdict:
-    """`skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its `number`,
-    from 1, and its learning rate. `loss` is the mean loss, for whoever wants to know.
+    """`skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its
+    `number`, from 1, and its learning rate. `loss` is the mean loss, for whoever wants to know.
     """
 
     skip: bool
