@@ -1,0 +1,115 @@
+# # 5. A step late, a step ahead, or not at all
+#
+# Run it with `python examples/05_delayed_update.py`.
+#
+# With clipping, no parameter may be updated before the norm of the whole gradient is known. So the host waits
+# while the device computes, and then the device waits while the host runs Adam. A schedule cannot help: the
+# waits are what the recipe means. This file looks at three other recipes: one that applies every gradient a
+# step late, one that runs Adam ahead and takes it back where that was wrong, and one that leaves part of Adam
+# on the device.
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+from zfunc.draw import text
+from zfunc.hardware import Hardware
+from zfunc.memory import memory
+from zfunc.program import Program
+from zfunc.simulate import simulate
+
+torch.set_num_threads(1)  # the tensors here are small
+WIDTH, ROWS = 256, 512
+
+
+class Loss(nn.Linear):
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(super().forward(x), targets)
+
+
+def compiled(**recipe: object) -> Program:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
+    pieces = {**{f"layer{i}": x for i, x in enumerate(layers)}, "loss": Loss(WIDTH, 10)}
+    return zfunc.compile(
+        [zfunc.segment(name, module) for name, module in pieces.items()],
+        optimizer=zfunc.AdamW(lr=1e-3),
+        precision="fp32",
+        clip_norm=0.4,
+        bucket_size=70_000,
+        device="cpu",
+        example=(inputs, targets),
+        **recipe,
+    )
+
+
+inputs, targets = (
+    torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)),
+    torch.arange(ROWS) % 10,
+)
+programs = {
+    "plain": compiled(),
+    "speculative": compiled(speculate=3),
+    "delayed": compiled(delay_from=1),
+    "partial": compiled(offload_ratio=0.4),
+}
+
+# ## What they look like
+#
+# On hardware that is made up, with a slow host. In the plain step `adam` begins when `decide` has the norm.
+# The speculative one begins with `speculate` during backward, into shadows, and `confirm` only swaps them in.
+# In the delayed one the host applies the gradient of the step before during forward, and nothing waits for a
+# norm. In the partial one most buckets never leave: `adam_on_device` is on the lane that computes.
+
+rates = {"compute": 20e9, "network": 1e9, "d2h": 4e8, "h2d": 4e8, "host": 6e8, "disk": 1e9}  # bytes a second
+slow = Hardware("made up", flops=60e9, rates=rates)
+for name, program in programs.items():
+    print(f"\n{name}\n{text(simulate(program.plan, slow))}")
+
+# ## What they cost
+#
+# Shadows are the state of three buckets once more. What waits for a step is on the host too: a gradient, and
+# new parameters until backward is done with the old ones. What stays on the device needs room there.
+
+print(f"\n{'':<12} {'time':>8} {'device':>10} {'pinned':>10} {'host':>10}   of the plain step")
+plain = simulate(programs["plain"].plan, slow).seconds, memory(programs["plain"].plan)
+for name, program in programs.items():
+    bytes_here = memory(program.plan)
+    ratios = [bytes_here[tier].nbytes / plain[1][tier].nbytes for tier in ("device", "pinned", "host")]
+    time = simulate(program.plan, slow).seconds / plain[0]
+    print(f"{name:<12} {time:8.2f} " + " ".join(f"{ratio:10.2f}" for ratio in ratios))
+
+# ## What they compute
+#
+# Twenty steps each. Speculation and residence change no bit: where a gradient was clipped, the speculated
+# update is made again from the state before it. The delayed update is another algorithm, if a close one, so it
+# is asked for by its name, and from the step one likes; many begin it when the first wild steps are over.
+
+results = {}
+for name, program in programs.items():
+    state, redone, losses = zfunc.init(program), 0, []
+    for _ in range(20):
+        state, metrics = zfunc.train_step(program, state, (inputs, targets))
+        redone += metrics.redone > 0
+        losses.append(metrics.loss)
+    if name == "delayed":
+        print(f"\nafter twenty steps the gradient of step {state.pending.number} waits")
+    state = zfunc.flush(program, state)  # applies it; the others have nothing that waits
+    results[name] = losses, zfunc.params(program, state)
+    if name == "speculative":
+        print(f"\nsteps that were clipped, and made again: {redone} of 20")
+
+print()
+for name, (losses, weights) in results.items():
+    same = all(torch.equal(weights[k], v) for k, v in results["plain"][1].items())
+    print(f"{name:<12} first loss {losses[0]:.6f}  last {losses[-1]:.6f}  same bits as plain: {same}")
+
+# ## What they mean
+#
+# The whole of it is in `zfunc/recipes.py`, which reads like the loop it stands for. Here is the graph of the
+# delayed step, in serial order, by verb: every bucket's `adam` comes first, with a gradient that this step did
+# not compute, and `to_device` comes after the backward that still needs the old parameters.
+
+verbs = list(dict.fromkeys(op.verb for op in programs["delayed"].plan.graph))
+print("\n" + " ".join(verbs))
