@@ -4,7 +4,7 @@ Everybody updates the same parameters: bf16 gradients come in, are unscaled, go 
 and a 16-bit copy comes out. The contenders take turns inside every repeat, so a noisy machine disturbs all of them
 alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
 move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments, 18 with 16 bits, 14
-with 8.
+with 8. "into" leaves the old state as it is and writes the new one elsewhere: the same bytes again.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --from benchmarks/results/adam-....json --plot docs/adam.svg
@@ -59,9 +59,21 @@ class Memory:
         self.split = SplitMaster(new(bf16), new(torch.int16))
         self.bf16 = new(bf16), new(bf16)
         self.codes = tuple(Codes(new(uint8), new(uint8, -(-n // 64))) for _ in range(2))
+        self.shadow = tuple(new(fp32) for _ in range(3))
         self.master.normal_(generator=generator)
         self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
         self.split.high.copy_(self.master)
+
+    def elsewhere(self, moments: str) -> tuple[Any, ...]:
+        """A state in the memory of the shadow, where no other contender's is."""
+        if moments == "fp32":
+            return self.shadow
+        n, (high, m, v) = self.n, (x.view(torch.bfloat16) for x in self.shadow)
+        split = SplitMaster(high[:n], high[n:].view(torch.int16))
+        if moments == "16bit":
+            return split, m[:n], v[:n]
+        codes, end = (x.view(torch.uint8) for x in self.shadow[1:]), n + -(-n // 64)
+        return split, *(Codes(x[:n], x[n:end]) for x in codes)
 
     def fill(self, *, idle: bool) -> None:
         """Moments of a training under way, or those that thousands of steps without a gradient have made small."""
@@ -79,14 +91,27 @@ class Memory:
 
 
 def zfunc_step(
-    memory: Memory, state: tuple[Any, ...], threads: int, *, idle: bool = False
+    memory: Memory,
+    state: tuple[Any, ...],
+    threads: int,
+    *,
+    into: tuple[Any, Any, Any] | None = None,
+    idle: bool = False,
 ) -> Callable[[], None]:
     grad = torch.zeros_like(memory.grad) if idle else memory.grad
     out = None if isinstance(state[0], SplitMaster) else memory.out
 
     def run() -> None:
         adam_update_(
-            *state, grad, out=out, step=STEP, lr=LR, weight_decay=DECAY, grad_scale=SCALE, threads=threads
+            *state,
+            grad,
+            out=out,
+            into=into,
+            step=STEP,
+            lr=LR,
+            weight_decay=DECAY,
+            grad_scale=SCALE,
+            threads=threads,
         )
 
     return run
@@ -133,6 +158,10 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
         "skeleton 8bit": Contender(skeleton(m, (*halves, *(c.codes for c in m.codes)), None, threads)),
         **{f"zfunc {name}": Contender(zfunc_step(m, state, threads)) for name, state in states.items()},
         **{
+            f"zfunc {name}, into": Contender(zfunc_step(m, state, threads, into=m.elsewhere(name)))
+            for name, state in states.items()
+        },
+        **{
             f"zfunc {name}, decayed": Contender(zfunc_step(m, states[name], threads, idle=True), idle=True)
             for name in ("fp32", "16bit")  # 8 bits hold no denormal number
         },
@@ -165,7 +194,7 @@ def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[s
 
 
 def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """For each contender its time over the yardstick's, over its own skeleton's, and DeepSpeed's over its."""
+    """Times over the yardstick's, over its own skeleton's and over its like's in place; and others' over each."""
 
     def ratio(name: str, base: str) -> float | None:
         if base not in seconds:
@@ -178,7 +207,8 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
 
     rows = []
     for name in seconds:
-        kind = name.removeprefix("zfunc ").removesuffix(", decayed")
+        in_place = name.removesuffix(", into")
+        kind = in_place.removeprefix("zfunc ").removesuffix(", decayed")
         theirs = ratio("deepspeed", name) if "deepspeed" in seconds else None
         rows.append(
             {
@@ -188,6 +218,7 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
                 "times_skeleton": ratio(name, YARDSTICK),
                 "spread": spread(name),
                 "times_own_skeleton": ratio(name, f"skeleton {kind}") if name.startswith("zfunc") else None,
+                "times_in_place": ratio(name, in_place) if in_place != name else None,
                 "faster_than_deepspeed": theirs,
                 "faster_than_torch_fused": ratio("torch fused", name) if "torch fused" in seconds else None,
             }
@@ -198,15 +229,16 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
 def show(rows: list[dict[str, Any]]) -> None:
     print(
         f"{'elements':>10} {'threads':>7}  {'contender':<24}{'x skeleton':>11}{'from':>7}{'to':>7}{'x own':>7}"
-        f"{'DeepSpeed / it':>16}{'fused / it':>12}"
+        f"{'x in place':>12}{'DeepSpeed / it':>16}{'fused / it':>12}"
     )
     for row in rows:
         low, high = row["spread"]
-        told = [row["times_own_skeleton"], row["faster_than_deepspeed"], row["faster_than_torch_fused"]]
-        own, deepspeed, fused = (f"{x:.2f}" if x is not None else "" for x in told)
+        keys = ("times_own_skeleton", "times_in_place", "faster_than_deepspeed", "faster_than_torch_fused")
+        told = [row.get(key) for key in keys]  # older results lack some
+        own, in_place, deepspeed, fused = (f"{x:.2f}" if x is not None else "" for x in told)
         print(
             f"{row['elements']:>10} {row['threads']:>7}  {row['name']:<24}{row['times_skeleton']:>11.2f}{low:>7.2f}"
-            f"{high:>7.2f}{own:>7}{deepspeed:>16}{fused:>12}"
+            f"{high:>7.2f}{own:>7}{in_place:>12}{deepspeed:>16}{fused:>12}"
         )
 
 

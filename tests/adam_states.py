@@ -1,7 +1,7 @@
 """Optimizer states of every kind for the tests of Adam's other ways: into other buffers, and on a device."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ def copied(state: State, offset: int = 0) -> State:
     return on(state, lambda x: placed(x, offset))
 
 
-def buffers(state: State) -> Iterator[Tensor]:
+def buffers(state: Iterable[Any]) -> Iterator[Tensor]:
     """High and low halves, codes and exponents each by itself."""
     for x in state:
         if isinstance(x, SplitMaster):
@@ -105,7 +105,7 @@ def bits(x: Tensor) -> Tensor:
     return exact(torch.where(x.isnan(), torch.full_like(x, torch.nan), x) if x.is_floating_point() else x)
 
 
-def assert_same(got: State, expected: State) -> None:
+def assert_same(got: Iterable[Any], expected: Iterable[Any]) -> None:
     for one, other in zip(buffers(got), buffers(expected), strict=True):
         wrong = (bits(one.cpu()) != bits(other)).nonzero().flatten()
         assert not wrong.numel(), f"{wrong.numel()} of {other.numel()} differ, the first is {wrong[0]}"

@@ -83,8 +83,10 @@ def test_the_bits_of_the_step_in_place(moments, grad, decay, isa):
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_threads_and_new_state_that_bypasses_the_caches(moments, threads, isa):
-    grad = gradient(STREAMED, torch.bfloat16)
-    check(moments, fresh(STREAMED, moments), grad, out=torch.float16, threads=threads, isa=isa)
+    state, grad = fresh(STREAMED, moments), gradient(STREAMED, torch.bfloat16)
+    into = stale(state)
+    assert all(x.data_ptr() % 64 == 0 for x in buffers(into))  # else nothing would bypass them
+    check(moments, state, grad, out=torch.float16, into=into, threads=threads, isa=isa)
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -43,9 +43,9 @@ def test_the_bits_of_the_reference(name: str) -> None:
 # ---- each kind of build sees what it is there for ---------------------------------------------------
 
 
-def compact_step(n: int) -> Case:
+def compact_step(n: int, *, into: bool = False) -> Case:
     state, grad = cases.random_state(n), cases.random_grad(n, "bf16")
-    return cases.adam_case(state, grad, "bf16", moments="8bit", out="bf16")
+    return cases.adam_case(state, grad, "bf16", moments="8bit", out="bf16", into=into)
 
 
 def without_the_last_item(case: Case, role: str) -> Case:
@@ -60,6 +60,15 @@ def without_the_last_item(case: Case, role: str) -> Case:
 def test_one_item_too_far_is_seen(name: str, role: str) -> None:
     with pytest.raises(MismatchError, match="heap-buffer-overflow"):
         check(program(name), [without_the_last_item(compact_step(129), role)])
+
+
+@pytest.mark.parametrize("name", [name for name, v in VARIANTS.items() if v.flags == SANITIZE])
+@pytest.mark.parametrize(
+    "role", ["exp_avg", "into_master", "into_low", "into_exp_avg_sq", "into_exp_avg_exponent"]
+)
+def test_one_item_too_far_of_a_state_elsewhere_is_seen(name: str, role: str) -> None:
+    with pytest.raises(MismatchError, match="heap-buffer-overflow"):
+        check(program(name), [without_the_last_item(compact_step(129, into=True), role)])
 
 
 def test_a_race_is_seen() -> None:

@@ -3,7 +3,7 @@
 The invariant: what a case must give is computed here, from what it begins with and nothing else.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,8 +57,9 @@ def adam_case(
     step: int = 3,
     lr: float = 1e-3,
     scale: float = 0.3,
+    into: bool = False,
 ) -> Case:
-    """One Adam step over fp32 or compact state."""
+    """One Adam step over fp32 or compact state, in place or into other buffers."""
     n, (weight_decay, decoupled) = grad.size, DECAYS[decay]
     setting = {
         "step": step,
@@ -70,8 +71,10 @@ def adam_case(
     step_of = fp32_step if moments == "fp32" else compact_step
     buffers, copy = step_of(state, grad, moments, None if out == "none" else out, setting)
     copies = () if copy is None else (Buffer("out", stale(n, out), copy),)
+    if into:
+        buffers = list(apart(buffers))
     return Case(
-        f"moments {moments}, grad {kind}, out {out}, decay {decay}, scale {scale}",
+        f"moments {moments}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
         "adam",
         n,
         (*buffers, Buffer("grad", grad, grad), *copies),
@@ -82,6 +85,15 @@ def adam_case(
         dither=(first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)),
         factors=coefficients(betas=(0.9, 0.999), eps=1e-8, **setting),
     )
+
+
+def apart(buffers: Iterable[Buffer]) -> Iterator[Buffer]:
+    """The old state, left as it is, and others that receive the new one."""
+    for b in buffers:
+        yield b._replace(after=b.before)
+        yield b._replace(
+            role=f"into_{b.role}", before=np.full(b.after.nbytes, 0xA5, np.uint8).view(b.after.dtype)
+        )
 
 
 Stepped = tuple[list[Buffer], Array | None]

@@ -10,7 +10,8 @@
 
 #define ROLES(each)                                                                                           \
     each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_exponent) each(exp_avg_sq_exponent)     \
-    each(grad) each(out) each(acc)
+    each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_exponent)      \
+    each(into_exp_avg_sq_exponent) each(grad) each(out) each(acc)
 #define AS_ENUM(name) ROLE_##name,
 #define AS_TEXT(name) #name,
 enum { ROLES(AS_ENUM) NUM_ROLES };
@@ -35,7 +36,7 @@ typedef struct {
 typedef struct {
     header h;
     buffer buffers[NUM_ROLES];
-    char *blocks[NUM_ROLES]; /* of malloc */
+    char *blocks[NUM_ROLES]; /* of posix_memalign */
     span *calls;
 } zf_case;
 
@@ -55,15 +56,25 @@ static void *at(const zf_case *c, uint32_t role, size_t begin) {
     return NULL;
 }
 
+/* The buffers of a state, whose roles follow each other from that of its master on. */
+static zf_state state_at(const zf_case *c, uint32_t master, size_t begin) {
+    zf_state s = {
+        .master = at(c, master, begin),
+        .low = at(c, master + ROLE_low - ROLE_master, begin),
+        .exp_avg = at(c, master + ROLE_exp_avg - ROLE_master, begin),
+        .exp_avg_sq = at(c, master + ROLE_exp_avg_sq - ROLE_master, begin),
+        .exp_avg_exponent = at(c, master + ROLE_exp_avg_exponent - ROLE_master, begin),
+        .exp_avg_sq_exponent = at(c, master + ROLE_exp_avg_sq_exponent - ROLE_master, begin),
+    };
+    return s;
+}
+
 static double run_adam(const zf_case *c, size_t begin, size_t n) {
     const double *f = c->h.factor;
+    const uint32_t into = at(c, ROLE_into_master, begin) ? ROLE_into_master : ROLE_master;
     zf_adam_args args = {
-        .master = at(c, ROLE_master, begin),
-        .low = at(c, ROLE_low, begin),
-        .exp_avg = at(c, ROLE_exp_avg, begin),
-        .exp_avg_sq = at(c, ROLE_exp_avg_sq, begin),
-        .exp_avg_exponent = at(c, ROLE_exp_avg_exponent, begin),
-        .exp_avg_sq_exponent = at(c, ROLE_exp_avg_sq_exponent, begin),
+        .state = state_at(c, ROLE_master, begin),
+        .into = state_at(c, into, begin),
         .grad = at(c, ROLE_grad, begin),
         .out = at(c, ROLE_out, begin),
         .moments = c->h.moments,
@@ -151,9 +162,10 @@ static void give(const void *from, size_t bytes) {
     if (fwrite(from, 1, bytes, stdout) != bytes) stop("the output could not be written");
 }
 
+/* A block on lines of the cache, as the new state has to be to bypass it. */
 static void *allocate(size_t bytes) {
-    void *block = malloc(bytes);
-    if (!block && bytes) stop("no memory for the buffers");
+    void *block = NULL;
+    if (posix_memalign(&block, 64, bytes)) stop("no memory for the buffers");
     return block;
 }
 

@@ -44,6 +44,25 @@ def every_size(sizes: Sequence[int]) -> Iterator[Case]:
         yield case._replace(offset=offset)
 
 
+def into(sizes: Sequence[int]) -> Iterator[Case]:
+    """New state in buffers of its own: every size and kind, on and off the lines of the cache."""
+    for i, (n, moments, offset) in enumerate(itertools.product(sizes, MOMENTS, (0, 64, 3))):
+        kind, out, decay = TYPES[i % 3], OUTS[(n + i) % 4], list(DECAYS)[(n + i // 3) % 3]
+        grad, how = random_grad(n, kind), {"moments": moments, "out": out, "decay": decay, "into": True}
+        with np.errstate(all="ignore"):
+            grad[n // 2 :: 777] = round_to(np.array([np.nan], np.float32), kind)[0]
+            yield adam_case(random_state(n), grad, kind, **how)._replace(offset=offset)
+
+
+def shared_into(n: int) -> Iterator[Case]:
+    """The same for several threads, whole and in parts."""
+    for moments in MOMENTS:
+        how = {"moments": moments, "out": "bf16", "decay": "decoupled", "into": True}
+        case = adam_case(random_state(n), random_grad(n, "bf16"), "bf16", **how)
+        yield case._replace(threads=1)
+        yield case._replace(threads=3, cuts=(64, 192))
+
+
 def shared(n: int, moments: Sequence[str] = MOMENTS) -> Iterator[Case]:
     """Sizes that several threads work on, whole and in parts; from 262144 on the copy bypasses the caches."""
     ways = ((1, ()), (2, ()), (3, (64, 192, n // 2 // 64 * 64)), (5, (64 * 513,)))
@@ -120,19 +139,21 @@ def full(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(sums((*SIZES, 16_384, 16_385), TYPES), skeletons(SIZES)))
     yield from on(isas, itertools.chain(shared(32_768 + 3), special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80))))
     yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
+    yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
 
 
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
     """Every kind once, in a second or two."""
     yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
     yield from on(isas, itertools.chain(sums((0, 55, 16_385), TYPES), skeletons((1, 129)), special((-0.5,))))
-    yield from on(isas, conversions())
+    yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
     yield from threads(isas[-1:])
 
 
 def threads(isas: Sequence[str]) -> Iterator[Case]:
     """What several threads work on."""
     yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
+    yield from on(isas, shared_into(262_144 + 67))
 
 
 SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {
