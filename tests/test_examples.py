@@ -74,6 +74,13 @@ PRINTS: dict[str, list[str]] = {
         r"^partial .* same bits as plain: True$",
         r"^adam load forward backward pack square_sum to_host to_device global_norm decide$",
     ],
+    "06_add_a_stage.py": [
+        r"^simulated: .* 37 operations on 4 lanes$",
+        r"^simulated: .* 45 operations on 4 lanes$",
+        r"e send +w widen",
+        r"^plain +loss after 8 steps (\d\.\d\d)\d+$\ncompressed +loss after 8 steps \d\.\d+$",
+        r"^same bits as Serial: True$",
+    ],
 }
 
 

@@ -22,7 +22,7 @@ from zfunc.jobs import make_job, one_of
 from zfunc.layout import Layout, Parameter
 from zfunc.partial import said, with_what_fits
 from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
-from zfunc.program import Cache, Precision, Program, Schedule, make_plan, specialize
+from zfunc.program import Cache, Precision, Program, Recipe, Schedule, make_plan, recipe_of, specialize
 from zfunc.ranks import Ranks
 from zfunc.segments import Segment
 from zfunc.stage import SegmentCall, Stage
@@ -51,6 +51,7 @@ def compile(
     offload_ratio: float | Literal["auto"] = 1.0,
     speculate: int = 0,
     delay_from: int | None = None,
+    recipe: Recipe | None = None,
     example: tuple[Any, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
@@ -80,6 +81,8 @@ def compile(
     - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
       (`zfunc.flush` applies the last one). It changes what is trained.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
+    - `recipe`: what a step does, as operations in serial order: `zfunc.recipes.zero_offload`, or one of your own.
+      New operations need a function each in `stages`.
     - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
 
     Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
@@ -90,6 +93,10 @@ def compile(
     ranks = _ranks(group)
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+    if recipe is not None and delay_from is not None:
+        raise ValueError(
+            "recipe: got one with delay_from, expected one of the two: a delayed step has its own"
+        )
     if offload_ratio == "auto" and example is None:
         raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
@@ -111,7 +118,7 @@ def compile(
         delay_from=delay_from,
         on_gpu=where.type == "cuda",
     )
-    chosen = _schedule(schedule)
+    chosen, recipe = _schedule(schedule), recipe or recipe_of(job)
     program = Program(
         segments=segments,
         calls=_calls(segments, job.layout, recompute, compile_segments, where),
@@ -124,12 +131,13 @@ def compile(
         device=where,
         recompute=recompute,
         job=job,
-        plan=make_plan(job, chosen),
+        plan=make_plan(job, chosen, recipe),
         stages={**STAGES, **(stages or {})},
         executor=Executor(where, patience=patience),
         cache=Cache(),
         ranks=ranks,
         delay_from=delay_from,
+        recipe=recipe,
     )
     if example is None:
         return said(program, offload_ratio)

@@ -34,7 +34,7 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
     there = available_host_bytes() if on_cpu else available_device_bytes(program.device)
 
     def needed(job: Job) -> int:
-        peaks = memory(make_plan(job, program.schedule))
+        peaks = memory(make_plan(job, program.schedule, program.recipe))
         return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
     ratio = smallest_ratio(lambda x: needed(with_ratio(job, x)) <= there * (1 - HEADROOM))

@@ -70,6 +70,7 @@ class Program:
     cache: "Cache" = field(repr=False)
     ranks: Ranks = field(factory=Ranks, repr=False)
     delay_from: int | None = None
+    recipe: Recipe = field(default=zero_offload, repr=False)  # of its plan
     identity: int = field(factory=_identities.__next__)
 
     @property
@@ -81,7 +82,7 @@ class Program:
     def recipes(self) -> tuple[Recipe, ...]:
         """What its steps do: the first is that of the plan; they may need buffers the others do not."""
         later = self.delay_from is not None and self.delay_from > 1
-        return (recipe_of(self.job), *((zero_offload,) if later else ()))
+        return (self.recipe, *((zero_offload,) if later else ()))
 
 
 @frozen(eq=False)
@@ -142,7 +143,7 @@ def specialize(
     Raises ValueError where a segment cannot take its input or the last one returns no scalar.
     """
     key = batch_key(program, batch)
-    recipe = recipe or recipe_of(program.job)
+    recipe = recipe or program.recipe
     cached, costs = program.cache.specialized, program.cache.costs
     if key not in costs:
         costs[key] = costed(program, split(batch, program.micro_batches)[0])

@@ -291,7 +291,7 @@ def _delays(program: Program, state: State) -> bool:
 
 def _recipe(program: Program, state: State) -> Recipe:
     if not _delays(program, state):
-        return zero_offload
+        return program.recipe if program.delay_from is None else zero_offload
     return delayed if state.pending is None else steadily_delayed
 
 
