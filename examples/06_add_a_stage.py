@@ -66,7 +66,7 @@ def compress(op: Op, mem: dict, step: object) -> None:
     codes.copy_(torch.round(grad / scale.clamp(min=1e-30)))
 
 
-def send(op: Op, mem: dict, step: object) -> None:
+def send(op: Op, mem: dict, _: object) -> None:
     for source, into in zip(op.reads, op.writes, strict=True):
         mem[into].copy_(mem[source], non_blocking=True)
 
@@ -92,8 +92,8 @@ def compiled(**more: object) -> Program:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     pieces = {**{f"layer{i}": x for i, x in enumerate(layers)}, "loss": Loss(WIDTH, 10)}
     segments = [zfunc.segment(name, module) for name, module in pieces.items()]
-    settings = dict(precision="fp32", clip_norm=1.0, bucket_size=70_000, device="cpu", example=batch)
-    return zfunc.compile(segments, optimizer=zfunc.AdamW(lr=1e-3), **settings, **more)
+    settings = {"precision": "fp32", "clip_norm": 1.0, "bucket_size": 70_000, "example": batch, **more}
+    return zfunc.compile(segments, optimizer=zfunc.AdamW(lr=1e-3), device="cpu", **settings)
 
 
 batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)), torch.arange(ROWS) % 10
