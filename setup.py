@@ -111,7 +111,7 @@ kernel = Extension(
 setup(
     packages=["zfunc", "zfunc.checkpoint", "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
-    package_data={"zfunc": ["py.typed"]},
+    package_data={"zfunc": ["py.typed", "profiles/*.toml", "web/*"]},
     include_package_data=False,  # the kernel's sources are for the sdist
     ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build"),
     cmdclass={"build_ext": BuildKernel},

@@ -4,8 +4,10 @@ Any of them can be made without arguments. A new one is one file here, one line 
 the table of laws in the tests.
 """
 
+from .critical_path import CriticalPath
 from .interleaved import Interleaved
 from .overlapped import Overlapped
+from .search import Search
 from .serial import Serial
 
-__all__ = ["Interleaved", "Overlapped", "Serial"]
+__all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"]

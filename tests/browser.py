@@ -48,7 +48,7 @@ def show(page: str, folder: Path, *, link: str = "", size: tuple[int, int] = (12
             *FLAGS,
             f"--user-data-dir={folder / 'profile'}",
             f"--window-size={size[0]},{size[1]}",
-            "--virtual-time-budget=3000",
+            "--virtual-time-budget=10000",
             "--dump-dom",
             f"{path.as_uri()}{link}",
         ],

@@ -117,6 +117,23 @@ def test_a_chain_one_can_read() -> None:
     assert held_up_by(plan, events_of(plan, timeline)) == (-1, 0, 0, 1)
 
 
+def test_an_operation_that_ended_before_what_it_waited_for_began_took_no_time() -> None:
+    x, y = Region("x"), Region("y")
+    ops = (
+        Op("make", (), "compute", writes=(x,)),
+        Op("copy", (), "d2h", reads=(x,), writes=(y,)),
+        Op("use", (), "host", reads=(y,)),
+    )
+    plan = build(Graph(ops), {"gpu": [0], "d2h": [1], "cpu": [2]})
+    events = (
+        Event("gpu", "make", "compute", 5.0, 6.0),
+        Event("d2h", "copy", "d2h", 1.0, 2.0),
+        Event("cpu", "use", "host", 3.0, 10.0),
+    )
+    chain = critical(plan, Timeline(events, "measured"))
+    assert [(link.idle, link.ran) for link in chain] == [(2.0, 0.0), (0.0, 0.0), (1.0, 7.0)]
+
+
 def test_an_empty_step_has_no_chain() -> None:
     plan = Plan(Graph(()), (), ())
     assert critical(plan, Timeline((), "measured")) == ()

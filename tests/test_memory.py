@@ -10,6 +10,7 @@ from zfunc.schedules import Serial
 
 from zfunc.graph import TIERS, Graph, Op, Region, Tier
 from zfunc.memory import Peak, memory
+from zfunc.memory import held as memory_held
 from zfunc.plan import Plan, build, in_order
 
 
@@ -160,3 +161,13 @@ def test_the_bound_counts_what_a_fast_producer_can_have_made(num_slots: int) -> 
 
 def test_nothing_needs_no_memory() -> None:
     assert {p.nbytes for p in memory(build(Graph(()), {})).values()} == {0}
+
+
+@every_plan
+def test_what_is_held_adds_up_to_the_peak(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    parts = memory_held(plan)
+    assert set(parts) == set(TIERS)
+    for tier, peak in memory(plan).items():
+        assert sum(parts[tier].values()) == peak.nbytes
+        assert list(parts[tier].values()) == sorted(parts[tier].values(), reverse=True)

@@ -7,6 +7,7 @@ from base64 import b64encode
 from functools import cache
 from hashlib import sha256
 from html.parser import HTMLParser
+from importlib.resources import files
 from random import Random
 from typing import Any
 
@@ -17,6 +18,7 @@ from table import every_plan, plan_of, plans
 
 from zfunc.critical import critical
 from zfunc.graph import Graph, Op, Region
+from zfunc.legend import PALETTE
 from zfunc.page import data, page
 from zfunc.plan import Plan, build
 from zfunc.simulate import simulate
@@ -223,3 +225,30 @@ def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
     assert time.perf_counter() - began < 20 * num_ops / 100_000 + 2
     assert len(made) < 60_000 + bytes_an_op * num_ops
     assert len(read_back(data(timeline, plan), 0)) == num_ops
+
+
+# --- colours ---------------------------------------------------------------------------------------------
+
+
+def luminance(colour: str) -> float:
+    """Relative, of #rrggbb (WCAG 2.2)."""
+    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_text_can_be_read_in_light_and_in_dark() -> None:
+    css = (files("zfunc") / "web" / "page.css").read_text()
+    light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", part)) for part in css.split("@media")[:2])
+    assert light.keys() - dark.keys() == {"--on-bar"}
+    for theme in (light, light | dark):
+        for text in ("--ink", "--dim"):
+            assert min(contrast(theme[text], theme[on]) for on in ("--page", "--panel")) >= 5.5
+        assert min(contrast(theme["--on-bar"], colour) for colour in PALETTE) >= 5.5
+        for mark in ("--critical", "--focus"):
+            assert contrast(theme[mark], theme["--page"]) >= 4.5

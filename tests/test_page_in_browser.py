@@ -253,12 +253,13 @@ def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:
           const close = within({ t0: whole * 0.4, t1: whole * 0.41 }, whole);
           const rows = timeline.rows.flatMap((row) => [{ t0: 0, t1: whole }, close].flatMap((view) =>
             [37, 1000].map((width) => filled(row, view, width))));
-          let hits = 0, edges = 0;
+          let hits = 0, edges = 0, mutual = 0;
           for (const row of timeline.rows) for (const op of row.order) {
             hits += at(row, timeline, (timeline.from[op] + timeline.to[op]) / 2, whole * 1e-9) === op;
             edges += before(model, op).length + behind(model, op).length;
+            mutual += before(model, op).every((n) => behind(model, n).includes(op));
           }
-          return { rows, hits, edges };
+          return { rows, hits, edges, mutual };
         }
         """,
         tmp_path,
@@ -266,7 +267,7 @@ def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:
     assert len(found["rows"]) == 5 * 2 * 2
     for painted, exact in found["rows"]:
         assert painted == pytest.approx(exact, abs=0.03)
-    assert found["hits"] == 3000
+    assert found["hits"] == found["mutual"] == 3000
     assert found["edges"] == 2 * (plan.num_waits + sum(len(lane.ops) - 1 for lane in plan.lanes))
 
 

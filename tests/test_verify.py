@@ -223,3 +223,60 @@ def test_the_first_race_of_a_real_plan_is_readable() -> None:
     assert plan.graph.ops[i].name in said
     assert plan.graph.ops[n].name in said
     assert "(lane compute) writes it" in said
+
+
+# --- each way a schedule can be wrong: operations, region, lanes, and the plan with the place marked ---------
+
+
+def inserted(said: str) -> list[str]:
+    return [line.removeprefix("+>").strip() for line in said.splitlines() if line.startswith("+>")]
+
+
+def test_a_dropped_operation_has_its_lane_its_place_and_what_misses_it() -> None:
+    plan = Overlapped()(graph_of("zero_offload", "tied"))
+    dropped = plan.graph.position["adam[1]"]
+    less = [Lane(lane.name, [i for i in lane.ops if i != dropped]) for lane in plan.lanes]
+    said = message(evolve(plan, lanes=less))
+    assert "without it param_slot[1] is not written before to_device[1] (lane h2d)" in said
+    assert "put it on lane host, with the others of kind host" in said
+    assert inserted(said) == ["adam[1]  is missing"]
+    lines = [line[2:].strip() for line in said.splitlines()]
+    host = lines[lines.index("lane host") : lines.index("lane d2h")]
+    place = host.index("adam[1]  is missing")
+    assert plan.graph.position[host[place - 1].split()[0]] < dropped
+    assert plan.graph.position[host[place + 1].split()[0]] > dropped
+
+
+def test_a_dropped_operation_whose_kind_has_no_lane_is_told_to_get_one() -> None:
+    said = message(Plan(CHAIN, (Lane("x", (0, 2)),), ((),) * 3))
+    assert "give compute a lane" in said
+    assert inserted(said) == ["b  is missing"]
+
+
+def test_a_repeated_operation_has_both_its_lanes_and_what_it_writes_twice() -> None:
+    said = message(Plan(CHAIN, (Lane("in", (0, 1)), Lane("out", (1, 2))), ((),) * 3))
+    assert "leave it on one of in and out, or it writes x again" in said
+    assert arrows(said) == ["b", "b"]
+
+
+def test_a_deadlock_has_lanes_and_regions() -> None:
+    with pytest.raises(PlanError) as error:
+        build(CHAIN, {"x": [1, 0], "y": [2]})
+    said = str(error.value)
+    assert said.startswith("deadlock: b waits for a waits for b.")
+    assert "b (lane x) waits for a (lane x) because of x" in said
+    assert "a is after b on lane x" in said
+    assert arrows(said) == ["b", "a"]
+
+
+def test_a_wait_that_no_region_asks_for_is_told_as_one() -> None:
+    graph = Graph((Op("a", (), "h2d"), Op("b", (), "compute")))
+    said = message(Plan(graph, (Lane("x", (0,)), Lane("y", (1,))), ((1,), (0,))))
+    assert "a (lane x) waits for b (lane y)" in said
+    assert "because of" not in said
+
+
+def test_what_is_no_operation_is_told_with_its_lane() -> None:
+    assert "operation number 7 on a lane (all)" in message(
+        Plan(CHAIN, (Lane("all", (0, 1, 2, 7)),), ((),) * 3)
+    )

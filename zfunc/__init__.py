@@ -4,8 +4,10 @@ The calls of a training loop are here; see README.md for one. Names are looked u
 the torch-free floors (`zfunc.graph`, `zfunc.plan`, `zfunc.verify`, `zfunc.schedules`, ...) need no torch.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from zfunc.errors import CheckpointError, NonFiniteError
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
+    from zfunc.planner import plan as plan
     from zfunc.reading import apply, evaluate, params
     from zfunc.saving import Save
     from zfunc.segments import Segment, segment
@@ -63,12 +66,30 @@ __all__ = [
     "lr",
     "matrices_only",
     "params",
+    "plan",
     "save",
     "schedules",
     "segment",
     "train_step",
 ]
 __version__ = "0.1.0"
+
+
+class _Callable(ModuleType):
+    """`zfunc.plan` is a module, of plans, and a call: `zfunc.plan(segments, example, hardware="h100")`.
+
+    Importing a submodule puts it on its package, whatever was there under that name, so a function called `plan` would
+    last until somebody's `from zfunc.plan import build`. The module itself is what can be called, in any order of
+    imports; Python lets a module have a class of its own for such ends.
+    """
+
+    def __call__(self, *args: Any, **given: Any) -> Any:
+        """`zfunc.planner.plan`, which says what it takes and gives."""
+        return import_module("zfunc.planner").plan(*args, **given)
+
+
+import_module("zfunc.plan")
+sys.modules["zfunc.plan"].__class__ = _Callable
 
 
 def __getattr__(name: str) -> Any:

@@ -195,7 +195,8 @@ ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
-/* The same with the new state elsewhere: the block is updated in L1. */
+/* The same with the new state elsewhere: a block is updated in L1 and streams out from there. Short blocks here too:
+ * the stores of one drain while the next one divides; pieces of a page each were slower. */
 ZF_INLINE void zf_adam_into_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
     float scratch[4][ZF_BLOCK_FP32] __attribute__((aligned(64)));
     void *const from[] = {a->state.master, a->state.exp_avg, a->state.exp_avg_sq};

@@ -69,7 +69,7 @@ def _measure(seconds: float) -> Bandwidth:
     n = nbytes // BYTES
     kept = [host_buffer(n, torch.float32, pinned=False) for _ in range(3)]
     grad, out = (host_buffer(n, torch.bfloat16, pinned=False) for _ in range(2))
-    before = _clocks()
+    before = clocks()
     skeleton, adam = _turns(_skeleton(kept, grad, out), _adam(kept, grad, out), seconds=seconds)
     return Bandwidth(
         nbytes=n * BYTES,
@@ -77,7 +77,7 @@ def _measure(seconds: float) -> Bandwidth:
         reached=median(a / b for a, b in zip(skeleton, adam, strict=True)),
         beyond_caches=n * BYTES > cache,
         huge=_huge(kept[0]),
-        others=_others(before, _clocks()),
+        others=others(before, clocks()),
     )
 
 
@@ -105,7 +105,7 @@ def _turns(*contestants: Callable[[], None], seconds: float) -> list[list[float]
     return times
 
 
-def _clocks() -> tuple[float, float, float] | None:
+def clocks() -> tuple[float, float, float] | None:
     """Seconds: of this wall, of this process, and of the CPUs it may use."""
     ticks = busy_ticks(allowed_cpus())
     return (
@@ -115,7 +115,8 @@ def _clocks() -> tuple[float, float, float] | None:
     )
 
 
-def _others(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
+def others(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
+    """How many CPUs other processes kept busy between two readings of `clocks`; None: unknown."""
     if before is None or after is None:
         return None
     wall, own, all_of_them = (b - a for a, b in zip(before, after, strict=True))

@@ -2,8 +2,8 @@
 
 Exit codes: 0 for what was done as asked, also for a training that Ctrl-C ended after a whole step, with
 checkpoint, evaluation, summary and sample, or SIGTERM, with checkpoint and summary; 1 for a failure while training
-or to save its last step, or where `zfunc doctor` finds something wrong; 2 for arguments, data or a machine that
-will not do; 130 for a second Ctrl-C, which stops at once.
+or to save its last step, where `zfunc doctor` finds something wrong, or `zfunc plan` no room; 2 for arguments, data
+or a machine that will not do; 130 for a second Ctrl-C, which stops at once.
 """
 
 import argparse
@@ -18,9 +18,12 @@ import attrs
 
 import zfunc
 from zfunc import commands
+from zfunc.calibrate_settings import CALIBRATE, Calibrate
 from zfunc.commands import DONE, FAILED, TrainingFailed
 from zfunc.errors import nearest
-from zfunc.settings import DOCTOR, DRAW, EXPORT, TRAIN, Doctor, Export, Option, Settings, Sketch, flag
+from zfunc.options import Option, flag
+from zfunc.plan_settings import PLAN, Planning
+from zfunc.settings import DOCTOR, DRAW, EXPORT, TRAIN, Doctor, Export, Settings, Sketch
 from zfunc.terminal import printable
 
 REFUSED, STOPPED = 2, 130
@@ -50,6 +53,19 @@ COMMANDS = {
     ),
     "draw": Command(
         "draw one step as it would run under a schedule; needs no GPU", Sketch, DRAW, commands.draw
+    ),
+    "plan": Command(
+        "say whether a step fits, how long it takes, what bounds it and what would help; needs no GPU",
+        Planning,
+        PLAN,
+        commands.plan,
+        "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
+    ),
+    "calibrate": Command(
+        "measure this machine by training a few steps, and write a profile for zfunc plan and zfunc draw",
+        Calibrate,
+        CALIBRATE,
+        commands.calibrate,
     ),
     "export": Command(
         "write a checkpoint's weights as one safetensors file that other programs read",

@@ -10,6 +10,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from zfunc.calibrate_settings import Calibrate
+from zfunc.plan_settings import Planning
 from zfunc.settings import AUTO, Doctor, Export, Settings, Sketch
 from zfunc.terminal import interrupts, logged, printable, size
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from zfunc.runs import Run
 
 DONE, FAILED = 0, 1  # exit codes
-SUFFIXES = {".svg": "svg", ".json": "chrome"}
+SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 
 
 class TrainingFailed(Exception):  # noqa: N818
@@ -108,32 +110,56 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
 
 def draw(sketch: Sketch) -> int:
     """`zfunc draw`."""
+    form = _form(sketch)
+    from zfunc.pictures import compared, picture, sums_of
+
+    if sketch.compare is not None:
+        made = {"": compared(sketch)}
+        print("\n".join(map(printable, sums_of(made[""]).splitlines())))
+    else:
+        from zfunc.sketch import drawn
+
+        made = drawn(sketch)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    pictures = {name: picture(one, form, width=max(60, columns)) for name, one in made.items()}
+    out = sketch.out
+    if sketch.compare is not None and form != "text":
+        out = out or sketch.compare / f"compare{next(s for s, of in SUFFIXES.items() if of == form)}"
+    if out is None:
+        print("\n".join(pictures.values()), end="")
+        return DONE
+    if form == "text":
+        files = {out: "\n".join(pictures.values())}
+    else:
+        many = len(pictures) > 1
+        files = {
+            out.with_stem(f"{out.stem}-{name.lower()}") if many else out: text
+            for name, text in pictures.items()
+        }
+    _write(files)
+    return DONE
+
+
+def _form(sketch: Sketch) -> str:
+    """The form asked for, or that the file's name says, or that suits what is drawn."""
     suffix = sketch.out.suffix if sketch.out else ""
     if sketch.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
+        *most, last = (*SUFFIXES, ".txt")
         raise ValueError(
-            f"--out: got {sketch.out}, expected a name that ends in .svg, .json or .txt: or say --format"
+            f"--out: got {sketch.out}, expected a name that ends in {', '.join(most)} or {last}: or say --format"
         )
-    form = sketch.format or SUFFIXES.get(suffix, "text")
+    unsaid = "html" if sketch.compare and not suffix else "text"
+    form = sketch.format or SUFFIXES.get(suffix, unsaid)
     if sketch.schedule == "all" and sketch.out is None and form != "text":
         raise ValueError(
             f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
         )
-    from zfunc.runs import write_whole
-    from zfunc.sketch import drawn, picture
+    return form
 
-    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
-    pictures = {name: picture(one, form, width=max(60, columns)) for name, one in drawn(sketch).items()}
-    if sketch.out is None:
-        print("\n".join(pictures.values()), end="")
-        return DONE
-    if form == "text":
-        files = {sketch.out: "\n".join(pictures.values())}
-    else:
-        stem, many = sketch.out.stem, len(pictures) > 1
-        files = {
-            sketch.out.with_stem(f"{stem}-{name.lower()}") if many else sketch.out: text
-            for name, text in pictures.items()
-        }
+
+def _write(files: dict[Path, str]) -> None:
+    from zfunc.runs import write_whole
+
     for path, text in files.items():
         try:
             write_whole(path, text)
@@ -143,6 +169,29 @@ def draw(sketch: Sketch) -> int:
                 "that is there: name another"
             ) from error
         print(f"written: {path}")
+
+
+def plan(asked: Planning) -> int:
+    """`zfunc plan`: 0 if it fits, 1 if it does not."""
+    from zfunc.plan_report import as_json, text
+    from zfunc.planning import answer
+
+    answered = answer(asked)
+    print(as_json(answered) if asked.json else text(answered), end="\n" if asked.json else "", flush=True)
+    return DONE if answered.planned.fits else FAILED
+
+
+def calibrate(asked: Calibrate) -> int:
+    """`zfunc calibrate`: all ranks measure, one writes."""
+    from zfunc.calibrate import measure
+    from zfunc.launch import launched
+    from zfunc.profile_file import text
+
+    with launched() as ranks, logged():
+        profile = measure(asked)
+        if not ranks.rank:
+            _write({asked.out: text(profile)})
+            print(f"next: zfunc plan --hardware {asked.out}")
     return DONE
 
 

@@ -1,27 +1,39 @@
 """What a step looks like: as text for a terminal, as SVG for a page, as a trace for Perfetto.
 
-The invariant: a picture shows a `Timeline` and nothing else, so a simulated and a measured step look
-the same but for the source named in the heading. Verbs are told apart by order of appearance, never by name.
+The invariant: a picture shows timelines and nothing else, so a simulated and a measured step look
+the same but for the source named in the heading; where there are several, the rows of a lane stand together and
+all have one time axis. Verbs are told apart by order of appearance, never by name.
 """
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from math import floor, log10
+from math import floor
 from string import ascii_lowercase, digits
 from xml.sax.saxutils import escape
 
+from attrs import frozen
+
+from zfunc.chrome import chrome_trace
+from zfunc.legend import (
+    PALETTE,
+    Timelines,
+    in_words,
+    lanes_of,
+    several,
+    summary,
+    ticks,
+    verb_of,
+    verbs_of,
+    wrapped,
+)
 from zfunc.plan import Plan
 from zfunc.timeline import Event, Timeline
 
-PALETTE = (  # light enough for black letters, told apart on white and on black, neighbours far apart
-    *("#9bd5ea", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0", "#e8848c"),
-    *("#a7c957", "#f6c177", "#a98ff0", "#c9ada7", "#86b56a", "#4fb0c6", "#d69a55", "#94a3b8"),
-)
+__all__ = ["ARROWS_UP_TO", "chrome_trace", "svg", "text"]
 ARROWS_UP_TO = 200  # operations; with more, the waits hide what they should show
 
 # The size of the SVG's parts, in px.
-_MARGIN, _HEAD, _ROW, _BAR, _LETTER = 20.0, 64.0, 46.0, 32.0, 6.6
+_MARGIN, _HEAD, _LINE, _ROW, _PAIRED, _BAR, _LETTER = 20.0, 64.0, 17.0, 46.0, 37.0, 32.0, 6.6
 _STYLE = """
 svg { --page: #ffffff; --ink: #1f2328; --dim: #656d76; --line: #d8dee4; --track: #f6f8fa; }
 @media (prefers-color-scheme: dark) {
@@ -40,7 +52,7 @@ text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-s
 """
 
 
-def text(timeline: Timeline, width: int = 100) -> str:
+def text(timelines: Timelines, width: int = 100) -> str:
     """The lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
 
     A cell shows the verb that fills most of it; a capital says that an operation begins there. Raises
@@ -54,123 +66,99 @@ def text(timeline: Timeline, width: int = 100) -> str:
               0 ms          2              4
     f fill   u use
     """
-    names = max(map(len, timeline.lanes), default=0)
+    made = several(timelines)
+    rows = [
+        (f"{lane} {t.source}" if len(made) > 1 else lane, lane, t) for lane in lanes_of(made) for t in made
+    ]
+    names = max((len(name) for name, _, _ in rows), default=0)
     cells = width - names - len("  75% ||")
     if cells < 16:
         raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
-    verbs = _verbs(timeline)
+    verbs = verbs_of(made)
     letters = _letters(verbs)
-    per_cell = (timeline.seconds or 1.0) / cells
-    rows = [f"{lane:<{names}} {timeline.busy(lane):>4.0%} |" for lane in timeline.lanes]
-    rows = [
-        row + _row(timeline.on(lane), cells, per_cell, letters) + "|"
-        for lane, row in zip(timeline.lanes, rows, strict=True)
-    ]
+    seconds = max(t.seconds for t in made)
+    per_cell = (seconds or 1.0) / cells
     axis = [" "] * (cells + 1)
-    for at, word in _ticks(timeline.seconds, cells // 8):
+    for at, word in ticks(seconds, cells // 8):
         start = min(round(at / per_cell), len(axis) - len(word))
         axis[start : start + len(word)] = word
-    legend = _wrapped([f"{letters[verb]} {verb}" for verb in verbs], width)
-    lines = [_summary(timeline), *rows, " " * (names + 7) + "".join(axis), *legend]
+    lines = [
+        *map(summary, made),
+        *(
+            f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
+            for name, lane, t in rows
+        ),
+        " " * (names + 7) + "".join(axis),
+        *wrapped([f"{letters[verb]} {verb}" for verb in verbs], width),
+    ]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def chrome_trace(timeline: Timeline) -> str:
-    """JSON in the Chrome trace event format, for Perfetto or chrome://tracing: a thread a lane."""
-    lanes = {lane: n for n, lane in enumerate(timeline.lanes)}
-    trace: list[dict[str, object]] = [
-        {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": f"zfunc, {timeline.source}"}}
-    ]
-    for lane, n in lanes.items():
-        trace.append({"ph": "M", "pid": 0, "tid": n, "name": "thread_name", "args": {"name": lane}})
-        trace.append({"ph": "M", "pid": 0, "tid": n, "name": "thread_sort_index", "args": {"sort_index": n}})
-    for e in timeline.events:
-        times = {"ts": round(e.start * 1e6, 3), "dur": round(e.seconds * 1e6, 3)}
-        trace.append({"ph": "X", "pid": 0, "tid": lanes[e.lane], "name": e.op, "cat": e.kind, **times})
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}, separators=(",", ":"))
+@frozen
+class _Frame:
+    """Where things are, in px: rows by lane and number of the timeline, and the time axis."""
+
+    rows: dict[tuple[str, int], float]
+    left: float
+    right: float
+    head: float
+    bottom: float
+    scale: float  # px a second
+
+    def x(self, seconds: float) -> float:
+        return self.left + seconds * self.scale
 
 
-def svg(timeline: Timeline, *, plan: Plan | None = None, title: str = "", width: int = 1200) -> str:
+def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", width: int = 1200) -> str:
     """One SVG file, `width` px wide, for light and dark pages; pointing at a bar tells what it is.
 
-    With the `plan` the bars also tell what they wait for, and a short plan shows it as arrows. Raises
-    ValueError for a width below 400.
+    With the `plan` the bars also tell what they wait for, and a short plan of one timeline shows it as arrows.
+    Raises ValueError for a width below 400.
     """
     if width < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
-    left = _MARGIN + max([78.0, *(_LETTER * 1.15 * len(lane) + 16 for lane in timeline.lanes)])
-    scale = (width - _MARGIN - left) / (timeline.seconds or 1.0)
-    bottom = _HEAD + _ROW * len(timeline.lanes)
-    verbs = _verbs(timeline, plan)
-    legend = list(_legend(verbs, width, bottom + 38))
-    height = bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
+    made = several(timelines)
+    frame = _frame(made, width)
+    verbs = verbs_of(made, plan)
+    legend = list(_legend(verbs, width, frame.bottom + 38))
+    height = frame.bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
     after = _waits(plan) if plan else {}
-    short = len(timeline.events) <= ARROWS_UP_TO
+    short = sum(len(t.events) for t in made) <= ARROWS_UP_TO
     thinnest = 1.0 if short else 0.25  # px; many bars widened to be seen would hide how idle a lane is
-    rows = {lane: _HEAD + _ROW * n for n, lane in enumerate(timeline.lanes)}
+    size = f'width="{width}" height="{height:g}"'
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}" '
-            f'viewBox="0 0 {width} {height:g}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width} {height:g}" role="img">',
             f"<style>{_STYLE}{''.join(_colours(verbs))}</style>",
             '<defs><marker id="tip" viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="6" markerHeight="6" '
             'orient="auto"><path class="tip" d="M0 .6 6 3 0 5.4z"/></marker></defs>',
-            f'<rect class="page" width="{width}" height="{height:g}" rx="8"/>',
+            f'<rect class="page" {size} rx="8"/>',
             f'<text class="title" x="{_MARGIN:g}" y="30">{escape(title or "One training step")}</text>',
-            f'<text class="dim" x="{_MARGIN:g}" y="49">{escape(_summary(timeline))}</text>',
-            *_axis(timeline, left, scale, bottom, width),
-            *(_lane(timeline, lane, y, left, width) for lane, y in rows.items()),
-            *(_arrows(timeline, after, rows, left, scale) if short else ()),
-            *(_bar(e, rows[e.lane], left, scale, thinnest, verbs, after) for e in timeline.events),
+            *(
+                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(summary(t))}</text>'
+                for n, t in enumerate(made)
+            ),
+            *_axis(max(t.seconds for t in made), frame),
+            *(_lane(made, lane, n, y, frame) for (lane, n), y in frame.rows.items()),
+            *(_arrows(made[0], after, frame) if short and len(made) == 1 else ()),
+            *(_bar(e, n, frame, thinnest, verbs, after) for n, t in enumerate(made) for e in t.events),
             *(mark for _, mark in legend),
             "</svg>\n",
         ]
     )
 
 
-# --- what both pictures are made of ----------------------------------------------------------------------
-
-
-def _verb(op: str) -> str:
-    return op.partition("[")[0]
-
-
-def _verbs(timeline: Timeline, plan: Plan | None = None) -> dict[str, int]:
-    """Verbs numbered by first appearance: in the plan's serial order if there is one, or by start."""
-    planned = (op.verb for op in plan.graph) if plan else ()
-    started = (_verb(e.op) for e in sorted(timeline.events, key=lambda e: e.start))
-    names = dict.fromkeys((*planned, *started))
-    return {verb: n for n, verb in enumerate(names)}
-
-
-def _summary(timeline: Timeline) -> str:
-    ops, lanes = len(timeline.events), len(timeline.lanes)
-    return (
-        f"{timeline.source}: {_seconds(timeline.seconds)}, {ops:,} operation{'s' * (ops != 1)} "
-        f"on {lanes} lane{'s' * (lanes != 1)}"
-    )
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    """The unit in which `seconds` is a number of 1 or more, where there is one."""
-    return next(((u, name) for u, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
-
-
-def _seconds(seconds: float) -> str:
-    unit, name = _unit(seconds)
-    return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
-
-
-def _ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 round times from 0 to `seconds`, each with its label; the first tells the unit."""
-    unit, name = _unit(seconds)
-    total = seconds / unit
-    if total <= 0:
-        return [(0.0, f"0 {name}")]
-    power = 10.0 ** floor(log10(total / most))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k * most >= total * (1 - 1e-9))
-    times = [k * step for k in range(floor(total / step + 1e-9) + 1)]
-    return [(t * unit, f"{t:.12g}" if t else f"0 {name}") for t in times]
+def _frame(made: tuple[Timeline, ...], width: int) -> _Frame:
+    rows: dict[tuple[str, int], float] = {}
+    head = y = _HEAD + _LINE * (len(made) - 1)
+    for lane in lanes_of(made):
+        rows |= {(lane, n): y + _PAIRED * n for n in range(len(made))}
+        y += _ROW + _PAIRED * (len(made) - 1)
+    sources = [f"{t.source} 100% busy" for t in made] if len(made) > 1 else []
+    labels = (*(1.15 * len(lane) for lane in lanes_of(made)), *map(len, sources))
+    left = _MARGIN + max([78.0, *(_LETTER * letters + 16 for letters in labels)])
+    right = width - _MARGIN
+    return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in made) or 1.0))
 
 
 # --- text ------------------------------------------------------------------------------------------------
@@ -190,7 +178,7 @@ def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str
     filled: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(cells)]
     begins: set[tuple[int, str]] = set()
     for e in events:
-        letter = letters[_verb(e.op)]
+        letter = letters[verb_of(e.op)]
         first = min(cells - 1, floor(e.start / per_cell + 1e-9))
         begins.add((first, letter))
         for n in range(first, cells):
@@ -199,16 +187,6 @@ def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str
             filled[n][letter] += min(e.end, (n + 1) * per_cell) - max(e.start, n * per_cell)
     most = [max(cell, key=lambda c: cell[c]) if cell else "·" for cell in filled]
     return "".join(c.upper() if (n, c) in begins else c for n, c in enumerate(most))
-
-
-def _wrapped(words: Iterable[str], width: int) -> Iterator[str]:
-    line = ""
-    for word in words:
-        if line and len(line) + 3 + len(word) > width:
-            yield line
-            line = ""
-        line += ("   " if line else "") + word
-    yield line
 
 
 # --- SVG -------------------------------------------------------------------------------------------------
@@ -224,39 +202,34 @@ def _waits(plan: Plan) -> dict[str, tuple[str, ...]]:
     return {op.name: tuple(ops[n].name for n in waits) for op, waits in zip(ops, plan.waits, strict=True)}
 
 
-def _axis(timeline: Timeline, left: float, scale: float, bottom: float, width: int) -> Iterator[str]:
-    for at, word in _ticks(timeline.seconds, max(2, int((width - left) / 90))):
-        x = left + at * scale
-        yield f'<path class="tick" d="M{x:.1f} {_HEAD - 4:g}V{bottom:g}"/>'
-        yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{bottom + 15:g}">{word}</text>'
+def _axis(seconds: float, frame: _Frame) -> Iterator[str]:
+    for at, word in ticks(seconds, max(2, int((frame.right + _MARGIN - frame.left) / 90))):
+        x = frame.x(at)
+        yield f'<path class="tick" d="M{x:.1f} {frame.head - 4:g}V{frame.bottom:g}"/>'
+        yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{frame.bottom + 15:g}">{word}</text>'
 
 
-def _lane(timeline: Timeline, lane: str, y: float, left: float, width: int) -> str:
-    size = f'width="{width - _MARGIN - left:g}" height="{_BAR:g}"'
+def _lane(made: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
+    track = f'width="{frame.right - frame.left:g}" height="{_BAR:g}"'
+    name = f'<text class="lane" x="{_MARGIN:g}" y="{y + 14:g}">{escape(lane)}</text>' if n == 0 else ""
+    source = f"{escape(made[n].source)} " if len(made) > 1 else ""
     return (
-        f'<rect class="track" x="{left:g}" y="{y:g}" {size} rx="3"/>'
-        f'<text class="lane" x="{_MARGIN:g}" y="{y + 14:g}">{escape(lane)}</text>'
-        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{timeline.busy(lane):.0%} busy</text>'
+        f'<rect class="track" x="{frame.left:g}" y="{y:g}" {track} rx="3"/>{name}'
+        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{source}{made[n].busy(lane):.0%} busy</text>'
     )
 
 
 def _bar(
-    e: Event,
-    y: float,
-    left: float,
-    scale: float,
-    thinnest: float,
-    verbs: dict[str, int],
-    after: dict[str, tuple[str, ...]],
+    e: Event, n: int, frame: _Frame, thinnest: float, verbs: dict[str, int], after: dict[str, tuple[str, ...]]
 ) -> str:
-    x, wide = left + e.start * scale, max(thinnest, e.seconds * scale)
+    x, y, wide = frame.x(e.start), frame.rows[e.lane, n], max(thinnest, e.seconds * frame.scale)
     gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
-    told = f"{e.op}\n{e.lane}: {_seconds(e.seconds)}, from {_seconds(e.start)}"
+    said = f"{e.op}\n{e.lane}: {in_words(e.seconds)}, from {in_words(e.start)}"
     if waits := after.get(e.op):
-        told += "\nafter " + " ".join(waits)
+        said += "\nafter " + " ".join(waits)
     bar = (
-        f'<rect class="v{verbs[_verb(e.op)] % len(PALETTE)}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
-        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(told)}</title></rect>'
+        f'<rect class="v{verbs[verb_of(e.op)] % len(PALETTE)}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
+        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(said)}</title></rect>'
     )
     names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour already tells the verb
     name = next((n for n in names if n and len(n) * _LETTER * 0.92 + 6 <= wide), "")
@@ -266,16 +239,14 @@ def _bar(
     return f'{bar}<text class="op" text-anchor="middle" {middle}>{escape(name)}</text>'
 
 
-def _arrows(
-    timeline: Timeline, after: dict[str, tuple[str, ...]], rows: dict[str, float], left: float, scale: float
-) -> Iterator[str]:
+def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
     """From the end of what was waited for to the start of what waited, edge to edge."""
     events = {e.op: e for e in timeline.events}
     for name, waits in after.items():
         for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):
-            down = rows[b.lane] > rows[a.lane]
-            x1, x2 = left + a.end * scale - 0.8, left + b.start * scale + 1.2
-            y1, y2 = rows[a.lane] + (_BAR if down else 0), rows[b.lane] + (0 if down else _BAR)
+            upper, lower = frame.rows[a.lane, 0], frame.rows[b.lane, 0]
+            x1, x2 = frame.x(a.end) - 0.8, frame.x(b.start) + 1.2
+            y1, y2 = upper + (_BAR if lower > upper else 0), lower + (0 if lower > upper else _BAR)
             bend = (y2 - y1) / 2
             curve = f"M{x1:.1f} {y1:g}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - bend:.1f} {x2:.1f} {y2:g}"
             yield f'<path class="wait" marker-end="url(#tip)" d="{curve}"/>'

@@ -143,8 +143,8 @@ class Hardware:
         """
         wanted: dict[Tier, int] = {tier: needed.get(tier, 0) for tier in CAPACITIES}
         wanted["host"] += needed.get("pinned", 0) + (wanted["device"] if self.unified else 0)
-        short = {tier: wanted[tier] - there for tier, there in self.memory.items()}
-        return {tier: nbytes for tier, nbytes in short.items() if nbytes > 0}
+        there = self.memory
+        return {tier: n - there[tier] for tier, n in wanted.items() if tier in there and n > there[tier]}
 
 
 def _interpolated(work: int, curve: list[tuple[int, float]]) -> float:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
@@ -22,9 +23,12 @@ from zfunc.gpt import GPTConfig, modules, num_parameters
 from zfunc.layout import ALIGNMENT
 from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.moments import BUFFERS
+from zfunc.options import share
+from zfunc.plan_settings import Planning
 from zfunc.program import Program
 from zfunc.ranks import Ranks
 from zfunc.resources import available_host_bytes
+from zfunc.room import check_room
 from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
 from zfunc.threads import local_ranks
@@ -34,6 +38,10 @@ FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
 HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most
 GPT2_VOCAB_SIZE = 50_257
+PLANNED = (
+    400  # layers, at most, of a model that is planned although it surely does not fit, to say what would
+)
+FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
 
 Batch = tuple[Tensor, Tensor]
 
@@ -81,20 +89,24 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     _check_rows(settings, ranks)
     example = _batch(settings, corpus, 0, ranks)
     held_out = _held_out(settings, corpus, ranks)
-    return Job(settings, corpus, held_out, build(settings, example))
+    program = build(settings, example)
+    settable = attrs.fields_dict(Settings)
+    check_room(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
+    return Job(settings, corpus, held_out, program)
 
 
 def _check_size(settings: Settings, ranks: Ranks) -> None:
-    """Refuse what cannot fit by arithmetic alone, before even a model without memory is built of it."""
+    """Refuse by arithmetic what is too large even to be planned, before a model without memory is built of it."""
     parameters, there = num_parameters(config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
     here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
     kept = here * sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
-    for what, needed in (
-        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept),
-        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8),
+    bound = there if settings.num_layers > PLANNED else FAR_TOO_LARGE * there
+    for what, needed, most in (
+        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept, bound),
+        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8, there),
     ):
-        if needed > there:
+        if needed > most:
             raise OutOfMemory(
                 f"{what} needs {needed:,.0f} bytes of host memory, {there:,} are there; nothing was allocated. "
                 "Make it smaller"
@@ -124,7 +136,7 @@ def resolve(settings: Settings) -> Settings:
     return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
 
 
-def config(settings: Settings | Sketch) -> GPTConfig:
+def config(settings: Settings | Sketch | Planning) -> GPTConfig:
     """The model of the settings."""
     return GPTConfig(
         vocab_size=settings.vocab_size or GPT2_VOCAB_SIZE,
@@ -136,7 +148,7 @@ def config(settings: Settings | Sketch) -> GPTConfig:
     )
 
 
-def segments(settings: Settings | Sketch) -> tuple[Segment, ...]:
+def segments(settings: Settings | Sketch | Planning) -> tuple[Segment, ...]:
     """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
     with torch.device("meta"):
         built = modules(config(settings))
@@ -163,6 +175,9 @@ def build(settings: Settings, example: Batch) -> Program:
         device=settings.device,
         recompute=settings.recompute,
         compile_segments=settings.compile_segments,
+        offload_ratio=share(settings.offload_ratio),
+        speculate=settings.speculate,
+        delay_from=settings.delay_from,
         example=example,
     )
 

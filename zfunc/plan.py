@@ -3,11 +3,14 @@
 A `Plan` is a graph, an order of its operations on FIFO lanes, and for each operation the operations on other
 lanes it waits for. The invariant: `build` keeps a wait only if nothing else implies it, so deleting any one
 breaks a dependency. A plan prints as text and parses back; its digest is how two processes tell they agree.
+
+Called, as `zfunc.plan(...)`, this module plans a whole training step: see `zfunc.planner.plan`.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from attrs import field, frozen
@@ -161,24 +164,60 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
         op = behind[0] if behind else plan.lanes[lane].ops[p - 1]
     cycle = [*path[path.index(op) :], op]
     names = " waits for ".join(plan.graph.ops[i].name for i in cycle)
+    why = "; ".join(_why(plan, a, b, waits=b in needs[a]) for a, b in pairwise(cycle))
     return (
-        f"deadlock: {names}. Got an order in which none of these can be first, expected every operation "
+        f"deadlock: {names}. Got an order in which none of these can be first ({why}), expected every operation "
         f"after those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
     )
 
 
-def marked(plan: Plan, ops: Iterable[int]) -> str:
-    """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan."""
+def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
+    """What makes `op` come after `behind`: the lane they share, or a wait, mostly because of a region."""
+    name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
+    lane, there = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
+    if not waits:
+        return f"{name} is after {before} on lane {lane}"
+    of = (c.region for c in plan.graph.conflicts if (c.before, c.after) == (behind, op))
+    region = next((f" because of {r}" for r in of), "")
+    return f"{name} (lane {lane}) waits for {before} (lane {there}){region}"
+
+
+def marked(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
+    """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan.
+
+    An operation that is `missing` has a line with "+>" where its kind and the graph's order would have it.
+    """
     names = {f"  {plan.graph.ops[i].name}" for i in ops}
     lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
+    if missing is not None:
+        lines.insert(_line_for(plan, missing), f"+>  {plan.graph.ops[missing].name}  is missing")
     if len(lines) <= 60:
         return "\n".join(lines)
-    hits = [i for i, line in enumerate(lines) if line.startswith("->")]
+    hits = [i for i, line in enumerate(lines) if line.startswith(("->", "+>"))]
     near = [i for i, line in enumerate(lines) if "  lane " in line or any(abs(i - h) <= 2 for h in hits)]
     shown: list[str] = []
     for i, previous in zip(near, [-1, *near], strict=False):
         shown += [*(["    ..."] if i > previous + 1 else []), lines[i]]
     return "\n".join(shown)
+
+
+def lane_for(plan: Plan, op: int) -> Lane | None:
+    """The lane that has most operations of the same kind; None if no lane has any."""
+    kind, ops = plan.graph.ops[op].kind, plan.graph.ops
+    alike = {n: sum(ops[i].kind == kind for i in lane.ops) for n, lane in enumerate(plan.lanes)}
+    best = max(alike, key=lambda n: alike[n], default=-1)
+    return plan.lanes[best] if best >= 0 and alike[best] else None
+
+
+def _line_for(plan: Plan, op: int) -> int:
+    """The number of the line before which `op` belongs."""
+    lane, line = lane_for(plan, op), 0
+    for other in plan.lanes:
+        line += 1
+        line += sum(i < op for i in other.ops) if other is lane else len(other.ops)
+        if other is lane:
+            break
+    return line
 
 
 def _lane_lines(plan: Plan) -> Iterator[str]:

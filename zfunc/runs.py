@@ -7,7 +7,8 @@
   `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
   step 0.
 - `checkpoints`: see `zfunc.checkpoint.checkpoints`.
-- `timeline.svg`, `timeline.json`: one measured step, as a picture and as a Chrome trace.
+- `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, as a page to look into, as a
+  Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
 - `summary.json`: how it ended. A job that was killed has none.
 
 The invariant: a file that is there is whole, but for the last line of `metrics.jsonl`, and no run writes into
@@ -33,9 +34,11 @@ from attrs import define
 
 from zfunc.draw import chrome_trace, svg
 from zfunc.events import Evaluated, Event, Finished, Saved, Started, Stepped, Traced
+from zfunc.page import page
+from zfunc.recorded import CONFIG, PLAN, TRACE
 
 RUNS = Path("runs")
-METRICS, CONFIG, SUMMARY = "metrics.jsonl", "config.json", "summary.json"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 _LEFT = re.compile(r"\.[a-z]+\.[a-z]+\.[0-9]+\.partial")  # by write_whole, in a process that was killed
 log = logging.getLogger("zfunc")
 
@@ -154,7 +157,9 @@ def record(run: Run, event: Event, unit: str) -> None:
         case Traced():
             title = _title(event, json.loads((run.path / CONFIG).read_text()))
             write_whole(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
-            write_whole(run.path / "timeline.json", chrome_trace(event.timeline))
+            write_whole(run.path / "timeline.html", page(event.timeline, plan=event.plan, title=title))
+            write_whole(run.path / PLAN, event.plan.text())
+            write_whole(run.path / TRACE, chrome_trace(event.timeline))
         case Finished():
             fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "sample", "checkpoint"))
             name = event.checkpoint and event.checkpoint.name

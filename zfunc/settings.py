@@ -4,86 +4,42 @@ The invariant: the fields' defaults are the command line's, and a value that exi
 be told without the data and the machine. No torch here: `zfunc --help` answers at once.
 """
 
-import math
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc import schedules
 from zfunc.errors import nearest
 from zfunc.hardware import ROUND
 from zfunc.moments import BUFFERS
+from zfunc.options import (
+    AUTO,
+    Option,
+    anything,
+    check_each,
+    count,
+    flag,
+    multiple,
+    not_negative,
+    one_of,
+    path,
+    positive,
+    probability,
+    ratio,
+    zero_or_more,
+)
+from zfunc.profile_file import names as profiles
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
 MOMENTS = tuple(BUFFERS)
 WEIGHTS = ("fp32", "bf16", "fp16")
-FORMATS = ("text", "svg", "chrome")
+FORMATS = ("text", "svg", "chrome", "html")
 TOKEN_TYPES = ("uint16", "uint32")
-AUTO = "auto"  # of --resume
-
-
-@frozen
-class Option:
-    """What a field means on the command line: its group, its help with the unit, and a check that raises.
-
-    `metavar` stands for its value in the help; "" is that of its type. A `positional` one has no flag.
-    """
-
-    group: str
-    help: str
-    check: Callable[[str, Any], None]
-    metavar: str = ""
-    positional: bool = False
-
-
-def flag(name: str) -> str:
-    """The flag of a field.
-
-    >>> flag("num_layers")
-    '--num-layers'
-    """
-    return "--" + name.replace("_", "-")
-
-
-def _count(name: str, value: Any, *, lowest: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(
-            f"{flag(name)}: got {value}, expected a whole number of at least {lowest}: pass {lowest} or more"
-        )
-
-
-def _positive(name: str, value: Any) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(
-            f"{flag(name)}: got {value:g}, expected a finite number above 0: leave it out for its default"
-        )
-
-
-def _not_negative(name: str, value: Any) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(
-            f"{flag(name)}: got {value:g}, expected a finite number, 0 or above: pass 0 to go without"
-        )
-
-
-def _probability(name: str, value: Any) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{flag(name)}: got {value:g}, expected 0 or above and below 1: pass 0 for none")
-
-
-def _one_of(names: Collection[str]) -> Callable[[str, Any], None]:
-    def check(name: str, value: Any) -> None:
-        if value not in names:
-            hint = nearest(str(value), list(names)) or ": choose one of them"
-            raise ValueError(f"{flag(name)}: got {value!r}, expected one of {', '.join(names)}{hint}")
-
-    return check
 
 
 def _device(name: str, value: Any) -> None:
@@ -95,11 +51,6 @@ def _device(name: str, value: Any) -> None:
         )
 
 
-def _path(name: str, value: Any) -> None:
-    if value.exists() and not value.name:  # "", "." and "/"
-        raise ValueError(f"{flag(name)}: got {str(value)!r}, expected the path of a file or folder: name it")
-
-
 def _resume(name: str, value: Any) -> None:
     if not value:
         raise ValueError(
@@ -107,41 +58,36 @@ def _resume(name: str, value: Any) -> None:
         )
 
 
-def _any(_name: str, _value: Any) -> None:
-    """Nothing to check."""
-
-
-_zero_or_more = partial(_count, lowest=0)
 _names = ", ".join
 
 COMMON = {
-    "num_layers": Option("model", "transformer blocks", _count),
-    "hidden_size": Option("model", "features of a token, a multiple of the heads", _count),
-    "num_attention_heads": Option("model", "attention heads", _count),
-    "seq_length": Option("model", "tokens of a sequence", _count),
-    "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", _count),
-    "micro_batches": Option("step", "equal parts of a batch; their gradients are accumulated", _count),
-    "clip": Option("step", "largest global gradient norm; 0 does not clip", _not_negative),
+    "num_layers": Option("model", "transformer blocks", count),
+    "hidden_size": Option("model", "features of a token, a multiple of the heads", count),
+    "num_attention_heads": Option("model", "attention heads", count),
+    "seq_length": Option("model", "tokens of a sequence", count),
+    "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", count),
+    "micro_batches": Option("step", "equal parts of a batch; their gradients are accumulated", count),
+    "clip": Option("step", "largest global gradient norm; 0 does not clip", not_negative),
     "precision": Option(
         "how it runs",
         f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto is bf16 on a GPU and fp32 on a CPU",
-        _one_of(PRECISIONS),
+        one_of(PRECISIONS),
     ),
     "moments": Option(
         "how it runs",
         f"what the host keeps of Adam's moments: {_names(MOMENTS)}; the less, the faster the host's step",
-        _one_of(MOMENTS),
+        one_of(MOMENTS),
     ),
     "schedule": Option(
         "how it runs",
         f"what runs when, on which lane: {_names(schedules.__all__)}",
-        _one_of(schedules.__all__),
+        one_of(schedules.__all__),
     ),
-    "bucket_size": Option("how it runs", "elements that are moved and updated as a unit", _count),
+    "bucket_size": Option("how it runs", "elements that are moved and updated as a unit", count),
     "recompute": Option(
         "how it runs",
         f"what a block forgets between forward and backward: {_names(RECOMPUTE)}",
-        _one_of(RECOMPUTE),
+        one_of(RECOMPUTE),
     ),
 }
 
@@ -150,36 +96,36 @@ TRAIN = {
         "data",
         "a text file, a folder of them, or a .bin of tokens as nanoGPT writes them "
         "(default: the sources of Python's standard library)",
-        _path,
+        path,
     ),
-    "dtype": Option("data", f"of the tokens in a .bin: {_names(TOKEN_TYPES)}", _one_of(TOKEN_TYPES)),
+    "dtype": Option("data", f"of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
     "vocab_size": Option(
-        "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", _count
+        "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", count
     ),
     **COMMON,
-    "dropout": Option("model", "probability to drop an activation", _probability),
-    "lr": Option("step", "highest learning rate; it falls to a tenth of it along a cosine", _positive),
+    "dropout": Option("model", "probability to drop an activation", probability),
+    "lr": Option("step", "highest learning rate; it falls to a tenth of it along a cosine", positive),
     "warmup": Option(
         "step",
         "steps in which the learning rate rises (default: a tenth of all, at most 150)",
-        _zero_or_more,
+        zero_or_more,
     ),
-    "weight_decay": Option("step", "of matrices and embeddings, not of norms and biases", _not_negative),
-    "steps": Option("how long", "steps to train; without limit if only --seconds is given", _count),
+    "weight_decay": Option("step", "of matrices and embeddings, not of norms and biases", not_negative),
+    "steps": Option("how long", "steps to train; without limit if only --seconds is given", count),
     "seconds": Option(
         "how long",
         "seconds to train, evaluations included; without limit if only --steps is given. If all steps "
         "will not fit, there will be fewer: the learning rate comes down either way",
-        _positive,
+        positive,
     ),
-    "eval_every": Option("how long", "steps from one held-out evaluation to the next", _count),
+    "eval_every": Option("how long", "steps from one held-out evaluation to the next", count),
     "save_every": Option(
         "checkpoints",
         "steps from one checkpoint to the next; the last step is always saved (default: only the last step; "
         "0: none at all)",
-        _zero_or_more,
+        zero_or_more,
     ),
-    "keep": Option("checkpoints", "the newest that stay; older ones are deleted", _count),
+    "keep": Option("checkpoints", "the newest that stay; older ones are deleted", count),
     "resume": Option(
         "checkpoints",
         f"go on from a checkpoint, from the newest in a folder of them, or from a run's; {AUTO}: in --out itself, "
@@ -193,36 +139,70 @@ TRAIN = {
     "bucket_size": Option(
         "how it runs",
         f"{COMMON['bucket_size'].help} (default: 262144 on a CPU, for its caches; 50000000 on a GPU)",
-        _count,
+        count,
     ),
-    "compile_segments": Option("how it runs", "put the blocks through torch.compile; needs a compiler", _any),
+    "offload_ratio": Option(
+        "how it runs",
+        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device, with {AUTO} what fits",
+        ratio,
+        metavar=f"X|{AUTO}",
+    ),
+    "speculate": Option(
+        "how it runs",
+        "buckets that are updated before the norm is known; same result, more memory",
+        zero_or_more,
+    ),
+    "delay_from": Option(
+        "how it runs",
+        "from this step on the host applies each gradient a step late, beside the next; it changes what is trained "
+        "(default: never)",
+        count,
+    ),
+    "compile_segments": Option(
+        "how it runs", "put the blocks through torch.compile; needs a compiler", anything
+    ),
     "seed": Option(
-        "how it runs", "of initial values, the order of data, dropout and the sample", _zero_or_more
+        "how it runs", "of initial values, the order of data, dropout and the sample", zero_or_more
     ),
     "out": Option(
         "how it runs",
         f"run folder, new or empty, or with --resume {AUTO} the run's own (default: runs/DATE-TIME)",
-        _path,
+        path,
     ),
 }
 
 DRAW = {
     **COMMON,
-    "vocab_size": Option("model", "tokens there are", _count),
+    "vocab_size": Option("model", "tokens there are", count),
     "schedule": Option(
-        "how it runs", f"{COMMON['schedule'].help}; or all", _one_of((*schedules.__all__, "all"))
+        "how it runs", f"{COMMON['schedule'].help}; or all", one_of((*schedules.__all__, "all"))
     ),
-    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", _positive),
-    "device_gbs": Option("hardware", "device memory, in GB/s", _positive),
-    "d2h_gbs": Option("hardware", "device to host, in GB/s", _positive),
-    "h2d_gbs": Option("hardware", "host to device, in GB/s", _positive),
-    "host_gbs": Option("hardware", "host memory, in GB/s", _positive),
+    "hardware": Option(
+        "hardware",
+        f"a profile: {_names(profiles())}, or a file of one (default: the figures below)",
+        anything,
+    ),
+    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
+    "device_gbs": Option("hardware", "device memory, in GB/s", positive),
+    "d2h_gbs": Option("hardware", "device to host, in GB/s", positive),
+    "h2d_gbs": Option("hardware", "host to device, in GB/s", positive),
+    "host_gbs": Option("hardware", "host memory, in GB/s", positive),
     "format": Option(
         "picture",
-        f"{_names(FORMATS)} (default: what --out ends in, .svg or .json; else text)",
-        _one_of(FORMATS),
+        f"{_names(FORMATS)} (default: what --out ends in, .svg, .html or .json; else text, of --compare html)",
+        one_of(FORMATS),
     ),
-    "out": Option("picture", "file to write, or to write anew (default: print the picture)", _path),
+    "compare": Option(
+        "picture",
+        "folder of a run: the step that it measured, beside what its plan would take on the hardware above",
+        path,
+        metavar="RUN",
+    ),
+    "out": Option(
+        "picture",
+        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
+        path,
+    ),
 }
 
 
@@ -230,15 +210,15 @@ EXPORT = {
     "checkpoint": Option(
         "file",
         "its folder; or a folder of them, or a run's, of which the newest complete one is taken",
-        _any,
+        anything,
         metavar="CHECKPOINT",
         positional=True,
     ),
-    "out": Option("file", "new file to write, which ends in .safetensors", _path),
-    "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", _one_of(WEIGHTS)),
+    "out": Option("file", "new file to write, which ends in .safetensors", path),
+    "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
 }
 
-DOCTOR = {"json": Option("output", "as one JSON object, for programs", _any)}
+DOCTOR = {"json": Option("output", "as one JSON object, for programs", anything)}
 
 
 @frozen(kw_only=True)
@@ -275,6 +255,9 @@ class Settings:
     schedule: str = "Overlapped"
     recompute: str = "all"
     bucket_size: int | None = None
+    offload_ratio: str = field(default="1", converter=str)
+    speculate: int = 0
+    delay_from: int | None = None
     compile_segments: bool = False
     seed: int = 0
     out: Path | None = None
@@ -321,11 +304,26 @@ class Sketch:
     d2h_gbs: float = ROUND.rates["d2h"] / 1e9
     h2d_gbs: float = ROUND.rates["h2d"] / 1e9
     host_gbs: float = ROUND.rates["host"] / 1e9
+    hardware: str | None = None
     format: str | None = None
+    compare: Path | None = None
     out: Path | None = None
 
     def __attrs_post_init__(self) -> None:
         _check(self, DRAW)
+        if self.hardware is not None:
+            self._check_alone("hardware", ("hardware",), "which has these figures")
+        if self.compare is not None:
+            self._check_alone("compare", ("model", "step", "how it runs"), "which draws the run's own plan")
+
+    def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
+        """Refuse what would be ignored beside option `name`."""
+        for f in attrs.fields(Sketch):
+            given = getattr(self, f.name) != f.default
+            if given and f.name != name and DRAW[f.name].group in groups:
+                raise ValueError(
+                    f"{flag(f.name)}: got it with {flag(name)}, {why}, expected one of them: leave one out"
+                )
 
 
 @frozen(kw_only=True)
@@ -337,7 +335,7 @@ class Export:
     dtype: str = "fp32"
 
     def __attrs_post_init__(self) -> None:
-        _check_each(self, EXPORT)
+        check_each(self, EXPORT)
         if self.out is None:
             raise ValueError(
                 "--out: got none, expected a new file to write: pass such as --out weights.safetensors"
@@ -351,24 +349,8 @@ class Doctor:
     json: bool = False
 
 
-def _check_each(settings: Any, options: dict[str, Option]) -> None:
-    for f in attrs.fields(type(settings)):
-        value = getattr(settings, f.name)
-        if value is not None:
-            options[f.name].check(f.name, value)
-
-
 def _check(settings: Settings | Sketch, options: dict[str, Option]) -> None:
-    _check_each(settings, options)
+    check_each(settings, options)
     heads, parts = settings.num_attention_heads, settings.micro_batches
-    _multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
-    _multiple("batch_size", settings.batch_size, "micro_batches", parts)
-
-
-def _multiple(name: str, value: int, of: str, parts: int) -> None:
-    if value % parts:
-        near = [n for n in (value // parts * parts, (value // parts + 1) * parts) if n]
-        raise ValueError(
-            f"{flag(name)}: got {value} with {flag(of)} {parts}, expected a multiple of it: try {flag(name)} "
-            f"{' or '.join(map(str, near))}, or other {flag(of)}"
-        )
+    multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
+    multiple("batch_size", settings.batch_size, "micro_batches", parts)

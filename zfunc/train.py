@@ -88,7 +88,7 @@ class _Loop:
             num_parameters(config(settings)),
             self.program.plan,
             self._planned(),
-            machine(self.program.device),
+            {**machine(self.program.device), "ranks": job.ranks.world},
             at,
             checkpoint,
             self.start.own,
@@ -154,7 +154,11 @@ class _Loop:
         return elapsed
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """Save first: then nothing is lost if there is no time for the rest."""
+        """Save first: then nothing is lost if there is no time for the rest. Before that a gradient that waits is
+        applied, unless somebody stopped the training and may go on with it.
+        """
+        if self.ended not in (INTERRUPT, TERMINATED):
+            self.state = zfunc.flush(self.program, self.state)
         job, state, at = self.job, self.state, self.state.batches
         if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
             yield self._save(self.start.folder)

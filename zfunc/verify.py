@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from zfunc.graph import Conflict
-from zfunc.plan import Plan, PlanError, happens_before, marked
+from zfunc.plan import Plan, PlanError, happens_before, lane_for, marked
 
 
 def verify(plan: Plan) -> Plan:
@@ -32,17 +32,44 @@ def races(plan: Plan) -> Iterator[Conflict]:
 def _count(plan: Plan) -> Iterator[str]:
     times = Counter(op for lane in plan.lanes for op in lane.ops)
     expected = "expected every operation of the graph once. Correct the schedule's lanes"
-    for i, op in enumerate(plan.graph):
-        if times[i] != 1:
-            yield f"{op.name}: got it on the lanes {times[i]} times, {expected}:\n{marked(plan, [i])}"
-    for i in times.keys() - range(len(plan.graph)):
-        yield f"got operation number {i} on a lane, {expected}: there are {len(plan.graph)}"
+    strangers = times.keys() - range(len(plan.graph))
+    for i in strangers:
+        names = ", ".join(lane.name for lane in plan.lanes if i in lane.ops)
+        yield f"got operation number {i} on a lane ({names}), {expected}: there are {len(plan.graph)}"
+    for i, op in enumerate(plan.graph if not strangers else ()):
+        got = f"{op.name}: got it on the lanes {times[i]} times"
+        if times[i] > 1:
+            yield f"{got}, {expected}: {_repeated(plan, i)}:\n{marked(plan, [i])}"
+        elif not times[i]:
+            yield f"{got}, {expected}: {_dropped(plan, i)}:\n{marked(plan, [], missing=i)}"
     if len(plan.waits) != len(plan.graph):
         yield f"got waits for {len(plan.waits)} operations, {expected}: there are {len(plan.graph)}"
     for i, waits in enumerate(plan.waits):
         for n in waits:
             if not 0 <= n < len(plan.graph):
                 yield f"{plan.graph.ops[i].name} waits for operation number {n}, which does not exist"
+
+
+def _repeated(plan: Plan, i: int) -> str:
+    """On which lanes, and what it would write again."""
+    names = [lane.name for lane in plan.lanes for op in lane.ops if op == i]
+    writes = ", ".join(map(str, plan.graph.ops[i].writes)) or "nothing"
+    return f"leave it on one of {' and '.join(names)}, or it writes {writes} again"
+
+
+def _dropped(plan: Plan, i: int) -> str:
+    """Where it belongs, and who would miss what it writes."""
+    lane = lane_for(plan, i)
+    kind = plan.graph.ops[i].kind
+    where = f"put it on lane {lane.name}, with the others of kind {kind}" if lane else f"give {kind} a lane"
+    missed = next(
+        (c for c in plan.graph.conflicts if c.before == i and c.region in plan.graph.ops[i].writes), None
+    )
+    if missed is None:
+        return where
+    after = plan.graph.ops[missed.after].name
+    there = next((x.name for x in plan.lanes if missed.after in x.ops), "")
+    return f"without it {missed.region} is not written before {after}{f' (lane {there})' if there else ''}; {where}"
 
 
 def _defined(plan: Plan) -> Iterator[str]:

@@ -1,0 +1,219 @@
+"""Does a simulated step take as long as a real one, is the faster schedule told, and does planned memory hold?
+
+For each model a Serial program is traced, and this machine described by what its operations took, as `zfunc
+calibrate` does. From that alone the step of every schedule is predicted. The traced steps and the steps of all
+schedules, which are not traced, take turns; measured is the median. All train one State, so they do the same work.
+
+Of two schedules the measured order counts unless they tie: unless the ratio of their times, turn by turn, has 1 in
+its interquartile range. Device memory is what a step allocates beyond what is always there, under Serial.
+
+    python -m benchmarks.simulated --json benchmarks/results
+    python -m benchmarks.simulated --threads 1    # compute on one core: the others are the host's
+"""
+
+import argparse
+from collections.abc import Iterator
+from itertools import combinations
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+import zfunc
+from benchmarks.machine import gpt, write
+from zfunc import schedules
+from zfunc.bandwidth import clocks, others
+from zfunc.calibrate import look_up, measure_disk
+from zfunc.calibrated import described
+from zfunc.fitting import Step, costs, middle
+from zfunc.hardware import Hardware
+from zfunc.program import Program, specialize
+from zfunc.simulate import simulate
+from zfunc.state import State
+from zfunc.tracing import Tracker
+
+MODELS = "4x256x4x64x2,4x512x8x64x2,6x768x8x64x2"
+WARM_UP = 3
+TARGET, TARGET_MEMORY = 0.15, 0.10
+
+
+@frozen(eq=False)
+class Measured:
+    """A model: seconds of each turn by schedule, traced steps, and what planned and allocated memory were."""
+
+    name: str
+    programs: dict[str, Program]
+    batch: Any
+    seconds: dict[str, list[float]]
+    traced: list[Step]
+    planned: int
+    allocated: int
+
+
+def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Program], Any]:
+    """A program for each schedule, all of one identity: they train one State; "traced" is for the calibration."""
+    args.num_layers, args.hidden_size, args.num_attention_heads, args.seq_length, rows = shape
+    tokens = torch.randint(0, 256, (rows, args.seq_length), generator=torch.Generator().manual_seed(0))
+    made: dict[str, Program] = {}
+    for name, schedule in {"traced": "Serial", **{s: s for s in args.schedules.split(",")}}.items():
+        program = zfunc.compile(
+            gpt(args),
+            optimizer=zfunc.AdamW(lr=1e-5),
+            schedule=schedule,
+            precision=args.precision,
+            clip_norm=args.clip or None,
+            bucket_size=args.bucket_size,
+            device=args.device,
+            example=(tokens, tokens),
+        )
+        made[name] = evolve(program, identity=made["traced"].identity) if made else program
+    return made, (tokens, tokens)
+
+
+def measured(args: argparse.Namespace, model: str) -> Measured:
+    """Run every program in turns."""
+    programs, batch = compiled(args, [int(n) for n in model.split("x")])
+    state = zfunc.init(programs["traced"])
+    plan = specialize(programs["traced"], batch).plan
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
+    traced: list[Step] = []
+    for turn in range(WARM_UP + args.turns):
+        for name, program in programs.items():
+            state, m = zfunc.train_step(program, state, batch, trace=name == "traced")
+            if turn >= WARM_UP:
+                seconds[name].append(m.seconds)
+                traced += [Step(plan, m.timeline, m.seconds)] if m.timeline is not None else []
+    planned, allocated = memory(programs["traced"], state, batch)
+    return Measured(model, programs, batch, seconds, traced, planned, allocated)
+
+
+def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
+    """Bytes a Serial step needs for a while on the device: planned, and allocated."""
+    planned = specialize(program, batch).memory["device"].transient
+    if program.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        zfunc.train_step(program, state, batch)
+        return planned, torch.cuda.max_memory_allocated() - before
+    with Tracker() as tracker:
+        zfunc.train_step(program, state, batch)
+    return planned, tracker.peak
+
+
+def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
+    """This machine, by the traced steps of one model."""
+    program = one.programs["traced"]
+    here, disk = look_up(program, Path(args.folder)), measure_disk(Path(args.folder))
+    return described(here, costs(middle(one.traced)), disk, "a benchmark").hardware(program.precision)
+
+
+def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:
+    """Predicted and measured seconds of each schedule."""
+    for name, program in one.programs.items():
+        if name != "traced":
+            taken = one.seconds[name]
+            low, _, high = quantiles(taken, n=4)
+            yield {
+                "model": one.name,
+                "schedule": name,
+                "predicted": simulate(specialize(program, one.batch).plan, on).seconds,
+                "measured": median(taken),
+                "quartiles": (low, high),
+            }
+
+
+def order(one: Measured, told: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Pairs of schedules: in the same order predicted and measured, in another, and too close to tell."""
+    predicted = {row["schedule"]: row["predicted"] for row in told}
+    found: dict[str, list[str]] = {"same": [], "other": [], "tie": []}
+    for a, b in combinations(predicted, 2):
+        low, _, high = quantiles([x / y for x, y in zip(one.seconds[a], one.seconds[b], strict=True)], n=4)
+        same = (predicted[a] > predicted[b]) == (low > 1)
+        found["tie" if low <= 1 <= high else "same" if same else "other"].append(f"{a}/{b}")
+    return found
+
+
+def report(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure, predict, print and return everything."""
+    print(f"{'model':>16} {'schedule':>14} {'measured':>10} {'quartiles':>17} {'predicted':>10}  ratio")
+    results: dict[str, Any] = {
+        "settings": vars(args).copy(),
+        "steps": [],
+        "order": {},
+        "memory": [],
+        "others": {},
+    }
+    for model in args.models.split(","):
+        before = clocks()
+        one = measured(args, model)
+        busy = others(before, clocks())
+        told = list(rows(one, calibrated(args, one)))
+        for row in told:
+            low, high = (f"{x * 1e3:.1f}" for x in row["quartiles"])
+            taken, said = row["measured"], row["predicted"]
+            print(
+                f"{model:>16} {row['schedule']:>14} {taken * 1e3:8.1f}ms {low + '..' + high:>17} "
+                f"{said * 1e3:8.1f}ms  {said / taken:.3f}"
+            )
+        results["steps"] += told
+        results["order"][model] = order(one, told)
+        results["memory"].append({"model": model, "planned": one.planned, "allocated": one.allocated})
+        results["others"][model] = busy
+    return results
+
+
+def judge(results: dict[str, Any]) -> None:
+    """Whether the targets are met."""
+    off = [abs(row["predicted"] / row["measured"] - 1) for row in results["steps"]]
+    within = sum(x <= TARGET for x in off)
+    print(
+        f"{within} of {len(off)} predictions within {TARGET:.0%} of the measured; the worst is {max(off):.1%} off"
+    )
+    pairs = {key: sum(len(of[key]) for of in results["order"].values()) for key in ("same", "other", "tie")}
+    print(
+        f"order of pairs of schedules: {pairs['same']} as predicted, {pairs['other']} not, {pairs['tie']} tie"
+        " (the quartiles of the ratio turn by turn lie on both sides of 1)"
+    )
+    busy = [cores for cores in results["others"].values() if cores is not None]
+    print(f"meanwhile other processes kept up to {max(busy):.1f} cores busy" if busy else "")
+    for row in results["memory"]:
+        ratio = row["planned"] / row["allocated"]
+        verdict = "within" if 1 <= ratio <= 1 + TARGET_MEMORY else "NOT within"
+        print(f"memory of {row['model']}: planned {ratio:.3f} of what was allocated, {verdict} 1 to 1.10")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument(
+        "--models", default=MODELS, help="layers x hidden x heads x tokens x rows, comma separated"
+    )
+    parser.add_argument(
+        "--schedules",
+        default=",".join(s for s in schedules.__all__ if s != "Search"),
+        help="names, comma separated",
+    )
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--threads", type=int, help="of compute on the CPU (default: torch's own)")
+    parser.add_argument(
+        "--clip", type=float, default=0.0, help="largest gradient norm; 0: none, so Adam starts at once"
+    )
+    parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--bucket-size", type=int, default=1 << 18)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--folder", default=".", help="on the disk that is measured")
+    parser.add_argument(
+        "--json", metavar="PATH", help="a file, or a folder for a file named after the machine and the date"
+    )
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    results = report(args)
+    judge(results)
+    write(args.json, "simulated", results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""CriticalPath: list scheduling. Of what could run, each lane runs first what the most work still depends on.
+
+Every operation is given its upward rank: the seconds of the longest chain of dependencies that begins with it, at
+the speed of given hardware. Then the step is played through: whenever a lane is free it takes, of its operations
+whose dependencies are over, the one of highest rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). An operation ends
+after all it depends on has, so no such order can deadlock, and all ranks that are given one graph find the same.
+
+Of compute, operations that touch anything that comes and goes keep their order in the graph, or every micro-batch's
+forward would come first and fill the device. Only those between regions that are there anyway are free.
+
+A greedy order can lose to a plain one. What is guaranteed: on the hardware given, as `zfunc.simulate` has it, the
+plan is as fast as those of `Overlapped` and `Interleaved`, and on no tier does it need more memory than both. Where
+the order found does not keep that, the faster of theirs is returned.
+"""
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+
+from attrs import define, field, frozen
+
+from zfunc.graph import Graph, Kind
+from zfunc.hardware import ROUND, Hardware
+from zfunc.memory import memory
+from zfunc.plan import Plan, build
+from zfunc.simulate import simulate
+
+from .interleaved import Interleaved
+from .overlapped import Overlapped
+
+
+@frozen
+class CriticalPath:
+    """One lane for each kind, in the order of a simulated step on `hardware` that runs the longest chains first."""
+
+    hardware: Hardware = ROUND
+
+    def __call__(self, graph: Graph) -> Plan:
+        """Play the step through, and keep the order unless a plain one is better."""
+        greedy = build(graph, _Played(graph, [self.hardware.seconds(op) for op in graph]).lanes())
+        plain = [Overlapped()(graph), Interleaved()(graph)]
+        plans = [greedy, *plain] if _no_larger(greedy, plain) else plain
+        return min(plans, key=lambda plan: simulate(plan, self.hardware).seconds)  # of equals the first
+
+
+def _no_larger(plan: Plan, others: list[Plan]) -> bool:
+    """Whether `plan` needs no more memory on any tier than the largest of `others`."""
+    peaks = [memory(other) for other in others]
+    return all(
+        peak.nbytes <= max(other[tier].nbytes for other in peaks) for tier, peak in memory(plan).items()
+    )
+
+
+def upward_ranks(graph: Graph, seconds: list[float]) -> list[float]:
+    """For each operation the seconds of the longest chain of dependencies that begins with it."""
+    ranks = list(seconds)
+    for i in reversed(range(len(graph))):
+        for n in graph.predecessors[i]:
+            ranks[n] = max(ranks[n], seconds[n] + ranks[i])
+    return ranks
+
+
+def _chain(graph: Graph) -> Iterator[int]:
+    """The operations of compute that keep their order, because memory comes and goes with them."""
+    for i, op in enumerate(graph):
+        if op.kind == "compute" and not all(r.kept for r in op.regions):
+            yield i
+
+
+@define
+class _Played:
+    """A step under way: what is ready on each lane, and when what runs will end."""
+
+    graph: Graph
+    seconds: list[float]
+    ready: dict[Kind, list[tuple[float, int]]] = field(factory=dict[Kind, list[tuple[float, int]]])
+    running: list[tuple[float, int]] = field(factory=list[tuple[float, int]])
+    pending: list[int] = field(init=False)  # for each operation how many it still has to wait for
+    unlocks: list[list[int]] = field(init=False)
+    ranks: list[float] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.ranks = upward_ranks(self.graph, self.seconds)
+        before = [set(needed) for needed in self.graph.predecessors]
+        chain = list(_chain(self.graph))
+        for previous, op in zip(chain, chain[1:], strict=False):
+            before[op].add(previous)
+        self.pending = list(map(len, before))
+        self.unlocks = [[] for _ in before]
+        for i, needed in enumerate(before):
+            for n in needed:
+                self.unlocks[n].append(i)
+
+    def lanes(self) -> dict[str, list[int]]:
+        """The order in which each lane ran its operations."""
+        lanes: dict[str, list[int]] = {op.kind: [] for op in self.graph}
+        busy: set[str] = set()
+        for i, left in enumerate(self.pending):
+            if not left:
+                self._ready(i)
+        now = 0.0
+        while True:
+            for kind, waiting in self.ready.items():
+                if waiting and kind not in busy:
+                    _, i = heappop(waiting)
+                    lanes[kind].append(i)
+                    busy.add(kind)
+                    heappush(self.running, (now + self.seconds[i], i))
+            if not self.running:
+                return lanes
+            now = self.running[0][0]
+            while self.running and self.running[0][0] == now:
+                _, i = heappop(self.running)
+                busy.discard(self.graph.ops[i].kind)
+                self._over(i)
+
+    def _over(self, done: int) -> None:
+        for i in self.unlocks[done]:
+            self.pending[i] -= 1
+            if not self.pending[i]:
+                self._ready(i)
+
+    def _ready(self, i: int) -> None:
+        heappush(self.ready.setdefault(self.graph.ops[i].kind, []), (-self.ranks[i], i))

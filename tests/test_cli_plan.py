@@ -1,0 +1,265 @@
+"""`zfunc plan`, `zfunc calibrate`, and what `zfunc train` asks the planner, as a user meets them."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+
+from zfunc import room
+from zfunc.cli import main
+from zfunc.plan_settings import PLAN, Planning
+from zfunc.profile_file import load, text
+from zfunc.settings import Sketch
+
+TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
+TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]
+TUTORIAL = ["--num-layers", "50", "--hidden-size", "4096", "--num-attention-heads", "32"]
+TUTORIAL = [*TUTORIAL, "--seq-length", "1024", "--batch-size", "10", "--hardware", "v100-32gb"]
+KEYS = {"fits", "step_seconds", "tflops", "tokens_per_second", "memory", "lanes", "bound", "advice"}
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def with_room(path: Path, **nbytes: float) -> Path:
+    """A profile of an H100 with so many bytes on some tiers."""
+    profile = load("h100")
+    figures = {table: dict(of) for table, of in profile.figures.items()}
+    for tier, value in nbytes.items():
+        figures["bytes"][tier] = attrs.evolve(figures["bytes"][tier], value=value)
+        share = f"{tier}_bytes"
+        figures["reached"][share] = attrs.evolve(figures["reached"][share], value=1.0)
+    figures["count"]["devices"] = attrs.evolve(figures["count"]["devices"], value=1)
+    path.write_text(text(attrs.evolve(profile, figures=figures)))
+    return path
+
+
+def answer(capsys: Out, *args: object) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *TINY, "--json", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, json.loads(out)
+
+
+def told(capsys: Out, *args: object) -> tuple[int, str]:
+    code = main(["plan", *TINY, *map(str, args)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, out
+
+
+# --- what it answers ---------------------------------------------------------------------------------------
+
+
+def test_json_has_what_is_promised(capsys: Out) -> None:
+    code, said = answer(capsys)
+    assert code == 0
+    assert said.keys() >= KEYS
+    assert said["fits"] is True
+    assert said["memory"].keys() == {"device", "pinned", "host", "disk"}
+    assert said["tokens_per_second"] == pytest.approx(4 * 32 / said["step_seconds"])
+    assert all(0 <= share <= 1 for share in said["lanes"].values())
+    assert re.fullmatch(r"(\w+ \d+%(, )?)+", said["bound"])
+    for tier, peak in said["peaks"].items():
+        assert sum(peak["holds"].values()) == said["memory"][tier]
+
+
+def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
+    code, said = told(capsys)
+    as_json = answer(capsys)[1]
+    assert code == 0
+    lines = said.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 130
+    for words in (
+        "GPT of 2 layers x 64: 108,544 parameters; a step of 4 x 32 tokens on 1 rank",
+        "fp16 (chosen of fp32, fp16)",
+        "it fits",
+        f"bound by {as_json['bound']}",
+        "assumed of the profile's peaks: fp16 46%",
+        "TFLOP/s counts forward, and twice as much for backward",
+    ):
+        assert words in " ".join(said.split())
+    for tier in ("device", "pinned", "host", "disk"):
+        assert re.search(rf"^  {tier} ", said, re.MULTILINE)
+
+
+def test_the_tutorials_job_is_answered(capsys: Out) -> None:
+    """Whatever the answer is: it is not tuned to any."""
+    began = time.process_time()
+    code = main(["plan", *TUTORIAL, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert code == (0 if said["fits"] else 1)
+    assert said["parameters"] == 10_279_047_168
+    assert said["settings"]["precision"] == "fp16", "a V100 has no bf16"
+    assert 20.5e9 < said["memory"]["device"] < 40e9, "2 bytes a parameter, and activations"
+    assert 12 * 10.2e9 < said["memory"]["host"] < 14 * 10.3e9
+    assert 10 < said["tflops"] < 125
+    assert said["advice"]
+    assert time.process_time() - began < 30
+
+
+def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_path: Path) -> None:
+    needed = answer(capsys, "--hardware", "h100")[1]["memory"]
+    tight = with_room(tmp_path / "tight.toml", device=needed["device"] - 5000)
+    code, said = answer(capsys, "--hardware", tight)
+    assert (code, said["fits"], said["lacking"]) == (1, False, {"device": 5000})
+    assert said["advice"]
+    code, words = told(capsys, "--hardware", tight)
+    assert code == 1
+    assert "it does not fit: 5.0 kB of device memory short" in words
+    assert "to make it fit, each planned:" in words
+    flags = re.match(r"(--\S+ \S+): fits, ", said["advice"][0])
+    assert flags
+    assert answer(capsys, "--hardware", tight, *flags[1].split())[0] == 0, "what is advised can be typed"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--schedule", "auto"], "found by search:"),
+        (["--delay"], "updates delayed"),
+        (["--speculate", "2"], "2 buckets speculated"),
+        (["--offload-ratio", "0.5"], "50% of the state on the host"),
+        (["--world", "4", "--hardware", "h100"], "on 4 ranks"),
+        (["--world", "2", "--micro-batches", "2"], "2 micro-batches"),
+        (["--hardware", "gh200", "--precision", "fp32"], "GH200"),
+        (["--clip", "0", "--moments", "8bit", "--schedule", "Serial"], "Serial, "),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, capsys: Out) -> None:
+    code, said = told(capsys, *args)
+    assert code == 0
+    assert words in " ".join(said.split())
+
+
+def test_the_most_layers_fit_and_one_more_does_not(capsys: Out, tmp_path: Path) -> None:
+    room_for = with_room(tmp_path / "small.toml", host=12e6)
+    code, said = answer(capsys, "--hardware", room_for, "--max")
+    assert code == 0
+    assert said["fits"]
+    most = said["num_layers"]
+    assert most > 2
+    assert answer(capsys, "--hardware", room_for, "--num-layers", most + 1)[0] == 1
+    words = told(capsys, "--hardware", room_for, "--max")[1]
+    assert f"the most that fits with these settings: {most} layers" in words
+
+
+def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:
+    code, said = answer(
+        capsys, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
+    )
+    assert (code, said["fits"], said["num_layers"]) == (1, False, 1)
+
+
+# --- what it refuses -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--hardware", "h10"], "did you mean 'h100'?"),
+        (["--schedule", "critical"], "did you mean 'CriticalPath'?"),
+        (["--offload-ratio", "1.2"], "--offload-ratio: got 1.2, expected 0 (nothing is on the host) to 1"),
+        (["--offload-ratio", "nan"], "--offload-ratio: got nan"),
+        (["--offload-ratio", "most"], "--offload-ratio: got most"),
+        (["--speculate", "-1"], "--speculate: got -1"),
+        (["--world", "0"], "--world: got 0"),
+        (["--world", "3"], "--batch-size: got 4 with --world 3"),
+        (["--precision", "bf16"], "v100-32gb: got precision 'bf16', expected one it has"),
+        (["--delay", "--speculate", "2"], "expected one of the two"),
+        (["--num-attention-heads", "3"], "expected a multiple"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_input_is_refused_on_two_lines(args: list[str], words: str, capsys: Out) -> None:
+    assert main(["plan", *TINY, *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+
+
+def test_a_profile_with_an_absurd_figure_is_refused_readably(capsys: Out, tmp_path: Path) -> None:
+    path = with_room(tmp_path / "odd.toml")
+    path.write_text(
+        re.sub(r"(?m)^d2h = { value = [\d.e+-]+", "d2h = { value = 25.0", path.read_text(), count=1)
+    )
+    assert main(["plan", *TINY, "--hardware", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "odd.toml: [bytes_per_s] d2h: got 25, expected between" in err
+    assert err.count("\n") <= 2
+
+
+def test_every_option_tells_its_default(capsys: Out) -> None:
+    assert main(["plan", "--help"]) == 0
+    said = capsys.readouterr().out.split("--debug")[1]
+    options = re.findall(r"^  --(\S+)(.*?)(?=^  --|\Z|^\n)", said, re.MULTILINE | re.DOTALL)
+    assert {name for name, words in options if "default" not in words} == {"max", "delay", "json"}
+    assert PLAN.keys() == {f.name for f in attrs.fields(Planning)}
+
+
+def test_the_model_is_the_one_zfunc_draw_draws() -> None:
+    for f in attrs.fields(Sketch):
+        if f.name in attrs.fields_dict(Planning) and f.name not in ("precision", "hardware"):
+            assert getattr(Planning(), f.name) == f.default
+
+
+# --- zfunc calibrate and zfunc train -------------------------------------------------------------------------
+
+
+def test_what_is_calibrated_can_be_planned_for(capsys: Out) -> None:
+    model = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
+    assert main(["calibrate", *model, "--turns", "4", "--out", "here.toml"]) == 0
+    assert "zfunc plan --hardware here.toml" in capsys.readouterr().out
+    code, said = answer(capsys, *model, "--hardware", "here.toml")
+    assert code == 0
+    assert said["step_seconds"] > 0
+
+
+def test_train_refuses_what_does_not_fit_with_the_planners_advice(
+    capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("so it goes. " * 500)
+    args = [*TINY[:8], "--batch-size", "4", "--data", "texts", "--steps", "1", "--out", "run"]
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 3_000_000)
+    monkeypatch.setattr("zfunc.state.allocate", lambda *_: pytest.fail("allocated"), raising=False)
+    assert main(["train", *args]) == 2
+    err = capsys.readouterr().err
+    assert "a step needs more memory than is free: " in err
+    assert "nothing was allocated" in err
+    assert re.search(r"--[a-z-]+ \S+( --[a-z-]+ \S+)* would fit", err)
+    assert "--grad-slots" not in err, "zfunc train has no such option"
+    assert err.count("\n") <= 12
+    assert not Path("run").exists()
+
+
+def test_asking_for_room_takes_no_time_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zfunc.job import prepare
+    from zfunc.settings import Settings
+
+    Path("a.txt").write_text("so it goes. " * 5000)
+    took: list[float] = []
+    ask = room.check_room
+
+    def timed(*args: Any, **given: Any) -> None:
+        began = time.process_time()
+        ask(*args, **given)
+        took.append(time.process_time() - began)
+
+    monkeypatch.setattr("zfunc.job.check_room", timed)
+    prepare(Settings(data=Path("a.txt")), cache=Path("cache"))
+    assert took
+    assert took[0] < 0.5

@@ -1,0 +1,160 @@
+"""What this machine does in a second, measured by training on it: a Profile for `zfunc plan` and `zfunc draw`.
+
+Steps of the segments at hand run under Serial, one operation at a time, so that each is timed alone. What
+operations took, and the rates and latencies that follow, become the profile (`zfunc.fitting`, `zfunc.calibrated`).
+The disk is measured apart.
+
+The invariant: what is timed is what a training runs: the same program, the same operations, of the same sizes.
+"""
+
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+
+import zfunc
+from zfunc.bandwidth import clocks, others
+from zfunc.calibrate_settings import Calibrate
+from zfunc.calibrated import Machine, described
+from zfunc.fitting import Line, Step, costs, fit, middle
+from zfunc.graph import Kind
+from zfunc.job import Batch, build, machine, resolve
+from zfunc.profile import Profile
+from zfunc.program import Program, specialize
+from zfunc.ranks import Ranks
+from zfunc.resources import available_device_bytes, available_host_bytes
+from zfunc.threads import allowed_cpus, default_threads, local_ranks
+from zfunc.topology import physical_cores
+
+log = logging.getLogger("zfunc")
+
+WARM_UP = 3  # steps that begin threads, trace, and fill caches
+PATIENCE = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
+CROWDED = 0.1  # of the cores, busy with something else, is worth a warning
+SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk, and how often
+
+
+def measure(asked: Calibrate) -> Profile:
+    """The Profile of this machine, by a GPT as `asked`, as `zfunc train` would run it. All ranks call it together.
+
+    Raises what `calibrate` does, and ValueError for a batch that cannot be dealt out to the ranks.
+    """
+    settings = resolve(asked.training())
+    world = Ranks.of().world
+    if settings.batch_size % (world * settings.micro_batches):
+        raise ValueError(
+            f"--batch-size: got {settings.batch_size} for {world} ranks with {settings.micro_batches} "
+            f"micro-batches each, expected a multiple of {world * settings.micro_batches}: give one"
+        )
+    shape = settings.batch_size // world, settings.seq_length
+    tokens = torch.randint(0, asked.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = tokens, tokens
+    return calibrate(build(settings, batch), batch, turns=asked.turns, folder=asked.folder)
+
+
+def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
+    """Train `turns` steps of `program` on `batch`, and describe the machine by them.
+
+    The program's schedule has to be Serial. Memory counts as it is free before the program takes any. `folder` is
+    on the disk that is measured: files of 64 MB are written there and removed. All ranks have to call this.
+
+    Raises ValueError for another schedule, or steps there is nothing to tell by; OutOfMemory where the model does
+    not fit; OSError where `folder` cannot be written.
+    """
+    here = look_up(program, Path(folder))
+    disk = measure_disk(Path(folder))
+    before = clocks()
+    steps = middle(list(serial_steps(program, batch, turns)))
+    if here.world == 1:  # of several, each is another process
+        _warn(others(before, clocks()), here.cores)
+    how = f"the middle half of {turns} Serial steps of {len(program.segments)} segments"
+    profile = described(here, costs(steps), disk, how)
+    log.info("%s: measured by %s, of %.3g s each", here.title, how, steps[len(steps) // 2].seconds)
+    if program.ranks.world == 1:
+        log.info(
+            "the network is not in the profile: a single rank sends nothing. With torchrun it is measured"
+        )
+    return profile
+
+
+def _warn(busy: float | None, cores: int) -> None:
+    """Whoever shares the cores is in the figures: threads that wait for one another wait for theirs."""
+    if busy is not None and busy > CROWDED * cores:
+        log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
+
+
+def serial_steps(program: Program, batch: Batch, turns: int) -> Iterator[Step]:
+    """`turns` measured steps from a fresh State. Those that an overflow cut short do not count."""
+    state, plan = zfunc.init(program), specialize(program, batch).plan
+    skipped = kept = 0
+    for n in count():
+        state, metrics = zfunc.train_step(program, state, batch, trace=True)
+        skipped = skipped + 1 if metrics.skipped else 0
+        if skipped > PATIENCE:
+            raise ValueError(f"got {skipped} overflows in a row, expected steps that count: use bf16 or fp32")
+        if n >= WARM_UP and not skipped and metrics.timeline is not None:
+            yield Step(plan, metrics.timeline, metrics.seconds)
+            kept += 1
+        if kept == turns:
+            return
+
+
+def measure_disk(folder: Path) -> Line:
+    """Latency and rate of writing a file and waiting until it is on the disk. Raises OSError."""
+    data = os.urandom(1 << 20)
+    with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as made:
+        path = Path(made) / "file"
+        seconds = {n: median(_written(path, data, n) for _ in range(REPEATS)) for n in (SMALL, LARGE)}
+    return fit(list(seconds.items()))
+
+
+def _written(path: Path, data: bytes, nbytes: int) -> float:
+    start = time.perf_counter()
+    with path.open("wb") as file:
+        for at in range(0, nbytes, len(data)):
+            file.write(data[: nbytes - at])
+        file.flush()
+        os.fsync(file.fileno())
+    return time.perf_counter() - start
+
+
+def look_up(program: Program, folder: Path) -> Machine:
+    """What the operating system tells of this machine, before the program takes any memory."""
+    device, cuda = program.device, program.device.type == "cuda"
+    cores, host = physical_cores(allowed_cpus()), available_host_bytes()
+    facts = machine(device)
+    return Machine(
+        title=", ".join(str(x) for x in (facts["gpu"], facts["cpu"], f"{cores} cores") if x),
+        precision=program.precision,
+        devices=torch.cuda.device_count() if cuda else cores,
+        cores=cores,
+        memory={
+            "device": available_device_bytes(device) if cuda else host,
+            "host": host,
+            "disk": shutil.disk_usage(folder).free,
+        },
+        unified=not cuda,
+        threads={} if cuda else _threads(),
+        world=program.ranks.world,
+        local_ranks=min(local_ranks(), program.ranks.world),
+    )
+
+
+def _threads() -> dict[Kind, int]:
+    """How many threads each kind of operation runs on, on a CPU: in a Serial step copies have the caller's too."""
+    callers = torch.get_num_threads()
+    return {
+        "compute": callers,
+        "d2h": callers,
+        "h2d": callers,
+        "host": default_threads(),
+        "disk": 1,
+        "network": 1,
+    }

@@ -1,0 +1,67 @@
+"""Settings of `zfunc calibrate`: the model whose segments are measured, where the profile goes. No torch here.
+
+The invariant: as in settings.py, what exists can be run, as far as that can be told without the machine.
+"""
+
+from pathlib import Path
+
+import attrs
+from attrs import frozen
+
+from zfunc.options import Option, anything, check_each, count, multiple, path
+from zfunc.settings import COMMON, TRAIN, Settings
+
+CALIBRATE = {
+    **{name: option for name, option in COMMON.items() if name != "schedule"},
+    "vocab_size": Option("model", "tokens there are", count),
+    "bucket_size": TRAIN["bucket_size"],
+    "device": TRAIN["device"],
+    "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
+    "folder": Option("measurement", "folder on the disk that is measured", anything),
+    "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path),
+}
+
+
+@frozen(kw_only=True)
+class Calibrate:
+    """What to measure. The defaults are the model of `zfunc train`: measure with the one you want to plan for."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    seq_length: int = 128
+    vocab_size: int = 256
+    batch_size: int = 8
+    micro_batches: int = 1
+    clip: float = 1.0
+    device: str = "auto"
+    precision: str = "auto"
+    moments: str = "fp32"
+    recompute: str = "all"
+    bucket_size: int | None = None
+    turns: int = 20
+    folder: Path = Path(".")
+    out: Path = Path("machine.toml")
+
+    def __attrs_post_init__(self) -> None:
+        """Check values alone and together. Raises ValueError."""
+        check_each(self, CALIBRATE)
+        multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
+        if self.out.suffix != ".toml":
+            raise ValueError(
+                f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
+            )
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"--folder: got {self.folder}, expected a folder that is there: make it, or name another"
+            )
+
+    def training(self) -> Settings:
+        """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
+        model = {
+            f.name: getattr(self, f.name)
+            for f in attrs.fields(Settings)
+            if f.name in CALIBRATE and f.name != "out"
+        }
+        return Settings(**model, schedule="Serial", lr=1e-5, warmup=0)

@@ -1,0 +1,122 @@
+"""The file, as its authors write it: JSON with comments and trailing commas. What it means is not known here.
+
+The invariant: what is read says every key once. Parsing is json5's; only where a key stands twice, the lines of both
+are looked for by renaming each place that may be it and parsing again.
+"""
+
+import re
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+LIMIT = 1 << 20  # bytes; such files have some thousand
+
+
+@frozen
+class Source:
+    """What a file, or a dict, says: `values` by key, and the `name` that errors call it by."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+class _Twice(Exception):  # noqa: N818
+    """Inside a parse: a key that one object has twice, at two lines if they are known."""
+
+    def __init__(self, key: str, lines: tuple[int, ...] = ()) -> None:
+        super().__init__(key)
+        self.key, self.lines = key, lines
+
+
+def read(source: "str | PathLike[str] | Mapping[str, Any]") -> Source:
+    """The contents of a file, or of a dict that is one already.
+
+    Raises ValueError, with the line, for what is no JSON even with comments and trailing commas, and for a key that
+    an object has twice; TypeError for anything but a path or a dict.
+
+    >>> read({"train_batch_size": 8}).values["train_batch_size"]
+    8
+    """
+    if isinstance(source, Mapping):
+        return Source("the dict", dict(source))
+    if not isinstance(source, str | PathLike):
+        raise TypeError(f"got a {type(source).__name__}, expected the path of a JSON file, or a dict: pass one")
+    path = Path(source).expanduser()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}, expected a JSON file: name one that is there") from error
+    if len(raw) > LIMIT:
+        raise ValueError(f"{path}: got {len(raw):,} bytes, expected a configuration of at most {LIMIT:,}: name it")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: got bytes that are no UTF-8 text ({error}), expected JSON: name it") from error
+    return Source(str(path), parse(text, str(path)))
+
+
+def parse(text: str, name: str = "the text") -> dict[str, Any]:
+    """The object that `text` is. Raises ValueError; see `read`.
+
+    >>> parse('{"fp16": {"enabled": true,},  // as on the old cluster\\n}')
+    {'fp16': {'enabled': True}}
+    """
+    try:
+        values = _parsed(text, _unique)
+    except _Twice as twice:
+        lines = _lines(text, twice.key)
+        where = f" on lines {lines[0]} and {lines[1]}" if lines else ""
+        raise ValueError(
+            f"{name}: got the key {twice.key!r} twice in one object{where}, expected it once: delete one of them"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        told = str(error).removeprefix("<string>:")
+        raise ValueError(
+            f"{name}: line {told}, expected JSON, which may have // and /* */ comments and trailing commas: correct it"
+            if told[:1].isdigit()
+            else f"{name}: {told}, expected a JSON object: write one"
+        ) from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{name}: got a {type(values).__name__}, expected a JSON object: put it in {{ }}")
+    return values
+
+
+def _parsed(text: str, hook: Any) -> Any:
+    import json5
+
+    return json5.loads(text, object_pairs_hook=hook)
+
+
+def _unique(pairs: Any) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise _Twice(key)
+        made[key] = value
+    return made
+
+
+def _lines(text: str, key: str) -> tuple[int, ...]:
+    """The lines of the first two places where one object has `key`, or nothing."""
+    pattern = re.compile(rf"""(?P<quote>["']?)\b{re.escape(key)}\b(?P=quote)(?=\s*:)""")
+    mark = "\N{INVISIBLE SEPARATOR}"
+
+    def renamed(match: re.Match[str]) -> str:
+        return f'"{key}{mark}{text.count(chr(10), 0, match.start()) + 1}"'
+
+    def hook(pairs: Any) -> dict[str, Any]:
+        found = [int(k.partition(mark)[2]) for k, _ in pairs if k.startswith(key + mark)]
+        if len(found) > 1:
+            raise _Twice(key, tuple(found[:2]))
+        return dict(pairs)
+
+    try:
+        _parsed(pattern.sub(renamed, text), hook)
+    except _Twice as twice:
+        return twice.lines
+    except ValueError:  # the renaming hit a text that looks like a key
+        return ()
+    return ()

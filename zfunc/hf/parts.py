@@ -1,0 +1,84 @@
+"""The three kinds of segments of a causal language model, as modules around the model's own.
+
+The invariant: what goes from one to the next is the hidden states, [batch, seq, hidden], and nothing else:
+positions and masks follow from their shape, and are made again where they are needed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+IGNORED = -100  # the label of a token that is not to be predicted
+
+
+class Embed(nn.Module):
+    """Token embeddings, with learned positions and dropout where the model has them: int64 [batch, seq] in."""
+
+    def __init__(self, tokens: nn.Module, positions: nn.Embedding | None, dropout: nn.Module | None) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = tokens, positions, dropout
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embed. Raises ValueError for a sequence longer than the learned positions."""
+        x = self.tokens(input_ids)
+        if self.positions is not None:
+            seq, longest = input_ids.shape[-1], self.positions.num_embeddings
+            if seq > longest:
+                raise ValueError(
+                    f"got {seq} tokens, expected at most the {longest} there are positions for: cut it"
+                )
+            x = x + self.positions(torch.arange(seq, device=input_ids.device))
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Layer(nn.Module):
+    """A decoder layer, with the rotary positions it is handed in the model."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str | None) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+        self.kind = kind  # of attention, where positions depend on it
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Mix along the sequence, then along the features."""
+        if self.rotary is None:
+            return self.layer(x)
+        at = torch.arange(x.shape[1], device=x.device)[None]
+        cos_sin = self.rotary(x, at) if self.kind is None else self.rotary(x, at, self.kind)
+        return self.layer(x, position_embeddings=cos_sin)
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary, loss: the last segment."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
+        super().__init__()
+        self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Give the scores of the next token: [batch, seq, vocab], in the compute precision."""
+        y = self.lm_head(self.norm(x))
+        return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
+
+    def forward(self, x: Tensor, targets: Any = None) -> Tensor:
+        """Give the mean loss in nats, an fp32 scalar; without targets, the logits."""
+        return self.logits(x) if targets is None else loss(self.logits(x).float(), targets)
+
+
+def loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
+
+    `targets` is the labels, each the token that follows: then it is the mean over those of this micro-batch that
+    count. Or it is the labels and weights [batch], as `zfunc.hf.batch` makes them: then it is the mean over rows of
+    weight times the sum of a row's losses.
+
+    >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
+    >>> torch.isclose(loss(logits, labels), loss(logits, (labels, torch.full((2,), 2 / 4))))
+    tensor(True)
+    """
+    labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
+    flat, reduction = logits.flatten(0, 1), "mean" if weights is None else "none"
+    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction=reduction)
+    return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()

@@ -1,0 +1,114 @@
+"""Settings of `zfunc plan` as a value, and what each option means.
+
+The invariant: as in `zfunc.settings`, the fields' defaults are the command line's. No torch here.
+"""
+
+from typing import Any
+
+from attrs import field, frozen
+
+from zfunc import schedules
+from zfunc.options import (
+    AUTO,
+    Option,
+    anything,
+    check_each,
+    count,
+    multiple,
+    one_of,
+    ratio,
+    share,
+    zero_or_more,
+)
+from zfunc.profile_file import names as profiles
+from zfunc.settings import COMMON
+
+_names = ", ".join
+
+
+PLAN = {
+    **COMMON,
+    "vocab_size": Option("model", "tokens there are", count),
+    "max": Option("model", "instead of --num-layers: the most that fit", anything),
+    "batch_size": Option(
+        "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
+    ),
+    "precision": Option(
+        "how it runs",
+        f"{COMMON['precision'].help.partition(';')[0]}; auto is the 16 bits that the hardware is fast in",
+        COMMON["precision"].check,
+    ),
+    "schedule": Option(
+        "how it runs",
+        f"{COMMON['schedule'].help}; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
+        one_of((*schedules.__all__, AUTO)),
+    ),
+    "grad_slots": Option("how it runs", "buckets of gradients on the device", count),
+    "host_slots": Option("how it runs", "buckets on their way, in pinned memory, each way", count),
+    "offload_ratio": Option(
+        "how it runs",
+        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device. {AUTO}: the fastest",
+        ratio,
+        metavar="X",
+    ),
+    "speculate": Option(
+        "how it runs",
+        "buckets that are updated before the norm is known, with clipping or fp16",
+        zero_or_more,
+    ),
+    "delay": Option("how it runs", "apply every gradient a step late", anything),
+    "hardware": Option(
+        "hardware",
+        f"{_names(profiles())}, or a file that zfunc calibrate wrote",
+        anything,
+        metavar="NAME|FILE",
+    ),
+    "world": Option("hardware", "ranks that train together, one on a device", count),
+    "json": Option("output", "as one JSON object, for programs", anything),
+}
+
+
+@frozen(kw_only=True)
+class Planning:
+    """A step to plan. The defaults are those of `zfunc draw`."""
+
+    num_layers: int = 4
+    hidden_size: int = 2048
+    num_attention_heads: int = 16
+    seq_length: int = 1024
+    vocab_size: int = 50257
+    max: bool = False
+    batch_size: int = 8
+    micro_batches: int = 1
+    clip: float = 1.0
+    precision: str = AUTO
+    moments: str = "fp32"
+    schedule: str = "Overlapped"
+    recompute: str = "all"
+    bucket_size: int = 50_000_000
+    grad_slots: int = 2
+    host_slots: int = 2
+    offload_ratio: str = field(default="1", converter=str)
+    speculate: int = 0
+    delay: bool = False
+    hardware: str = "v100-32gb"
+    world: int = 1
+    json: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        check_each(self, PLAN)
+        multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
+        parts = self.world * self.micro_batches
+        multiple(
+            "batch_size", self.batch_size, "world" if self.micro_batches == 1 else "micro_batches", parts
+        )
+
+    @property
+    def ratio(self) -> Any:
+        """The share of the state on the host, or "auto"."""
+        return share(self.offload_ratio)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step that one rank is given."""
+        return self.batch_size // self.world
