@@ -109,7 +109,7 @@ kernel = Extension(
 )
 
 setup(
-    packages=["zfunc", "zfunc.checkpoint", "zfunc.schedules"],
+    packages=["zfunc", "zfunc.checkpoint", "zfunc.deepspeed", "zfunc.hf", "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
     package_data={"zfunc": ["py.typed", "profiles/*.toml", "web/*"]},
     include_package_data=False,  # the kernel's sources are for the sdist

@@ -1,8 +1,9 @@
 """Does a simulated step take as long as a real one, is the faster schedule told, and does planned memory hold?
 
-For each model a Serial program is traced, and this machine described by what its operations took, as `zfunc
-calibrate` does. From that alone the step of every schedule is predicted. The traced steps and the steps of all
-schedules, which are not traced, take turns; measured is the median. All train one State, so they do the same work.
+For each model a Serial and an overlapped program are traced, and this machine described by what operations took,
+as `zfunc calibrate` does. From that alone the step of every schedule is predicted. Traced steps and the steps of
+all schedules, which are not traced, take turns; measured is the median. All train one State, so they do the same
+work.
 
 Of two schedules the measured order counts unless they tie: unless the ratio of their times, turn by turn, has 1 in
 its interquartile range. Device memory is what a step allocates beyond what is always there, under Serial.
@@ -27,7 +28,7 @@ from zfunc import schedules
 from zfunc.bandwidth import clocks, others
 from zfunc.calibrate import look_up, measure_disk
 from zfunc.calibrated import described
-from zfunc.fitting import Step, costs, middle
+from zfunc.fitting import Step, costs, handoff, middle
 from zfunc.hardware import Hardware
 from zfunc.program import Program, specialize
 from zfunc.simulate import simulate
@@ -35,6 +36,7 @@ from zfunc.state import State
 from zfunc.tracing import Tracker
 
 MODELS = "4x256x4x64x2,4x512x8x64x2,6x768x8x64x2"
+TRACED = {"alone": "Serial", "beside": "Overlapped"}  # what the calibration runs
 WARM_UP = 3
 TARGET, TARGET_MEMORY = 0.15, 0.10
 
@@ -47,17 +49,18 @@ class Measured:
     programs: dict[str, Program]
     batch: Any
     seconds: dict[str, list[float]]
-    traced: list[Step]
+    traced: list[Step]  # one operation at a time
+    beside: list[Step]  # overlapped
     planned: int
     allocated: int
 
 
 def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Program], Any]:
-    """A program for each schedule, all of one identity: they train one State; "traced" is for the calibration."""
+    """A program for each schedule, all of one identity: they train one State."""
     args.num_layers, args.hidden_size, args.num_attention_heads, args.seq_length, rows = shape
     tokens = torch.randint(0, 256, (rows, args.seq_length), generator=torch.Generator().manual_seed(0))
     made: dict[str, Program] = {}
-    for name, schedule in {"traced": "Serial", **{s: s for s in args.schedules.split(",")}}.items():
+    for name, schedule in {**TRACED, **{s: s for s in args.schedules.split(",")}}.items():
         program = zfunc.compile(
             gpt(args),
             optimizer=zfunc.AdamW(lr=1e-5),
@@ -68,25 +71,26 @@ def compiled(args: argparse.Namespace, shape: list[int]) -> tuple[dict[str, Prog
             device=args.device,
             example=(tokens, tokens),
         )
-        made[name] = evolve(program, identity=made["traced"].identity) if made else program
+        made[name] = evolve(program, identity=made["alone"].identity) if made else program
     return made, (tokens, tokens)
 
 
 def measured(args: argparse.Namespace, model: str) -> Measured:
     """Run every program in turns."""
     programs, batch = compiled(args, [int(n) for n in model.split("x")])
-    state = zfunc.init(programs["traced"])
-    plan = specialize(programs["traced"], batch).plan
+    state = zfunc.init(programs["alone"])
+    plans = {name: specialize(program, batch).plan for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    traced: list[Step] = []
+    traced: dict[str, list[Step]] = {name: [] for name in TRACED}
     for turn in range(WARM_UP + args.turns):
         for name, program in programs.items():
-            state, m = zfunc.train_step(program, state, batch, trace=name == "traced")
+            state, m = zfunc.train_step(program, state, batch, trace=name in TRACED)
             if turn >= WARM_UP:
                 seconds[name].append(m.seconds)
-                traced += [Step(plan, m.timeline, m.seconds)] if m.timeline is not None else []
-    planned, allocated = memory(programs["traced"], state, batch)
-    return Measured(model, programs, batch, seconds, traced, planned, allocated)
+                if m.timeline is not None:
+                    traced[name].append(Step(plans[name], m.timeline, m.seconds))
+    planned, allocated = memory(programs["alone"], state, batch)
+    return Measured(model, programs, batch, seconds, *traced.values(), planned, allocated)
 
 
 def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
@@ -105,15 +109,18 @@ def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
 
 def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     """This machine, by the traced steps of one model."""
-    program = one.programs["traced"]
+    program = one.programs["alone"]
     here, disk = look_up(program, Path(args.folder)), measure_disk(Path(args.folder))
-    return described(here, costs(middle(one.traced)), disk, "a benchmark").hardware(program.precision)
+    told = handoff(middle(one.beside)) or 0.0
+    return described(here, costs(middle(one.traced)), disk, "a benchmark", handoff=told).hardware(
+        args.precision
+    )
 
 
 def rows(one: Measured, on: Hardware) -> Iterator[dict[str, Any]]:
     """Predicted and measured seconds of each schedule."""
     for name, program in one.programs.items():
-        if name != "traced":
+        if name not in TRACED:
             taken = one.seconds[name]
             low, _, high = quantiles(taken, n=4)
             yield {

@@ -15,6 +15,7 @@ the order found does not keep that, the faster of theirs is returned.
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import pairwise
 
 from attrs import define, field, frozen
 
@@ -36,7 +37,7 @@ class CriticalPath:
 
     def __call__(self, graph: Graph) -> Plan:
         """Play the step through, and keep the order unless a plain one is better."""
-        greedy = build(graph, _Played(graph, [self.hardware.seconds(op) for op in graph]).lanes())
+        greedy = build(graph, _Played(graph, self.hardware).lanes())
         plain = [Overlapped()(graph), Interleaved()(graph)]
         plans = [greedy, *plain] if _no_larger(greedy, plain) else plain
         return min(plans, key=lambda plan: simulate(plan, self.hardware).seconds)  # of equals the first
@@ -50,12 +51,16 @@ def _no_larger(plan: Plan, others: list[Plan]) -> bool:
     )
 
 
-def upward_ranks(graph: Graph, seconds: list[float]) -> list[float]:
-    """For each operation the seconds of the longest chain of dependencies that begins with it."""
-    ranks = list(seconds)
+def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> list[float]:
+    """For each operation the seconds of the longest chain of dependencies that begins with it.
+
+    `handoff` is what it takes an operation to learn that one of another kind has ended.
+    """
+    ranks, kinds = list(seconds), [op.kind for op in graph]
     for i in reversed(range(len(graph))):
         for n in graph.predecessors[i]:
-            ranks[n] = max(ranks[n], seconds[n] + ranks[i])
+            told = 0.0 if kinds[n] == kinds[i] else handoff
+            ranks[n] = max(ranks[n], seconds[n] + told + ranks[i])
     return ranks
 
 
@@ -68,21 +73,23 @@ def _chain(graph: Graph) -> Iterator[int]:
 
 @define
 class _Played:
-    """A step under way: what is ready on each lane, and when what runs will end."""
+    """A step under way: what is ready on each lane, and what will end, or be told, when."""
 
     graph: Graph
-    seconds: list[float]
+    hardware: Hardware
     ready: dict[Kind, list[tuple[float, int]]] = field(factory=dict[Kind, list[tuple[float, int]]])
-    running: list[tuple[float, int]] = field(factory=list[tuple[float, int]])
+    events: list[tuple[float, int, bool]] = field(factory=list[tuple[float, int, bool]])  # True: it ends
+    busy: set[Kind] = field(factory=set[Kind])
+    seconds: list[float] = field(init=False)
+    ranks: list[float] = field(init=False)
     pending: list[int] = field(init=False)  # for each operation how many it still has to wait for
     unlocks: list[list[int]] = field(init=False)
-    ranks: list[float] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.ranks = upward_ranks(self.graph, self.seconds)
+        self.seconds = [self.hardware.seconds(op) for op in self.graph]
+        self.ranks = upward_ranks(self.graph, self.seconds, self.hardware.handoff)
         before = [set(needed) for needed in self.graph.predecessors]
-        chain = list(_chain(self.graph))
-        for previous, op in zip(chain, chain[1:], strict=False):
+        for previous, op in pairwise(_chain(self.graph)):
             before[op].add(previous)
         self.pending = list(map(len, before))
         self.unlocks = [[] for _ in before]
@@ -93,31 +100,38 @@ class _Played:
     def lanes(self) -> dict[str, list[int]]:
         """The order in which each lane ran its operations."""
         lanes: dict[str, list[int]] = {op.kind: [] for op in self.graph}
-        busy: set[str] = set()
         for i, left in enumerate(self.pending):
             if not left:
                 self._ready(i)
         now = 0.0
         while True:
             for kind, waiting in self.ready.items():
-                if waiting and kind not in busy:
+                if waiting and kind not in self.busy:
                     _, i = heappop(waiting)
                     lanes[kind].append(i)
-                    busy.add(kind)
-                    heappush(self.running, (now + self.seconds[i], i))
-            if not self.running:
+                    self.busy.add(kind)
+                    heappush(self.events, (now + self.seconds[i], i, True))
+            if not self.events:
                 return lanes
-            now = self.running[0][0]
-            while self.running and self.running[0][0] == now:
-                _, i = heappop(self.running)
-                busy.discard(self.graph.ops[i].kind)
-                self._over(i)
+            now = self.events[0][0]
+            while self.events and self.events[0][0] == now:
+                _, i, ends = heappop(self.events)
+                self._ended(i, now) if ends else self._told(i)
 
-    def _over(self, done: int) -> None:
+    def _ended(self, done: int, now: float) -> None:
+        kind = self.graph.ops[done].kind
+        self.busy.discard(kind)
         for i in self.unlocks[done]:
-            self.pending[i] -= 1
-            if not self.pending[i]:
-                self._ready(i)
+            if self.graph.ops[i].kind == kind or not self.hardware.handoff:
+                self._told(i)
+            else:
+                heappush(self.events, (now + self.hardware.handoff, i, False))
+
+    def _told(self, i: int) -> None:
+        """One operation less for `i` to wait for."""
+        self.pending[i] -= 1
+        if not self.pending[i]:
+            self._ready(i)
 
     def _ready(self, i: int) -> None:
         heappush(self.ready.setdefault(self.graph.ops[i].kind, []), (-self.ranks[i], i))

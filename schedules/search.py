@@ -23,7 +23,7 @@ from .serial import Serial
 
 @frozen
 class Search:
-    """The best of `schedules` on `hardware`; without any: of all that there are, `CriticalPath` for this hardware."""
+    """The best of `schedules` on `hardware`; by default of all others that there are, made for it."""
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)

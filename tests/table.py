@@ -248,4 +248,5 @@ def hardware() -> st.SearchStrategy[Hardware]:
     kinds = st.sampled_from([*ROUND.rates])
     shares = st.dictionaries(kinds, st.floats(0, 1, exclude_min=True))
     shared = st.dictionaries(st.sampled_from(["cores", "memory"]), shares)
-    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3), shared=shared)
+    handoff = st.one_of(st.just(0.0), st.floats(0, 1e3))
+    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3), handoff, shared=shared)

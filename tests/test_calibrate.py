@@ -15,13 +15,13 @@ from table import graph_of, hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.calibrate import calibrate, measure, measure_disk, serial_steps
+from zfunc.calibrate import calibrate, measure, measure_disk, overlapped, traced_steps
 from zfunc.calibrate_settings import CALIBRATE, Calibrate
 from zfunc.calibrated import Machine, described
 from zfunc.cli import main
-from zfunc.fitting import Costs, Line, Step, costs, fit, middle
+from zfunc.fitting import Costs, Line, Step, costs, fit, handoff, middle
 from zfunc.graph import KINDS
-from zfunc.hardware import Hardware, Measured
+from zfunc.hardware import ROUND, Hardware, Measured
 from zfunc.profile import NONE_SENT, Profile
 from zfunc.profile_file import parse, text
 from zfunc.program import Program, specialize
@@ -115,6 +115,13 @@ def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tup
     assert 0 < found.rate < float("inf")
 
 
+def test_what_a_handoff_takes_is_found() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan, evolve(ROUND, latency=1e-3, handoff=2e-4))
+    assert handoff([Step(plan, timeline, timeline.seconds)]) == pytest.approx(2e-4)
+    assert handoff(steps_of(ROUND, 1.0)) is None
+
+
 def test_flops_are_those_of_all_together() -> None:
     found = Costs(
         {("compute", 100, 0): 2.0, ("compute", 300, 0): 3.0, ("compute", 0, 8): 9.0},
@@ -144,9 +151,9 @@ ONCE = evolve(FOUND, counts=dict.fromkeys(FOUND.seconds, 1))
 
 
 def test_figures_are_what_was_reached() -> None:
-    profile = described(MACHINE, ONCE, DISK, "in a test")
+    profile = described(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
     on = profile.hardware("fp32")
-    assert on.flops == 1e11
+    assert (on.flops, on.handoff) == (1e11, 3e-4)
     expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "disk": 1e9, "network": NONE_SENT}
     assert on.rates == expected
     assert on.memory == {"device": 10**9, "host": 10**10, "disk": 10**11}
@@ -205,6 +212,7 @@ def check(profile: Profile, program: Program, batch: Any) -> None:
     assert {(m.kind, m.flops, m.nbytes) for m in on.measured} == works
     assert simulate(plan, on).seconds == pytest.approx(sum(map(on.seconds, plan.graph)))
     assert on.unified == (program.device.type == "cpu")
+    assert 0 < on.handoff < 1
     assert parse(text(profile), profile.name) == profile
     assert not on.lacking({"host": 10**6})
 
@@ -223,7 +231,7 @@ def test_a_program_is_measured(tmp_path: Path, more: dict[str, Any]) -> None:
 def test_so_it_is_under_the_flags_of_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zfunc"):
         profile = measure(Calibrate(**SMALL, folder=tmp_path))
-    assert "measured by the middle half of 4 Serial steps of 3 segments" in caplog.text
+    assert "measured by the middle half of 4 steps of 3 segments" in caplog.text
     assert "the network is not in the profile: a single rank sends nothing" in caplog.text
     assert profile.title.endswith("cores")
     with pytest.raises(ValueError, match="got precision 'bf16', expected one it has: use fp32"):
@@ -262,12 +270,14 @@ def test_steps_that_an_overflow_cuts_short_do_not_count(monkeypatch: pytest.Monk
 
     def skipping(*args: Any, **more: Any) -> Any:
         state, metrics = real(*args, **more)
-        seen.append(evolve(metrics, skipped=len(seen) in (4, 5)))
+        seen.append(evolve(metrics, skipped=len(seen) in (8, 9)))
         return state, seen[-1]
 
     monkeypatch.setattr(zfunc, "train_step", skipping)
-    assert len(list(serial_steps(program, batch, 3))) == 3
-    assert len(seen) == 3 + 2 + 3  # warm-up, overflows, what counts
+    alone, beside = traced_steps((program, overlapped(program)), batch, 3)
+    assert len(alone) == len(beside) == 3
+    assert len(seen) == 2 * (3 + 1 + 3)  # warm-up, two overflows in one turn, what counts
+    assert [len(steps[0].plan.lanes) for steps in (alone, beside)] == [1, 4]
 
 
 def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +290,7 @@ def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(zfunc, "train_step", skipping)
     with pytest.raises(ValueError, match="got 61 overflows in a row, expected steps that count: use bf16"):
-        list(serial_steps(program, batch, 1))
+        traced_steps((program,), batch, 1)
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:

@@ -74,7 +74,9 @@ def test_so_it_is_with_gaps_and_clocks_that_disagree(plan: Plan, seed: int) -> N
 
 @given(plans(), hardware())
 def test_in_a_simulated_step_the_operations_of_the_chain_touch(plan: Plan, on: Hardware) -> None:
-    chain = critical(plan, simulate(plan, on))
+    handed = critical(plan, simulate(plan, on))
+    assert all(link.idle <= on.handoff + link.event.end * 1e-12 for link in handed)
+    chain = critical(plan, simulate(plan, evolve(on, handoff=0.0)))
     assert all(link.idle == 0 for link in chain)
     assert all(a.event.end == b.event.start for a, b in pairwise(chain))
     assert "waiting" not in bound_by(chain)

@@ -97,6 +97,7 @@ def test_a_missing_rate_is_refused() -> None:
 
 WRONG = {
     "latency": ({"latency": -1}, r"got a latency of -1, expected seconds, 0 or more"),
+    "hand-off": ({"handoff": math.inf}, r"got a latency of inf, expected seconds, 0 or more"),
     "latency of a kind": ({"latencies": {"host": math.nan}}, "got a latency of nan, expected seconds"),
     "kind of a latency": ({"latencies": {"hots": 1.0}}, r"'hots' in latencies, .*did you mean 'host'"),
     "kind of a rate": (

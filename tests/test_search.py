@@ -165,6 +165,7 @@ def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
     *_, lowest = ratios_that_fit(step(model(), START, with_room(device=room)))
     assert lowest == pytest.approx(0.5, abs=0.1)
     assert ratios_that_fit(started) == (1.0, 0.5, 0.0), "no limit is known"
+    assert ratios_that_fit(step(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
     assert ratios_that_fit(step(model(), START, with_room(device=1))) == (1.0,)
 
 

@@ -23,7 +23,7 @@ def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
     free = [0.0] * len(plan.lanes)
     for i in in_order(plan, plan.waits):
         lane, _ = plan.place[i]
-        start = max([free[lane], *(times[n][1] for n in plan.waits[i])])
+        start = max([free[lane], *(times[n][1] + on.handoff for n in plan.waits[i])])
         free[lane] = start + on.seconds(plan.graph.ops[i])
         times[i] = start, free[lane]
     return times
@@ -32,6 +32,7 @@ def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
 def check(plan: Plan, on: Hardware) -> None:
     timeline = simulate(plan, on)
     longest, shortest = serial_time(plan.graph, on), critical_path(plan.graph, on)
+    longest += on.handoff * len({n for waits in plan.waits for n in waits})
     assert shortest * (1 - ROUNDING) <= timeline.seconds <= longest * (1 + ROUNDING)
 
     events = {e.op: e for e in timeline.events}
@@ -43,7 +44,7 @@ def check(plan: Plan, on: Hardware) -> None:
         of_lane = list(timeline.on(lane.name))
         assert all(a.end <= b.start for a, b in pairwise(of_lane))
         for previous, i, e in zip([None, *of_lane], lane.ops, of_lane, strict=False):
-            awaited = [events[plan.graph.ops[n].name].end for n in plan.waits[i]]
+            awaited = [events[plan.graph.ops[n].name].end + on.handoff for n in plan.waits[i]]
             assert e.start == max([previous.end if previous else 0.0, *awaited])
             assert e.seconds >= on.seconds(plan.graph.ops[i]) * (1 - 1e-6) - e.end * 1e-12
             assert e.kind == plan.graph.ops[i].kind
@@ -89,7 +90,7 @@ def test_serial_takes_the_serial_sum(recipe: str, name: str) -> None:
 
 @given(plans(), hardware())
 def test_what_is_shared_wholly_by_all_takes_the_serial_sum(plan: Plan, on: Hardware) -> None:
-    on = evolve(on, shared={"everything": dict.fromkeys(KINDS, 1.0)})
+    on = evolve(on, handoff=0.0, shared={"everything": dict.fromkeys(KINDS, 1.0)})
     assert simulate(plan, on).seconds == pytest.approx(serial_time(plan.graph, on))
 
 
@@ -148,6 +149,17 @@ def test_a_plan_of_many_operations_is_simulated_in_seconds() -> None:
     begin = time.process_time()
     assert simulate(plan, on).seconds == pytest.approx(2 * sum(1 + i % 7 for i in range(10_000)))
     assert time.process_time() - begin < 10  # a second; quadratic would be an hour
+
+
+def test_the_end_of_an_operation_is_known_on_other_lanes_a_little_later() -> None:
+    x = Region("x")
+    make, use = evolve(WORK, writes=(x,)), evolve(SWEEP, reads=(x,))
+    on = evolve(UNIT, handoff=0.5)
+    assert beside(make, use, on) == [(0, 4), (4.5, 6.5)]
+    assert simulate(build(Graph((make, use)), {"one": [0, 1]}), on).seconds == 6  # on its own lane at once
+    slow = evolve(SWEEP, verb="before", nbytes=5)  # it heard of it long ago
+    plan = build(Graph((make, slow, use)), {"a": [0], "b": [1, 2]})
+    assert simulate(plan, evolve(on, shared={})).seconds == 7
 
 
 def test_a_deadlock_raises() -> None:

@@ -85,14 +85,14 @@ def test_gradients_do_not_depend_on_a_power_of_two_scale() -> None:
 
 def reference_scaler(overflows: list[bool], window: int, hysteresis: int) -> list[float]:
     """The rules as users know them, written as a loop with counters of its own."""
-    scale, left, since, seen = 2.0**16, hysteresis, 1, []
+    scale, left, since, seen = 2.0**16, hysteresis, 0, []
     for overflow in overflows:
         if overflow:
             if left == 1:
                 scale = max(scale / 2, 1.0)
             else:
                 left -= 1
-            since = 0
+            since = -1
         elif since > 0 and since % window == 0:
             scale, left = scale * 2, hysteresis
         since += 1

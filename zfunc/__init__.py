@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zfunc.adam import AdamW, matrices_only
     from zfunc.checkpointing import load, save
     from zfunc.compiling import compile
+    from zfunc.configured import from_deepspeed
     from zfunc.errors import CheckpointError, NonFiniteError
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
@@ -39,6 +40,7 @@ _HOMES = {
     "compile": "compiling",
     "evaluate": "reading",
     "flush": "step",
+    "from_deepspeed": "configured",
     "init": "step",
     "load": "checkpointing",
     "matrices_only": "adam",
@@ -61,6 +63,7 @@ __all__ = [
     "compile",
     "evaluate",
     "flush",
+    "from_deepspeed",
     "init",
     "load",
     "lr",
@@ -78,9 +81,9 @@ __version__ = "0.1.0"
 class _Callable(ModuleType):
     """`zfunc.plan` is a module, of plans, and a call: `zfunc.plan(segments, example, hardware="h100")`.
 
-    Importing a submodule puts it on its package, whatever was there under that name, so a function called `plan` would
-    last until somebody's `from zfunc.plan import build`. The module itself is what can be called, in any order of
-    imports; Python lets a module have a class of its own for such ends.
+    Importing a submodule puts it on its package, whatever was there under that name, so a function called `plan`
+    would last until somebody's `from zfunc.plan import build`. The module itself is what can be called, in any
+    order of imports; Python lets a module have a class of its own for such ends.
     """
 
     def __call__(self, *args: Any, **given: Any) -> Any:

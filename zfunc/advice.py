@@ -64,8 +64,8 @@ def advise(
     """What to change about `step`, the best first. `rows` is the size of a rank's batch; `replan` plans a setup.
 
     Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
-    combination; if not even all changes together help, those. Where it fits: what is faster and still fits. Only
-    names in `settable` are changed, if there is such a list.
+    combination; if not even all of them together are enough, those. Where it fits: what is faster and still fits.
+    Only names in `settable` are changed, if there is such a list.
     """
 
     def tried(base: Setup, changes: Iterable[dict[str, Any]]) -> list[Advice]:
@@ -171,9 +171,7 @@ def _divisors(rows: int) -> list[int]:
 
 def _faster(setup: Setup, step: Step, rows: int, tried: Trial) -> Iterator[Advice]:
     found = [a for a in tried(setup, _changes(setup, step, rows)) if a.step.fits]
-    if any(
-        "recompute" in a.changes for a in found
-    ):  # keeping everything takes more than keeping what is cheap
+    if any("recompute" in a.changes for a in found):  # or keeping everything takes even more room
         found += (a for a in tried(setup, [{"recompute": "none"}]) if a.step.fits)
     gain = [a for a in found if a.step.seconds < step.seconds * (1 - WORTH)]
     yield from _distinct(sorted(gain, key=lambda a: a.step.seconds))

@@ -54,9 +54,12 @@ def _ratios(best: Step, space: Space, first: bool) -> Iterator[Choice]:
 def ratios_that_fit(best: Step) -> tuple[float, ...]:
     """Shares of the state that may stay on the host: all, down to where the device is full, and half way.
 
-    What is kept on the device grows evenly from a ratio of 1 to one of 0. None is below the last by arithmetic, so
-    the last may turn out too small by a bucket, and the one before is a little larger.
+    What is kept on the device grows evenly from a ratio of 1 to one of 0. The last is the lowest by arithmetic: it
+    may turn out too low by a bucket, and the one before is a little higher. Where the device is the host, nothing
+    is gained by what stays there.
     """
+    if best.hardware.unified:
+        return (1.0,)
     there = best.hardware.memory.get("device")
     if there is None:
         return (1.0, 0.5, 0.0)

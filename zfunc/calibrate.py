@@ -1,8 +1,8 @@
 """What this machine does in a second, measured by training on it: a Profile for `zfunc plan` and `zfunc draw`.
 
-Steps of the segments at hand run under Serial, one operation at a time, so that each is timed alone. What
-operations took, and the rates and latencies that follow, become the profile (`zfunc.fitting`, `zfunc.calibrated`).
-The disk is measured apart.
+Steps of the segments at hand run under Serial, one operation at a time, so that each is timed alone; and in turns
+with them under Overlapped, to see how long lanes take to hear of each other. What operations took, and the rates
+and latencies that follow, become the profile (`zfunc.fitting`, `zfunc.calibrated`). The disk is measured apart.
 
 The invariant: what is timed is what a training runs: the same program, the same operations, of the same sizes.
 """
@@ -11,26 +11,29 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
+from attrs import evolve
 
 import zfunc
 from zfunc.bandwidth import clocks, others
 from zfunc.calibrate_settings import Calibrate
 from zfunc.calibrated import Machine, described
-from zfunc.fitting import Line, Step, costs, fit, middle
+from zfunc.fitting import Line, Step, costs, fit, handoff, middle
 from zfunc.graph import Kind
 from zfunc.job import Batch, build, machine, resolve
 from zfunc.profile import Profile
-from zfunc.program import Program, specialize
+from zfunc.program import Cache, Program, make_plan, specialize
 from zfunc.ranks import Ranks
 from zfunc.resources import available_device_bytes, available_host_bytes
+from zfunc.schedules import Overlapped
 from zfunc.threads import allowed_cpus, default_threads, local_ranks
+from zfunc.timeline import Timeline
 from zfunc.topology import physical_cores
 
 log = logging.getLogger("zfunc")
@@ -60,7 +63,7 @@ def measure(asked: Calibrate) -> Profile:
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
-    """Train `turns` steps of `program` on `batch`, and describe the machine by them.
+    """Train `turns` steps of `program` on `batch`, and as many overlapped ones, and describe the machine by them.
 
     The program's schedule has to be Serial. Memory counts as it is free before the program takes any. `folder` is
     on the disk that is measured: files of 64 MB are written there and removed. All ranks have to call this.
@@ -71,11 +74,12 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     here = look_up(program, Path(folder))
     disk = measure_disk(Path(folder))
     before = clocks()
-    steps = middle(list(serial_steps(program, batch, turns)))
+    alone, beside = traced_steps((program, overlapped(program)), batch, turns)
     if here.world == 1:  # of several, each is another process
         _warn(others(before, clocks()), here.cores)
-    how = f"the middle half of {turns} Serial steps of {len(program.segments)} segments"
-    profile = described(here, costs(steps), disk, how)
+    steps = middle(alone)
+    how = f"the middle half of {turns} steps of {len(program.segments)} segments"
+    profile = described(here, costs(steps), disk, how, handoff=handoff(middle(beside)) or 0.0)
     log.info("%s: measured by %s, of %.3g s each", here.title, how, steps[len(steps) // 2].seconds)
     if program.ranks.world == 1:
         log.info(
@@ -90,20 +94,37 @@ def _warn(busy: float | None, cores: int) -> None:
         log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
 
 
-def serial_steps(program: Program, batch: Batch, turns: int) -> Iterator[Step]:
-    """`turns` measured steps from a fresh State. Those that an overflow cut short do not count."""
-    state, plan = zfunc.init(program), specialize(program, batch).plan
-    skipped = kept = 0
+def overlapped(program: Program) -> Program:
+    """The same program under Overlapped, for the same States."""
+    schedule = Overlapped()
+    return evolve(
+        program,
+        schedule=schedule,
+        plan=make_plan(program.job, schedule, program.recipe),
+        cache=Cache(costs=program.cache.costs),
+    )
+
+
+def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[Step]]:
+    """`turns` measured steps of each of `programs`, which take turns at one fresh State. A turn in which a gradient
+    overflowed, so that a step was cut short, does not count."""
+    plans = [specialize(program, batch).plan for program in programs]
+    state, skipped = zfunc.init(programs[0]), 0
+    kept: list[list[Step]] = [[] for _ in programs]
     for n in count():
-        state, metrics = zfunc.train_step(program, state, batch, trace=True)
-        skipped = skipped + 1 if metrics.skipped else 0
+        seen = []
+        for program in programs:
+            state, metrics = zfunc.train_step(program, state, batch, trace=True)
+            seen.append(metrics)
+        skipped = skipped + 1 if any(m.skipped for m in seen) else 0
         if skipped > PATIENCE:
             raise ValueError(f"got {skipped} overflows in a row, expected steps that count: use bf16 or fp32")
-        if n >= WARM_UP and not skipped and metrics.timeline is not None:
-            yield Step(plan, metrics.timeline, metrics.seconds)
-            kept += 1
-        if kept == turns:
-            return
+        if n >= WARM_UP and not skipped:
+            for steps, plan, m in zip(kept, plans, seen, strict=True):
+                steps.append(Step(plan, m.timeline or Timeline((), "measured"), m.seconds))
+        if len(kept[0]) == turns:
+            return kept
+    raise AssertionError
 
 
 def measure_disk(folder: Path) -> Line:

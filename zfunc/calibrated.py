@@ -44,8 +44,9 @@ class Machine:
     local_ranks: int = 1
 
 
-def described(machine: Machine, found: Costs, disk: Line, how: str) -> Profile:
-    """The Profile of `machine`, whose operations took what was `found`, measured as `how` says.
+def described(machine: Machine, found: Costs, disk: Line, how: str, *, handoff: float = 0.0) -> Profile:
+    """The Profile of `machine`, whose operations took what was `found`, measured as `how` says. `handoff` is what
+    passes before an operation learns of the end of another on another lane, in seconds.
 
     Raises ValueError where the steps had no operation to tell a rate by.
     """
@@ -56,7 +57,8 @@ def described(machine: Machine, found: Costs, disk: Line, how: str) -> Profile:
     if missing or flops is None:
         what = missing[0] if missing else "with FLOPs"
         raise ValueError(f"got no operation {what} in the steps, expected some: take a model that has one")
-    rates, latencies = _rates(machine, lines, disk), _latencies(machine, lines, disk)
+    rates = _rates(machine, lines, disk)
+    latencies = {**_latencies(machine, lines, disk), "handoff": min(1.0, handoff)}
     figures: dict[str, dict[str, float]] = {
         "count": {"devices": machine.devices, "cores": machine.cores},
         "bytes": {tier: float(nbytes) for tier, nbytes in machine.memory.items()},
@@ -110,7 +112,9 @@ def _network(machine: Machine) -> str:
 def _shared(machine: Machine) -> dict[str, dict[str, Figure]]:
     """Where the device is the host, operations compete for its cores: each takes those its threads run on."""
     shares = {
-        kind: Figure(min(1.0, n / machine.cores), "measured", f"{n} of {machine.cores} cores are busy with it")
+        kind: Figure(
+            min(1.0, n / machine.cores), "measured", f"{n} of {machine.cores} cores are busy with it"
+        )
         for kind, n in machine.threads.items()
     }
     return {"cores": {**shares}} if shares else {}

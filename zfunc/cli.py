@@ -20,6 +20,8 @@ import zfunc
 from zfunc import commands
 from zfunc.calibrate_settings import CALIBRATE, Calibrate
 from zfunc.commands import DONE, FAILED, TrainingFailed
+from zfunc.deepspeed import read
+from zfunc.deepspeed.flags import merged
 from zfunc.errors import nearest
 from zfunc.options import Option, flag
 from zfunc.plan_settings import PLAN, Planning
@@ -188,6 +190,8 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
     """What was given as settings. Who gives only one of steps and seconds wants no bound by the other."""
     names = [f.name for f in attrs.fields(command.settings)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if "config" in given:
+        given = merged(given, read(given["config"]), int(os.environ.get("WORLD_SIZE", "1")))
     if len(given.keys() & {"steps", "seconds"}) == 1:
         given = {"steps": None, "seconds": None, **given}
     return command.settings(**given)

@@ -77,6 +77,7 @@ def _follow(settings: Settings, ranks: "Ranks") -> None:
 def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     """Returns why the last step is not saved, if it should be."""
     from zfunc import console, panel, runs
+    from zfunc.configured import beside
     from zfunc.events import Saved
     from zfunc.job import prepare
     from zfunc.train import train as events
@@ -90,7 +91,8 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     try:
         job = prepare(settings, cache=cache_folder())
         with interrupts(tell=not live) as stop:
-            shown = panel.living(run, job.unit, stop) if live else nullcontext(console.Plain(run, job.unit))
+            plain = console.Plain(run, job.unit, beside(job.settings).steps_per_print)
+            shown = panel.living(run, job.unit, stop) if live else nullcontext(plain)
             with shown as screen:
                 for event in events(job, stop=stop, start=start):
                     runs.record(run, event, job.unit)
@@ -200,7 +202,12 @@ def export(asked: Export) -> int:
     from zfunc.export import export as write
 
     with logged():
-        done = write(asked.checkpoint, asked.out, dtype=asked.dtype)
+        if asked.hf is None:
+            done = write(asked.checkpoint, asked.out, dtype=asked.dtype)
+        else:
+            from zfunc.hf import export as write_folder
+
+            done = write_folder(asked.checkpoint, asked.out, config=asked.hf, dtype=asked.dtype)
     told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
     print(f"written: {done.path}: {told}")
     return DONE

@@ -30,10 +30,13 @@ class Screen(Protocol):
 
 @define
 class Plain:
-    """A line for a step every few seconds, for every evaluation, and for whatever else is said."""
+    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else that is
+    said.
+    """
 
     run: Run
     unit: str
+    steps: int | None = None
     shown: float = float("-inf")
     total: int | None = None
     kept: Stepped | None = None  # the last, if it was not printed
@@ -57,7 +60,7 @@ class Plain:
                 yield f"{_count(event.step, self.total)}  {held_out_line(event.held_out, self.unit)}"
             case Stepped():
                 self.kept, self.total = event, event.total
-                if time.monotonic() - self.shown >= EVERY or event.held_out is not None:
+                if self._due(event.step) or event.held_out is not None:
                     yield from self._last()
                 if event.held_out is not None:
                     yield f"{_count(event.step, event.total)}  {held_out_line(event.held_out, self.unit)}"
@@ -78,6 +81,9 @@ class Plain:
                     yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
             case _:
                 pass
+
+    def _due(self, step: int) -> bool:
+        return time.monotonic() - self.shown >= EVERY if self.steps is None else step % self.steps == 0
 
     def _last(self) -> Iterator[str]:
         if self.kept is not None:

@@ -71,6 +71,36 @@ def middle(steps: Sequence[Step]) -> list[Step]:
     return ordered[quarter : len(ordered) - quarter]
 
 
+def handoff(steps: Iterable[Step]) -> float | None:
+    """Seconds from the end of an operation to the start of one on another lane that waits for it and for nothing
+    else: the mean of the half in the middle, of every time that happened in `steps`. None if it did not.
+
+    >>> from zfunc.graph import Graph, Region
+    >>> from zfunc.plan import build
+    >>> from zfunc.timeline import Event
+    >>> x = Region("x")
+    >>> graph = Graph((Op("make", (), "compute", (), (x,)), Op("use", (), "host", (x,))))
+    >>> events = Event("gpu", "make", "compute", 0.0, 1.0), Event("cpu", "use", "host", 1.5, 2.0)
+    >>> handoff([Step(build(graph, {"gpu": [0], "cpu": [1]}), Timeline(events, "measured"), 2.0)])
+    0.5
+    """
+    gaps = sorted(gap for step in steps for gap in _gaps(step))
+    inner = gaps[len(gaps) // 4 : len(gaps) - len(gaps) // 4]
+    return sum(inner) / len(inner) if inner else None
+
+
+def _gaps(step: Step) -> Iterable[float]:
+    ops, events = step.plan.graph.ops, {e.op: e for e in step.timeline.events}
+    for lane in step.plan.lanes:
+        free = 0.0
+        for i in lane.ops:
+            e = events[ops[i].name]
+            told = max((events[ops[n].name].end for n in step.plan.waits[i]), default=0.0)
+            if told > free:
+                yield max(0.0, e.start - told)  # clocks of two devices may cross
+            free = e.end
+
+
 def costs(steps: Iterable[Step]) -> Costs:
     """What operations took in `steps` of a plan with one lane. Raises ValueError for a plan with more, or no step.
 

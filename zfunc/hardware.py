@@ -48,7 +48,8 @@ def _shares(given: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, f
 class Hardware:
     """What a machine does in a second: `flops` (FLOP/s, as reached, not as advertised), and for each kind of
     operation the bytes it moves (B/s). `latency` is what starting an operation costs, in seconds; `latencies` says
-    it for kinds that differ.
+    it for kinds that differ. `handoff` is what passes, in seconds, between the end of an operation and the start of
+    one on another lane that waits for it: a thread has to be woken, or an event to be seen.
 
     `memory` is the bytes there are on the tiers "device", "host" (pinned and pageable together) and "disk"; a tier
     that is not in it has no limit that is known. On a `unified` machine the device is the host, and its bytes come
@@ -70,6 +71,7 @@ class Hardware:
     flops: float
     rates: Mapping[Kind, float] = field(converter=_dict, hash=False)
     latency: float = 10e-6
+    handoff: float = 0.0
     latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
     memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
     unified: bool = False
@@ -84,7 +86,7 @@ class Hardware:
         for what, rate in rates.items():
             if not 0 < rate < math.inf:
                 self._refuse(f"a {what} rate of {rate}", "a positive number a second: give one")
-        for latency in (self.latency, *self.latencies.values()):
+        for latency in (self.latency, self.handoff, *self.latencies.values()):
             if not 0 <= latency < math.inf:
                 self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
         self._check_names("rates", self.rates, KINDS)

@@ -4,6 +4,7 @@ The invariant: after `prepare`, everything that can be wrong with settings, data
 memory has been taken for the model.
 """
 
+import logging
 import os
 import platform
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import zfunc
 from zfunc.compiling import pick_device
+from zfunc.configured import beside, told
 from zfunc.data import Corpus, batch_at, held_out_batches, open_corpus
 from zfunc.errors import OutOfMemory
 from zfunc.gpt import GPTConfig, modules, num_parameters
@@ -33,7 +35,6 @@ from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
 from zfunc.threads import local_ranks
 
-BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
 HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most
@@ -44,6 +45,7 @@ PLANNED = (
 FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
 
 Batch = tuple[Tensor, Tensor]
+log = logging.getLogger("zfunc")
 
 
 @frozen(eq=False)
@@ -86,6 +88,8 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     settings = evolve(settings, vocab_size=corpus.vocab_size)
     _check_size(settings, Ranks.of())
     ranks = Ranks.of()
+    for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
+        log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
     _check_rows(settings, ranks)
     example = _batch(settings, corpus, 0, ranks)
     held_out = _held_out(settings, corpus, ranks)
@@ -162,10 +166,10 @@ def build(settings: Settings, example: Batch) -> Program:
         segments(settings),
         optimizer=zfunc.AdamW(
             lr=learning_rate(settings, settings.steps),
-            betas=BETAS,
             weight_decay=settings.weight_decay,
             decay=zfunc.matrices_only,
             moments=settings.moments,
+            **beside(settings).adam,
         ),
         schedule=settings.schedule,
         precision=settings.precision,
@@ -178,15 +182,20 @@ def build(settings: Settings, example: Batch) -> Program:
         offload_ratio=share(settings.offload_ratio),
         speculate=settings.speculate,
         delay_from=settings.delay_from,
+        stage=beside(settings).stage,
         example=example,
     )
 
 
 def learning_rate(settings: Settings, total: int | None) -> Callable[[int], float]:
-    """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up."""
+    """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up. Where the
+    settings' configuration has a scheduler, that.
+    """
     warmup = settings.warmup
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
+    if (rate := beside(settings).rate(settings.lr, total, warmup)) is not None:
+        return rate
     if total is None:
         return linear_warmup(settings.lr, warmup)
     return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)

@@ -199,7 +199,7 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
 
 
 def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
-    """The bucket size to lay out with: the one asked for, or smaller where only a share of the buckets is offloaded.
+    """The bucket size to lay out with: the one asked for, or less where only a share of the buckets is offloaded.
 
     >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
     (1000, 200)

@@ -14,8 +14,8 @@ class LossScale:
     """The scale, how it moves, and its counters.
 
     `scale` multiplies the loss. `hysteresis` overflows are needed before it halves; the count is refilled when
-    the scale grows. `window` is the number of steps since the last overflow after which it doubles.
-    A fixed scale has `window=0`.
+    the scale grows, and with `consecutive` after every step without one. The scale doubles after the first
+    `window` + 1 steps without an overflow in a row, and after every `window` more. A fixed scale has `window=0`.
 
     >>> LossScale(scale=4.0, hysteresis=1).update(overflow=True).scale
     2.0
@@ -28,6 +28,7 @@ class LossScale:
     left: int = field(default=-1)  # overflows until the scale halves
     steps: int = 0  # steps seen
     last_overflow: int = -1  # the step of the last one
+    consecutive: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.left < 0:
@@ -37,10 +38,10 @@ class LossScale:
         """The scale after a step. Raises NonFiniteError for an overflow at the minimum: it cannot go lower."""
         steps = self.steps + 1
         if not overflow:
-            grow = self.window > 0 and (self.steps - self.last_overflow) % self.window == 0
-            if grow:
+            stable = self.steps - self.last_overflow - 1
+            if self.window > 0 and stable > 0 and stable % self.window == 0:
                 return evolve(self, scale=self.scale * 2, left=self.hysteresis, steps=steps)
-            return evolve(self, steps=steps)
+            return evolve(self, left=self.hysteresis if self.consecutive else self.left, steps=steps)
         if self.window == 0:
             return evolve(self, steps=steps, last_overflow=self.steps)
         if self.left > 1:

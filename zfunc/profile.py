@@ -34,8 +34,8 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "flops_per_s": ((), PRECISIONS),
     # the peak, one way: host_memory and disk of the node, all else of one device
     "bytes_per_s": (RATES, NETWORKS),
-    # to start an operation; of a network, a hop
-    "seconds": (("compute", "host", "d2h", "h2d", "disk"), NETWORKS),
+    # to start an operation; of a network, a hop; to tell another lane that an operation has ended
+    "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), NETWORKS),
     # the share that is counted on of the figure of that name
     "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
 }
@@ -155,6 +155,7 @@ class Profile:
             f"{self.title}, {precision}{of}",
             flops=self.reached("flops_per_s", precision),
             rates=rates,
+            handoff=self.value("seconds", "handoff"),
             latencies=latencies,
             memory=self._memory(local),
             unified=self.unified,

@@ -32,6 +32,7 @@ from typing import Any, BinaryIO
 import attrs
 from attrs import define
 
+from zfunc.deepspeed import read
 from zfunc.draw import chrome_trace, svg
 from zfunc.events import Evaluated, Event, Finished, Saved, Started, Stepped, Traced
 from zfunc.page import page
@@ -227,6 +228,7 @@ def _config(event: Started) -> dict[str, Any]:
     plan = event.plan
     return {
         "settings": attrs.asdict(event.settings),
+        "deepspeed": None if event.settings.config is None else read(event.settings.config).values,
         "data": event.data,
         "unit": event.unit,
         "parameters": event.parameters,

@@ -150,7 +150,7 @@ class _Walk:
 
 
 def _better(new: Step, old: Step) -> bool:
-    """Fewer bytes that there is no room for; of equals the faster one, by more than nothing."""
+    """Fewer bytes that there is no room for; of equals the faster one, by what is worth a change."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     return lacking < before or (lacking == before and new.seconds < old.seconds * (1 - WORTH))
 

@@ -92,6 +92,11 @@ COMMON = {
 }
 
 TRAIN = {
+    "config": Option(
+        "configuration",
+        f"a DeepSpeed configuration; what it says holds, flags where it says nothing or {AUTO} (default: none)",
+        path,
+    ),
     "data": Option(
         "data",
         "a text file, a folder of them, or a .bin of tokens as nanoGPT writes them "
@@ -214,7 +219,13 @@ EXPORT = {
         metavar="CHECKPOINT",
         positional=True,
     ),
-    "out": Option("file", "new file to write, which ends in .safetensors", path),
+    "out": Option("file", "new file to write, which ends in .safetensors; with --hf a new folder", path),
+    "hf": Option(
+        "file",
+        "folder of a Hugging Face model that was trained from: write one like it, which from_pretrained loads",
+        path,
+        metavar="FOLDER",
+    ),
     "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
 }
 
@@ -229,6 +240,7 @@ class Settings:
     values that cannot be run, alone or together.
     """
 
+    config: Path | None = None
     data: Path | None = None
     dtype: str = "uint16"
     vocab_size: int | None = None
@@ -332,14 +344,14 @@ class Export:
 
     checkpoint: Path
     out: Path | None = None
+    hf: Path | None = None
     dtype: str = "fp32"
 
     def __attrs_post_init__(self) -> None:
         check_each(self, EXPORT)
         if self.out is None:
-            raise ValueError(
-                "--out: got none, expected a new file to write: pass such as --out weights.safetensors"
-            )
+            what, such = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
+            raise ValueError(f"--out: got none, expected a new {what} to write: pass such as --out {such}")
 
 
 @frozen(kw_only=True)

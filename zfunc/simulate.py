@@ -3,16 +3,18 @@
 Operations that run at the same time slow each other down where they use the same resource (`Hardware.shared`).
 Each takes a share of it, at most all; where the shares of those that run add up to more than 1, each runs at 1 over
 their sum. One that uses several resources runs at the speed of the scarcest. Besides, every kind of operation is a
-resource of its own: two lanes of one kind get no more done than one.
+resource of its own: two lanes of one kind get no more done than one. That an operation it waits for has ended on
+another lane, an operation learns `Hardware.handoff` later.
 
-The invariant: the result lies between the critical path (no lane is ever busy) and the serial sum (one lane). Not
-below: no operation runs faster than alone. Not above: while anything runs, the speeds add up to at least 1. For let
-the scarcest resource be shared to a sum S > 1. No speed is below 1 / S, and no operation takes more than all of it,
-so at least S operations run. If no resource is overdrawn, all speeds are 1. Latencies are part of an operation, so
-they are slowed down with it: an upper bound that is not far off where operations take longer than to start them.
+The invariant: the result lies between the critical path (no lane is ever busy) and the serial sum (one lane), plus
+what hand-offs take. Not below: no operation runs faster than alone. Not above: while anything runs, the speeds add
+up to at least 1. For let the scarcest resource be shared to a sum S > 1. No speed is below 1 / S, and no operation
+takes more than all of it, so at least S operations run. If no resource is overdrawn, all speeds are 1. And while
+nothing runs, the end of some operation is being told, each once.
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping
 
 from attrs import define, field
@@ -32,7 +34,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
     for lane in range(len(plan.lanes)):
         run.begin(lane, 0.0)
     run.share(0.0)
-    while run.running:
+    while run.running or run.handed:
         run.advance()
     if len(run.ended) < len(plan.place):
         list(in_order(plan, plan.waits))  # says which operations wait for each other
@@ -112,6 +114,7 @@ class _Run:
     idle: list[bool] = field(init=False)
     pending: dict[int, int] = field(init=False)  # for each operation how many waits are not over
     unlocks: dict[int, list[int]] = field(factory=dict[int, list[int]])
+    handed: deque[tuple[float, list[int]]] = field(factory=deque[tuple[float, list[int]]])  # in order of time
     started: dict[int, float] = field(factory=dict[int, float])
     ended: dict[int, float] = field(factory=dict[int, float])
 
@@ -139,20 +142,24 @@ class _Run:
         self.started[ops[at]] = now
 
     def advance(self) -> None:
-        """On to the next end: finish what ends there, start what was waiting, share the resources anew."""
-        now = min(r.end for r in self.running)
+        """On to what comes next, an end or a hand-off: start what was waiting, share the resources anew."""
+        ends = [r.end for r in self.running]
+        now = min(min(ends, default=math.inf), self.handed[0][0] if self.handed else math.inf)
         done = [r for r in self.running if r.end == now]
         self.running = [r for r in self.running if r.end != now]
         for r in done:
             self.ended[r.op] = now
             self.counts[self.plan.graph.ops[r.op].kind] -= 1
             self.idle[r.lane] = True
-            for n in self.unlocks.get(r.op, ()):
+            if r.op in self.unlocks:
+                self.handed.append((now + self.hardware.handoff, self.unlocks[r.op]))
+        lanes = [r.lane for r in done]
+        while self.handed and self.handed[0][0] <= now:
+            for n in self.handed.popleft()[1]:
                 self.pending[n] -= 1
-        for r in done:
-            self.begin(r.lane, now)
-            for n in self.unlocks.get(r.op, ()):
-                self.begin(self.plan.place[n][0], now)
+                lanes.append(self.plan.place[n][0])
+        for lane in lanes:
+            self.begin(lane, now)
         self.share(now)
 
     def share(self, now: float) -> None:

@@ -4,8 +4,8 @@ The invariant: a segment is traced once for each precision, way of recomputing a
 else about a setup is arithmetic.
 """
 
+import os
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from attrs import evolve, field, frozen
@@ -34,7 +34,7 @@ def machine(hardware: Any) -> Profile | Hardware:
     if isinstance(hardware, str):
         return load(hardware)
     if isinstance(hardware, PathLike):
-        return load(Path(str(hardware)))
+        return load(os.fspath(hardware))  # pyright: ignore
     raise TypeError(
         f"hardware: got a {type(hardware).__name__}, expected a name, a path, a Profile or a Hardware"
     )

@@ -18,6 +18,7 @@ from attrs import define, evolve, field
 
 import zfunc
 from zfunc.checkpointing import restore
+from zfunc.configured import beside
 from zfunc.errors import CheckpointError
 from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped, Traced
 from zfunc.faults import Fault, from_environment
@@ -188,7 +189,9 @@ class _Loop:
         job, start = self.job, self.start
         if start.origin is None:
             self.program, self.progress = job.program, Progress.new(job.settings)
-            self.state = zfunc.init(self.program, seed=job.settings.seed)
+            self.state = zfunc.init(
+                self.program, seed=job.settings.seed, loss_scale=beside(job.settings).loss_scale
+            )
             return None
         total = restored(start.extra, job.settings, 0).length.total
         self.state, checkpoint = restore(start.origin, paced(job.program, job.settings, total))

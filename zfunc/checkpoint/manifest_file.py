@@ -159,12 +159,14 @@ def _read_pending(node: Node) -> Verdict:
 
 
 def _read_loss_scale(node: Node) -> LossScale:
-    names = [x.name for x in attrs.fields(LossScale)]
+    old = "consecutive" not in node.entries()  # written before there was one
+    names = [x.name for x in attrs.fields(LossScale) if not (old and x.name == "consecutive")]
     values = dict(zip(names, node.fields(*names), strict=True))
+    consecutive = not old and values.pop("consecutive").boolean()
     real = {name: values.pop(name).number() for name in ("scale", "minimum")}
     counts = {name: x.integer(-1) for name, x in values.items()}
     try:
-        return LossScale(**real, **counts)  # pyright: ignore[reportArgumentType]
+        return LossScale(**real, **counts, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         node.refuse("the counters of a loss scale", str(error).partition(":")[0])
 

@@ -47,8 +47,9 @@ def batch(values: Values, world: int) -> Batch:
         return Batch(train, micro, train // (micro * world), world)
     if train != micro * steps * world:
         raise ValueError(
-            f"{values.source}: got {_TRAIN} {train}, {_MICRO} {micro} and {_STEPS} {steps} on {world} ranks, expected "
-            f"the first to be {micro} x {steps} x {world} = {micro * steps * world}: correct one, or leave one out"
+            f"{values.source}: got {_TRAIN} {train}, {_MICRO} {micro} and {_STEPS} {steps} on {world} ranks, "
+            f"expected the first to be {micro} x {steps} x {world} = {micro * steps * world}: correct one, or "
+            "leave one out"
         )
     return Batch(train, micro, steps, world)
 

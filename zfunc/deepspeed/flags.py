@@ -37,9 +37,9 @@ def given(flags: Mapping[str, Any]) -> dict[str, Given]:
         if name in FLAGS and value not in (None, AUTO):
             told[FLAGS[name]] = Given(float(value) if name == "offload_ratio" else value, flag(name))
         if name == "precision" and value not in (None, AUTO):
-            told |= {key: Given(value == name_, flag(name)) for name_, key in ENABLED.items()}
+            told |= {key: Given(value == kind, flag(name), value) for kind, key in ENABLED.items()}
         if name == "moments" and value == "fp32":
-            told["bf16.bf16_optimizer_states"] = Given(False, flag(name))
+            told["bf16.bf16_optimizer_states"] = Given(False, flag(name), value)
     return told
 
 
@@ -51,7 +51,9 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
     values = check(source, given(flags))
     _check_lr(values, flags)
     made = batch(values, world)
-    found: dict[str, Any] = {"micro_batches": made.accumulation} if values.says(FLAGS["micro_batches"]) else {}
+    found: dict[str, Any] = (
+        {"micro_batches": made.accumulation} if values.says(FLAGS["micro_batches"]) else {}
+    )
     if made.train is not None:
         found |= {"batch_size": made.train, "micro_batches": made.accumulation}
     for name in ("clip", "bucket_size"):
@@ -94,8 +96,8 @@ def _offload(values: Values, flags: Mapping[str, Any]) -> dict[str, Any]:
     ratio, told = offload_ratio(values), flags.get("offload_ratio")
     if told not in (None, AUTO) and float(told) != ratio:
         raise ValueError(
-            f"--offload-ratio: got {told}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one of them: "
-            "leave out the first, or the file's offload_optimizer"
+            f"--offload-ratio: got {told}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
+            "of them: leave out the first, or the file's offload_optimizer"
         )
     return {"offload_ratio": str(ratio)}
 
@@ -111,6 +113,6 @@ def _check_lr(values: Values, flags: Mapping[str, Any]) -> None:
         )
     if warmup is not None and kind in ("LRRangeTest", "OneCycle"):
         raise ValueError(
-            f"--warmup: got {warmup}, and {values.source} has the scheduler {kind}, which has none, expected one of "
-            "them: leave out --warmup"
+            f"--warmup: got {warmup}, and {values.source} has the scheduler {kind}, which has none, expected "
+            "one of them: leave out --warmup"
         )

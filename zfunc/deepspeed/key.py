@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from attrs import frozen
 
-from zfunc.deepspeed.takes import FLAG, Takes
+from zfunc.deepspeed.takes import BLOCK, FLAG, Takes
 
 Fate = Literal["honoured", "no effect", "refused"]
 HONOURED: Fate = "honoured"
@@ -46,7 +46,7 @@ class Key:
         """Why this value, in the form that `takes` gives, is refused; "" if it is not."""
         if value in self.refused:
             return self.instead
-        off = value == self.default or value is False or not switched_on(value)
+        off = value == self.default or (self.takes is BLOCK and not switched_on(value))
         return self.told if self.fate == REFUSED and not off else ""
 
 

@@ -11,7 +11,7 @@ from zfunc.deepspeed.takes import COUNT, FLAG, LIST, NUMBER, PAIR, TEXT, number,
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _MEAN = "gradients are always divided by the ranks before they are added up, which is the same mean"
 _MASTER = "master weights are always exact fp32; `moments` is what makes the host's state smaller"
-_PRECISION = "`precision`; with neither `fp16` nor `bf16` it is fp32"
+_PRECISION = "`precision`; with neither `fp16` nor `bf16` it is fp32, and in `zfunc train` what its own `--precision` is"
 _DYNAMIC = "`LossScale` of `zfunc.init`"
 _CONSTANT = "betas are constant here"
 
@@ -25,14 +25,18 @@ BATCH: tuple[Key, ...] = (
     ),
     honoured("train_micro_batch_size_per_gpu", COUNT, None, "see `train_batch_size`"),
     honoured("gradient_accumulation_steps", COUNT, None, "`micro_batches`: all of them in one `train_step`"),
-    refused(
+    honoured(
         "managed_gradient_accumulation",
-        "a step takes the whole batch here and splits it itself: leave it out",
-        one_of(True),
+        FLAG,
         True,
+        "a step takes the whole batch and splits it itself",
+        False,
+        instead="a step takes the whole batch here and splits it itself: leave it out",
     ),
     honoured("gradient_clipping", NUMBER, 1.0, "`clip_norm`; 0 does not clip, and without the key it is 1.0"),
-    honoured("steps_per_print", COUNT, None, "steps from one printed line to the next; without it, seconds decide"),
+    honoured(
+        "steps_per_print", COUNT, None, "steps from one printed line to the next; without it, seconds decide"
+    ),
     idle("prescale_gradients", FLAG, False, _MEAN),
     idle("gradient_predivide_factor", number(0.0), 1.0, _MEAN),
     honoured(
@@ -51,7 +55,9 @@ PRECISION: tuple[Key, ...] = (
     honoured("fp16.enabled", FLAG, False, _PRECISION),
     idle("fp16.auto_cast", FLAG, False, "inputs are cast by the model's own segments"),
     honoured("fp16.loss_scale", NUMBER, 0.0, f"{_DYNAMIC}: 0 is dynamic, another number is fixed"),
-    honoured("fp16.initial_scale_power", whole(0, 126), 16, f"{_DYNAMIC}: the first `scale` is 2 to this power"),
+    honoured(
+        "fp16.initial_scale_power", whole(0, 126), 16, f"{_DYNAMIC}: the first `scale` is 2 to this power"
+    ),
     honoured("fp16.loss_scale_window", COUNT, 1000, f"{_DYNAMIC}: `window`"),
     honoured("fp16.hysteresis", COUNT, 2, f"{_DYNAMIC}: `hysteresis`"),
     honoured("fp16.consecutive_hysteresis", FLAG, False, f"{_DYNAMIC}: `consecutive`"),
@@ -87,8 +93,8 @@ OPTIMIZER: tuple[Key, ...] = (
         "optimizer.params.weight_decay",
         NUMBER,
         0.0,
-        "`AdamW(weight_decay=)`, of every parameter; `zfunc train` leaves out norms and biases. With `torch_adam` and "
-        "AdamW it is 0.01 without the key, as in torch",
+        "`AdamW(weight_decay=)`, of every parameter; `zfunc train` leaves out norms and biases. With `torch_adam` "
+        "and AdamW it is 0.01 without the key, as in torch",
     ),
     honoured(
         "optimizer.params.adam_w_mode",
@@ -96,7 +102,12 @@ OPTIMIZER: tuple[Key, ...] = (
         True,
         "`AdamW(decoupled=)`: false makes L2 of Adam's weight decay; for the type AdamW it says nothing, as there",
     ),
-    idle("optimizer.params.torch_adam", FLAG, False, "there is one Adam here, in the kernel; see `weight_decay`"),
+    idle(
+        "optimizer.params.torch_adam",
+        FLAG,
+        False,
+        "there is one Adam here, in the kernel; see `weight_decay`",
+    ),
     honoured(
         "optimizer.params.bias_correction",
         FLAG,
@@ -125,8 +136,8 @@ SCHEDULER: tuple[Key, ...] = (
         "scheduler.type",
         one_of(*SCHEDULERS),
         None,
-        "a learning rate of `zfunc.deepspeed.schedules`, equal to the one there at every update; without a scheduler "
-        "it is constant, but in `zfunc train`, which warms up and decays along a cosine",
+        "a learning rate of `zfunc.deepspeed.schedules`, equal to the one there at every update; without a "
+        "scheduler it is constant, but in `zfunc train`, which warms up and decays along a cosine",
     ),
     honoured(_P + "lr_range_test_min_lr", NUMBER, 1e-3, "LRRangeTest"),
     honoured(_P + "lr_range_test_step_size", COUNT, 2000, "LRRangeTest"),
@@ -157,7 +168,7 @@ SCHEDULER: tuple[Key, ...] = (
         _P + "warmup_max_lr",
         NUMBER,
         None,
-        'WarmupLR, WarmupDecayLR; "auto" and WarmupLR without it: the optimizer\'s lr; WarmupDecayLR without it: 0.001',
+        'WarmupLR, WarmupDecayLR; "auto" is the optimizer\'s lr, without it WarmupLR takes it, the other 0.001',
     ),
     honoured(_P + "warmup_num_steps", COUNT, 1000, "WarmupLR, WarmupDecayLR, WarmupCosineLR"),
     honoured(_P + "warmup_type", one_of("log", "linear"), "log", "WarmupLR, WarmupDecayLR, WarmupCosineLR"),

@@ -25,8 +25,8 @@ def adam(values: Values) -> dict[str, Any]:
     if kind is None or kind.lower() not in ADAMS:
         got = "no type" if kind is None else f"the type {kind!r}"
         raise ValueError(
-            f"{values.source}: optimizer: got {got}{nearest(kind or '', ['Adam', 'AdamW'])}, expected Adam or AdamW, "
-            'which are the optimizers here: write "type": "AdamW"'
+            f"{values.source}: optimizer: got {got}{nearest(kind or '', ['Adam', 'AdamW'])}, expected Adam or "
+            'AdamW, which are the optimizers here: write "type": "AdamW"'
         )
     return {
         "betas": values["optimizer.params.betas"],

@@ -19,8 +19,8 @@ LOGS: tuple[Key, ...] = (
         "wall_clock_breakdown",
         FLAG,
         False,
-        "`zfunc train` measures one step in any case, operation by operation, and draws it; every row of metrics.jsonl "
-        "has the seconds of the step, and those of the host",
+        "`zfunc train` measures one step in any case, operation by operation, and draws it; every row of "
+        "metrics.jsonl has the seconds of the step, and those of the host",
     ),
     idle("memory_breakdown", FLAG, False, "memory is planned before it is taken, and measured at every step"),
     idle("dump_state", FLAG, False, "the run folder's config.json has all settings"),
@@ -29,7 +29,11 @@ LOGS: tuple[Key, ...] = (
     idle("vocabulary_size", SIZE, None, "the model says its own"),
     *each_idle("timers.throughput", _METRICS, enabled=(FLAG, True), synchronized=(FLAG, True)),
     *each_idle(
-        "tensorboard", _METRICS, enabled=(FLAG, False), output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")
+        "tensorboard",
+        _METRICS,
+        enabled=(FLAG, False),
+        output_path=(TEXT, ""),
+        job_name=(TEXT, "DeepSpeedJobName"),
     ),
     *each_idle(
         "wandb",
@@ -40,7 +44,11 @@ LOGS: tuple[Key, ...] = (
         project=(TEXT, "deepspeed"),
     ),
     *each_idle(
-        "csv_monitor", _METRICS, enabled=(FLAG, False), output_path=(TEXT, ""), job_name=(TEXT, "DeepSpeedJobName")
+        "csv_monitor",
+        _METRICS,
+        enabled=(FLAG, False),
+        output_path=(TEXT, ""),
+        job_name=(TEXT, "DeepSpeedJobName"),
     ),
     *each_idle(
         "comet",
@@ -172,11 +180,16 @@ PARALLEL: tuple[Key, ...] = (
     ),
     refused("sequence_parallel_size", f"{_TP}: leave it out", COUNT, 1),
     idle(
-        "seq_parallel_communication_data_type", one_of("fp32", "fp16", "bf16"), "fp32", "sequences are never split"
+        "seq_parallel_communication_data_type",
+        one_of("fp32", "fp16", "bf16"),
+        "fp32",
+        "sequences are never split",
     ),
     refused("expert_parallel", f"{_TP}: leave it out", BLOCK, None),
     idle("use_data_before_expert_parallelism", FLAG, False, _TP),
-    refused("hybrid_engine", "it is for generating while training, which is not there: leave it out", BLOCK, None),
+    refused(
+        "hybrid_engine", "it is for generating while training, which is not there: leave it out", BLOCK, None
+    ),
     refused("compile.deepcompile", f"{_COMPILE}: leave it out"),
     *each_idle(
         "compile",
@@ -205,7 +218,9 @@ PARALLEL: tuple[Key, ...] = (
 )
 
 REMOVED: tuple[Key, ...] = (
-    refused("sparse_gradients", "gradients of embeddings are dense here, and it was removed there too: delete it"),
+    refused(
+        "sparse_gradients", "gradients of embeddings are dense here, and it was removed there too: delete it"
+    ),
     refused("amp", 'use "bf16" or "fp16"; it was removed there too', BLOCK, None),
     *(
         refused(name, _REMOVED, BLOCK, None)

@@ -16,14 +16,21 @@ from zfunc.errors import nearest
 PARAMS = "scheduler.params."
 TOTAL, WARMUP, MAX_LR = f"{PARAMS}total_num_steps", f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 LR = "optimizer.params.lr"
-_CYCLE = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")  # of OneCycle, and not the rate's
+_CYCLE = (
+    "cycle_momentum",
+    "cycle_min_mom",
+    "cycle_max_mom",
+    "decay_mom_rate",
+)  # of OneCycle, and not the rate's
 
 
-def schedule(values: Values, *, lr: float, total: int | None = None, warmup: int | None = None) -> Schedule | None:
+def schedule(
+    values: Values, *, lr: float, total: int | None = None, warmup: int | None = None
+) -> Schedule | None:
     """The scheduler of the file, or None where it has none.
 
-    `lr` is the optimizer's; `total` steps and `warmup` steps are for a file that leaves them open. Raises ValueError
-    for parameters that this scheduler does not take, or lacks.
+    `lr` is the optimizer's; `total` steps and `warmup` steps are for a file that leaves them open. Raises
+    ValueError for parameters that this scheduler does not take, or lacks.
     """
     kind = values["scheduler.type"]
     if kind is None:
@@ -59,7 +66,9 @@ def sets_lr_alone(values: Values) -> bool:
     """Whether the scheduler's rate has nothing of the optimizer's `lr`."""
     kind = values["scheduler.type"]
     return kind in ("LRRangeTest", "OneCycle") or (
-        kind in ("WarmupLR", "WarmupDecayLR") and MAX_LR not in values.auto and (values.says(MAX_LR) or kind != "WarmupLR")
+        kind in ("WarmupLR", "WarmupDecayLR")
+        and MAX_LR not in values.auto
+        and (values.says(MAX_LR) or kind != "WarmupLR")
     )
 
 

@@ -1,14 +1,14 @@
 """The file, as its authors write it: JSON with comments and trailing commas. What it means is not known here.
 
-The invariant: what is read says every key once. Parsing is json5's; only where a key stands twice, the lines of both
-are looked for by renaming each place that may be it and parsing again.
+The invariant: what is read says every key once. Parsing is json5's; only where a key stands twice, the lines of
+both are looked for by renaming each place that may be it and parsing again.
 """
 
 import re
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import frozen
 
@@ -31,7 +31,7 @@ class _Twice(Exception):  # noqa: N818
         self.key, self.lines = key, lines
 
 
-def read(source: "str | PathLike[str] | Mapping[str, Any]") -> Source:
+def read(source: str | PathLike[str] | Mapping[str, Any]) -> Source:
     """The contents of a file, or of a dict that is one already.
 
     Raises ValueError, with the line, for what is no JSON even with comments and trailing commas, and for a key that
@@ -42,19 +42,25 @@ def read(source: "str | PathLike[str] | Mapping[str, Any]") -> Source:
     """
     if isinstance(source, Mapping):
         return Source("the dict", dict(source))
-    if not isinstance(source, str | PathLike):
-        raise TypeError(f"got a {type(source).__name__}, expected the path of a JSON file, or a dict: pass one")
+    if not isinstance(source, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"got a {type(source).__name__}, expected the path of a JSON file, or a dict: pass one"
+        )
     path = Path(source).expanduser()
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise ValueError(f"{path}: {error.strerror}, expected a JSON file: name one that is there") from error
     if len(raw) > LIMIT:
-        raise ValueError(f"{path}: got {len(raw):,} bytes, expected a configuration of at most {LIMIT:,}: name it")
+        raise ValueError(
+            f"{path}: got {len(raw):,} bytes, expected a configuration of at most {LIMIT:,}: name it"
+        )
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: got bytes that are no UTF-8 text ({error}), expected JSON: name it") from error
+        raise ValueError(
+            f"{path}: got bytes that are no UTF-8 text ({error}), expected JSON: name it"
+        ) from error
     return Source(str(path), parse(text, str(path)))
 
 
@@ -73,15 +79,14 @@ def parse(text: str, name: str = "the text") -> dict[str, Any]:
             f"{name}: got the key {twice.key!r} twice in one object{where}, expected it once: delete one of them"
         ) from None
     except (ValueError, RecursionError) as error:
-        told = str(error).removeprefix("<string>:")
+        at = str(error).removeprefix("<string>:")  # json5 says line, what it met there, and column
+        told = f"got line {at}" if at[:1].isdigit() else f"got nothing that json5 reads ({at})"
         raise ValueError(
-            f"{name}: line {told}, expected JSON, which may have // and /* */ comments and trailing commas: correct it"
-            if told[:1].isdigit()
-            else f"{name}: {told}, expected a JSON object: write one"
+            f"{name}: {told}, expected JSON, with // and /* */ comments and trailing commas at most: correct it"
         ) from None
     if not isinstance(values, dict):
         raise ValueError(f"{name}: got a {type(values).__name__}, expected a JSON object: put it in {{ }}")
-    return values
+    return cast("dict[str, Any]", values)
 
 
 def _parsed(text: str, hook: Any) -> Any:

@@ -6,7 +6,7 @@ The invariant: no key that is in the file is passed over in silence: it is named
 from collections.abc import Iterator
 
 from zfunc.deepspeed.batch import Batch
-from zfunc.deepspeed.rate import LR, sets_lr_alone
+from zfunc.deepspeed.rate import LR, MAX_LR, sets_lr_alone
 from zfunc.deepspeed.schedules import Schedule
 from zfunc.deepspeed.values import Values
 from zfunc.loss_scale import LossScale
@@ -17,13 +17,13 @@ def names(values: Values) -> Iterator[str]:
     for old, new in values.old:
         yield f"{old} is the old name of {new}"
     for name in values.auto:
-        value = values[name]
-        told = "not known before the training is" if value is None else f"{value}"
-        yield f'{name}: "auto" is {told}{"" if values.says(name) or value is None else ", the default there"}'
+        if not name.startswith("scheduler.") and values[name] is not None:  # that line says it
+            told = "" if values.says(name) else ", the default there"
+            yield f'{name}: "auto" is {values[name]}{told}'
     for why, keys in values.without_effect():
         yield f"no effect here: {', '.join(keys)}: {why}"
-    if values.says(LR) and sets_lr_alone(values):
-        yield f"no effect: {LR}: the scheduler {values['scheduler.type']} sets the learning rate alone, as it does there"
+    if LR in values.file and sets_lr_alone(values) and values[LR] != values[MAX_LR]:
+        yield f"no effect: {LR}: the scheduler {values['scheduler.type']} sets the learning rate alone, as there"
 
 
 def decisions(values: Values, batch: Batch, rate: Schedule | None, scale: LossScale | None) -> Iterator[str]:
@@ -32,9 +32,21 @@ def decisions(values: Values, batch: Batch, rate: Schedule | None, scale: LossSc
         yield f"train_batch_size: {batch}"
     if rate is not None:
         yield f"scheduler: {rate}"
+    if str(values["optimizer.type"]).lower() == "adam" and values["optimizer.params.adam_w_mode"]:
+        yield "optimizer.type: Adam decays weights as AdamW does, as it does there, unless adam_w_mode is false"
     if scale is not None:
-        yield f"fp16: {scale}" if scale.window else f"fp16: a fixed loss scale of {scale.scale:g}"
+        yield f"fp16: {_scale(scale)}"
     if values["zero_optimization.stage"] == 0 and batch.world > 1:
         yield "zero_optimization.stage: 0 trains as 1, with the same result: each rank keeps a slice of the state"
-    if "gradient_clipping" not in values.file and not values.says("gradient_clipping"):
+    if not values.says("gradient_clipping") and "gradient_clipping" not in values.auto:
         yield f"gradient_clipping: not in the file, so {values['gradient_clipping']:g}, the default there"
+
+
+def _scale(scale: LossScale) -> str:
+    if not scale.window:
+        return f"a fixed loss scale of {scale.scale:g}"
+    refilled = ", refilled by every step without one" if scale.consecutive else ""
+    return (
+        f"a loss scale that begins at {scale.scale:g}, doubles after {scale.window} steps without an overflow, "
+        f"halves at overflow {scale.hysteresis}{refilled}, and is at least {scale.minimum:g}"
+    )

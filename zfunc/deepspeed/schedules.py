@@ -9,9 +9,12 @@ Fields are the names of the file. `total_num_steps` may be None, not known yet: 
 """
 
 import math
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
+import attrs
 from attrs import frozen
+
+from zfunc.deepspeed.table import KEYS
 
 
 @frozen
@@ -27,6 +30,9 @@ class LRRangeTest:
     lr_range_test_step_size: int = 2000
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -53,6 +59,9 @@ class OneCycle:
     cycle_first_stair_count: int = 0
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
+
+    def __attrs_post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -100,13 +109,18 @@ class WarmupLR:
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
+    def __attrs_post_init__(self) -> None:
+        _check(self)
+
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         last = _counted(step) - 2
         if last < 0:
             return self.warmup_min_lr
         rise = _rise(last, self.warmup_num_steps, self.warmup_type)
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * (1.0 if rise is None else rise)
+        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * (
+            1.0 if rise is None else rise
+        )
 
 
 @frozen
@@ -123,6 +137,9 @@ class WarmupDecayLR:
     warmup_min_lr: float = 0.0
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
+
+    def __attrs_post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -142,9 +159,9 @@ class WarmupDecayLR:
 
 @frozen
 class WarmupCosineLR:
-    """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio` of it.
+    """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`.
 
-    >>> rate = WarmupCosineLR(total_num_steps=4, lr=1.0, warmup_num_steps=2, warmup_type="linear", cos_min_ratio=0.0)
+    >>> rate = WarmupCosineLR(4, lr=1.0, warmup_num_steps=2, warmup_type="linear", cos_min_ratio=0.0)
     >>> [round(rate(step), 3) for step in (1, 2, 3, 4, 5, 9)]
     [0.0, 0.0, 0.5, 0.5, 0.0, 0.0]
     """
@@ -155,6 +172,9 @@ class WarmupCosineLR:
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
+
+    def __attrs_post_init__(self) -> None:
+        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -179,6 +199,14 @@ Schedule: TypeAlias = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | Warmup
 SCHEDULES: dict[str, type[Schedule]] = {
     c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
+
+
+def _check(rate: Any) -> None:
+    """Every field by its key's row in the table."""
+    for name, value in attrs.asdict(rate).items():
+        takes = KEYS["optimizer.params.lr" if name == "lr" else f"scheduler.params.{name}"].takes
+        if value is not None and takes.read(value) is None:
+            raise ValueError(f"{type(rate).__name__}: {name} is {value!r}; expected {takes.told}; correct it")
 
 
 def _counted(step: int) -> int:

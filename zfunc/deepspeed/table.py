@@ -30,9 +30,11 @@ class Old:
 
 
 _SWITCH = {True: "cpu", False: "none"}
-_STAGE3 = ("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold")
-_STAGE3 = (*_STAGE3, "max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save")
-_STAGE3 = (*_STAGE3, "module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential")
+_STAGE3 = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
 
 OLD: Mapping[str, Old] = {
     "zero_optimization.cpu_offload": Old("zero_optimization.offload_optimizer.device", _SWITCH),

@@ -5,7 +5,7 @@ The invariant: what is given back is of the type said, and finite; anything else
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from attrs import frozen
 
@@ -75,17 +75,23 @@ def one_of(*known: Any) -> Takes:
     return Takes(", ".join(str(x) for x in known), read)
 
 
-def _betas(value: Any) -> tuple[float, float] | None:
-    pair = [_number(x) for x in value] if isinstance(value, list | tuple) else []
-    if len(pair) != 2 or None in pair or not all(0 <= x < 1 for x in pair if x is not None):
-        return None
-    return (float(pair[0] or 0), float(pair[1] or 0))
+def _betas(value: Any) -> tuple[float, ...] | None:
+    pair = tuple(float(x) for x in _list(value) or () if _number(x) is not None and 0 <= x < 1)
+    return pair if len(pair) == 2 == len(value) else None
+
+
+def _list(value: Any) -> list[Any] | None:
+    return list(cast("list[Any]", value)) if isinstance(value, list | tuple) else None
+
+
+def _block(value: Any) -> Any:
+    return cast("Any", value) if isinstance(value, dict | bool) else None
 
 
 FLAG = Takes("true or false", lambda v: v if isinstance(v, bool) else None)
 TEXT = Takes("a text", lambda v: v if isinstance(v, str) else None)
-LIST = Takes("a list", lambda v: list(v) if isinstance(v, list | tuple) else None)
+LIST = Takes("a list", _list)
 PAIR = Takes("two numbers, 0 or above and below 1", _betas)
-BLOCK = Takes("an object", lambda v: v if isinstance(v, dict | bool) else None)
+BLOCK = Takes("an object", _block)
 ANYTHING = Takes("anything", lambda v: v)
 COUNT, SIZE, NUMBER, SHARE = whole(1), whole(), number(), number(0.0, 1.0)

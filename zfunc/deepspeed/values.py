@@ -23,12 +23,13 @@ class Given:
 
     value: Any
     label: str
+    shown: Any = None  # what the user wrote, if that is not the value
 
 
 @frozen
 class Values:
-    """What holds: `file` is what the file says, `auto` what it leaves open in words, `given` what others say of keys
-    it does not say; `old` are the old names in it, each with the new one.
+    """What holds: `file` is what the file says, `auto` what it leaves open in words, `given` what others say of
+    keys it does not say; `old` are the old names in it, each with the new one.
 
     >>> values = check(Source("x.json", {"bf16": {"enabled": "auto"}}))
     >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
@@ -125,17 +126,23 @@ def _checked(source: str, key: Key, value: Any) -> Any:
         hint = nearest(value, key.takes.told.split(", ")) if isinstance(value, str) else ""
         raise ValueError(f"{source}: {key.name}: got {value!r}, expected {key.takes.told}{hint}: correct it")
     if instead := key.refusal(read):
-        raise ValueError(f"{source}: {key.name}: got {value!r}, which is not there in zfunc: {instead}")
+        raise ValueError(f"{source}: {key.name}: got {value!r}, which zfunc does not do: {instead}")
     return read
 
 
 def _agrees(source: str, file: Mapping[str, Any], name: str, given: Given) -> bool:
-    """Whether the file says it too. Raises ValueError if it says another value."""
+    """Whether the file says it too. Raises ValueError if it says another value, or there is no such key."""
+    if name not in KEYS:
+        raise ValueError(
+            f"{given.label}: got no key of a file, expected one{nearest(name, list(KEYS))}: correct it"
+        )
+    if KEYS[name].takes.read(given.value) is None:
+        raise ValueError(f"{given.label}: got {given.value!r}, expected {KEYS[name].takes.told}: correct it")
     if name not in file:
         return False
     if file[name] != given.value:
         raise ValueError(
-            f"{given.label}: got {given.value}, and {source} says {name} {file[name]}, expected one of them: leave out "
-            f'the first, or write "{AUTO}" into the file'
+            f"{given.label}: got {given.shown or given.value}, and {source} says {name} {file[name]}, expected one "
+            f'of them: leave out the first, or write "{AUTO}" into the file'
         )
     return True

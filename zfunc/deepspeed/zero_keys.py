@@ -25,14 +25,14 @@ ZERO_KEYS: tuple[Key, ...] = (
         0,
         "`stage`; 0 trains as 1: each rank keeps a slice of the optimizer's state anyway, with the same result",
         3,
-        instead="parameters have to fit on the device in 16 bits here: use stage 2, and `zfunc plan` to see what fits",
+        instead="parameters have to fit on the device in 16 bits here: use stage 2; `zfunc plan` says what fits",
     ),
     honoured(
         _Z + "reduce_bucket_size",
         COUNT,
         500_000_000,
-        "`bucket_size`, elements that are reduced, moved and updated as a unit; without the key 50,000,000, or 262,144 "
-        "in `zfunc train` on a CPU",
+        "`bucket_size`, elements that are reduced, moved and updated as a unit; without the key 50,000,000, or "
+        "262,144 in `zfunc train` on a CPU",
     ),
     honoured(
         _O + "device",
@@ -44,9 +44,24 @@ ZERO_KEYS: tuple[Key, ...] = (
         instead='the optimizer\'s state is on the host or on the device here: use "cpu"',
     ),
     honoured(_O + "ratio", SHARE, 1.0, "`offload_ratio`; with any stage"),
-    idle(_O + "pin_memory", FLAG, True, "what is copied is in pinned memory of exactly its size, the rest is not"),
-    idle(_O + "cpuadam_cores_perc", SHARE, 0.8, "threads are the physical cores this process may use, over its ranks"),
-    idle(_O + "super_offload", FLAG, False, "`speculate` updates before the norm is known, and with the same bits"),
+    idle(
+        _O + "pin_memory",
+        FLAG,
+        True,
+        "what is copied is in pinned memory of exactly its size, the rest is not",
+    ),
+    idle(
+        _O + "cpuadam_cores_perc",
+        SHARE,
+        0.8,
+        "threads are the physical cores this process may use, over its ranks",
+    ),
+    idle(
+        _O + "super_offload",
+        FLAG,
+        False,
+        "`speculate` updates before the norm is known, and with the same bits",
+    ),
     *each_idle(
         _O[:-1],
         _NVME,
@@ -86,7 +101,12 @@ ZERO_KEYS: tuple[Key, ...] = (
     idle(_Z + "compute_grad_norm", FLAG, True, "the norm is always computed, on the way"),
     *each_idle(_Z[:-1], _CHECKPOINT, load_from_fp32_weights=(FLAG, True), elastic_checkpoint=(FLAG, False)),
     idle(_Z + "ignore_unused_parameters", FLAG, True, "a parameter that is not used has a gradient of 0"),
-    idle(_Z + "enable_sanity_checks", FLAG, False, "plans are always verified; `train_step(debug=True)` checks more"),
+    idle(
+        _Z + "enable_sanity_checks",
+        FLAG,
+        False,
+        "plans are always verified; `train_step(debug=True)` checks more",
+    ),
     refused(
         _Z + "zenflow",
         "updates that wait for some gradients and not for others are not there; `delay_from` is the nearest",

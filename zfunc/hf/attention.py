@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 NAME = "zfunc"  # by which transformers knows it
-_FUSED_GQA = 256  # features of a head, at most, that fused kernels with fewer heads of keys than queries take
+_FUSED_GQA = 256  # features of a head, at most, for flash attention
 
 
 class Settings:
@@ -62,8 +62,8 @@ def attend(
     seq = query.shape[-2]
     window = None if sliding_window is None or sliding_window >= seq else sliding_window
     groups = query.shape[1] // key.shape[1]
-    fused_groups = groups > 1 and window is None and softcap is None and key.shape[-1] <= _FUSED_GQA
-    if groups > 1 and not fused_groups:
+    grouped = groups > 1 and window is None and softcap is None and _takes_groups(key)
+    if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if softcap is not None:
         y = _softcapped(query, key, value, _seen(seq, window, query.device), dropout, scaling, softcap)
@@ -76,9 +76,14 @@ def attend(
             dropout_p=dropout,
             is_causal=window is None,
             scale=scaling,
-            enable_gqa=fused_groups,
+            enable_gqa=grouped,
         )
     return y.transpose(1, 2).contiguous(), None
+
+
+def _takes_groups(key: Tensor) -> bool:
+    """Whether a kernel that keeps no scores takes fewer heads of keys than of queries."""
+    return key.shape[-1] <= _FUSED_GQA and (not key.is_cuda or key.dtype.itemsize == 2)
 
 
 def _seen(seq: int, window: int | None, device: torch.device) -> Tensor:

@@ -20,9 +20,11 @@ from zfunc.hf.parts import Embed, Head, Layer
 from zfunc.segments import Segment, Values, segment
 
 log = logging.getLogger("zfunc")
-MISSING = (
-    "zfunc.hf: got no transformers, expected version 5 or newer: pip install 'zfunc[hf]' (torch as it is)"
-)
+OLDEST, NEWEST = (
+    (5, 12),
+    (5, 23),
+)  # transformers this was tested with; 5.0 computes some of these models otherwise
+MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 
 
 def segments(model: nn.Module) -> tuple[Segment, ...]:
@@ -60,8 +62,11 @@ def check_transformers() -> None:
         import transformers
     except ImportError as error:
         raise ImportError(MISSING) from error
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        raise ImportError(f"{MISSING}; this one is {transformers.__version__}")
+    version = tuple(int(x) for x in transformers.__version__.split(".")[:2])
+    if version < OLDEST:
+        raise ImportError(MISSING.replace("no transformers", f"transformers {transformers.__version__}"))
+    if version > NEWEST:
+        log.info("hf: transformers %s is newer than this was tested with", transformers.__version__)
 
 
 def _parts(model: Any, family: Family) -> Iterator[tuple[str, nn.Module]]:
@@ -110,11 +115,11 @@ def _alone(part: nn.Module, settings: Settings) -> nn.Module:
     """
     memo: dict[int, Any] = {id(t): t for t in (*part.parameters(), *part.buffers())}
     for module in part.modules():
-        for value in vars(module).values():
+        for name, value in vars(module).items():
             if isinstance(value, functools.partial):
                 memo[id(value)] = _function(value.func, value.args, tuple(value.keywords.items()))
-            elif value is settings.config:
-                memo[id(value)] = settings
+            elif name == "config":  # every one, or the layer would call an attention that wants a mask
+                memo[id(value)] = settings if value is settings.config else Settings(value)
     alone = copy.deepcopy(part, memo).train()
     for module in alone.modules():
         if hasattr(module, "layer_idx"):

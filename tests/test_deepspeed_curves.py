@@ -1,0 +1,91 @@
+"""Learning rates and loss scales of DeepSpeed's configurations, against what DeepSpeed itself gives."""
+
+import json
+import math
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zfunc.deepspeed import check, read
+from zfunc.deepspeed.rate import schedule
+from zfunc.deepspeed.schedules import SCHEDULES, Schedule, WarmupCosineLR, WarmupDecayLR
+from zfunc.errors import NonFiniteError
+from zfunc.loss_scale import LossScale
+
+GOLDEN = Path(__file__).parent / "goldens" / "deepspeed.json"
+CASES: dict[str, list[dict[str, Any]]] = json.loads(GOLDEN.read_text())
+
+
+def name(case: dict[str, Any]) -> str:
+    return f"{case['type']} {' '.join(case['params'])}"
+
+
+def made(case: dict[str, Any]) -> Schedule:
+    """The scheduler of a file that has this case."""
+    params = {**case["params"], **({"cycle_momentum": False} if case["type"] == "OneCycle" else {})}
+    file = {
+        "optimizer": {"type": "Adam", "params": {"lr": case["lr"]}},
+        "scheduler": {"type": case["type"], "params": params},
+    }
+    rate = schedule(check(read(file)), lr=case["lr"])
+    assert rate is not None
+    return rate
+
+
+def test_every_scheduler_has_cases() -> None:
+    assert {case["type"] for case in CASES["schedules"]} == set(SCHEDULES)
+
+
+@pytest.mark.parametrize("case", CASES["schedules"], ids=name)
+def test_learning_rates_are_those_of_every_update_there(case: dict[str, Any]) -> None:
+    rate = made(case)
+    here = [rate(step) for step in range(1, len(case["rates"]) + 1)]
+    # Equal bits where it was recorded; the last one of a logarithm or cosine is the C library's.
+    assert all(abs(a - b) <= 2 * math.ulp(b) for a, b in zip(here, case["rates"], strict=True))
+    assert here == [rate(step) for step in range(1, len(here) + 1)]
+    with pytest.raises(ValueError, match="counted from 1"):
+        rate(0)
+
+
+@pytest.mark.parametrize("rate", [WarmupDecayLR(None, warmup_num_steps=4), WarmupCosineLR(None, lr=1e-3)])
+def test_nothing_decays_while_the_end_is_not_known(rate: Schedule) -> None:
+    assert rate(2000) == rate(10_000) == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong"),
+    [
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1.0, "cycle_first_step_size": 0}),
+        ("LRRangeTest", {"lr_range_test_step_size": 0}),
+        ("WarmupLR", {"warmup_max_lr": math.nan}),
+        ("WarmupDecayLR", {"total_num_steps": 10, "warmup_type": "cubic"}),
+        ("WarmupCosineLR", {"total_num_steps": 10, "lr": -1.0}),
+    ],
+)
+def test_values_out_of_range_are_refused_at_birth(kind: str, wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"^{kind}: {list(wrong)[-1]} is"):
+        SCHEDULES[kind](**wrong)
+
+
+@pytest.mark.parametrize("case", CASES["loss_scales"], ids=lambda case: str(case["told"]))
+def test_loss_scales_are_those_of_every_step_there(case: dict[str, Any]) -> None:
+    scale, seen = LossScale(**case["told"]), []
+    for overflow in case["overflows"]:
+        try:
+            scale = scale.update(overflow=bool(overflow))
+        except NonFiniteError:
+            break
+        seen.append(scale.scale)
+    assert seen == case["scales"]
+
+
+def test_the_goldens_are_what_deepspeed_gives() -> None:
+    python = os.environ.get("DEEPSPEED_PYTHON")
+    if python is None:
+        pytest.skip("DEEPSPEED_PYTHON names no Python that has DeepSpeed")
+    script = Path(__file__).parent / "deepspeed_reference.py"
+    done = subprocess.run([python, script], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == CASES
