@@ -37,6 +37,7 @@ gpu:
 	$(PYTHON) -m benchmarks.adam --sizes 1Mi,16Mi,128Mi --repeats 7 --json benchmarks/results
 	$(PYTHON) -m benchmarks.checkpoints --json benchmarks/results
 	$(PYTHON) -m benchmarks.plan --json benchmarks/results
+	$(PYTHON) -m benchmarks.simulated --json benchmarks/results
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
@@ -44,6 +45,7 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.ranks
+	$(BIN)/python -m benchmarks.simulated
 	$(BIN)/python -m benchmarks.step
 
 # Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from scale_charts import bars, by_world, lines
-from scale_prose import conclusions, in_short, setting
+from scale_prose import conclusions, in_short, reflowed, setting
 from scale_steps import WORLDS, simulated
 from scale_tables import CASES, GLOBAL_ROWS, H100, H200, bought, bounds, networks, room, strong, weak
 
@@ -34,8 +34,8 @@ Tokens a second and GPU, and the share of what one rank alone reaches.
 
 {weak()}
 
-It grows before it falls, because ZeRO-Offload divides the update by the ranks and keeps the work of a rank. Inside a
-node, the ranks share one host, so only copies get shorter; each further node brings a host of its own.
+It grows before it falls, because the update is divided by the ranks, while each rank keeps its work. Inside a node
+the ranks share one host, so only copies get shorter; each further node brings a host of its own.
 
 ![The share of a step in which a GPU computes](scale-compute.svg)
 
@@ -56,8 +56,8 @@ Parameters stay whole on every device, so the device's need does not shrink. All
 
 ## What schedules and recipes buy
 
-Change of tokens a second against Overlapped, with clipping. In brackets: it does not fit. `zfunc plan` finds out the
-same for one setting at a time; a delay is the only one here that changes what is trained.
+Change of tokens a second against Overlapped, with clipping. In brackets: it does not fit. Of these, a delay,
+compact moments and no clipping change what is trained; nothing else does.
 
 {bought()}
 
@@ -67,8 +67,8 @@ The tables above let the ports of a node carry a collective together, and count 
 
 {networks()}
 
-The first row is what a collective gets that cannot spread over the node's other ports. The second and third are rings
-whose every hop takes the profile's latency, which is rounded up: they are the worst case.
+The first change is what a collective gets that cannot spread over the node's other ports. The other two are rings
+whose every hop takes the profile's latency, which is rounded up: the worst case.
 
 ## The same batch for all ranks together
 
@@ -86,7 +86,7 @@ def charts() -> dict[str, str]:
     """The pictures, by file name."""
     share = {case.name: by_world(WORLDS, lambda n, c=case: simulated(c, n).compute_share) for case in CASES}
     halves = {0: "0", 0.25: "25 %", 0.5: "50 %", 0.75: "75 %", 1: "100 %"}
-    gigabytes = {10.0**n: f"{10**n:g} GB" for n in range(-1, 4)}
+    gigabytes = {10.0**n: f"{10.0**n:,g} GB" for n in range(-1, 4)}
     return {
         "scale-compute.svg": lines(share, "Share of a step in which a GPU computes", halves),
         "scale-bound.svg": bars(
@@ -120,7 +120,7 @@ def main() -> None:
     for name, picture in charts().items():
         (HERE / name).write_text(picture)
         print(f"written: {name}", flush=True)
-    (HERE / "scale.md").write_text(page())
+    (HERE / "scale.md").write_text(reflowed(page()))
     print("written: scale.md")
 
 

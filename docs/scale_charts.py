@@ -31,7 +31,10 @@ COLORS = 6
 
 @frozen
 class Axes:
-    """A panel: worlds from left to right, each a factor of two from the last, values from `low` to `high` upwards."""
+    """A panel: worlds from left to right, each twice the last; values from `low` to `high` upwards.
+
+    `inset` is kept free at both ends, for bars.
+    """
 
     left: float
     width: float
@@ -39,11 +42,13 @@ class Axes:
     low: float
     high: float
     log: bool = False
+    inset: float = 0.0
 
     def x(self, world: float) -> float:
         """Where a world is."""
         first, last = math.log2(self.worlds[0]), math.log2(self.worlds[-1])
-        return self.left + self.width * (math.log2(world) - first) / (last - first)
+        width = self.width - 2 * self.inset
+        return self.left + self.inset + width * (math.log2(world) - first) / (last - first)
 
     def y(self, value: float) -> float:
         """Where a value is; below the axis there is nothing."""
@@ -68,7 +73,8 @@ def lines(
 ) -> str:
     """A curve a series, named at its right end; one whose name begins with "room" is dashed and grey."""
     worlds = next(iter(series.values()))
-    axes = Axes(LEFT, 620, tuple(worlds), min(ticks), max(ticks), log)
+    high = max(*ticks, *(value for values in series.values() for value in values.values()))
+    axes = Axes(LEFT + 10, 620, tuple(worlds), min(ticks), high, log)
     color = 0
     parts = list(axes.frame(ticks, title))
     ends: list[tuple[float, str, int]] = []
@@ -81,7 +87,7 @@ def lines(
         parts.append(f'<polyline class="curve{dashed}" stroke="var(--c{shade})" points="{points}"/>')
         ends.append((axes.y(values[max(values)]), name, shade))
     parts += _names(axes.left + axes.width + 8, ends)
-    return svg(LEFT + 620 + RIGHT, parts)
+    return svg(LEFT + 630 + RIGHT, parts)
 
 
 def _names(x: float, ends: list[tuple[float, str, int]]) -> Iterator[str]:
@@ -97,7 +103,7 @@ def bars(panels: Mapping[str, Mapping[int, Mapping[str, float]]], kinds: Sequenc
     width, gap = 340, 60
     parts: list[str] = []
     for n, (title, of) in enumerate(panels.items()):
-        axes = Axes(LEFT + 16 + n * (width + gap), width, tuple(of), 0, 1)
+        axes = Axes(LEFT + 16 + n * (width + gap), width, tuple(of), 0, 1, inset=18)
         parts += axes.frame({0: "0", 0.25: "25 %", 0.5: "50 %", 0.75: "75 %", 1: "100 %"}, title)
         parts += _stacks(axes, of, kinds)
     x = LEFT + 16 + len(panels) * (width + gap) - 20

@@ -70,7 +70,7 @@ class Case:
 
 @frozen
 class NormsApart:
-    """Overlapped, with the sums of squares on a lane of their own: backward does not wait for what they wait for."""
+    """Overlapped, with the sums of squares on a lane of their own, so that backward does not wait for them."""
 
     def __call__(self, graph: Graph) -> Plan:
         """Deal the operations out by kind, `square_sum` apart."""

@@ -98,6 +98,8 @@ def test_a_run_that_goes_on_is_the_run_that_was_not_stopped() -> None:
         (("--clip", "2"), "--clip: got 2.0, and ds.json says gradient_clipping 0.5"),
         (("--weight-decay", "0"), "--weight-decay: got 0.0, and ds.json says"),
         (("--micro-batches", "3"), "got train_batch_size 8, expected a multiple of"),
+        (("--offload-ratio", "much"), "--offload-ratio: got much, expected 0"),
+        (("--batch-size", "0"), "--batch-size: got 0, expected a whole number of at least 1"),
         (("--config", "nowhere.json"), "nowhere.json: No such file"),
     ],
 )
@@ -144,6 +146,17 @@ def test_flags_hold_where_the_file_says_nothing() -> None:
     assert (
         merged({"lr": 1e-3}, read({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}), 1)["lr"] == 1e-3
     )
+
+
+@pytest.mark.parametrize(
+    "file",
+    [{"bf16": {"bf16_optimizer_states": True}}, {"optimizer": {"params": {"fp32_optimizer_states": False}}}],
+)
+def test_how_exact_the_moments_are(file: dict[str, Any]) -> None:
+    assert merged({}, read(file), 1)["moments"] == "16bit"
+    assert merged({"moments": "8bit"}, read(file), 1)["moments"] == "8bit"
+    with pytest.raises(ValueError, match="--moments: got fp32, and the dict says"):
+        merged({"moments": "fp32"}, read(file), 1)
 
 
 def test_where_the_optimizers_state_is() -> None:

@@ -85,7 +85,7 @@ def open_corpus(
             "check the path, or name none to use the Python standard library"
         )
     if path.is_dir() and not (path / "train.bin").is_file():
-        return _open_files(str(path), _walk(path, lambda part: part.startswith(".")), Path(cache))
+        return _open_files(str(path), walk(path, lambda part: part.startswith(".")), Path(cache))
     path = path / "train.bin" if path.is_dir() else path
     return _open_tokens(path, dtype, vocab_size) if path.suffix == ".bin" else _open_bytes(path)
 
@@ -151,7 +151,7 @@ def stdlib_files() -> tuple[Source, ...]:
     Tests, GUI and packaging tools are left out, for they are not installed everywhere, and so are
     generated tables.
     """
-    files = _walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_STDLIB.__contains__)
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_STDLIB.__contains__)
     generated = ("_sysconfigdata", "config-")  # the build of this machine's Python
     return tuple(
         (name, path) for name, path in files if name.endswith(".py") and not name.startswith(generated)
@@ -174,11 +174,11 @@ def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
             f'got dtype={dtype!r}; expected "uint16" or "uint32"; pass the one {path} was written in'
         )
     little = np.dtype(dtype).newbyteorder("<")
-    tokens, beside = _memory_map(path, little), path.with_name("val.bin")
+    tokens, beside = memory_map(path, little), path.with_name("val.bin")
     if path.name == "train.bin" and beside.is_file():
-        train, held_out, how = tokens, _memory_map(beside, little), str(beside)
+        train, held_out, how = tokens, memory_map(beside, little), str(beside)
     else:
-        (train, held_out), how = _split_by_position(tokens), "the end"
+        (train, held_out), how = split_by_position(tokens), "the end"
     first = f"{path}: {len(train):,} {dtype} tokens to train on, vocabulary {vocab_size:,}"
     return Corpus(
         str(path), train, held_out, vocab_size, (first, f"held out: {how}, {len(held_out):,} tokens")
@@ -186,7 +186,7 @@ def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
 
 
 def _open_bytes(path: Path) -> Corpus:
-    train, held_out = _split_by_position(_memory_map(path, np.dtype(np.uint8)))
+    train, held_out = split_by_position(memory_map(path, np.dtype(np.uint8)))
     first = f"{path}: 1 file, {len(train) + len(held_out):,} bytes"
     return Corpus(
         str(path), train, held_out, _BYTE_VOCAB_SIZE, (first, f"held out: the end, {len(held_out):,} bytes")
@@ -214,7 +214,7 @@ def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
     path = cache / f".corpus-{key}.bin"  # hidden: `cache` may lie in the folder that is read
     if not path.is_file():
         _gather(name, sources, path)
-    tokens = _memory_map(path, np.dtype(np.uint8))
+    tokens = memory_map(path, np.dtype(np.uint8))
     got = _Gathered(*_FOOTER.unpack(tokens[-_FOOTER.size :].tobytes()))
     train, held_out = tokens[: got.train_bytes], tokens[got.train_bytes : got.num_bytes]
     by_name = f"{got.num_held_out:,} of the files, by a hash of their names"
@@ -264,18 +264,18 @@ def _append(out: BinaryIO, path: Path) -> str:
                     return "binary"
                 out.write(chunk)
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
     if out.tell() == start:
         return "empty"
     out.write(b"\0")
     return "text"
 
 
-def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
+def walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
     """List the regular files under `root` by name; links to files are followed, links to folders are not."""
 
     def fail(error: OSError) -> None:
-        raise _unreadable(Path(error.filename), error)
+        raise unreadable(Path(error.filename), error)
 
     paths: list[Path] = []
     for folder, folders, files in os.walk(root, onerror=fail):
@@ -284,7 +284,7 @@ def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
     return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
 
 
-def _memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
+def memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
     try:
         size = path.stat().st_size
         if size == 0:
@@ -296,17 +296,17 @@ def _memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
             )
         return np.memmap(path, dtype, mode="r")
     except OSError as error:
-        raise _unreadable(path, error) from error
+        raise unreadable(path, error) from error
 
 
-def _unreadable(path: Path, error: OSError) -> ValueError:
+def unreadable(path: Path, error: OSError) -> ValueError:
     return ValueError(
         f"got {path}, which cannot be read ({error.strerror}); expected a readable file; "
         "change its permissions, or leave it out"
     )
 
 
-def _split_by_position(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def split_by_position(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     split = len(tokens) - max(1, len(tokens) // 10)
     return tokens[:split], tokens[split:]
 

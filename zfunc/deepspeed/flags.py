@@ -12,7 +12,7 @@ from zfunc.deepspeed.precision import ENABLED, precision
 from zfunc.deepspeed.rate import LR, MAX_LR, WARMUP, sets_lr_alone
 from zfunc.deepspeed.reading import Source
 from zfunc.deepspeed.values import Given, Values, check
-from zfunc.options import AUTO, flag
+from zfunc.options import AUTO, flag, ratio
 
 _Z = "zero_optimization."
 DEVICE, RATIO = f"{_Z}offload_optimizer.device", f"{_Z}offload_optimizer.ratio"
@@ -34,12 +34,16 @@ def given(flags: Mapping[str, Any]) -> dict[str, Given]:
     """What the flags say, by key. `zfunc train` is told "auto" for what it chooses itself, which says nothing."""
     told: dict[str, Given] = {}
     for name, value in flags.items():
-        if name in FLAGS and value not in (None, AUTO):
-            told[FLAGS[name]] = Given(float(value) if name == "offload_ratio" else value, flag(name))
+        if name == "offload_ratio" and value not in (None, AUTO):
+            ratio(name, value)
+            told[RATIO] = Given(float(value), flag(name))
+        elif name in FLAGS and value not in (None, AUTO):
+            told[FLAGS[name]] = Given(value, flag(name))
         if name == "precision" and value not in (None, AUTO):
             told |= {key: Given(value == kind, flag(name), value) for kind, key in ENABLED.items()}
         if name == "moments" and value == "fp32":
             told["bf16.bf16_optimizer_states"] = Given(False, flag(name), value)
+            told["optimizer.params.fp32_optimizer_states"] = Given(True, flag(name), value)
     return told
 
 
@@ -50,25 +54,31 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
     """
     values = check(source, given(flags))
     _check_lr(values, flags)
+    found = {
+        **_batch(values, world),
+        **{name: values[FLAGS[name]] for name in ("clip", "bucket_size") if values.says(FLAGS[name])},
+        **_optimizer(values),
+        **_offload(values, flags),
+    }
+    if (chosen := precision(values)) is not None:
+        found["precision"] = chosen
+    return {**found, **{name: value for name, value in flags.items() if value is not None}}
+
+
+def _batch(values: Values, world: int) -> dict[str, Any]:
     made = batch(values, world)
-    found: dict[str, Any] = (
-        {"micro_batches": made.accumulation} if values.says(FLAGS["micro_batches"]) else {}
-    )
     if made.train is not None:
-        found |= {"batch_size": made.train, "micro_batches": made.accumulation}
-    for name in ("clip", "bucket_size"):
-        if values.says(FLAGS[name]):
-            found[name] = values[FLAGS[name]]
+        return {"batch_size": made.train, "micro_batches": made.accumulation}
+    return {"micro_batches": made.accumulation} if values.says(FLAGS["micro_batches"]) else {}
+
+
+def _optimizer(values: Values) -> dict[str, Any]:
+    found: dict[str, Any] = {"moments": "16bit"} if sixteen_bit(values) else {}
     if values.has("optimizer"):
         found |= {"lr": values[LR], "weight_decay": weight_decay(values)}
     if values.says(MAX_LR) and not values.says(LR):
         found["lr"] = values[MAX_LR]
-    found |= _offload(values, flags)
-    if (chosen := precision(values)) is not None:
-        found["precision"] = chosen
-    if sixteen_bit(values):
-        found["moments"] = "16bit"
-    return {**found, **{name: value for name, value in flags.items() if value is not None}}
+    return found
 
 
 def weight_decay(values: Values) -> float:
@@ -93,13 +103,13 @@ def offload_ratio(values: Values) -> float:
 def _offload(values: Values, flags: Mapping[str, Any]) -> dict[str, Any]:
     if not any(name in values.file for name in (DEVICE, RATIO)):
         return {}
-    ratio, told = offload_ratio(values), flags.get("offload_ratio")
-    if told not in (None, AUTO) and float(told) != ratio:
+    share, told = offload_ratio(values), flags.get("offload_ratio")
+    if told not in (None, AUTO) and float(told) != share:
         raise ValueError(
             f"--offload-ratio: got {told}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
             "of them: leave out the first, or the file's offload_optimizer"
         )
-    return {"offload_ratio": str(ratio)}
+    return {"offload_ratio": str(share)}
 
 
 def _check_lr(values: Values, flags: Mapping[str, Any]) -> None:

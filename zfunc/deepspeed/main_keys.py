@@ -11,7 +11,9 @@ from zfunc.deepspeed.takes import COUNT, FLAG, LIST, NUMBER, PAIR, TEXT, number,
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _MEAN = "gradients are always divided by the ranks before they are added up, which is the same mean"
 _MASTER = "master weights are always exact fp32; `moments` is what makes the host's state smaller"
-_PRECISION = "`precision`; with neither `fp16` nor `bf16` it is fp32, and in `zfunc train` what its own `--precision` is"
+_PRECISION = (
+    "`precision`; with neither of `fp16` and `bf16` fp32, or in `zfunc train` what `--precision` says"
+)
 _DYNAMIC = "`LossScale` of `zfunc.init`"
 _CONSTANT = "betas are constant here"
 
