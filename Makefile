@@ -5,13 +5,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures soak wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures scale soak wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
 
+# Two workers: the tests of a file stay together, because some share what took long to make.
 test: $(STAMP) lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check
@@ -54,6 +55,10 @@ soak: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python docs/make_pictures.py
+
+# docs/scale.md: some minutes of simulation.
+scale: $(STAMP)
+	$(BIN)/python docs/make_scale.py
 
 WHEEL := build/wheel
 WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin

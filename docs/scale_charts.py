@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from attrs import field, frozen
+from attrs import frozen
 
 STYLE = """<style>
 svg { --page: #ffffff; --ink: #1f2328; --dim: #656d76; --line: #d8dee4;
@@ -38,7 +38,7 @@ class Axes:
 
     left: float
     width: float
-    worlds: Sequence[int] = field(converter=tuple)
+    worlds: tuple[int, ...]
     low: float
     high: float
     log: bool = False

@@ -1,6 +1,8 @@
-"""What docs/scale.md says in sentences: the setting, the findings, what follows from them, each with its figure.
+"""What docs/scale.md says in sentences: the setting, the findings, what follows from them, each with its
+figure.
 
-The invariant: where a sentence depends on which of two figures is larger, that is checked here; if it is no longer
+The invariant: where a sentence depends on which of two figures is larger, that is checked here; if it is no
+longer
 so, the page is not written.
 """
 
@@ -43,19 +45,28 @@ No step of this page was run: all of it is simulated, by the code behind `zfunc 
   {H200.rows} sequences a rank on `h200`, the only card here that has room for it.
 - **70 B** to the letter, {_shape(FULL)}, lacks
   {simulated(FULL, LAST).lacking["device"] / 1e9:.1f} GB on that card, on any number of ranks.
-- The plain step: Overlapped, buckets of 50 M parameters, clipping, all of forward recomputed, ZeRO stage 2, and the
+- The plain step: Overlapped, buckets of 50 M parameters, clipping, all of forward recomputed, ZeRO stage 2,
+  and the
   16 bits the card is fast in.
 
-**What is assumed.** Peaks are from data sheets. Which share of them is reached is a figure of the profile, most often
-an assumption with its reason beside it (`zfunc/profiles/*.toml`): {_reached(H100)} of the H100's 16-bit arithmetic,
-{_reached(V100)} of the V100's, 80 % of copies, host memory and network. A collective is a ring. Inside a node it runs
-at the speed of NVLink; between nodes at that of all ports of a node together, because NCCL's rings enter a node by
-every port ([nccl#495](https://github.com/NVIDIA/nccl/issues/495)): {_rate(H100)} on the H100, {_rate(V100)} on the
+**What is assumed.** Peaks are from data sheets. Which share of them is reached is a figure of the profile,
+most often
+an assumption with its reason beside it (`zfunc/profiles/*.toml`): {_reached(H100)} of the H100's 16-bit
+arithmetic,
+{_reached(V100)} of the V100's, 80 % of copies, host memory and network, on the GH200 what others
+measured. A collective is a ring. Inside a node
+it runs
+at the speed of NVLink; between nodes at that of all ports of a node together, because NCCL's rings enter a
+node by
+every port ([nccl#495](https://github.com/NVIDIA/nccl/issues/495)): {_rate(H100)} on the H100, {_rate(V100)}
+on the
 V100, {_rate(GH200)} on the GH200. It takes the latency of log2(ranks) hops; today's rings pass more
 ([nccl#1594](https://github.com/NVIDIA/nccl/issues/1594)). What changes with these two is in a table below.
 
-**What this cannot know.** No rank is slower than the others, nobody else is on the network, nothing fails, no data is
-waited for. A GPU is as efficient with one sequence as with {H100.rows}. The network's part was never held against a
+**What this cannot know.** No rank is slower than the others, nobody else is on the network, nothing fails, no
+data is
+waited for. A GPU is as efficient with one sequence as with {H100.rows}. The network's part was never held
+against a
 cluster. And whether a batch of {tokens:.1f} M tokens, which {LAST:,} ranks of 10 B make, still trains well."""
 
 
@@ -68,18 +79,29 @@ def in_short() -> str:
     few = gain(simulated(H100, 8, speculate=EVERY_BUCKET), simulated(H100, 8))
     many = gain(simulated(H100, LAST, speculate=EVERY_BUCKET), last[H100])
     return f"""\
-- **Few ranks wait for the host, many for the network.** More of the critical path is network than host and copies
-  from {_overtakes(H100)} ranks on with 10 B on H100, from {_overtakes(V100)} on V100, from {_overtakes(GH200)} on
-  GH200, and from {_overtakes(H200)} with 65 B on H200. It does not overtake compute: at {LAST:,} ranks it bounds
+- **Few ranks wait for the host, many for the network.** More of the critical path is network than host and
+  copies
+  from {_overtakes(H100)} ranks on with 10 B on H100, from {_overtakes(V100)} on V100, from
+  {_overtakes(GH200)} on
+  GH200, and from {_overtakes(H200)} with 65 B on H200. It does not overtake compute: at {LAST:,} ranks it
+  bounds
   {shares[0]}, {shares[1]}, {shares[2]} and {shares[3]} of the step.
-- **The best world** for 10 B on H100 has {best} ranks: {simulated(H100, best).per_gpu:,.0f} tokens/s a GPU. With
+- **The best world** for 10 B on H100 has {best} ranks: {simulated(H100, best).per_gpu:,.0f} tokens/s a GPU.
+  With
   {LAST:,} it is {last[H100].per_gpu:,.0f}, {LAST * last[H100].per_gpu / 1e6:.1f} M in all.
-- **Recipes that hide the host are for a node or two.** The speculative update buys {few} among 8 ranks and {many}
+- **Recipes that hide the host are for a node or two.** The speculative update buys {few} among 8 ranks and
+  {many}
   among {LAST:,}, where the host has nearly nothing to do. There, larger buckets do:
   {gain(simulated(H100, LAST, bucket_size=LARGE), last[H100])}.
 - **So is offload itself.** With one H100, the fastest has {_ratio(H100, 1)} of the state of 10 B on the host;
   with 8 it is {_ratio(H100, 8)}, which is ZeRO-2.
-- **The device is the limit to size.** Parameters are whole on every rank: {2 * H200.parameters / 1e9:.0f} GB of the
+- **A schedule buys most where nothing waits for the norm.** Without clipping, among 8 ranks of 10 B on H100,
+  Overlapped is at {_without_clipping("Overlapped")}, Interleaved at {_without_clipping("Interleaved")},
+  CriticalPath at
+  {_without_clipping("CriticalPath")}. With clipping, order matters once the network does: then CriticalPath is at
+  {gain(simulated(H200, LAST, schedule="CriticalPath"), last[H200])} with 65 B at {LAST:,} ranks.
+- **The device is the limit to size.** Parameters are whole on every rank: {2 * H200.parameters / 1e9:.0f} GB
+  of the
   {last[H200].memory["device"] / 1e9:.0f} that 65 B needs. Ranks do not help."""
 
 
@@ -98,23 +120,34 @@ def conclusions() -> str:
     return f"""\
 1. **ZeRO-3.** At {LAST:,} ranks, one needs {_host(b) / 1e9:.1f} GB on the host for 65 B and
    {b.memory["device"] / 1e9:.0f} GB on the device. Of layers as wide, {_most("h100")} fit on an H100 and
-   {_most("h200")} on an H200. With parameters divided too, gathering them once more takes {gathered:.2f} s of network,
+   {_most("h200")} on an H200. With parameters divided too, gathering them once more takes {gathered:.2f} s of
+   network,
    beside {b.compute_seconds:.2f} s of compute to hide it.
-2. **Sums of squares out of backward's way.** `square_sum` of a bucket waits for its `reduce_scatter`, on the lane of
-   backward, and so does all that follows: {b.held_up["square_sum"]:.2f} of {b.seconds:.2f} s with 65 B at {LAST:,}
-   ranks. On a lane of its own ({apart} tokens/s) and with buckets of 500 M ({both}), a schedule can do that today:
+2. **Sums of squares out of backward's way.** `square_sum` of a bucket waits for its `reduce_scatter`, on the
+   lane of
+   backward, and so does all that follows: {b.held_up["square_sum"]:.2f} of {b.seconds:.2f} s with 65 B at
+   {LAST:,}
+   ranks. On a lane of its own ({apart} tokens/s) and with buckets of 500 M ({both}), a schedule can do that
+   today:
    `NormsApart` in `docs/scale_steps.py`.
-3. **All-gathers under the next forward.** At {LAST:,} ranks a step goes on for {a.after_backward:.2f} s after backward
+3. **All-gathers under the next forward.** At {LAST:,} ranks a step goes on for {a.after_backward:.2f} s after
+   backward
    with 10 B, {_percent(a.after_backward / a.seconds)} of it, and for {b.after_backward:.2f} s with 65 B,
-   {_percent(b.after_backward / b.seconds)}. Most of that is `all_gather`, and the next forward begins with one segment.
+   {_percent(b.after_backward / b.seconds)}. Most of that is `all_gather`, and the next forward begins with
+   one segment.
 4. **Fewer and shallower collectives.** If a ring's every hop counts, {LAST:,} ranks of 10 B on H100 are at
    {gain(hops, a)}, and with buckets of 500 M at {gain(large, a)}. Buckets that grow with the world come first,
-   hierarchical collectives next. No figure of this page is less certain: measure a `reduce_scatter` before either.
+   hierarchical collectives next. No figure of this page is less certain: measure a `reduce_scatter` before
+   either.
 5. **Activations to the host.** 65 B has room for {H200.rows} sequences a rank, and sends every gradient for
-   {H200.rows * SEQ_LENGTH:,} tokens; four such micro-batches buy {gain(four(H200, LAST, 2), b)}. The lanes of copies
-   are busy for {100 * b.busy["d2h"]:.1f} % of the step each way, so they are free for that. With 10 B on H100, keeping
-   all activations would buy {gain(none, a)} and needs {none.memory["device"] / 1e9:.1f} of {none.room["device"] / 1e9:.0f} GB.
-6. **Layers divided over ranks.** With a constant batch {LAST:,} ranks of 10 B are {faster:.0f} times as fast as 16, not
+   {H200.rows * SEQ_LENGTH:,} tokens; four such micro-batches buy {gain(four(H200, LAST, 2), b)}. The lanes of
+   copies
+   are busy for {100 * b.busy["d2h"]:.1f} % of the step each way, so they are free for that. With 10 B on
+   H100, keeping
+   all activations would buy {gain(none, a)} and needs {none.memory["device"] / 1e9:.1f} of
+   {none.room["device"] / 1e9:.0f} GB.
+6. **Layers divided over ranks.** With a constant batch {LAST:,} ranks of 10 B are {faster:.0f} times as fast
+   as 16, not
    {LAST // 16}: one sequence is too little work for all that is sent. Beyond that, tensor parallelism."""
 
 
@@ -138,8 +171,8 @@ def _wrapped(block: list[str], width: int) -> str:
         return block[0]
     item = ITEM.match(block[0])
     indent = " " * len(item[0]) if item else ""
-    words = " ".join(" ".join(block).split())
-    return textwrap.fill(words, width, subsequent_indent=indent, break_on_hyphens=False)
+    words = " ".join(" ".join(block).split()).replace(" %", "\0%")  # a number and its % stay together
+    return textwrap.fill(words, width, subsequent_indent=indent, break_on_hyphens=False).replace("\0%", " %")
 
 
 def _shape(case: Case) -> str:
@@ -156,6 +189,10 @@ def _network(case: Case) -> float:
 
 def _rate(case: Case) -> str:
     return f"{_network(case) / 1e9:.0f} GB/s"
+
+
+def _without_clipping(schedule: str) -> str:
+    return gain(simulated(H100, 8, clip_norm=None, schedule=schedule), simulated(H100, 8))
 
 
 def _most(profile: str) -> int:
@@ -183,6 +220,12 @@ def _overtakes(case: Case) -> int:
 
 def _ratio(case: Case, world: int) -> str:
     return _percent(found(case, world, ratios_only=True)[0].offload_ratio)
+
+
+def counted_on() -> str:
+    """What `zfunc plan` has for a rank of several nodes, where it is less than the tables."""
+    planned = load(H100.profile).hardware("bf16", LAST).rates["network"]
+    return " `zfunc plan --world` counts on that." if planned < _network(H100) else ""
 
 
 def _hold(so: bool, what: str) -> None:

@@ -96,7 +96,7 @@ def _needs(case: Case, world: int) -> list[str]:
         f"{now.per_gpu * world:,.0f}",
         f"{now.tflops:.0f}",
         f"{now.memory['device'] / 1e9:.1f} of {now.room['device'] / 1e9:.0f}",
-        f"{host / 1e9:.1f} of {now.room['host'] / 1e9:.0f}",
+        f"{host / 1e9:.1f} of {now.room['host'] / 1e9:,.0f}",
         "yes" if now.fits else "no",
     ]
 

@@ -20,6 +20,7 @@ from zfunc.memory import memory
 from zfunc.program import Program, steadily_delayed
 from zfunc.recipes import delayed, zero_offload
 from zfunc.simulate import simulate
+from zfunc.stages import STAGES
 from zfunc.state import State
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -205,15 +206,20 @@ def test_an_overflow_is_not_applied_a_step_later_either() -> None:
     assert state.step == skipped.count(False)
 
 
-def poisoned(step: int) -> dict[str, Any]:
-    from zfunc.stages import STAGES
+def poisoned(call: int) -> dict[str, Any]:
+    """NaN in every gradient of one call of train_step."""
 
-    def pack(op: Any, mem: Any, s: Any) -> None:
-        STAGES["pack"](op, mem, s)
-        if s.number == step:
+    def load(op: Any, mem: Any, step: Any) -> None:
+        calls.append(op.name) if op.index == (0,) else None
+        STAGES["load"](op, mem, step)
+
+    def pack(op: Any, mem: Any, step: Any) -> None:
+        STAGES["pack"](op, mem, step)
+        if len(calls) == call:
             mem[op.write("grad_slot")][0] = float("nan")
 
-    return {"pack": pack}
+    calls: list[str] = []
+    return {"load": load, "pack": pack}
 
 
 def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
@@ -225,10 +231,55 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     assert zfunc.params(program, state)
     program, data = compiled("fp32", 1, stages=poisoned(3))
     state, _ = steps(program, zfunc.init(program), data, 0, 2)
-    with pytest.raises(NonFiniteError, match="the delayed update before it was made, so this state is gone"):
+    with pytest.raises(
+        NonFiniteError, match=r"the delayed update before it was made: go on from its \.state"
+    ) as told:
         zfunc.train_step(program, state, data(2))
     with pytest.raises(DonatedStateError):
         zfunc.params(program, state)
+    expected, _ = compiled("fp32", 1)
+    there, _ = steps(expected, zfunc.init(expected), data, 0, 2)
+    there = zfunc.flush(expected, there)
+    assert told.value.state.pending is None
+    assert all(map(torch.equal, bits(told.value.state), bits(there)))
+    state, seen = steps(program, told.value.state, data, 4, 5)
+    assert seen[0][0] == 3
+
+
+def test_an_overflow_at_the_smallest_scale_is_dropped_too() -> None:
+    program, data = compiled("fp16 in 2", stages=poisoned(3))
+    state = zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=1.0, minimum=1.0, hysteresis=1))
+    state, _ = steps(program, state, data, 0, 2)
+    with pytest.raises(NonFiniteError, match=r"at its minimum.*go on from its \.state") as told:
+        zfunc.train_step(program, state, data(2))
+    state, seen = steps(program, told.value.state, data, 3, 6)
+    assert [x[0] for x in seen] == [3, 4, 5]
+    assert torch.isfinite(state.buffers.params).all()
+
+
+def test_with_all_of_it_on_the_device_nothing_is_delayed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="zfunc"):
+        program, data = compiled("fp32", 1, offload_ratio=0.0)
+    assert "nothing is on the host, so nothing is delayed" in caplog.text
+    state, seen = steps(program, zfunc.init(program, seed=1), data, 0, 3)
+    assert state.pending is None
+    assert zfunc.flush(program, state) is state
+    plain, _ = compiled("fp32", None)
+    assert [x[1] for x in steps(plain, zfunc.init(plain, seed=1), data, 0, 3)[1]] == [x[1] for x in seen]
+    zfunc.save(tmp_path, program, state)
+    assert zfunc.load(tmp_path, plain).step == 3
+
+
+def test_a_gradient_that_may_not_fit_is_refused(tmp_path: Path) -> None:
+    """fp16 holds no more than 65504, and the sum of micro-batches is in fp32."""
+    program, data = compiled("fp16 in 2")
+    state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 3)
+    zfunc.save(tmp_path, program, state)
+    other, _ = compiled("fp16 in 2", micro_batches=1)
+    with pytest.raises(CheckpointError, match="waits in F32, expected F16, which it may not fit into"):
+        zfunc.load(tmp_path, other)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------------------

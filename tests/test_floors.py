@@ -21,11 +21,11 @@ TORCH_FREE = (
     {"plan", "timeline", "hardware"},
     {"verify", "simulate", "memory", "faults", "profile", "legend", "critical"},
     {"schedules", "profile_file", "fitting", "chrome", "compare"},
-    {"draw", "page", "recorded", "calibrated", "choices"},
-    {"alternatives", "largest"},
+    {"draw", "page", "recorded", "calibrated", "choices", "charts"},
+    {"alternatives", "largest", "history"},
     {"search", "advice"},
     {"settings", "terminal"},
-    {"progress", "calibrate_settings", "plan_settings", "events", "pictures"},
+    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events", "pictures", "report"},
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
@@ -46,7 +46,9 @@ WITH_TORCH = (
     {"agreement"},
     {"step"},
     {INDEX},
-    {"gpt", "data", "hf"},
+    {"gpt", "data", "hf", "documents", "tokenizing"},
+    {"packing"},
+    {"finetuning", "batches"},
     {"job", "resuming"},
     {"sketch", "train", "calibrate", "planning"},
     {"plan_report"},
@@ -63,7 +65,7 @@ FLOORS = (*TORCH_FREE, *WITH_TORCH)
 FLOOR_OF = {module: n for n, modules in enumerate(FLOORS) for module in modules}
 INTERPRETERS = (
     *("plan", "verify", "simulate", "hardware", "memory", "timeline", "graph", "execute"),
-    *("draw", "legend", "chrome", "critical", "compare", "page"),
+    *("draw", "legend", "chrome", "critical", "compare", "page", "charts", "report"),
 )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from zfunc import loading, saving
 from zfunc.checkpoint import checkpoints
 from zfunc.checkpoint.checkpoints import Checkpoint
-from zfunc.checkpoint.manifest import Manifest, Position, check_model
+from zfunc.checkpoint.manifest import PENDING, Manifest, Position, check_model
 from zfunc.errors import CheckpointError
 from zfunc.execute import Options
 from zfunc.graph import Region
@@ -88,9 +88,10 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
     """The State of a checkpoint: `path` is its folder, or one of checkpoints, of which it takes the newest.
 
     It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or kind of
-    moments; each rank reads only the slices it keeps. Settings of the optimizer are the program's; where they are
-    not those saved, one logged line says so. Of a folder of checkpoints, one that is damaged is passed over for the
-    one before, which is logged too. With several ranks all of them have to call this.
+    moments; each rank reads only the slices it keeps. (A gradient that waits has to find the buckets whose
+    gradients wait: with part of them on the device, load it as it was saved.) Settings of the optimizer are the
+    program's; where they are not those saved, one logged line says so. Of a folder of checkpoints, one that is
+    damaged is passed over for the one before, which is logged too. With several ranks all of them have to call it.
 
     Raises CheckpointError, on every rank, for another model, and for damage with file, parameter and offset;
     OutOfMemory before anything is allocated.
@@ -146,17 +147,31 @@ def _opened(folder: Path, program: Program) -> Checkpoint:
 
 
 def _check_pending(manifest: Manifest, program: Program) -> None:
-    """Gradients that wait go where gradients wait."""
+    """Gradients that wait go where gradients wait, in a type that holds them."""
     if manifest.position.pending is None:
         return
     layout, job = program.layout, program.job
-    here = {x.name for b in job.offloaded for x in layout.buckets[b].spans} if job.delayed else set[str]()
+    buckets = [layout.buckets[b] for b in job.offloaded] if job.delayed else []
+    here = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
+    narrow = {
+        x.name
+        for bucket in buckets
+        for x in bucket.spans
+        if program.precision == "fp16" and job.num_deliveries(bucket) == 1
+    }
+    for name in narrow & manifest.pending:
+        piece = manifest.by_name[name].pieces[PENDING][0]
+        if (stored := manifest.tensors[piece.shard][piece.tensor].dtype) != "F16":
+            raise CheckpointError(
+                f"{name!r}: got a gradient that waits in {stored}, expected F16, which it may not fit into. Load "
+                "it with the precision and micro_batches it was saved with, then zfunc.flush and save it again"
+            )
     if here != manifest.pending:
         got = f"{len(manifest.pending)} parameters whose last gradient waits, as delayed updates leave it"
         expected = f"them to be those that this program updates late, which are {len(here)}"
         raise CheckpointError(
-            f"got {got}, expected {expected}. Load it with the delay_from and offload_ratio it was saved with, "
-            "then zfunc.flush and save it again for others"
+            f"got {got}, expected {expected}. Load it with the delay_from, offload_ratio, bucket_size and number "
+            "of ranks it was saved with, then zfunc.flush and save it again for others"
         )
 
 

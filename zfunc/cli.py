@@ -25,7 +25,8 @@ from zfunc.deepspeed.flags import merged
 from zfunc.errors import nearest
 from zfunc.options import Option, flag
 from zfunc.plan_settings import PLAN, Planning
-from zfunc.settings import DOCTOR, DRAW, EXPORT, TRAIN, Doctor, Export, Settings, Sketch
+from zfunc.report_settings import REPORT, Report
+from zfunc.settings import DOCTOR, DRAW, EXPORT, FINE_TUNING_LR, TRAIN, Doctor, Export, Settings, Sketch
 from zfunc.terminal import printable
 
 REFUSED, STOPPED = 2, 130
@@ -69,6 +70,7 @@ COMMANDS = {
         CALIBRATE,
         commands.calibrate,
     ),
+    "report": Command("show a run as one HTML page", Report, REPORT, commands.report),
     "export": Command(
         "write a checkpoint's weights as one safetensors file that other programs read",
         Export,
@@ -194,6 +196,8 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
         given = merged(given, read(given["config"]), int(os.environ.get("WORLD_SIZE", "1")))
     if len(given.keys() & {"steps", "seconds"}) == 1:
         given = {"steps": None, "seconds": None, **given}
+    if command.settings is Settings and "hf" in given:
+        given = {"lr": FINE_TUNING_LR, **given}
     return command.settings(**given)
 
 

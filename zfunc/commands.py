@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from zfunc.calibrate_settings import Calibrate
 from zfunc.plan_settings import Planning
+from zfunc.report_settings import Report
 from zfunc.settings import AUTO, Doctor, Export, Settings, Sketch
 from zfunc.terminal import interrupts, logged, printable, size
 
@@ -194,6 +195,15 @@ def calibrate(asked: Calibrate) -> int:
         if not ranks.rank:
             _write({asked.out: text(profile)})
             print(f"next: zfunc plan --hardware {asked.out}")
+    return DONE
+
+
+def report(asked: Report) -> int:
+    """`zfunc report`."""
+    from zfunc.history import history
+    from zfunc.report import report as page
+
+    _write({asked.out or asked.run / "report.html": page(history(asked.run))})
     return DONE
 
 

@@ -18,7 +18,7 @@ from zfunc import schedules
 from zfunc.adam import AdamW
 from zfunc.errors import nearest
 from zfunc.execute import Executor
-from zfunc.jobs import make_job, one_of
+from zfunc.jobs import check_recipe, make_job, one_of
 from zfunc.layout import Layout, Parameter
 from zfunc.partial import said, with_what_fits
 from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
@@ -79,7 +79,7 @@ def compile(
       shadow, as if nothing were clipped or skipped, and is made again if that was wrong. The bits are the same, and
       more host memory is needed.
     - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
-      (`zfunc.flush` applies the last one). It changes what is trained.
+      (`zfunc.flush` applies the last one). It changes what is trained. What stays on the device is not delayed.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
     - `recipe`: what a step does, as operations in serial order: `zfunc.recipes.zero_offload`, or one of your own.
       New operations need a function each in `stages`.
@@ -93,6 +93,10 @@ def compile(
     ranks = _ranks(group)
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+    if recipe is not None and not callable(recipe):
+        raise TypeError(
+            f"recipe: got {recipe!r}, expected a function Job -> operations, as zfunc.recipes.zero_offload"
+        )
     if recipe is not None and delay_from is not None:
         raise ValueError(
             "recipe: got one with delay_from, expected one of the two: a delayed step has its own"
@@ -118,7 +122,10 @@ def compile(
         delay_from=delay_from,
         on_gpu=where.type == "cuda",
     )
-    chosen, recipe = _schedule(schedule), recipe or recipe_of(job)
+    chosen, functions = _schedule(schedule), {**STAGES, **(stages or {})}
+    if recipe is not None:
+        check_recipe(recipe, job, functions)
+    recipe = recipe or recipe_of(job)
     program = Program(
         segments=segments,
         calls=_calls(segments, job.layout, recompute, compile_segments, where),
@@ -132,7 +139,7 @@ def compile(
         recompute=recompute,
         job=job,
         plan=make_plan(job, chosen, recipe),
-        stages={**STAGES, **(stages or {})},
+        stages=functions,
         executor=Executor(where, patience=patience),
         cache=Cache(),
         ranks=ranks,

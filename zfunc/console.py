@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
+import attrs
 from attrs import define
 
 from zfunc.checkpoint.checkpoints import FOLDER
@@ -104,9 +105,12 @@ def introduction(event: Started, run: Run) -> Iterator[str]:
     first, *more = event.data
     yield f"data: {first}"
     yield from (f"  {text}" for text in more)
+    model = attrs.asdict(s) | event.sizes
+    of = f" of {s.hf}:" if s.hf is not None else " of"
     yield (
-        f"model: GPT of {s.num_layers} blocks of {s.hidden_size} features with {s.num_attention_heads} heads, "
-        f"sequences of {s.seq_length} {event.unit}s: {event.parameters:,} parameters"
+        f"model: {event.architecture or 'GPT'}{of} {model['num_layers']} blocks of {model['hidden_size']} features "
+        f"with {model['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
+        f"{event.parameters:,} parameters"
     )
     planned = ", ".join(f"{size(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
     yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {len(plan.lanes)} lanes ({plan.digest})"
@@ -119,8 +123,10 @@ def introduction(event: Started, run: Run) -> Iterator[str]:
 def name(event: Started) -> str:
     """The job in a few words."""
     s = event.settings
+    model = attrs.asdict(s) | event.sizes
     return (
-        f"GPT {s.num_layers} x {s.hidden_size}, {event.parameters:,} parameters, {s.precision} on {s.device}"
+        f"{event.architecture or 'GPT'} {model['num_layers']} x {model['hidden_size']}, "
+        f"{event.parameters:,} parameters, {s.precision} on {s.device}"
     )
 
 

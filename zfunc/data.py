@@ -24,6 +24,7 @@ from torch import Tensor
 
 __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
 
+IGNORED = -100  # the target of a token that is not learned
 _BYTE_VOCAB_SIZE = 256
 _HELD_OUT_PERCENT = 8
 _CHUNK = 1 << 20  # bytes read at a time
@@ -48,6 +49,10 @@ class Corpus:
     held_out: np.ndarray  # [tokens] of the same dtype
     vocab_size: int
     description: tuple[str, ...]  # for the log: counts, what was held out and how, what was left out
+    learned: np.ndarray | None = (
+        None  # [tokens] uint8: 0 for one of `train` that is given; None: there are none
+    )
+    held_out_learned: np.ndarray | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.description)
@@ -98,8 +103,11 @@ def batch_at(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
+    learned: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give the `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
+
+    The target of a token that is 0 in `learned` is -100.
 
     A pure function. An epoch visits all non-overlapping windows once, in an order of its own and cut at
     an offset of its own. Rank r of n reads its part of a batch at `position + r * batch_size // n`.
@@ -118,11 +126,17 @@ def batch_at(
             f"got position={position}; expected 0 or more; count sequences since the start of training"
         )
     starts = [_start(len(tokens), p, seq_length, seed) for p in range(position, position + batch_size)]
-    return _read(tokens, starts, seq_length, vocab_size)
+    return _read(tokens, starts, seq_length, vocab_size, learned)
 
 
 def held_out_batches(
-    tokens: np.ndarray, *, batch_size: int, seq_length: int, limit: int, vocab_size: int | None = None
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    seq_length: int,
+    limit: int,
+    vocab_size: int | None = None,
+    learned: np.ndarray | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Give at most `limit` evenly spaced windows, always the same, in batches like those of `batch_at`.
 
@@ -142,7 +156,7 @@ def held_out_batches(
     count = count // batch_size * batch_size or count
     starts = [index * windows // count * seq_length for index in range(count)]
     chunks = (starts[first : first + batch_size] for first in range(0, count, batch_size))
-    return (_read(tokens, chunk, seq_length, vocab_size) for chunk in chunks)
+    return (_read(tokens, chunk, seq_length, vocab_size, learned) for chunk in chunks)
 
 
 def stdlib_files() -> tuple[Source, ...]:
@@ -352,7 +366,11 @@ def _draw(*key: int) -> int:
 
 
 def _read(
-    tokens: np.ndarray, starts: Sequence[int], seq_length: int, vocab_size: int | None
+    tokens: np.ndarray,
+    starts: Sequence[int],
+    seq_length: int,
+    vocab_size: int | None,
+    learned: np.ndarray | None,
 ) -> tuple[Tensor, Tensor]:
     rows = np.array([tokens[start : start + seq_length + 1] for start in starts], np.int64)
     if vocab_size is not None and rows.max() >= vocab_size:
@@ -362,4 +380,8 @@ def _read(
             f"tokens below vocab_size={vocab_size:,}; pass the vocabulary and the dtype of the file"
         )
     block = torch.from_numpy(rows)  # [batch, seq + 1]
-    return block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    if learned is not None:
+        kept = np.array([learned[start + 1 : start + seq_length + 1] for start in starts])
+        targets[torch.from_numpy(kept == 0)] = IGNORED
+    return inputs, targets

@@ -54,7 +54,9 @@ def _record(line: bytes, where: str, unused: Counter[str]) -> Document:
     try:
         told = json.loads(line.decode(), object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
-        raise ValueError(f"{where}: got no JSON ({error}), {_EXPECTED}: mend or delete the line") from error
+        column = isinstance(error, json.JSONDecodeError)
+        why = f"{error.msg}, column {error.colno}" if column else str(error)
+        raise ValueError(f"{where}: got no JSON ({why}), {_EXPECTED}: mend or delete the line") from error
     if not isinstance(told, dict):
         raise ValueError(f"{where}: got {_short(told)}, {_EXPECTED}: write an object a line")
     given = told.keys() & USED

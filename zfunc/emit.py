@@ -182,7 +182,9 @@ class Emit(Regions):
     def all_gather(self, b: int) -> Op:
         """Exchange the new slices of bucket `b` between the ranks."""
         nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
-        return Op("all_gather", (b,), "network", (self._params(b),), (self._params(b),), nbytes=nbytes)
+        # A delayed step decides at its end: whatever it decides then, what came before is whole.
+        reads = (self._params(b), *((self._verdict(),) if self.job.delayed else ()))
+        return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:
         """Write this rank's slice of the state of bucket `b` to the checkpoint, before it is updated again."""

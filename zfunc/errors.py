@@ -1,8 +1,16 @@
 """What can go wrong in a step, as types one can catch. Bad arguments are plain ValueError and TypeError."""
 
+from typing import Any
+
 
 class NonFiniteError(ArithmeticError):
-    """A loss or gradient is inf or NaN where no loss scale can help."""
+    """A loss or gradient is inf or NaN where no loss scale can help.
+
+    With delayed updates `state` is where training can go on: the gradient of this batch is dropped, the update
+    before it is made. Otherwise it is None, and the message says what became of the state that was given.
+    """
+
+    state: Any = None
 
 
 class OutOfMemory(MemoryError):  # noqa: N818

@@ -5,7 +5,7 @@ The invariant: an event tells all that is kept or shown of what happened; nobody
 
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.plan import Plan
 from zfunc.settings import Settings
@@ -29,6 +29,8 @@ class Started:
     step: int = 0
     checkpoint: Path | None = None
     own: bool = False
+    architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
+    sizes: dict[str, int] = field(factory=dict[str, int])
 
 
 @frozen
@@ -109,6 +111,7 @@ class Finished:
     planned_bytes: dict[str, int]
     checkpoint: Path | None  # the newest of this run
     sample: tuple[int, ...]  # tokens
+    words: str | None = None  # the sample as text, where a tokenizer says it
 
 
 Event = Started | Evaluated | Stepped | Saved | Said | Traced | Finished

@@ -95,6 +95,8 @@ def export(source: Path, out: Path, *, dtype: DType = "fp32") -> Exported:
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
+    if manifest.position.pending is not None:
+        log.warning("export: %s: its last gradient waits to be applied and is not in them", checkpoint.path)
     tensors = [Stored(x.name, FORMATS[dtype].stored, x.shape) for x in manifest.parameters]
     writer = create(partial, tensors, metadata={"format": "pt", "step": str(step)})
     try:

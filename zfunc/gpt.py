@@ -160,16 +160,21 @@ class Head(nn.Module):
         """Give the scores of the next token: [batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
         return self.out(self.ln_f(x)).float()
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Give the mean loss in nats, an fp32 scalar, or the logits when there are no targets.
 
         `targets` is int64 [batch, seq]; those of -100 are left out of the mean (a micro-batch where
-        all are has no mean: NaN).
+        all are has no mean: NaN). Or it is those and weights [batch], as `zfunc.hf.batch` makes them.
         """
         logits = self.logits(x)
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=_IGNORED)
+        labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
+        reduction = "mean" if weights is None else "none"
+        losses = F.cross_entropy(
+            logits.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction=reduction
+        )
+        return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
 
 
 def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:

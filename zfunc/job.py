@@ -13,19 +13,21 @@ from typing import Any
 
 import attrs
 import torch
-from attrs import evolve, frozen
-from torch import Tensor
+from attrs import evolve, field, frozen
 
 import zfunc
+from zfunc.batches import Batch, batch, held_out_parts
 from zfunc.compiling import pick_device
 from zfunc.configured import beside, told
-from zfunc.data import Corpus, batch_at, held_out_batches, open_corpus
+from zfunc.data import Corpus
 from zfunc.errors import OutOfMemory
+from zfunc.finetuning import Pretrained, pretrained, tokenizer
 from zfunc.gpt import GPTConfig, modules, num_parameters
 from zfunc.layout import ALIGNMENT
 from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.moments import BUFFERS
 from zfunc.options import share
+from zfunc.packing import open_data
 from zfunc.plan_settings import Planning
 from zfunc.program import Program
 from zfunc.ranks import Ranks
@@ -34,17 +36,16 @@ from zfunc.room import check_room
 from zfunc.segments import Segment
 from zfunc.settings import Settings, Sketch
 from zfunc.threads import local_ranks
+from zfunc.tokenizing import Tokenizer
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
-HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most
 GPT2_VOCAB_SIZE = 50_257
 PLANNED = (
     400  # layers, at most, of a model that is planned although it surely does not fit, to say what would
 )
 FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
 
-Batch = tuple[Tensor, Tensor]
 log = logging.getLogger("zfunc")
 
 
@@ -56,6 +57,9 @@ class Job:
     corpus: Corpus
     held_out: tuple[Batch, ...]
     program: Program
+    tokenizer: Tokenizer | None = None
+    architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
+    sizes: dict[str, int] = field(factory=dict[str, int])
 
     @property
     def ranks(self) -> Ranks:
@@ -69,7 +73,7 @@ class Job:
 
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""
-        return _batch(self.settings, self.corpus, position, self.ranks)
+        return batch(self.settings, self.corpus, position, self.ranks)
 
 
 def prepare(settings: Settings, *, cache: Path) -> Job:
@@ -78,25 +82,40 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
     """
     settings = resolve(settings)
-    vocab_size = settings.vocab_size or GPT2_VOCAB_SIZE
-    corpus = open_corpus(settings.data, cache=cache, dtype=settings.dtype, vocab_size=vocab_size)
-    if settings.vocab_size not in (None, corpus.vocab_size):
-        raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
-            f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
-        )
-    settings = evolve(settings, vocab_size=corpus.vocab_size)
-    _check_size(settings, Ranks.of())
+    model = pretrained(settings)
+    words = tokenizer(settings, model)
+    corpus = _corpus(settings, model, words, cache)
+    vocab_size = corpus.vocab_size if words is None else settings.vocab_size or corpus.vocab_size
+    settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
+    if model is None:
+        _check_size(settings, Ranks.of())
     ranks = Ranks.of()
     for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
         log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
     _check_rows(settings, ranks)
-    example = _batch(settings, corpus, 0, ranks)
-    held_out = _held_out(settings, corpus, ranks)
-    program = build(settings, example)
+    example = batch(settings, corpus, 0, ranks)
+    held_out = held_out_parts(settings, corpus, ranks)
+    program = build(settings, example, None if model is None else model.segments)
     settable = attrs.fields_dict(Settings)
     check_room(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
-    return Job(settings, corpus, held_out, program)
+    known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
+    return Job(settings, corpus, held_out, program, words, **known)
+
+
+def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | None, cache: Path) -> Corpus:
+    most = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
+    corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
+    if words is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
+        raise ValueError(
+            f"--vocab-size: got {settings.vocab_size} for {words.name}, expected its {corpus.vocab_size} or "
+            "more: leave it out"
+        )
+    if words is None and settings.vocab_size not in (None, corpus.vocab_size):
+        raise ValueError(
+            f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
+            f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
+        )
+    return corpus
 
 
 def _check_size(settings: Settings, ranks: Ranks) -> None:
@@ -160,10 +179,10 @@ def segments(settings: Settings | Sketch | Planning) -> tuple[Segment, ...]:
     return tuple(zfunc.segment(name, m, share=tied if name == "head" else None) for name, m in built)
 
 
-def build(settings: Settings, example: Batch) -> Program:
-    """The program of resolved settings, planned for batches like `example`."""
+def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
+    """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
     return zfunc.compile(
-        segments(settings),
+        segments(settings) if model is None else model,
         optimizer=zfunc.AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,
@@ -227,31 +246,3 @@ def _cpu() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, "") or platform.machine()
-
-
-def _batch(settings: Settings, corpus: Corpus, position: int, ranks: Ranks) -> Batch:
-    rows = settings.batch_size // ranks.world
-    return batch_at(
-        corpus.train,
-        position + ranks.rank * rows,
-        batch_size=rows,
-        seq_length=settings.seq_length,
-        seed=settings.seed,
-        vocab_size=corpus.vocab_size,
-    )
-
-
-def _held_out(settings: Settings, corpus: Corpus, ranks: Ranks) -> tuple[Batch, ...]:
-    """Always the same windows. In batches as small as a micro-batch: what fits in training has to fit here."""
-    rows = settings.batch_size // (settings.micro_batches * ranks.world)
-    try:
-        batches = held_out_batches(
-            corpus.held_out,
-            batch_size=rows,
-            seq_length=settings.seq_length,
-            limit=max(rows, HELD_OUT_TOKENS // settings.seq_length),
-            vocab_size=corpus.vocab_size,
-        )
-        return tuple(batches)
-    except ValueError as error:
-        raise ValueError(f"the held-out part of {corpus.name}: {error}") from error

@@ -3,7 +3,7 @@
 The invariant: everything about these settings is checked here, for `zfunc.compile` and for planning alike.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from attrs import evolve
@@ -12,9 +12,11 @@ from zfunc.adam import AdamW
 from zfunc.device_adam import workspace
 from zfunc.emit import Job, SegmentCost
 from zfunc.errors import nearest
+from zfunc.graph import Graph, Region
 from zfunc.layout import Layout, make_layout, part_size, resident_buckets
 from zfunc.passes import Recompute
-from zfunc.program import DTYPES, Precision
+from zfunc.program import DTYPES, Precision, Recipe
+from zfunc.regions import WAITING
 from zfunc.segments import Segment
 from zfunc.tracing import nbytes
 
@@ -90,6 +92,46 @@ def _layout(
     trained = {p.name: p.numel for own in parameters for p in own if p.trainable}
     size = part_size(bucket_size, sum(trained.values()), offload_ratio)
     return make_layout(parameters, bucket_size=size, world=world)
+
+
+def check_recipe(recipe: Recipe, job: Job, stages: Collection[str]) -> None:
+    """Raise ValueError unless steps of such a recipe can be run, told of, and saved."""
+    for name, of in (("a step", job), ("a step that saves", evolve(job, save=True))):
+        graph = Graph(tuple(recipe(of)))
+        written = {r.buffer for op in graph for r in op.writes}
+        needed = ["verdict", "norm", *(["published"] if of.save else [])]
+        if missing := [x for x in needed if x not in written]:
+            raise ValueError(
+                f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
+                "decide, global_norm and, with job.save, publish write: keep these operations"
+            )
+        if unknown := sorted({op.verb for op in graph} - set(stages)):
+            raise ValueError(
+                f"recipe: got operations {unknown} without a stage, expected a function for each: pass them in "
+                "stages"
+            )
+        _check_waiting(graph)
+
+
+def _check_waiting(graph: Graph) -> None:
+    """A gradient of the step before is only there in delayed steps, which have a recipe of their own."""
+    written: set[Region] = set()
+    for op in graph:
+        for r in op.reads:
+            if r.buffer in (*WAITING, "verdict") and r not in written:
+                raise ValueError(
+                    f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
+                    "begins with no gradient: for delayed updates pass delay_from"
+                )
+        written.update(op.writes)
+    left = {r for r in written if r.buffer in WAITING}
+    for op in graph:
+        left -= set(op.reads)
+    if left:
+        raise ValueError(
+            f"recipe: got gradients in {', '.join(sorted(map(str, left)))} that nothing is updated with, expected "
+            "every one to be used: for delayed updates pass delay_from"
+        )
 
 
 def one_of(what: str, got: Any, known: list[str]) -> None:

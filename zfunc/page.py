@@ -40,9 +40,9 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
     '<!doctype html>'
     """
     made = several(timelines)
-    style, script = _part("page.css"), "".join(map(_part, SCRIPTS))
-    policy = f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}"
-    return Template(_part("page.html")).substitute(
+    style, script = part("page.css"), "".join(map(part, SCRIPTS))
+    policy = f"default-src 'none'; script-src {allowed(script)}; style-src {allowed(style)}"
+    return Template(part("page.html")).substitute(
         title=escape(title or TITLE),
         policy=policy,
         style=style,
@@ -129,11 +129,12 @@ def _cells(row: Sum, made: tuple[Timeline, ...]) -> str:
     return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
 
 
-def _part(name: str) -> str:
+def part(name: str) -> str:
+    """A file of `web/`, which is installed beside this module."""
     return (files("zfunc") / "web" / name).read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def allowed(text: str) -> str:
     """The source that a Content-Security-Policy allows, by what it is."""
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 

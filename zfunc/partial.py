@@ -37,12 +37,23 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
         peaks = memory(make_plan(job, program.schedule, program.recipe))
         return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
-    ratio = smallest_ratio(lambda x: needed(with_ratio(job, x)) <= there * (1 - HEADROOM))
-    if ratio is None:
+    room = int(there * (1 - HEADROOM))
+
+    def fits(ratio: float) -> bool:
+        return needed(with_ratio(job, ratio)) <= room
+
+    # On a CPU less is needed the more stays where it is.
+    ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
+    told = program.ranks.texts(
+        "" if ratio is None else str(ratio)
+    )  # the same on all ranks: the most any needs
+    if "" in told:
         raise OutOfMemory(
-            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, expected {needed(job):,} for a "
-            "step with all of the optimizer's state on the host. Use more micro_batches, or a smaller model"
+            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, of which {room:,} may be used, "
+            f"expected {needed(job):,} for a step with all of the optimizer's state on the host, on every rank. "
+            "Use more micro_batches, or a smaller model"
         )
+    ratio = max(map(float, told))
     key, (_, random) = batch_key(program, example), program.cache.costs[batch_key(program, example)]
     job = with_ratio(job, ratio)
     bare = evolve(program.job, resident=job.resident)
@@ -78,8 +89,13 @@ def said(program: Program, asked: Any) -> Program:
             len(job.resident),
             len(job.layout.buckets),
         )
-    if job.shadows and not job.barrier:
-        log.info(
-            "speculate: nothing waits for the norm without clipping or fp16, so there is nothing to speculate on"
+    if job.shadows and not job.shadowed:
+        why = (
+            "without clipping or fp16 nothing waits for the norm"
+            if job.offloaded
+            else "nothing is on the host"
         )
+        log.info("speculate: %s: there is nothing to speculate on", why)
+    if job.delayed and not job.offloaded:
+        log.info("delay_from: nothing is on the host, so nothing is delayed")
     return program

@@ -49,8 +49,9 @@ def delayed(job: Job) -> Iterator[Op]:
     """ZeRO-Offload with the one-step delayed update: the host applies the gradient of the step before this one.
 
     All of a step's forward and backward is there to hide Adam behind; what waits for backward is only the copy of
-    the new parameters. The norm of a gradient is known long before it is applied, so nothing waits for it either. In
-    the first delayed step no gradient waits yet (`job.pending` is False). Buckets in `job.resident` are not delayed.
+    the new parameters. The norm of a gradient is known long before it is applied, so nothing waits for it either.
+    In the first delayed step no gradient waits yet (`job.pending` is False). Buckets in `job.resident` are not
+    delayed.
 
     Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
     """

@@ -16,6 +16,7 @@ from zfunc.plan import Plan, parse
 from zfunc.timeline import Timeline
 
 CONFIG, PLAN, TRACE = "config.json", "plan.txt", "timeline.json"
+METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 T = TypeVar("T")
 
 

@@ -36,10 +36,9 @@ from zfunc.deepspeed import read
 from zfunc.draw import chrome_trace, svg
 from zfunc.events import Evaluated, Event, Finished, Saved, Started, Stepped, Traced
 from zfunc.page import page
-from zfunc.recorded import CONFIG, PLAN, TRACE
+from zfunc.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 
 RUNS = Path("runs")
-METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 _LEFT = re.compile(r"\.[a-z]+\.[a-z]+\.[0-9]+\.partial")  # by write_whole, in a process that was killed
 log = logging.getLogger("zfunc")
 
@@ -162,7 +161,7 @@ def record(run: Run, event: Event, unit: str) -> None:
             write_whole(run.path / PLAN, event.plan.text())
             write_whole(run.path / TRACE, chrome_trace(event.timeline))
         case Finished():
-            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "sample", "checkpoint"))
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "sample", "words", "checkpoint"))
             name = event.checkpoint and event.checkpoint.name
             fields |= {held_out: event.held_out, "checkpoint": name, "sample": sample_text(event, unit)}
             write_whole(run.path / SUMMARY, _json(fields))
@@ -180,7 +179,9 @@ def record_failure(run: Run, error: BaseException) -> None:
 
 
 def sample_text(event: Finished, unit: str) -> str:
-    """The sample as text, for bytes; as numbers, for tokens whose words are not known."""
+    """The sample as text, for bytes and where a tokenizer is; as numbers, for tokens whose words are not known."""
+    if event.words is not None:
+        return event.words
     if unit == "byte":
         return bytes(event.sample).decode("utf-8", errors="replace")
     return " ".join(map(str, event.sample))
@@ -227,7 +228,8 @@ def _unnamed() -> Path:
 def _config(event: Started) -> dict[str, Any]:
     plan = event.plan
     return {
-        "settings": attrs.asdict(event.settings),
+        "settings": {**attrs.asdict(event.settings), **event.sizes},
+        "architecture": event.architecture or "GPT",
         "deepspeed": None if event.settings.config is None else read(event.settings.config).values,
         "data": event.data,
         "unit": event.unit,
@@ -247,7 +249,7 @@ def _config(event: Started) -> dict[str, Any]:
 def _title(event: Traced, config: dict[str, Any]) -> str:
     s, machine = config["settings"], config["machine"]
     where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
-    model = f"{s['num_layers']} x {s['hidden_size']} GPT, {s['precision']}"
+    model = f"{s['num_layers']} x {s['hidden_size']} {config['architecture']}, {s['precision']}"
     return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
 
 

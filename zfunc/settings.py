@@ -40,6 +40,8 @@ MOMENTS = tuple(BUFFERS)
 WEIGHTS = ("fp32", "bf16", "fp16")
 FORMATS = ("text", "svg", "chrome", "html")
 TOKEN_TYPES = ("uint16", "uint32")
+FINE_TUNING_LR = 2e-5
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that the model of --hf has itself
 
 
 def _device(name: str, value: Any) -> None:
@@ -99,17 +101,34 @@ TRAIN = {
     ),
     "data": Option(
         "data",
-        "a text file, a folder of them, or a .bin of tokens as nanoGPT writes them "
-        "(default: the sources of Python's standard library)",
+        'a text file, JSONL ({"text": ...} or {"prompt": ..., "completion": ...} a line), a folder of such '
+        "files, or a .bin of tokens as nanoGPT writes them (default: the sources of Python's standard library)",
         path,
+    ),
+    "tokenizer": Option(
+        "data",
+        "a local tokenizer.json, for text and JSONL (default: that of --hf; else their bytes are the tokens)",
+        path,
+        metavar="FILE",
     ),
     "dtype": Option("data", f"of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
     "vocab_size": Option(
         "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", count
     ),
+    "hf": Option(
+        "model",
+        "folder of a Hugging Face model to train on from, instead of a new GPT: its config, safetensors, tokenizer "
+        "(default: none)",
+        path,
+        metavar="FOLDER",
+    ),
     **COMMON,
     "dropout": Option("model", "probability to drop an activation", probability),
-    "lr": Option("step", "highest learning rate; it falls to a tenth of it along a cosine", positive),
+    "lr": Option(
+        "step",
+        f"highest learning rate, {FINE_TUNING_LR:g} with --hf; it falls to a tenth of it along a cosine",
+        positive,
+    ),
     "warmup": Option(
         "step",
         "steps in which the learning rate rises (default: a tenth of all, at most 150)",
@@ -243,7 +262,9 @@ class Settings:
     config: Path | None = None
     data: Path | None = None
     dtype: str = "uint16"
+    tokenizer: Path | None = None
     vocab_size: int | None = None
+    hf: Path | None = None
     num_layers: int = 4
     hidden_size: int = 128
     num_attention_heads: int = 4
@@ -288,6 +309,13 @@ class Settings:
             raise ValueError(
                 f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
             )
+        if self.hf is not None:
+            for f in attrs.fields(Settings):
+                if f.name in SIZES and getattr(self, f.name) != f.default:
+                    raise ValueError(
+                        f"{flag(f.name)}: got it with --hf, whose config has it, expected one of them: leave one "
+                        "out"
+                    )
         if self.compile_segments and self.recompute == "none":
             raise ValueError(
                 "--compile-segments: got it with --recompute none, expected all or min-cut: leave one out"

@@ -158,7 +158,7 @@ def decide(op: Op, mem: Memory, step: Step) -> None:
         what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
         done = "nothing was updated and the state is unharmed"
         if step.applies_pending:
-            done = "nothing was updated with it, but the delayed update before it was made, so this state is gone"
+            done = "nothing was updated with it, and the delayed update before it was made: go on from its .state"
         raise NonFiniteError(
             f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
             "learning rate, or clip"

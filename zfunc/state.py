@@ -124,8 +124,8 @@ class State:
             raise DonatedStateError(f"{action}: this state is gone: {self.buffers.lost}")
         if self.generation != self.buffers.generation:
             raise DonatedStateError(
-                f"{action}: got a state that an earlier train_step consumed (step {self.step}), expected the "
-                "one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
+                f"{action}: got a state that an earlier train_step or flush consumed (step {self.step}), expected "
+                "the one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
             )
 
 

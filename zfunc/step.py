@@ -23,7 +23,7 @@ from zfunc.errors import LaneTimeout, NonFiniteError, nearest
 from zfunc.execute import Jitter, Options
 from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
-from zfunc.loss_scale import UNSCALED, LossScale
+from zfunc.loss_scale import UNHARMED, UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import (
     Program,
@@ -136,7 +136,8 @@ def train_step(
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state,
     NonFiniteError for a non-finite loss or gradient without loss scaling, ExecutionError if a stage fails.
     Where nothing had been updated, `state` can be used again: always for a loss, for a gradient if clipping
-    makes the updates wait for its norm.
+    makes the updates wait for its norm. With delayed updates the one before has been made by then; the error's
+    `state` is the one to go on from.
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("train_step: got inference mode, expected none: gradients need it off")
@@ -177,8 +178,14 @@ def _train_step(
         ran = program.executor.run(special.prepared, mem, step, options, started)
     except BaseException as error:
         _settle(special, buffers, started, number, error)
+        late = _delays(program, state)
+        if (
+            isinstance(error, NonFiniteError) and state.pending is not None
+        ):  # told by `decide`, after all else
+            buffers.lost = ""
+            error.state = _dropped(state, buffers, batch, program)
         # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
-        settled = program.job.barrier or program.micro_batches == 1
+        settled = program.job.barrier or program.micro_batches == 1 or late
         if not (isinstance(error, NonFiniteError) and settled):
             program.ranks.leave(f"step {number} failed with {type(error).__name__}: {error}")
         raise
@@ -197,8 +204,14 @@ def _train_step(
         )
     try:
         scale = state.loss_scale.update(overflow=verdict.skip)
-    except NonFiniteError:
-        buffers.generation -= 1  # the step was skipped, so the state is what it was
+    except NonFiniteError as error:
+        if state.pending is None:
+            buffers.generation -= 1  # the step was skipped, so the state is what it was
+        else:
+            error.state = _dropped(state, buffers, batch, program)
+            error.args = (
+                f"{str(error).replace(UNHARMED, 'with the delayed update made, go on from its .state')}",
+            )
         raise
     after = evolve(
         state,
@@ -246,10 +259,11 @@ def flush(program: Program, state: State) -> State:
         mem, buffers = _memory(program, state, []), state.buffers
         buffers.generation += 1
         try:
-            step = _step(program, special, state, state.step)
+            step = _step(program, special, state, state.pending.number)
             program.executor.run(special.prepared, mem, step, Options(), started)
         except BaseException as error:
-            _settle(special, buffers, started, state.step, error)
+            _settle(special, buffers, started, state.step, error, what="flush after step")
+            program.ranks.leave(f"flush failed with {type(error).__name__}: {error}")
             raise
         return evolve(state, generation=buffers.generation, pending=None)
     finally:
@@ -283,15 +297,28 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
     )
 
 
+def _dropped(state: State, buffers: Buffers, batch: tuple[Any, Any], program: Program) -> State:
+    """After a delayed step whose own gradient is not finite: the update before it is made, and nothing waits."""
+    return evolve(
+        state,
+        generation=buffers.generation,
+        batches=state.batches + 1,
+        sequences=state.sequences + _rows(batch) * program.ranks.world,
+        pending=None,
+    )
+
+
 def _delays(program: Program, state: State) -> bool:
     """Whether the next step's gradient waits for the step after it; once some do, all do."""
+    if not program.job.offloaded:
+        return False
     begun = program.delay_from is not None and state.step + 1 >= program.delay_from
     return begun or state.pending is not None
 
 
 def _recipe(program: Program, state: State) -> Recipe:
     if not _delays(program, state):
-        return program.recipe if program.delay_from is None else zero_offload
+        return program.recipe if program.delay_from is None or not program.job.offloaded else zero_offload
     return delayed if state.pending is None else steadily_delayed
 
 
@@ -304,17 +331,22 @@ def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dic
 
 
 def _settle(
-    special: Specialized, buffers: Buffers, started: set[int], number: int, error: BaseException
+    special: Specialized,
+    buffers: Buffers,
+    started: set[int],
+    number: int,
+    error: BaseException,
+    what: str = "step",
 ) -> None:
     """After a failed step: the state is as it was if no operation that writes it had started; else it is lost."""
     ops = special.plan.graph.ops
     if isinstance(error, LaneTimeout):
-        buffers.lost = f"step {number} was given up while a lane was still busy ({error})"
+        buffers.lost = f"{what} {number} was given up while a lane was still busy ({error})"
         return
     touched = sorted(i for i in started if any(r.buffer in TRAINED for r in ops[i].writes))
     if touched:
         buffers.lost = (
-            f"step {number} failed after {ops[touched[0]].name} had begun to update it ({type(error).__name__}: "
+            f"{what} {number} failed after {ops[touched[0]].name} had begun to update it ({type(error).__name__}: "
             f"{error}). Go on from an earlier copy of the parameters, with init(program, params=...)"
         )
     else:

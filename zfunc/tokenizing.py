@@ -1,7 +1,7 @@
 """Tokenizers: text to tokens and back, by a local `tokenizer.json`, or bytes.
 
 The invariant: a tokenizer that is opened has an end token, below `vocab_size` as all it gives, and `digest` tells
-any two apart that would give other tokens. `tokenizers` is imported when a file is opened: `pip install "zfunc[hf]"`.
+any two apart that would give other tokens. `tokenizers` is imported when a file is opened: pip install "zfunc[hf]".
 """
 
 import hashlib
@@ -31,13 +31,12 @@ class Tokenizer:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """The narrowest type that holds its tokens.
+        """The type its tokens are kept in: 8 bits for bytes alone, which tells them from tokens.
 
         >>> BYTES.dtype
         dtype('uint8')
         """
-        smallest = next(x for x in ("u1", "<u2", "<u4") if self.vocab_size <= 256 ** int(x[-1]))
-        return np.dtype(smallest)
+        return np.dtype("u1" if self is BYTES else "<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
 
 def _of_bytes(texts: Sequence[str]) -> list[np.ndarray]:
@@ -96,8 +95,8 @@ def _end(path: Path, made: Any, given: int | None) -> int:
         if (found := made.token_to_id(known)) is not None:
             return found
     raise ValueError(
-        f"--tokenizer: got {path} without an end token, expected one, to follow every document: name it as eos_token "
-        f"in a {CONFIG} beside it"
+        f"--tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
+        f"eos_token in a {CONFIG} beside it"
     )
 
 

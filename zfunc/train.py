@@ -22,8 +22,7 @@ from zfunc.configured import beside
 from zfunc.errors import CheckpointError
 from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped, Traced
 from zfunc.faults import Fault, from_environment
-from zfunc.gpt import num_parameters
-from zfunc.job import Batch, Job, config, machine, paced
+from zfunc.job import Batch, Job, machine, paced
 from zfunc.memory import memory
 from zfunc.program import Program, specialize
 from zfunc.progress import Length, Progress, differences, restored
@@ -86,13 +85,15 @@ class _Loop:
             settings,
             job.corpus.description,
             job.unit,
-            num_parameters(config(settings)),
+            self.program.layout.num_trainable,
             self.program.plan,
             self._planned(),
             {**machine(self.program.device), "ranks": job.ranks.world},
             at,
             checkpoint,
             self.start.own,
+            job.architecture,
+            job.sizes,
         )
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.length.ended(at, self.progress.elapsed)
@@ -158,8 +159,8 @@ class _Loop:
         """Save first: then nothing is lost if there is no time for the rest. Before that a gradient that waits is
         applied, unless somebody stopped the training and may go on with it.
         """
-        if self.ended not in (INTERRUPT, TERMINATED):
-            self.state = zfunc.flush(self.program, self.state)
+        if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
+            self.state, self.saved_step = zfunc.flush(self.program, self.state), None
         job, state, at = self.job, self.state, self.state.batches
         if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
             yield self._save(self.start.folder)
@@ -170,6 +171,7 @@ class _Loop:
             if self._look()[1] == TERMINATED:
                 self.ended = TERMINATED
         seconds = time.perf_counter() - self.began
+        made = sample(job, self.program, state, self.stop) if self.ended != TERMINATED else ()
         yield Finished(
             ended=self.ended,
             steps=at,
@@ -181,7 +183,8 @@ class _Loop:
             peak_bytes=_peaks(self.program, host_before),
             planned_bytes=self._planned(),
             checkpoint=self.checkpoint,
-            sample=sample(job, self.program, state, self.stop) if self.ended != TERMINATED else (),
+            sample=made,
+            words=job.tokenizer.decode(made) if job.tokenizer is not None else None,
         )
 
     def _load(self) -> Path | None:

@@ -110,6 +110,7 @@ class Manifest:
     def __attrs_post_init__(self) -> None:
         check_plain(self.optimizer, "optimizer")
         check_plain(self.extra, "extra")
+        _check_position(self.position, self.pending)
         _check_unique("shard", [x.file for x in self.shards])
         _check_unique("parameter", [x.name for x in self.parameters])
         for shard in self.shards:
@@ -172,6 +173,21 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(
             f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that wrote it"
+        )
+
+
+def _check_position(position: Position, pending: frozenset[str]) -> None:
+    """A verdict that waits has a gradient to apply, as the update that this step counted."""
+    if (verdict := position.pending) is None:
+        return
+    due = position.step + verdict.skip
+    if verdict.number != due:
+        raise _bad("position.pending", f"update {verdict.number}", f"{due}, the last one decided")
+    if not verdict.lr >= 0:
+        raise _bad("position.pending", f"a learning rate of {verdict.lr}", "0 or above")
+    if not pending:
+        raise _bad(
+            "position.pending", "it without a gradient", "the gradients that wait among the parameters' state"
         )
 
 

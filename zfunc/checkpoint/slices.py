@@ -38,8 +38,8 @@ class Slice:
 def slices_of(
     layout: Layout, moments: Moments, rank: int, world: int, pending: Mapping[int, str] = NOTHING
 ) -> Iterator[Slice]:
-    """All slices of one rank, in the order of the buckets. Those in `pending` have a gradient that waits, too, of the
-    dtype given, in a shard's terms.
+    """All slices of one rank, in the order of the buckets. Those in `pending` have a gradient that waits, too, of
+    the dtype given, in a shard's terms.
     """
     for bucket in layout.buckets:
         for span in bucket.spans:

@@ -1,0 +1,59 @@
+"""A recipe of one's own: what is checked of it before a step is run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from models import MODELS
+
+import zfunc
+from zfunc.emit import Job
+from zfunc.graph import Op
+from zfunc.program import steadily_delayed
+from zfunc.recipes import delayed, zero_offload
+
+
+def compiled(recipe: Any, **more: Any) -> zfunc.program.Program:
+    segments, _ = MODELS["odd sizes"]()
+    return zfunc.compile(segments, precision="fp32", device="cpu", recipe=recipe, **more)
+
+
+def without(*verbs: str) -> Callable[[Job], Iterator[Op]]:
+    return lambda job: (op for op in zero_offload(job) if op.verb not in verbs)
+
+
+def test_the_plain_one_by_its_name_is_the_default() -> None:
+    assert compiled(zero_offload).plan == compiled(None).plan
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (without("global_norm"), "a step in which nothing writes norm"),
+        (
+            lambda job: zero_offload(zfunc.program.evolve(job, save=False)),
+            "that saves in which nothing writes published",
+        ),
+        (lambda job: [*zero_offload(job), Op("mine", (), "host")], r"operations \['mine'\] without a stage"),
+        (delayed, "that nothing is updated with.*pass delay_from"),
+        (steadily_delayed, "reads verdict before anything writes it.*pass delay_from"),
+    ],
+)
+def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        compiled(recipe)
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    with pytest.raises(TypeError, match="recipe: got 'zero_offload', expected a function"):
+        compiled("zero_offload")
+    with pytest.raises(ValueError, match="recipe: got one with delay_from"):
+        compiled(zero_offload, delay_from=1)
+
+
+def test_with_a_stage_for_it_an_operation_of_ones_own_runs() -> None:
+    seen: list[str] = []
+    recipe = lambda job: [*zero_offload(job), Op("mine", (), "host")]  # noqa: E731
+    program = compiled(recipe, stages={"mine": lambda op, _mem, _step: seen.append(op.name)})
+    zfunc.train_step(program, zfunc.init(program), MODELS["odd sizes"]()[1](0))
+    assert seen == ["mine"]
