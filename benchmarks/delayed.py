@@ -1,7 +1,7 @@
 """Does training suffer from the one-step delayed update? The default job, with and without, from the same seeds.
 
-A delayed gradient makes large steps less stable, so two learning rates are compared: the default one, which is high for
-a model this small, and a quarter of it.
+A delayed gradient makes large steps less stable, so two learning rates are compared: the default one, which is high,
+and a quarter of it.
 
     python -m benchmarks.delayed --steps 1500 --seeds 0 --json benchmarks/results
 """

@@ -52,8 +52,8 @@ def compressed(job: Job) -> Iterator[Op]:
 
 # ## The stages
 #
-# A stage is handed the operation, the memory it declared, and the constants of the step. The buffers are the program's
-# and not the State's: nothing in them may matter from one step to the next.
+# A stage is handed the operation, the memory it declared, and the constants of the step. The buffers are the
+# program's and not the State's: nothing in them may matter from one step to the next.
 
 
 def halves(mem: Tensor, numel: int) -> tuple[Tensor, Tensor]:

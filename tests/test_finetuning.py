@@ -131,7 +131,7 @@ def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
 
 
 def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
-    pairs = [{"prompt": " ".join(["w1"] * 900), "completion": "w2"} for _ in range(2)]
+    pairs = [{"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40)]
     Path("long.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
     made = job(data=Path("long.jsonl"), batch_size=1)
     at = next(n for n in range(50) if (made.batch(n)[1][0] == IGNORED).all())

@@ -54,7 +54,7 @@ WITH_TORCH = (
     {"plan_report"},
     {"runs"},
     {"console"},
-    {"panel", "machine"},
+    {"panel", "machine", "deepspeed_lines"},
     {"devices"},
     {"doctor"},
     {"commands"},

@@ -87,6 +87,8 @@ def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
         )
     plain = batch_at(corpus.train, 5, **sizes, seed=3)
     assert torch.equal(plain[0], trained[0])
+    one = batch_at(corpus.train, 5, batch_size=1, seq_length=7, seed=3, learned=corpus.learned)
+    assert all(torch.equal(x, y[:1]) for x, y in zip(one, trained, strict=True))
     kept = trained[1] != IGNORED
     assert torch.equal(plain[1][kept], trained[1][kept])
     later = batch_at(corpus.train, 9, batch_size=4, seq_length=7, seed=3, learned=corpus.learned)

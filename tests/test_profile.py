@@ -92,11 +92,14 @@ def test_the_ranks_of_a_node_share_its_host() -> None:
 def test_collectives_go_inside_the_node_or_between_nodes() -> None:
     profile = load("v100-32gb")
     inside, outside = (profile.reached("bytes_per_s", network) for network in NETWORKS)
+    assert 16 * outside < inside
     assert [profile.hardware("fp16", world).rates["network"] for world in (2, 16, 17)] == [
         inside,
         inside,
-        outside,
+        16 * outside,  # through all ports of a node
     ]
+    fast = load("h100")  # its ports together are as fast as what is inside, or nearly
+    assert fast.hardware("bf16", 9).rates["network"] <= fast.hardware("bf16", 8).rates["network"]
     hop = profile.value("seconds", "network_between_nodes")
     assert profile.hardware("fp16", 17).latencies["network"] == 5 * hop  # log2, rounded up
     assert profile.hardware("fp16", 1024).latencies["network"] == 10 * hop

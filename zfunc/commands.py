@@ -79,6 +79,7 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     """Returns why the last step is not saved, if it should be."""
     from zfunc import console, panel, runs
     from zfunc.configured import beside
+    from zfunc.deepspeed_lines import DeepSpeedLines
     from zfunc.events import Saved
     from zfunc.job import prepare
     from zfunc.train import train as events
@@ -87,13 +88,15 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
         print(printable(start.line), flush=True)
     if start.over:
         return ""
-    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    theirs = settings.log_style == "deepspeed"
+    live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not theirs
     failure = ""
     try:
         job = prepare(settings, cache=cache_folder())
         with interrupts(tell=not live) as stop:
             plain = console.Plain(run, job.unit, beside(job.settings).steps_per_print)
-            shown = panel.living(run, job.unit, stop) if live else nullcontext(plain)
+            lines = DeepSpeedLines(plain) if theirs else plain
+            shown = panel.living(run, job.unit, stop) if live else nullcontext(lines)
             with shown as screen:
                 for event in events(job, stop=stop, start=start):
                     runs.record(run, event, job.unit)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from attrs import field, frozen
 
+from zfunc.loss_scale import LossScale
 from zfunc.plan import Plan
 from zfunc.settings import Settings
 from zfunc.timeline import Timeline
@@ -94,6 +95,23 @@ class Traced:
 
 
 @frozen
+class Overflowed:
+    """The step that is told of next was skipped: the loss scale it was taken with, and the one after it."""
+
+    step: int
+    before: LossScale
+    after: LossScale
+
+
+@frozen
+class Timed:
+    """The timeline of a step that the log asked for."""
+
+    step: int
+    timeline: Timeline
+
+
+@frozen
 class Finished:
     """The end: by "steps" if all asked for were taken, by "seconds", "interrupt" or "terminated". Peaks in bytes.
 
@@ -114,4 +132,4 @@ class Finished:
     words: str | None = None  # the sample as text, where a tokenizer says it
 
 
-Event = Started | Evaluated | Stepped | Saved | Said | Traced | Finished
+Event = Started | Evaluated | Stepped | Saved | Said | Traced | Overflowed | Timed | Finished

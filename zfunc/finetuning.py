@@ -1,7 +1,7 @@
 """`zfunc train --hf`: the model in a local folder, and what data has to be to train it.
 
-The invariant: what does not go with the model, its vocabulary, length or tokenizer, is refused by the flag that said
-it, before the data is read.
+The invariant: what does not go with the model, its vocabulary, length or tokenizer, is refused by the flag that
+said it, before the data is read.
 """
 
 from pathlib import Path
@@ -91,8 +91,8 @@ def _own(settings: Settings, model: Pretrained) -> Path | None:
         return None
     if not (model.folder / TOKENIZER).is_file():
         raise ValueError(
-            f"--tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one, for text: name one, or give "
-            "a .bin of its tokens"
+            f"--tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one, for text: name one, or "
+            "give a .bin of its tokens"
         )
     return model.folder / TOKENIZER
 

@@ -41,7 +41,7 @@ def open_data(
     bytes.
 
     - A `.jsonl` file has a document a line: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`, joined as
-      they are. Of a prompt no token is learned: its labels are -100. A folder may have such files beside text files.
+      they are. Of a prompt no token is learned: its labels are -100. A folder may have such files and text files.
     - With a `tokenizer`, text files and records are its tokens; a text file is one document, in UTF-8. A `.bin` has
       tokens already and takes none.
 

@@ -143,8 +143,8 @@ class Living:
         def value(text: str, unit: str = "") -> Text:
             return Text.assemble((text, "bold"), (f" {unit}" if unit else "", "dim"))
 
-        curve = "" if self.console.options.ascii_only else _curve(self.losses, CURVE)
-        loss = Text.assemble((f"{s.loss:.4f} ", "bold"), (curve, "cyan")) if s else unknown
+        bars = "" if self.console.options.ascii_only else curve(self.losses, CURVE)
+        loss = Text.assemble((f"{s.loss:.4f} ", "bold"), (bars, "cyan")) if s else unknown
         if s and s.skipped:
             loss = Text("overflow: step skipped", "yellow")
         yield "loss", loss
@@ -190,10 +190,10 @@ def _thinned(points: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(fmean(points[i : i + 2]) for i in range(0, len(points), 2))
 
 
-def _curve(points: Sequence[float], width: int) -> str:
+def curve(points: Sequence[float], width: int) -> str:
     """The points as bars, at most `width`, each the mean of its share of them.
 
-    >>> _curve([4.0, 3.0, 2.0, 1.0], 2)
+    >>> curve([4.0, 3.0, 2.0, 1.0], 2)
     '█▁'
     """
     points = [p for p in points if isfinite(p)]

@@ -134,7 +134,8 @@ class Profile:
         """What one of `world` ranks gets, computing in `precision` ("fp32", "fp16" or "bf16").
 
         The ranks of a node share its host memory, bandwidth and disk evenly. Collectives go at the rate inside the
-        node as long as all ranks are in one, and take a latency for each of log2(world) hops.
+        node as long as all ranks are in one; between nodes at that of all ports of a node together, because rings
+        enter it through every port, but never faster than inside. They take a latency for each of log2(world) hops.
 
         Raises ValueError for a precision or a network whose figures are not known, and where `world` is no
         positive number.
@@ -149,6 +150,9 @@ class Profile:
         if world > 1:
             network = NETWORKS[world > local]
             rates["network"] = self.reached("bytes_per_s", network)
+            if world > local > 1:
+                inside = self.reached("bytes_per_s", NETWORKS[0])
+                rates["network"] = min(inside, local * rates["network"])
             latencies["network"] = self.value("seconds", network) * math.ceil(math.log2(world))
         of = f", one of {world} ranks" if world > 1 else ""
         return Hardware(

@@ -38,6 +38,8 @@ DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
 MOMENTS = tuple(BUFFERS)
 WEIGHTS = ("fp32", "bf16", "fp16")
+LOG_STYLES = ("zfunc", "deepspeed")
+LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
 FORMATS = ("text", "svg", "chrome", "html")
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
@@ -188,6 +190,12 @@ TRAIN = {
     "seed": Option(
         "how it runs", "of initial values, the order of data, dropout and the sample", zero_or_more
     ),
+    "log_style": Option(
+        "how it runs",
+        f"what is printed: {_names(LOG_STYLES)}; deepspeed's lines, for programs that read those, come every "
+        f"{LOG_EVERY} steps, or its configuration's steps_per_print, and measure each of these steps",
+        one_of(LOG_STYLES),
+    ),
     "out": Option(
         "how it runs",
         f"run folder, new or empty, or with --resume {AUTO} the run's own (default: runs/DATE-TIME)",
@@ -218,7 +226,8 @@ DRAW = {
     ),
     "compare": Option(
         "picture",
-        "folder of a run: the step that it measured, beside what its plan would take on the hardware above",
+        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
+        "(default: draw a step that was not run)",
         path,
         metavar="RUN",
     ),
@@ -293,6 +302,7 @@ class Settings:
     delay_from: int | None = None
     compile_segments: bool = False
     seed: int = 0
+    log_style: str = "zfunc"
     out: Path | None = None
 
     def __attrs_post_init__(self) -> None:

@@ -20,7 +20,18 @@ import zfunc
 from zfunc.checkpointing import restore
 from zfunc.configured import beside
 from zfunc.errors import CheckpointError
-from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped, Traced
+from zfunc.events import (
+    Evaluated,
+    Event,
+    Finished,
+    Overflowed,
+    Said,
+    Saved,
+    Started,
+    Stepped,
+    Timed,
+    Traced,
+)
 from zfunc.faults import Fault, from_environment
 from zfunc.job import Batch, Job, machine, paced
 from zfunc.memory import memory
@@ -28,6 +39,7 @@ from zfunc.program import Program, specialize
 from zfunc.progress import Length, Progress, differences, restored
 from zfunc.resuming import Start
 from zfunc.saving import Save
+from zfunc.settings import LOG_EVERY
 from zfunc.state import State
 from zfunc.step import Metrics
 from zfunc.terminal import INTERRUPT, TERMINATED
@@ -108,15 +120,18 @@ class _Loop:
         """One step, with what follows it."""
         settings, number, before = self.job.settings, self.state.batches + 1, self.progress.length
         traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
-        begun = time.perf_counter()
+        timed = settings.log_style == "deepspeed" and number % (beside(settings).steps_per_print or LOG_EVERY) == 0
+        begun, scale = time.perf_counter(), self.state.loss_scale
         batch = self.job.batch(self.state.sequences)
-        metrics, saved = self._train_step(batch, traced=traced)
+        metrics, saved = self._train_step(batch, traced=traced or timed)
         seconds = time.perf_counter() - begun
         if saved is not None:
             yield saved
         self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
         self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
         elapsed = self._settle(number)
+        if metrics.skipped:
+            yield Overflowed(number, scale, self.state.loss_scale)
         cuda = self.program.device.type == "cuda"
         yield Stepped(
             step=number,
@@ -134,6 +149,8 @@ class _Loop:
             seconds_left=self.progress.length.left(number, elapsed),
             held_out=self.held_out,
         )
+        if timed and metrics.timeline is not None:
+            yield Timed(number, metrics.timeline)
         if traced and metrics.timeline is not None:
             plan = specialize(self.program, batch, save=metrics.saved is not None).plan
             yield Traced(number, metrics.timeline, plan)
