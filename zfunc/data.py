@@ -383,5 +383,6 @@ def _read(
     inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
     if learned is not None:
         kept = np.array([learned[start + 1 : start + seq_length + 1] for start in starts])
-        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORED)  # of one row, inputs are the same memory
+        # Not in place: of one row, inputs and targets are the same memory.
+        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORED)
     return inputs, targets

@@ -10,6 +10,7 @@ No torch here: a layout can be made, printed and tested without it.
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
+from typing import Any
 
 from attrs import field, frozen, validators
 
@@ -217,8 +218,8 @@ def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
     ([0, 1], [])
     """
-    number = isinstance(offload_ratio, int | float) and not isinstance(offload_ratio, bool)
-    if not number or not 0 <= offload_ratio <= 1:
+    given: Any = offload_ratio  # by whoever calls compile
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
         raise ValueError(
             f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the "
             "optimizer's state is): pass such as 0.75"

@@ -161,8 +161,8 @@ def record(run: Run, event: Event, unit: str) -> None:
             write_whole(run.path / PLAN, event.plan.text())
             write_whole(run.path / TRACE, chrome_trace(event.timeline))
         case Finished():
-            told = attrs.filters.exclude("held_out", "sample", "words", "checkpoint")
-            fields = attrs.asdict(event, filter=told)
+            elsewhere = attrs.filters.exclude("held_out", "sample", "words", "checkpoint")
+            fields = attrs.asdict(event, filter=elsewhere)
             name = event.checkpoint and event.checkpoint.name
             fields |= {held_out: event.held_out, "checkpoint": name, "sample": sample_text(event, unit)}
             write_whole(run.path / SUMMARY, _json(fields))
