@@ -1,6 +1,6 @@
 """Does training suffer from the one-step delayed update? The default job, with and without, from the same seeds.
 
-A delayed gradient makes large steps less stable, so two learning rates are compared: the default one, which is high,
+A delayed gradient makes large steps less stable. So two learning rates are compared: the default one, a high one,
 and a quarter of it.
 
     python -m benchmarks.delayed --steps 1500 --seeds 0 --json benchmarks/results
