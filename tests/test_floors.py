@@ -25,7 +25,8 @@ TORCH_FREE = (
     {"alternatives", "largest", "history"},
     {"search", "advice"},
     {"settings", "terminal"},
-    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events", "pictures", "report"},
+    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events", "pictures"},
+    {"report", "following", "sensors"},
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
@@ -55,6 +56,7 @@ WITH_TORCH = (
     {"runs"},
     {"console"},
     {"panel", "machine", "deepspeed_lines"},
+    {"top"},
     {"devices"},
     {"doctor"},
     {"commands"},

@@ -90,6 +90,19 @@ def test_the_run_is_the_same_in_either_style(capsys: Out) -> None:
     assert "deepspeed" in capsys.readouterr().err
 
 
+def test_a_training_that_overflows_says_so(capsys: Out) -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 2}
+    Path("ds.json").write_text(json.dumps({"fp16": fp16, "steps_per_print": 1}))
+    args = ["train", *TINY, "--data", "texts", "--steps", "3", "--config", "ds.json", "--out", "run"]
+    assert main([*args, "--log-style", "deepspeed"]) == 0
+    out = capsys.readouterr().out
+    lead = f"[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {2**32}"
+    assert f"{lead}, but hysteresis is 2. Reducing hysteresis to 1\n" in out
+    assert f"{lead}, reducing to {2**31}\n" in out
+    assert [m[:2] for m in STEP.findall(out)] == [("1", "1"), ("2", "2"), ("3", "3")]
+    assert len(TIME.findall(out)) == 3
+
+
 def test_overflows_tell_the_scale_before_and_after() -> None:
     scale = LossScale(scale=65536.0, hysteresis=2)
     after = scale.update(overflow=True)

@@ -15,12 +15,13 @@ from browser import needs_browser, show
 from hypothesis import given
 from hypothesis import strategies as st
 from table import plan_of
-from test_page import HOSTILE, Elements, late
+from test_page import HOSTILE, Elements, contrast, late
 
 from zfunc.charts import PLACES, placed, rounds, smoothed
 from zfunc.cli import main
 from zfunc.draw import chrome_trace
 from zfunc.history import History, history, rows_of
+from zfunc.page import part
 from zfunc.report import ENDED, report
 from zfunc.simulate import simulate
 
@@ -179,6 +180,16 @@ def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
     elements = Elements(report(history(run)))
     assert not elements.all("script")
     assert [text for _, text in elements.all("pre")] == [HOSTILE]
+
+
+def test_text_and_curves_can_be_seen_in_light_and_in_dark() -> None:
+    css = part("report.css")
+    light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", p)) for p in css.split("@media")[:2])
+    assert light.keys() == dark.keys()
+    for theme in (light, dark):
+        for name in ("--ink", "--dim", "--good", "--bad", "--curve", "--dots", "--limit"):
+            assert contrast(theme[name], theme["--page"]) >= 4.5
+        assert contrast(theme["--curve"], theme["--spread"]) >= 3
 
 
 # --- any length ------------------------------------------------------------------------------------------

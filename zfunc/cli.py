@@ -25,7 +25,7 @@ from zfunc.deepspeed.flags import merged
 from zfunc.errors import nearest
 from zfunc.options import Option, flag
 from zfunc.plan_settings import PLAN, Planning
-from zfunc.report_settings import REPORT, Report
+from zfunc.report_settings import REPORT, TOP, Report, Watch
 from zfunc.settings import DOCTOR, DRAW, EXPORT, FINE_TUNING_LR, TRAIN, Doctor, Export, Settings, Sketch
 from zfunc.terminal import printable
 
@@ -69,6 +69,13 @@ COMMANDS = {
         Calibrate,
         CALIBRATE,
         commands.calibrate,
+    ),
+    "top": Command(
+        "watch a run: loss, speed, cores, memory, host bandwidth, GPUs, lanes",
+        Watch,
+        TOP,
+        commands.top,
+        "It ends with the run, or at Ctrl-C (0).",
     ),
     "report": Command("show a run as one HTML page", Report, REPORT, commands.report),
     "export": Command(

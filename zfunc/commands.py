@@ -6,13 +6,13 @@ The invariant: what a command needs is imported when it runs, so that help and m
 import os
 import shutil
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfunc.calibrate_settings import Calibrate
 from zfunc.plan_settings import Planning
-from zfunc.report_settings import Report
+from zfunc.report_settings import Report, Watch
 from zfunc.settings import AUTO, Doctor, Export, Settings, Sketch
 from zfunc.terminal import interrupts, logged, printable, size
 
@@ -198,6 +198,15 @@ def calibrate(asked: Calibrate) -> int:
         if not ranks.rank:
             _write({asked.out: text(profile)})
             print(f"next: zfunc plan --hardware {asked.out}")
+    return DONE
+
+
+def top(asked: Watch) -> int:
+    """`zfunc top`, of which Ctrl-C is a good end."""
+    from zfunc.top import show
+
+    with suppress(KeyboardInterrupt):
+        show(asked.run, once=asked.once, every=asked.every)
     return DONE
 
 

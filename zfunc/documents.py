@@ -63,10 +63,14 @@ def _record(line: bytes, where: str, unused: Counter[str]) -> Document:
     if given not in ({"text"}, {"prompt", "completion"}):
         found = ", ".join(sorted(told)) or "nothing"
         raise ValueError(f"{where}: got an object with {found:.200}, {_EXPECTED}: rename its keys")
-    for name in sorted(given):
-        _check_text(told[name], f"{where}, {name!r}")
     unused.update(told.keys() - USED)
-    return Document(told.get("text", told.get("completion")), told.get("prompt", ""))
+    return _document({name: told[name] for name in given}, where)
+
+
+def _document(told: dict[str, Any], where: str) -> Document:
+    for name in sorted(told):
+        _check_text(told[name], f"{where}, {name!r}")
+    return Document(told.get("text", told.get("completion", "")), told.get("prompt", ""))
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

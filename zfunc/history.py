@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import frozen
 
@@ -36,6 +36,13 @@ class History:
         return self.config["settings"]
 
     @property
+    def model(self) -> str:
+        """What is trained, in a few words."""
+        s, what = self.settings, self.config.get("architecture", "GPT")
+        parameters = number(self.config.get("parameters")) or 0
+        return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {parameters:,.0f} parameters"
+
+    @property
     def held_out(self) -> str:
         """The name of an evaluation among the figures of a row."""
         return f"held_out_bits_per_{self.config.get('unit', 'byte')}"
@@ -55,8 +62,8 @@ class History:
         return tuple((row["step"], number(row[name])) for row in self.rows if name in row)
 
 
-def history(run: Path) -> History:
-    """The run in a folder. Raises ValueError for a folder that is none, or whose files are not zfunc's."""
+def history(run: Path, *, rows: bool = True) -> History:
+    """The run in a folder, or but for its `rows`. Raises ValueError for a folder or files that are not zfunc's."""
     config = _object(run / CONFIG)
     if not all(isinstance(config.get(part), dict) for part in ("settings", "plan", "machine")):
         raise ValueError(
@@ -64,9 +71,9 @@ def history(run: Path) -> History:
             "the folder of another run"
         )
     metrics, summary = run / METRICS, run / SUMMARY
-    rows, lost = rows_of(metrics.read_bytes() if metrics.exists() else b"")
+    found, lost = rows_of(metrics.read_bytes() if rows and metrics.exists() else b"")
     told = f"{metrics}: line {lost} is none that zfunc wrote; what follows it is not read" if lost else ""
-    return History(run, config, rows, _object(summary) if summary.exists() else {}, told)
+    return History(run, config, found, _object(summary) if summary.exists() else {}, told)
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
@@ -80,10 +87,11 @@ def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
         if not line.endswith(b"\n"):
             break
         try:
-            row = json.loads(line)
+            found = json.loads(line)
         except (ValueError, RecursionError):
             return tuple(rows), n
-        if not isinstance(row, dict) or type(row.get("step")) is not int or row["step"] <= after:
+        row = cast("Row", found) if isinstance(found, dict) else {}
+        if type(row.get("step")) is not int or row["step"] <= after:
             return tuple(rows), n
         rows.append(row)
         after = row["step"]
@@ -115,4 +123,4 @@ def _object(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path}: got no JSON object, expected what zfunc train wrote: name the folder of another run"
         )
-    return found
+    return cast("dict[str, Any]", found)

@@ -12,7 +12,7 @@ from math import log
 from pathlib import Path
 from statistics import fmean, median
 from string import Template
-from typing import Any
+from typing import Any, cast
 
 import attrs
 from attrs import frozen
@@ -71,8 +71,7 @@ def _what(run: History) -> str:
     where = machine.get("gpu") or f"{machine.get('cores')} cores of {machine.get('cpu')}"
     resumed = run.config.get("resumed_from")
     return (
-        f"GPT {s.get('num_layers')} x {s.get('hidden_size')}, {run.config.get('parameters', 0):,} parameters, "
-        f"{s.get('precision')}, schedule {s.get('schedule')}, on {where}"
+        f"{run.model}, {s.get('precision')}, schedule {s.get('schedule')}, on {where}"
         f"{f'; resumed from {resumed}' if resumed else ''}"
     )
 
@@ -342,7 +341,7 @@ def _told(value: object, form: str) -> str:
 def _plain(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "yes", False: "no"}[value]
-    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
 
 
 def _table(table: Table) -> str:

@@ -1,4 +1,4 @@
-"""Settings of `zfunc report` as a value, and what each option means. No torch here.
+"""Settings of `zfunc report` and `zfunc top` as values, and what each option means. No torch here.
 
 The invariant: as in `zfunc.settings`, the fields' defaults are the command line's.
 """
@@ -7,11 +7,19 @@ from pathlib import Path
 
 from attrs import frozen
 
-from zfunc.options import Option, check_each, path
+from zfunc.options import Option, anything, check_each, path, positive
+
+_RUN = Option("run", "its folder, such as runs/DATE-TIME", path, metavar="RUN", positional=True)
 
 REPORT = {
-    "run": Option("run", "its folder, such as runs/DATE-TIME", path, metavar="RUN", positional=True),
+    "run": _RUN,
     "out": Option("page", "file to write, or to write anew (default: RUN/report.html)", path),
+}
+
+TOP = {
+    "run": _RUN,
+    "once": Option("screen", "print what there is to see now, and end; so it does in a pipe", anything),
+    "every": Option("screen", "seconds from one look to the next", positive),
 }
 
 
@@ -24,3 +32,15 @@ class Report:
 
     def __attrs_post_init__(self) -> None:
         check_each(self, REPORT)
+
+
+@frozen(kw_only=True)
+class Watch:
+    """A run to watch."""
+
+    run: Path
+    once: bool = False
+    every: float = 1.0
+
+    def __attrs_post_init__(self) -> None:
+        check_each(self, TOP)

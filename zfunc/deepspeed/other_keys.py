@@ -20,7 +20,7 @@ LOGS: tuple[Key, ...] = (
         FLAG,
         False,
         "`zfunc train` measures one step in any case, operation by operation, and draws it; every row of "
-        "metrics.jsonl has the seconds of the step, and those of the host",
+        "metrics.jsonl has the seconds of the step, and those of the host; `--log-style deepspeed` prints times",
     ),
     idle("memory_breakdown", FLAG, False, "memory is planned before it is taken, and measured at every step"),
     idle("dump_state", FLAG, False, "the run folder's config.json has all settings"),
