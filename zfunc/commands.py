@@ -203,9 +203,9 @@ def calibrate(asked: Calibrate) -> int:
 
 def top(asked: Watch) -> int:
     """`zfunc top`, of which Ctrl-C is a good end."""
-    from zfunc.top import show
-
     with suppress(KeyboardInterrupt):
+        from zfunc.top import show
+
         show(asked.run, once=asked.once, every=asked.every)
     return DONE
 
