@@ -20,7 +20,17 @@ WARM_STEPS = 3  # steps that trace and compile, and tell nothing about those to 
 LOSSES = 50  # of the last steps, which the summary gives the mean of
 KEY = "train"  # of what is kept here, in a checkpoint's extra
 DECIDING = (  # settings without which the same steps are not taken; a checkpoint's optimizer is compared by `load`
-    *("data", "dtype", "tokenizer", "hf", "vocab_size", "seq_length", "dropout", "batch_size", "micro_batches"),
+    *(
+        "data",
+        "dtype",
+        "tokenizer",
+        "hf",
+        "vocab_size",
+        "seq_length",
+        "dropout",
+        "batch_size",
+        "micro_batches",
+    ),
     *("seed", "lr", "warmup", "steps", "seconds"),
 )
 

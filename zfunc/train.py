@@ -120,7 +120,10 @@ class _Loop:
         """One step, with what follows it."""
         settings, number, before = self.job.settings, self.state.batches + 1, self.progress.length
         traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
-        timed = settings.log_style == "deepspeed" and number % (beside(settings).steps_per_print or LOG_EVERY) == 0
+        timed = (
+            settings.log_style == "deepspeed"
+            and number % (beside(settings).steps_per_print or LOG_EVERY) == 0
+        )
         begun, scale = time.perf_counter(), self.state.loss_scale
         batch = self.job.batch(self.state.sequences)
         metrics, saved = self._train_step(batch, traced=traced or timed)
