@@ -217,9 +217,9 @@ def test_a_sweep_beside_compute_has_the_full_team(monkeypatch: pytest.MonkeyPatc
     asked: list[tuple[str, int, int]] = []
     kernel = sweeps.cpu_adam
 
-    def spied(*given: Any) -> Any:
+    def spied(*given: Any, **into: Any) -> Any:
         asked.append((threading.current_thread().name, torch.get_num_threads(), given[-1]))
-        return kernel.adam_update(*given)
+        return kernel.adam_update(*given, **into)
 
     monkeypatch.setattr(sweeps, "cpu_adam", Spied(kernel, adam_update=spied))
     segments, data = MODELS["odd sizes"]()

@@ -189,10 +189,11 @@ def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     modules = {f"zfunc/{path.name}" for path in (ROOT / "zfunc").glob("*.py")}
     schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
-    checkpoint = {f"zfunc/checkpoint/{path.name}" for path in (ROOT / "zfunc" / "checkpoint").glob("*.py")}
+    inits = (ROOT / "zfunc").glob("*/__init__.py")
+    packages = {f"zfunc/{p.parent.name}/{x.name}" for p in inits for x in p.parent.glob("*.py")}
     profiles = {f"zfunc/profiles/{path.name}" for path in (ROOT / "zfunc" / "profiles").glob("*.toml")}
     web = {f"zfunc/web/{path.name}" for path in (ROOT / "zfunc" / "web").iterdir()}
-    assert listing(tmp_path) == modules | schedules | checkpoint | profiles | web | {"zfunc/py.typed"}
+    assert listing(tmp_path) == modules | schedules | packages | profiles | web | {"zfunc/py.typed"}
 
 
 def test_the_wheel_serves_every_python_the_package_does() -> None:
