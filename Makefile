@@ -17,7 +17,7 @@ test: $(STAMP) lint
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Torch comes first, by its tested version: an open range would fetch the newest build, with gigabytes of CUDA.
 $(STAMP): $(NATIVE)
