@@ -196,7 +196,7 @@ def test_a_kill_leaves_every_step_readable_and_a_run_that_goes_on(texts: Path) -
 def test_on_a_terminal_there_is_a_panel(texts: Path) -> None:
     ours, theirs = pty.openpty()
     given = {"stdin": theirs, "stdout": theirs, "stderr": theirs}
-    running = start("--data", texts, "--steps", 40, "--out", "run", **given)
+    running = start("--data", texts, "--steps", 150, "--out", "run", **given)
     os.close(theirs)
     shown = b"".join(_read(ours)).decode()
     assert running.wait(timeout=60) == 0
