@@ -67,8 +67,8 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
     digest = hashlib.sha256()
     for flat in (state.buffers.params, state.buffers.frozen, *state.buffers.host.flats.values()):
         digest.update(flat.view(torch.uint8).numpy().tobytes())
-    plan = specialize(program, batch, save=True).plan if state.step else None
-    told = {"digest": digest.hexdigest(), "ops": list(plan.graph.position) if plan else []}
+    plan = specialize(program, rows_of(global_batch(data, 0), rank, world), save=True).plan
+    told = {"digest": digest.hexdigest(), "ops": list(plan.graph.position)}
     (run / f"end-{rank}.json").write_text(json.dumps(told))
 
 
