@@ -47,6 +47,21 @@ SCHEDULES: list[tuple[str, float, dict[str, Any]]] = [  # scheduler, lr of the o
         1e-3,
         {**_CYCLE, "cycle_first_step_size": 6, "cycle_second_step_size": 0, "cycle_first_stair_count": 2},
     ),
+    ("OneCycle", 1e-3, {**_CYCLE, "cycle_first_step_size": 9, "cycle_min_mom": 0.7, "cycle_max_mom": 0.95}),
+    (
+        "OneCycle",
+        1e-3,
+        {
+            **_CYCLE,
+            "cycle_first_step_size": 7,
+            "cycle_second_step_size": 11,
+            "cycle_first_stair_count": 3,
+            "decay_step_size": 4,
+            "decay_lr_rate": 0.5,
+            "decay_mom_rate": -0.05,
+        },
+    ),
+    ("OneCycle", 1e-3, {**_CYCLE, "cycle_first_step_size": 9, "cycle_momentum": False}),
     ("WarmupLR", 7e-4, {}),
     ("WarmupLR", 7e-4, {"warmup_max_lr": 3e-4, "warmup_num_steps": 10}),
     ("WarmupLR", 7e-4, {"warmup_min_lr": 1e-5, "warmup_num_steps": 12, "warmup_type": "linear"}),
@@ -74,17 +89,19 @@ SCHEDULES: list[tuple[str, float, dict[str, Any]]] = [  # scheduler, lr of the o
 ]
 
 
-def rates(kind: str, lr: float, params: dict[str, Any]) -> list[float]:
-    """The learning rates of the first updates, as an engine sees them: an update, then the scheduler's step."""
+def rates(kind: str, lr: float, params: dict[str, Any]) -> dict[str, list[Any]]:
+    """Learning rates and betas of the first updates, as an engine has them: an update, then the scheduler."""
     import torch
     from deepspeed.runtime import lr_schedules
 
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler, seen = getattr(lr_schedules, kind)(optimizer, **params), []
+    scheduler, group = getattr(lr_schedules, kind)(optimizer, **params), optimizer.param_groups[0]
+    seen: dict[str, list[Any]] = {"rates": [], "betas": []}
     for _ in range(STEPS):
-        seen.append(float(optimizer.param_groups[0]["lr"]))
+        seen["rates"].append(float(group["lr"]))
+        seen["betas"].append([float(beta) for beta in group["betas"]])
         scheduler.step()
-    return seen
+    return seen if kind == "OneCycle" else {"rates": seen["rates"]}
 
 
 def scales(seed: int) -> dict[str, Any]:
@@ -110,7 +127,7 @@ def scales(seed: int) -> dict[str, Any]:
 def main() -> None:
     """Print a case a line."""
     logging.disable(logging.CRITICAL)
-    made = [{"type": kind, "lr": lr, "params": p, "rates": rates(kind, lr, p)} for kind, lr, p in SCHEDULES]
+    made = [{"type": kind, "lr": lr, "params": p, **rates(kind, lr, p)} for kind, lr, p in SCHEDULES]
     cases = {"schedules": made, "loss_scales": [scales(seed) for seed in range(16)]}
     parts = []
     for name, rows in cases.items():

@@ -351,12 +351,7 @@ def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_
         ("WarmupDecayLR", {}, "without its total_num_steps"),
         ("WarmupCosineLR", {"total_num_steps": "auto"}, "without its total_num_steps"),
         ("OneCycle", {"cycle_min_lr": 0.1, "cycle_momentum": False}, "without cycle_max_lr"),
-        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1}, 'add "cycle_momentum": false'),
-        (
-            "OneCycle",
-            {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_momentum": True},
-            '"cycle_momentum": false',
-        ),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_max_mom": 1}, "below 1"),
         ("WarmupLR", {"total_num_steps": 3}, "WarmupLR does not take"),
         ("WarmupLR", {"cycle_min_mom": 0.3}, "WarmupLR does not take"),
         ("WarmupCosineLR", {"warmup_max_lr": 3}, "WarmupCosineLR does not take.*'warmup_min_ratio'"),

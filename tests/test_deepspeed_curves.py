@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from zfunc.deepspeed import check, read
+from zfunc.adam import AdamW
+from zfunc.deepspeed import Values, check, optimizer, read
+from zfunc.deepspeed.momentum import OneCycleBetas
 from zfunc.deepspeed.rate import schedule
-from zfunc.deepspeed.schedules import SCHEDULES, Schedule, WarmupCosineLR, WarmupDecayLR
+from zfunc.deepspeed.schedules import SCHEDULES, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR
 from zfunc.errors import NonFiniteError
 from zfunc.loss_scale import LossScale
 
@@ -23,14 +25,20 @@ def name(case: dict[str, Any]) -> str:
     return f"{case['type']} {' '.join(case['params'])}"
 
 
+def values(case: dict[str, Any]) -> Values:
+    """A file that has this case."""
+    return check(
+        read(
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": case["lr"]}},
+                "scheduler": {"type": case["type"], "params": case["params"]},
+            }
+        )
+    )
+
+
 def made(case: dict[str, Any]) -> Schedule:
-    """The scheduler of a file that has this case."""
-    params = {**case["params"], **({"cycle_momentum": False} if case["type"] == "OneCycle" else {})}
-    file = {
-        "optimizer": {"type": "Adam", "params": {"lr": case["lr"]}},
-        "scheduler": {"type": case["type"], "params": params},
-    }
-    rate = schedule(check(read(file)), lr=case["lr"])
+    rate = schedule(values(case), lr=case["lr"])
     assert rate is not None
     return rate
 
@@ -48,6 +56,20 @@ def test_learning_rates_are_those_of_every_update_there(case: dict[str, Any]) ->
     assert here == [rate(step) for step in range(1, len(here) + 1)]
     with pytest.raises(ValueError, match="counted from 1"):
         rate(0)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
+def test_betas_of_one_cycle_are_those_of_every_update_there(case: dict[str, Any]) -> None:
+    adam = AdamW(betas=optimizer.adam(values(case))["betas"])
+    assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
+
+
+def test_an_update_whose_beta_has_risen_to_1_is_refused() -> None:
+    cycle = OneCycle(0.1, 1.0, cycle_first_step_size=2, decay_step_size=1)
+    adam = AdamW(betas=OneCycleBetas(cycle, decay_mom_rate=0.1))
+    assert adam.betas_at(6)[0] == pytest.approx(0.99)
+    with pytest.raises(ValueError, match=r"^betas at step 7: got \(1\.08"):
+        adam.betas_at(7)
 
 
 @pytest.mark.parametrize("rate", [WarmupDecayLR(None, warmup_num_steps=4), WarmupCosineLR(None, lr=1e-3)])

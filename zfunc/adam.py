@@ -25,6 +25,9 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2
 
 
+Betas = tuple[float, float]
+
+
 def _pair(betas: Any) -> Any:
     return tuple(betas) if isinstance(betas, list) else betas
 
@@ -33,8 +36,9 @@ def _pair(betas: Any) -> Any:
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
 
-    `lr` is a number or a pure function of the step, counted from 1. `decay(name, shape)` says which
-    parameters weight decay touches; `matrices_only` leaves out norms and biases.
+    `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says which
+    parameters weight decay touches; `matrices_only` leaves out norms and biases. The moments are corrected for
+    their start at 0 by the betas of the step alone, as in torch: exact where these stay the same.
 
     `moments` says what the host keeps of a parameter between steps: "fp32", 12 bytes (master, exp_avg, exp_avg_sq);
     "16bit", 8 bytes (the master in two halves, exact, and both moments in bf16); "8bit", 6 bytes (the same master,
@@ -47,7 +51,7 @@ class AdamW:
     """
 
     lr: float | Callable[[int], float] = 1e-3
-    betas: tuple[float, float] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_pair)
+    betas: Betas | Callable[[int], Betas] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_pair)
     eps: float = attrs.field(default=1e-8, kw_only=True)
     weight_decay: float = attrs.field(default=0.01, kw_only=True)
     decoupled: bool = attrs.field(default=True, kw_only=True)
@@ -58,7 +62,8 @@ class AdamW:
         """Check every field."""
         if not callable(self.lr):
             checked_finite("lr", self.lr, minimum=0.0)
-        checked_betas(self.betas)
+        if not callable(self.betas):
+            checked_betas(self.betas)
         checked_finite("eps", self.eps, minimum=0.0)
         checked_finite("weight_decay", self.weight_decay, minimum=0.0)
         if not isinstance(self.decoupled, bool):
@@ -77,3 +82,9 @@ class AdamW:
         if not callable(self.lr):
             return self.lr
         return checked_finite(f"lr at step {step}", self.lr(step), minimum=0.0)
+
+    def betas_at(self, step: int) -> Betas:
+        """The decay rates of both moments in a step, counted from 1; ValueError where one is not in [0, 1)."""
+        if not callable(self.betas):
+            return self.betas
+        return checked_betas(self.betas(step), f"betas at step {step}")

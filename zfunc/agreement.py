@@ -35,13 +35,14 @@ def agree(program: Program, special: Specialized, state: State, batch: tuple[Any
 
 
 def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
-    optimizer = program.optimizer
+    optimizer, number = program.optimizer, state.step + 1
     settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}",
         f"batch of shapes {shapes}, {program.micro_batches} micro-batches",
-        f"learning rate {optimizer.lr_at(state.step + 1)}, {settings}, clip_norm {program.clip_norm}",
+        f"learning rate {optimizer.lr_at(number)}, betas {optimizer.betas_at(number)}, {settings}",
+        f"clip_norm {program.clip_norm}",
         f"precision {program.precision}, recompute {program.recompute}",
     ]
 

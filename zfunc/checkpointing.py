@@ -205,7 +205,7 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
     optimizer = program.optimizer
     return {
         "lr": float(optimizer.lr_at(step + 1)),
-        "betas": list(optimizer.betas),
+        "betas": list(optimizer.betas_at(step + 1)),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
         "decoupled": optimizer.decoupled,

@@ -116,7 +116,7 @@ def checked_step(step: Any) -> int:
     return number
 
 
-def checked_betas(betas: Any) -> tuple[float, float]:
+def checked_betas(betas: Any, name: str = "betas") -> tuple[float, float]:
     """Two decay rates in [0, 1)."""
     try:
         beta1, beta2 = betas
@@ -125,7 +125,7 @@ def checked_betas(betas: Any) -> tuple[float, float]:
         beta1 = beta2 = None
         good = False
     if not good:
-        refuse(ValueError, "betas", repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
+        refuse(ValueError, name, repr(betas), "two numbers in [0, 1)", "pass such as (0.9, 0.999)")
     return beta1, beta2
 
 

@@ -152,7 +152,7 @@ def beside(settings: Settings) -> Beside:
     arguments = {k: v for k, v in adam(values).items() if k in ("betas", "eps", "decoupled")}
     return Beside(
         values,
-        MappingProxyType(arguments or dict(Beside().adam)),
+        MappingProxyType({**Beside().adam, **arguments}),
         stage(values),
         loss_scale(values) if settings.precision == "fp16" else None,
         values["steps_per_print"],

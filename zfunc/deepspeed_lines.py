@@ -10,9 +10,10 @@ what those operations ran, and `step` is what is left of the step after the last
 
 from collections.abc import Iterator
 
-from attrs import define
+from attrs import define, field
 
 from zfunc import console
+from zfunc.adam import AdamW
 from zfunc.configured import beside
 from zfunc.events import Event, Overflowed, Started, Stepped, Timed
 from zfunc.legend import verb_of
@@ -29,7 +30,7 @@ class DeepSpeedLines:
     """A Screen: its lines for steps, overflows and times; those of `plain` for all else."""
 
     plain: console.Plain
-    betas: tuple[float, float] = (0.0, 0.0)
+    adam: AdamW = field(factory=AdamW)  # for its betas
     every: int = LOG_EVERY
     samples: int = 0  # of a step
     parts: int = 1  # micro-batches of a step
@@ -60,7 +61,7 @@ class DeepSpeedLines:
 
     def _begin(self, event: Started) -> None:
         what = beside(event.settings)
-        self.betas, self.every = what.adam["betas"], what.steps_per_print or LOG_EVERY
+        self.adam, self.every = AdamW(**what.adam), what.steps_per_print or LOG_EVERY
         self.samples, self.parts = event.settings.batch_size, event.settings.micro_batches
 
     def _count(self, event: Stepped) -> None:
@@ -72,7 +73,8 @@ class DeepSpeedLines:
 
     def _lines(self, event: Stepped) -> Iterator[str]:
         if event.step % self.every == 0:
-            yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{tuple(self.betas)}]"
+            mom = self.adam.betas_at(max(1, event.step - self.skipped))
+            yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{mom}]"
             yield RANK + self._speed(event)
         if event.held_out is not None:
             yield f"step {event.step}  {console.held_out_line(event.held_out, self.plain.unit)}"

@@ -11,11 +11,12 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.adam import AdamW
+from zfunc.adam import AdamW, Betas
 from zfunc.graph import Op, Region
 from zfunc.layout import Layout
 from zfunc.passes import Passes
 from zfunc.ranks import Ranks
+from zfunc.verdict import Verdict
 
 Memory = MutableMapping[Region, Any]
 
@@ -40,6 +41,7 @@ class Step:
     optimizer: AdamW
     number: int  # of the update that this step's gradient goes into, from 1
     lr: float
+    betas: Betas
     loss_scale: float
     clip_norm: float | None
     skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
@@ -49,6 +51,10 @@ class Step:
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: Ranks
     applies_pending: bool = False  # the gradient of the step before
+
+    def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> Verdict:
+        """What is decided of this step, which clips by `factor`."""
+        return Verdict(skip, factor / self.loss_scale, self.number, self.lr, self.betas, loss)
 
     def slice_of(self, b: int) -> slice:
         """Of a bucket's elements those that this rank keeps and updates."""

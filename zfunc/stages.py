@@ -22,7 +22,6 @@ from zfunc.regions import WAITING
 from zfunc.stage import Memory, SegmentCall, Stage, Step
 from zfunc.sweeps import accumulate_, square_sum
 from zfunc.updates import adam, adam_on_device, all_gather, confirm, speculate, to_device
-from zfunc.verdict import Verdict
 
 
 def load(op: Op, mem: Memory, step: Step) -> None:
@@ -166,7 +165,7 @@ def decide(op: Op, mem: Memory, step: Step) -> None:
     factor = 1.0
     if step.clip_norm is not None and finite:
         factor = min(1.0, step.clip_norm / (norm + 1e-6))
-    mem[op.write("verdict")] = Verdict(not finite, factor / step.loss_scale, step.number, step.lr, loss)
+    mem[op.write("verdict")] = step.verdict(skip=not finite, factor=factor, loss=loss)
 
 
 def write(op: Op, mem: Memory, step: Step) -> None:

@@ -285,6 +285,7 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         optimizer=program.optimizer,
         number=number,
         lr=program.optimizer.lr_at(number),
+        betas=program.optimizer.betas_at(number),
         loss_scale=state.loss_scale.scale,
         clip_norm=program.clip_norm,
         skip_overflow=program.precision == "fp16",

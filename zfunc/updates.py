@@ -28,7 +28,7 @@ def adam(op: Op, mem: Memory, step: Step) -> None:
 
 def speculate(op: Op, mem: Memory, step: Step) -> None:
     """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
-    _update(op, mem, step, Verdict(False, 1.0 / step.loss_scale, step.number, step.lr), into=SHADOW)
+    _update(op, mem, step, step.verdict(), into=SHADOW)
 
 
 def confirm(op: Op, mem: Memory, step: Step) -> None:
@@ -80,7 +80,7 @@ def _update(
             out=None if copy is None else copy[start:stop],
             step=verdict.number,
             lr=verdict.lr,
-            betas=optimizer.betas,
+            betas=verdict.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay if decayed else 0.0,
             decoupled=optimizer.decoupled,

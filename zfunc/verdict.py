@@ -9,11 +9,12 @@ from attrs import field, frozen
 @frozen
 class Verdict:
     """`skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its
-    `number`, from 1, and its learning rate. `loss` is the mean loss, for whoever wants to know.
+    `number`, from 1, its learning rate and its betas. `loss` is the mean loss, for whoever wants to know.
     """
 
     skip: bool
     grad_scale: float
     number: int
     lr: float
+    betas: tuple[float, float]
     loss: float = field(default=0.0, eq=False)

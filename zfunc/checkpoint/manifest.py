@@ -185,6 +185,8 @@ def _check_position(position: Position, pending: frozenset[str]) -> None:
         raise _bad("position.pending", f"update {verdict.number}", f"{due}, the last one decided")
     if not verdict.lr >= 0:
         raise _bad("position.pending", f"a learning rate of {verdict.lr}", "0 or above")
+    if not all(0 <= beta < 1 for beta in verdict.betas):
+        raise _bad("position.pending", f"betas of {verdict.betas}", "two numbers, 0 or above and below 1")
     if not pending:
         raise _bad(
             "position.pending", "it without a gradient", "the gradients that wait among the parameters' state"

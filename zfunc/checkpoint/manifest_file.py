@@ -24,7 +24,7 @@ from zfunc.verdict import Verdict
 VERSION = 1
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _CRC = 2**32 - 1
-_PENDING = ("skip", "grad_scale", "number", "lr")  # of a verdict, what an update needs
+_PENDING = ("skip", "grad_scale", "number", "lr", "betas")  # of a verdict, what an update needs
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -98,7 +98,9 @@ def position_fields(position: Position) -> dict[str, Any]:
     """A position as a manifest has it, to be rendered as JSON."""
     fields = attrs.asdict(position)
     pending = fields.pop("pending")
-    return fields if pending is None else {**fields, "pending": {name: pending[name] for name in _PENDING}}
+    if pending is None:
+        return fields
+    return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, "betas": [*pending["betas"]]}}
 
 
 def _kept(kept: Kept) -> dict[str, Any]:
@@ -154,8 +156,11 @@ def _read_position(node: Node) -> Position:
 
 
 def _read_pending(node: Node) -> Verdict:
-    skip, grad_scale, number, lr = node.fields(*_PENDING)
-    return Verdict(skip.boolean(), grad_scale.number(), number.integer(1), lr.number())
+    skip, grad_scale, number, lr, betas = node.fields(*_PENDING)
+    if len(pair := betas.items()) != 2:
+        betas.refuse("two numbers", f"a list of {len(pair)}")
+    one, two = (x.number() for x in pair)
+    return Verdict(skip.boolean(), grad_scale.number(), number.integer(1), lr.number(), (one, two))
 
 
 def _read_loss_scale(node: Node) -> LossScale:

@@ -6,7 +6,7 @@ The invariant: every default is the one there, also where zfunc's own differs.
 import math
 
 from zfunc.deepspeed.key import Key, honoured, idle, refused
-from zfunc.deepspeed.takes import COUNT, FLAG, LIST, NUMBER, PAIR, TEXT, number, one_of, whole
+from zfunc.deepspeed.takes import COUNT, FLAG, LIST, MOMENTUM, NUMBER, PAIR, TEXT, number, one_of, whole
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _MEAN = "gradients are always divided by the ranks before they are added up, which is the same mean"
@@ -15,7 +15,6 @@ _PRECISION = (
     "`precision`; with neither of `fp16` and `bf16` fp32, or in `zfunc train` what `--precision` says"
 )
 _DYNAMIC = "`LossScale` of `zfunc.init`"
-_CONSTANT = "betas are constant here"
 
 BATCH: tuple[Key, ...] = (
     honoured(
@@ -131,7 +130,6 @@ OPTIMIZER: tuple[Key, ...] = (
 )
 
 _P = "scheduler.params."
-_ANY = number(-math.inf)
 
 SCHEDULER: tuple[Key, ...] = (
     honoured(
@@ -157,13 +155,15 @@ SCHEDULER: tuple[Key, ...] = (
         _P + "cycle_momentum",
         FLAG,
         True,
-        f"OneCycle; {_CONSTANT}, so it has to say false. The default there is true",
-        True,
-        instead=f'{_CONSTANT}: add "cycle_momentum": false, and only the learning rate cycles',
+        "OneCycle, unless it is false: beta1 goes down while the rate goes up; beta2 is 0.99 whatever `betas` says",
     ),
-    *(
-        idle(_P + name, _ANY, default, f"{_CONSTANT}, so momentum does not cycle")
-        for name, default in (("cycle_min_mom", 0.8), ("cycle_max_mom", 0.9), ("decay_mom_rate", 0.0))
+    honoured(_P + "cycle_min_mom", MOMENTUM, 0.8, "OneCycle"),
+    honoured(_P + "cycle_max_mom", MOMENTUM, 0.9, "OneCycle"),
+    honoured(
+        _P + "decay_mom_rate",
+        number(-math.inf),
+        0.0,
+        "OneCycle; an update for which it has raised beta1 to 1 is refused",
     ),
     honoured(_P + "warmup_min_lr", NUMBER, 0.0, "WarmupLR, WarmupDecayLR"),
     honoured(

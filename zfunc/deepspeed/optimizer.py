@@ -6,6 +6,7 @@ The invariant: whatever the file calls Adam is the Adam it is there.
 from typing import Any
 
 from zfunc.deepspeed.flags import sixteen_bit, weight_decay
+from zfunc.deepspeed.momentum import betas, cycles
 from zfunc.deepspeed.values import Values
 from zfunc.errors import nearest
 
@@ -13,14 +14,14 @@ ADAMS = ("adam", "adamw")
 
 
 def adam(values: Values) -> dict[str, Any]:
-    """Arguments of `zfunc.AdamW` but for `lr` and `decay`; nothing for a file without an optimizer.
+    """Arguments of `zfunc.AdamW` but for `lr` and `decay`; without an optimizer, of betas that cycle alone.
 
     >>> from zfunc.deepspeed import check, read
     >>> adam(check(read({"optimizer": {"type": "Adam"}})))["decoupled"]
     True
     """
     if not values.has("optimizer"):
-        return {}
+        return {"betas": betas(values)} if cycles(values) else {}
     kind = values["optimizer.type"]
     if kind is None or kind.lower() not in ADAMS:
         got = "no type" if kind is None else f"the type {kind!r}"
@@ -29,7 +30,7 @@ def adam(values: Values) -> dict[str, Any]:
             'AdamW, which are the optimizers here: write "type": "AdamW"'
         )
     return {
-        "betas": values["optimizer.params.betas"],
+        "betas": betas(values),
         "eps": values["optimizer.params.eps"],
         "weight_decay": weight_decay(values),
         "decoupled": kind.lower() == "adamw" or values["optimizer.params.adam_w_mode"],

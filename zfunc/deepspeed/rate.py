@@ -16,12 +16,7 @@ from zfunc.errors import nearest
 PARAMS = "scheduler.params."
 TOTAL, WARMUP, MAX_LR = f"{PARAMS}total_num_steps", f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
 LR = "optimizer.params.lr"
-_CYCLE = (
-    "cycle_momentum",
-    "cycle_min_mom",
-    "cycle_max_mom",
-    "decay_mom_rate",
-)  # of OneCycle, and not the rate's
+_CYCLE = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate")  # of OneCycle's betas
 
 
 def schedule(
@@ -50,11 +45,6 @@ def schedule(
         told.setdefault("warmup_num_steps", max(1, warmup))
     if "total_num_steps" in fields:
         told.setdefault("total_num_steps", total)
-    if kind == "OneCycle" and values[f"{PARAMS}cycle_momentum"]:
-        raise ValueError(
-            f"{values.source}: got OneCycle with momentum that cycles, as it does there without a word: "
-            f"{KEYS[f'{PARAMS}cycle_momentum'].instead}"
-        )
     if lacking := [f.name for f in attrs.fields(cast("Any", SCHEDULES[kind])) if _lacks(f, told)]:
         raise ValueError(
             f"{values.source}: got {kind} without {' and '.join(lacking)}, expected it in scheduler.params: add it"

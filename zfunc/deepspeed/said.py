@@ -6,6 +6,7 @@ The invariant: no key that is in the file is passed over in silence: it is named
 from collections.abc import Iterator
 
 from zfunc.deepspeed.batch import Batch
+from zfunc.deepspeed.momentum import BETA2, cycles
 from zfunc.deepspeed.rate import LR, MAX_LR, sets_lr_alone
 from zfunc.deepspeed.schedules import Schedule
 from zfunc.deepspeed.values import Values
@@ -32,6 +33,10 @@ def decisions(values: Values, batch: Batch, rate: Schedule | None, scale: LossSc
         yield f"train_batch_size: {batch}"
     if rate is not None:
         yield f"scheduler: {rate}"
+    if cycles(values):
+        name = "optimizer.params.betas"
+        told = f", and not the {values[name][1]:g} of {name}" if values.says(name) else ""
+        yield f"scheduler: OneCycle moves beta1 too, and beta2 is {BETA2:g}{told}, as there"
     if str(values["optimizer.type"]).lower() == "adam" and values["optimizer.params.adam_w_mode"]:
         yield "optimizer.type: Adam decays weights as AdamW does, as it does there, unless adam_w_mode is false"
     if scale is not None:

@@ -65,12 +65,21 @@ class OneCycle:
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
+        height = self.height(step)
+        if height is None:
+            return self.cycle_min_lr / self.decay(step, self.decay_lr_rate)
+        return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+
+    def height(self, step: int) -> float | None:
+        """Where in the cycle an update is between the lower rate, 0, and the higher, 1; None after it."""
         last, total = _counted(step) - 2, self._first + self._second
-        if last < total:
-            return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(last + 1, total)
-        if not self.decay_step_size or not self.decay_lr_rate:
-            return self.cycle_min_lr
-        return self.cycle_min_lr / (1 + self.decay_lr_rate * ((last - total + 1) / self.decay_step_size))
+        return self._height(last + 1, total) if last < total else None
+
+    def decay(self, step: int, rate: float) -> float:
+        """What has become of 1 in an update after the cycle, with `rate` of it more every `decay_step_size`."""
+        if not self.decay_step_size:
+            return 1.0
+        return 1 + rate * ((_counted(step) - 1 - self._first - self._second) / self.decay_step_size)
 
     @property
     def _first(self) -> float:

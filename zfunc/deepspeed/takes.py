@@ -75,8 +75,13 @@ def one_of(*known: Any) -> Takes:
     return Takes(", ".join(str(x) for x in known), read)
 
 
+def _momentum(value: Any) -> float | None:
+    x = _number(value)
+    return None if x is None or not 0 <= x < 1 else float(x)
+
+
 def _betas(value: Any) -> tuple[float, ...] | None:
-    pair = tuple(float(x) for x in _list(value) or () if _number(x) is not None and 0 <= x < 1)
+    pair = tuple(beta for x in _list(value) or () if (beta := _momentum(x)) is not None)
     return pair if len(pair) == 2 == len(value) else None
 
 
@@ -91,6 +96,7 @@ def _block(value: Any) -> Any:
 FLAG = Takes("true or false", lambda v: v if isinstance(v, bool) else None)
 TEXT = Takes("a text", lambda v: v if isinstance(v, str) else None)
 LIST = Takes("a list", _list)
+MOMENTUM = Takes("a number, 0 or above and below 1", _momentum)
 PAIR = Takes("two numbers, 0 or above and below 1", _betas)
 BLOCK = Takes("an object", _block)
 ANYTHING = Takes("anything", lambda v: v)
