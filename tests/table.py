@@ -4,9 +4,11 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, update_wrapper
+from inspect import signature
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 from attrs import evolve, frozen
@@ -178,7 +180,26 @@ def plan_of(recipe: str, name: str, schedule: str) -> Plan:
 
 
 every_graph = pytest.mark.parametrize(("recipe", "name"), list(product(RECIPES, JOBS)))
-every_plan = pytest.mark.parametrize(("recipe", "name", "schedule"), list(product(RECIPES, JOBS, SCHEDULES)))
+
+
+def every_plan(test: Callable[..., None]) -> Callable[..., None]:
+    """A test for every graph of the table, in which every schedule has its turn: a case each takes minutes."""
+
+    def under_every_schedule(**given: Any) -> None:
+        for schedule in SCHEDULES:
+            try:
+                test(schedule=schedule, **given)
+            except BaseException as error:
+                error.add_note(f"under the schedule {schedule!r}")
+                raise
+
+    update_wrapper(under_every_schedule, test)
+    whole = signature(test)
+    del under_every_schedule.__wrapped__  # what pytest would read the arguments of
+    rest = [p for name, p in whole.parameters.items() if name != "schedule"]
+    vars(under_every_schedule)["__signature__"] = whole.replace(parameters=rest)
+    return every_graph(under_every_schedule)
+
 
 shapes = st.one_of(
     st.just(()),
