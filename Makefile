@@ -55,6 +55,7 @@ soak: $(STAMP)
 
 pictures: $(STAMP)
 	$(BIN)/python docs/make_pictures.py
+	$(BIN)/python docs/make_one_bucket.py
 
 # docs/scale.md: some minutes of simulation.
 scale: $(STAMP)
