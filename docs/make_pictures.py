@@ -1,7 +1,6 @@
 """Write docs/serial.svg, docs/overlapped.svg and docs/interleaved.svg: `python docs/make_pictures.py`.
 
-One step of a small model on two ranks, on round-number hardware, under each schedule. docs/overlapped.html is the
-second as a page to look into.
+One step of a small model on two ranks, on round-number hardware, under each schedule.
 """
 
 from pathlib import Path
@@ -11,7 +10,6 @@ from zfunc.draw import svg, text
 from zfunc.emit import Job, SegmentCost
 from zfunc.graph import Graph
 from zfunc.layout import Parameter, make_layout
-from zfunc.page import page
 from zfunc.recipes import zero_offload
 from zfunc.simulate import simulate
 from zfunc.verify import verify
@@ -42,8 +40,6 @@ def main() -> None:
         path = Path(__file__).with_name(f"{name.lower()}.svg")
         path.write_text(svg(timeline, plan=plan, title=title))
         print(f"{path.name}\n{text(timeline)}\n")
-        if name == "Overlapped":
-            path.with_suffix(".html").write_text(page(timeline, plan=plan, title=title))
 
 
 if __name__ == "__main__":

@@ -19,12 +19,13 @@ from zfunc.graph import Graph, Tier
 from zfunc.hardware import Hardware
 from zfunc.job import config, segments
 from zfunc.largest import largest
+from zfunc.options import AUTO
 from zfunc.plan import Plan, build
 from zfunc.plan_settings import Planning
 from zfunc.profile import Profile
 from zfunc.profile_file import load
 from zfunc.search import search
-from zfunc.task import AUTO, Task, precision_for
+from zfunc.task import Task, precision_for
 
 SEQ_LENGTH = 1024
 WORLDS = tuple(2**n for n in range(11))  # 1 to 1,024

@@ -15,7 +15,11 @@ from zfunc.plan import Plan, build
 
 @frozen
 class Interleaved:
-    """One lane for each kind; all but compute ordered by depth."""
+    """One lane for each kind; all but compute ordered by depth.
+
+    The depth of an operation is the length of the longest chain of dependencies before it. So reduces and copies
+    out go before the gathers and copies back that wait for the host.
+    """
 
     def __call__(self, graph: Graph) -> Plan:
         """Deal the operations out by kind, then order the lanes beside compute by depth."""

@@ -11,7 +11,10 @@ from zfunc.plan import Plan, build
 
 @frozen
 class Overlapped:
-    """One lane for each kind of operation in the graph."""
+    """One lane for each kind of operation in the graph, in graph order.
+
+    Backward, the copies to the host, Adam and the copies back run at the same time, as far as they may.
+    """
 
     def __call__(self, graph: Graph) -> Plan:
         """Deal the operations out by kind."""

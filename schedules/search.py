@@ -23,7 +23,10 @@ from .serial import Serial
 
 @frozen
 class Search:
-    """The best of `schedules` on `hardware`; by default of all others that there are, made for it."""
+    """The best of `schedules` on `hardware`; by default of all others that there are, made for it.
+
+    None of the plans tried that fits its memory is faster there; where none fits, none is short of fewer bytes.
+    """
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)

@@ -20,6 +20,7 @@ from table import plan_of, plans
 from test_page import Elements, late, shown_data
 from zfunc.schedules import CriticalPath, Serial
 
+from zfunc.choices import scheduled
 from zfunc.chrome import chrome_trace, read_chrome_trace
 from zfunc.cli import main
 from zfunc.compare import by_lane, by_verb, sums, table
@@ -28,7 +29,6 @@ from zfunc.plan import Plan
 from zfunc.profile_file import load
 from zfunc.recorded import recorded
 from zfunc.simulate import simulate
-from zfunc.sketch import _schedule
 from zfunc.timeline import Event, Timeline
 
 # --- traces ----------------------------------------------------------------------------------------------
@@ -293,8 +293,8 @@ def test_draw_writes_a_page(tmp_path: Path) -> None:
 
 def test_draw_gives_a_schedule_the_hardware_it_asks_for() -> None:
     on = load("h100").hardware("bf16")
-    assert _schedule("CriticalPath", on) == CriticalPath(on) != CriticalPath()
-    assert _schedule("Serial", on) == Serial()
+    assert scheduled("CriticalPath", on) == CriticalPath(on) != CriticalPath()
+    assert scheduled("Serial", on) == Serial()
 
 
 def broken(run: Path, folder: Path, name: str, change: Callable[[str], str]) -> Path:

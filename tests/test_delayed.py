@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from attrs import evolve
-from models import MODELS, bits, regression
+from models import bits, regression
 from table import chain, job
 from torch import Tensor, nn
+from trained import injecting, steps
 from zfunc.schedules import Overlapped
 
 import zfunc
@@ -20,9 +22,8 @@ from zfunc.memory import memory
 from zfunc.program import Program, steadily_delayed
 from zfunc.recipes import delayed, zero_offload
 from zfunc.simulate import simulate
-from zfunc.stages import STAGES
-from zfunc.state import State
 
+NAN = float("nan")
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "bf16, clipped": {"precision": "bf16", "clip_norm": 0.55},
@@ -34,25 +35,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def compiled(settings: str, delay_from: int | None = 1, **more: Any) -> tuple[Program, Callable[[int], Any]]:
-    segments, data = MODELS["tied GPT"]()
-    options = {"bucket_size": 3000, "device": "cpu", **SETTINGS[settings], **more}
-    optimizer = zfunc.AdamW(
-        lr=zfunc.lr.linear_warmup(1e-2, 4),
-        weight_decay=0.1,
-        decay=zfunc.matrices_only,
-        moments=options.pop("moments", "fp32"),
-    )
-    return zfunc.compile(segments, optimizer=optimizer, delay_from=delay_from, **options), data
-
-
-def steps(
-    program: Program, state: State, data: Any, start: int, stop: int, **more: Any
-) -> tuple[State, list[Any]]:
-    seen = []
-    for i in range(start, stop):
-        state, m = zfunc.train_step(program, state, data(i), **more)
-        seen.append((m.step, m.loss, m.grad_norm, m.lr, m.skipped, m.loss_scale))
-    return state, seen
+    options = {**SETTINGS[settings], **more}
+    return trained.compiled(lr=zfunc.lr.linear_warmup(1e-2, 4), delay_from=delay_from, **options)
 
 
 # --- what it computes ----------------------------------------------------------------------------------------
@@ -206,30 +190,14 @@ def test_an_overflow_is_not_applied_a_step_later_either() -> None:
     assert state.step == skipped.count(False)
 
 
-def poisoned(call: int) -> dict[str, Any]:
-    """NaN in every gradient of one call of train_step."""
-
-    def load(op: Any, mem: Any, step: Any) -> None:
-        calls.append(op.name) if op.index == (0,) else None
-        STAGES["load"](op, mem, step)
-
-    def pack(op: Any, mem: Any, step: Any) -> None:
-        STAGES["pack"](op, mem, step)
-        if len(calls) == call:
-            mem[op.write("grad_slot")][0] = float("nan")
-
-    calls: list[str] = []
-    return {"load": load, "pack": pack}
-
-
 def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     """In the first delayed step nothing was updated; in a later one the update before it was, and it says so."""
-    program, data = compiled("fp32", 2, stages=poisoned(2))
+    program, data = compiled("fp32", 2, stages=injecting(NAN, {2}))
     state, _ = steps(program, zfunc.init(program), data, 0, 1)
     with pytest.raises(NonFiniteError, match="nothing was updated and the state is unharmed"):
         zfunc.train_step(program, state, data(1))
     assert zfunc.params(program, state)
-    program, data = compiled("fp32", 1, stages=poisoned(3))
+    program, data = compiled("fp32", 1, stages=injecting(NAN, {3}))
     state, _ = steps(program, zfunc.init(program), data, 0, 2)
     with pytest.raises(
         NonFiniteError, match=r"the delayed update before it was made: go on from its \.state"
@@ -247,7 +215,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
 
 
 def test_an_overflow_at_the_smallest_scale_is_dropped_too() -> None:
-    program, data = compiled("fp16 in 2", stages=poisoned(3))
+    program, data = compiled("fp16 in 2", stages=injecting(NAN, {3}))
     state = zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=1.0, minimum=1.0, hysteresis=1))
     state, _ = steps(program, state, data, 0, 2)
     with pytest.raises(NonFiniteError, match=r"at its minimum.*go on from its \.state") as told:

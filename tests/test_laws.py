@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -72,11 +73,7 @@ STEPS = 3
 
 
 def program(model: str, settings: str, **more: Any) -> tuple[Program, Any]:
-    segments, batch = MODELS[model]()
-    options = {"bucket_size": 3000, **SETTINGS[settings], **more}
-    moments = options.pop("moments", "fp32")
-    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
-    return zfunc.compile(segments, optimizer=optimizer, device="cpu", **options), batch
+    return trained.compiled(model, **{**SETTINGS[settings], **more})
 
 
 def result(model: str, settings: str, *, step: dict[str, Any] | None = None, **more: Any) -> tuple[Any, ...]:

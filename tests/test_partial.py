@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,12 +36,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def compiled(
     settings: str, ratio: Any, model: str = "tied GPT", **more: Any
 ) -> tuple[Program, Callable[[int], Any]]:
-    segments, data = MODELS[model]()
-    options = {"bucket_size": 1000, "device": "cpu", **SETTINGS[settings], **more}
-    optimizer = zfunc.AdamW(
-        lr=1e-2, weight_decay=0.1, decay=zfunc.matrices_only, moments=options.pop("moments", "fp32")
-    )
-    return zfunc.compile(segments, optimizer=optimizer, offload_ratio=ratio, **options), data
+    options = {"bucket_size": 1000, **SETTINGS[settings], **more}
+    return trained.compiled(model, offload_ratio=ratio, **options)
 
 
 def weights(

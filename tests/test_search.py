@@ -12,13 +12,13 @@ from table import JOBS, RECIPES, chain, job, layouts
 
 from zfunc.advice import advise
 from zfunc.alternatives import Space, ratios_that_fit
-from zfunc.choices import Choice, Setup, Step, chosen, compared, emitted, kept, relaid, step
+from zfunc.choices import Choice, Setup, Step, chosen, compared, emitted, step
 from zfunc.emit import Job, SegmentCost
 from zfunc.graph import Graph
 from zfunc.hardware import ROUND, Hardware
 from zfunc.largest import MOST, largest, stretched
 from zfunc.layout import Parameter, make_layout, resident_buckets
-from zfunc.memory import memory
+from zfunc.memory import kept, memory
 from zfunc.search import WORTH, search
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
@@ -56,8 +56,8 @@ def with_room(**memory: int) -> Hardware:
 def test_laid_out_anew_alike_is_the_same_layout(name: str) -> None:
     layout = JOBS[name].layout
     for size in (64, 128, 1000):
-        once = relaid(layout, bucket_size=size, world=JOBS[name].world)
-        assert relaid(once, bucket_size=size, world=JOBS[name].world) == once
+        once = make_layout(layout.parameters, bucket_size=size, world=JOBS[name].world)
+        assert make_layout(once.parameters, bucket_size=size, world=JOBS[name].world) == once
         assert (once.numel >= layout.num_trainable, once.segments) == (True, layout.segments)
 
 
@@ -65,7 +65,7 @@ def test_laid_out_anew_alike_is_the_same_layout(name: str) -> None:
 def test_so_it_is_for_any_parameters(made: tuple[list[list[Parameter]], int, int]) -> None:
     segments, bucket_size, world = made
     layout = make_layout(segments, bucket_size=bucket_size, world=world)
-    assert relaid(layout, bucket_size=bucket_size, world=world) == layout
+    assert make_layout(layout.parameters, bucket_size=bucket_size, world=world) == layout
 
 
 @pytest.mark.parametrize(

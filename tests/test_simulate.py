@@ -12,9 +12,14 @@ from zfunc.schedules import Serial
 from zfunc.graph import KINDS, Graph, Op, Region
 from zfunc.hardware import ROUND, Hardware
 from zfunc.plan import Lane, Plan, PlanError, build, in_order
-from zfunc.simulate import critical_path, serial_time, simulate
+from zfunc.simulate import critical_path, simulate
 
 ROUNDING = 1e-9  # additions in another order
+
+
+def serial_time(graph: Graph, on: Hardware = ROUND) -> float:
+    """Seconds of one operation after another: what `Serial` takes."""
+    return sum(map(on.seconds, graph))
 
 
 def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:

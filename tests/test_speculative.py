@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import trained
 from attrs import evolve
-from models import MODELS, bits
+from models import bits
 from table import chain, job
+from trained import injecting
 from zfunc.schedules import Overlapped
 
 import zfunc
@@ -19,7 +21,6 @@ from zfunc.memory import memory
 from zfunc.program import Program
 from zfunc.recipes import zero_offload
 from zfunc.simulate import simulate
-from zfunc.stages import STAGES
 from zfunc.state import State
 
 STEPS = 5
@@ -36,12 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # the norms of the first steps are 0.85
 
 
 def compiled(settings: str, speculate: int, **more: Any) -> tuple[Program, Callable[[int], Any]]:
-    segments, data = MODELS["tied GPT"]()
-    options = {"bucket_size": 3000, "device": "cpu", **SETTINGS[settings], **more}
-    optimizer = zfunc.AdamW(
-        lr=1e-2, weight_decay=0.1, decay=zfunc.matrices_only, moments=options.pop("moments", "fp32")
-    )
-    return zfunc.compile(segments, optimizer=optimizer, speculate=speculate, **options), data
+    return trained.compiled(speculate=speculate, **{**SETTINGS[settings], **more})
 
 
 def start(program: Program) -> State:
@@ -91,25 +87,9 @@ def test_a_shadow_is_swapped_in_where_nothing_was_clipped_and_left_where_somethi
     assert {0, 3} == set(swaps)  # an overflow, and none
 
 
-def injecting(value: float, at: set[int]) -> dict[str, Any]:
-    """Stages that put `value` into the gradient of bucket 2, in some steps."""
-
-    def pack(op: Any, mem: Any, step: Any) -> None:
-        STAGES["pack"](op, mem, step)
-        if op.index[1] == 2 and calls["steps"] in at:
-            mem[op.write("grad_slot")][5] = value
-
-    def load(op: Any, mem: Any, step: Any) -> None:
-        calls["steps"] += 1
-        STAGES["load"](op, mem, step)
-
-    calls = {"steps": 0}
-    return {"pack": pack, "load": load}
-
-
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_no_trace(value: float) -> None:
-    made = [run("fp16", speculate, stages=injecting(value, {2, 4})) for speculate in (0, 1000)]
+    made = [run("fp16", speculate, stages=injecting(value, {2, 4}, bucket=2)) for speculate in (0, 1000)]
     assert made[0][0] == made[1][0]
     assert all(map(torch.equal, made[0][1], made[1][1]))
     assert "True" in made[1][0]
@@ -117,7 +97,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_no_trace(value:
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_without_loss_scaling_it_raises_and_the_state_is_unharmed(value: float) -> None:
-    program, data = compiled("some steps clipped", 1000, stages=injecting(value, {2}))
+    program, data = compiled("some steps clipped", 1000, stages=injecting(value, {2}, bucket=2))
     state, _ = zfunc.train_step(program, start(program), data(0))
     before = bits(state)
     with pytest.raises(NonFiniteError, match="the state is unharmed"):

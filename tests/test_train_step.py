@@ -204,7 +204,7 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pyt
     segments, _ = tied_gpt()
     program = zfunc.compile(segments, device="cpu")
     monkeypatch.setattr("zfunc.program.available_host_bytes", lambda: 1000)
-    monkeypatch.setattr("zfunc.step.allocate", lambda *_: pytest.fail("allocated"))
+    monkeypatch.setattr("zfunc.beginning.allocate", lambda *_: pytest.fail("allocated"))
     with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are there"):
         zfunc.init(program)
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zfunc import lr as lr
     from zfunc import schedules as schedules
     from zfunc.adam import AdamW, matrices_only
+    from zfunc.beginning import init
     from zfunc.checkpointing import load, save
     from zfunc.compiling import compile
     from zfunc.configured import from_deepspeed
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from zfunc.reading import apply, evaluate, params
     from zfunc.saving import Save
     from zfunc.segments import Segment, segment
-    from zfunc.step import flush, init, train_step
+    from zfunc.step import flush, train_step
     from zfunc.sweeps import adam_update_
 
 _HOMES = {
@@ -41,7 +42,7 @@ _HOMES = {
     "evaluate": "reading",
     "flush": "step",
     "from_deepspeed": "configured",
-    "init": "step",
+    "init": "beginning",
     "load": "checkpointing",
     "matrices_only": "adam",
     "params": "reading",

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 from attrs import evolve, frozen
 
-from zfunc.choices import Choice, Step, emitted, kept, relaid
+from zfunc.choices import Choice, Step, emitted
+from zfunc.layout import make_layout
+from zfunc.memory import kept
 
 
 @frozen
@@ -86,7 +88,7 @@ def _buckets(best: Step, space: Space, first: bool) -> Iterator[Choice]:
 
 def _cuts(best: Step, bucket_size: int) -> tuple[int, ...]:
     """Where buckets of that size end: two sizes that cut alike are one."""
-    layout = relaid(best.job.layout, bucket_size=bucket_size, world=best.job.world)
+    layout = make_layout(best.job.layout.parameters, bucket_size=bucket_size, world=best.job.world)
     return tuple(b.stop for b in layout.buckets)
 
 

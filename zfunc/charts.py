@@ -8,10 +8,12 @@ page's: only classes are named here.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from itertools import accumulate, groupby
-from math import floor, log10
+from math import floor
 from typing import Literal
 
 from attrs import frozen
+
+from zfunc.legend import round_step
 
 Points = tuple[tuple[int, float | None], ...]
 PLACES = 240  # along a chart, at most
@@ -136,9 +138,7 @@ def rounds(low: float, high: float, most: int, unit: float = 1.0) -> list[float]
     >>> rounds(0.0, 90.0, 4)
     [0.0, 50.0]
     """
-    least = (high - low) / unit / most
-    power = 10.0 ** floor(log10(least))
-    step = unit * next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+    step = unit * round_step((high - low) / unit / most)
     first = -floor(-low / step + 1e-9)
     return [k * step for k in range(first, floor(high / step + 1e-9) + 1)]
 

@@ -21,7 +21,7 @@ from zfunc.execute import Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
-from zfunc.program import Program, between_steps, check_memory, staging
+from zfunc.program import Program, between_steps, check_memory, occupied, staging
 from zfunc.ranks import Ranks
 from zfunc.recipes import checkpoint
 from zfunc.saving import Save, Saved, Saving, together
@@ -46,9 +46,7 @@ def save(
     checkpoints before it are as they were.
     """
     state.check(program.identity, "save")
-    if not program.cache.busy.acquire(blocking=False):
-        raise RuntimeError("save: got a program that is in a step, expected none: pass save= to train_step")
-    try:
+    with occupied(program, "save: got a program that is in a step, expected none: pass save= to train_step"):
         wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         program.ranks.agree("save", "what is to be saved", at)
@@ -59,8 +57,6 @@ def save(
             program.executor.run(special.prepared, mem, None, Options(), set())
         finally:
             on_its_way.abandon()
-    finally:
-        program.cache.busy.release()
     saved: Saved = mem[Region("published")]
     if saved.path is None:
         raise CheckpointError(saved.failure)

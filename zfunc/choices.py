@@ -13,9 +13,9 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.emit import Job
-from zfunc.graph import TIERS, Graph, Op, Tier
+from zfunc.graph import Graph, Op, Tier
 from zfunc.hardware import Hardware
-from zfunc.layout import Layout, Parameter, make_layout, part_size, resident_buckets
+from zfunc.layout import make_layout, part_size, resident_buckets
 from zfunc.memory import Peak, memory
 from zfunc.moments import Moments
 from zfunc.plan import Plan
@@ -114,7 +114,7 @@ def chosen(job: Job, choice: Choice) -> Job:
     Raises ValueError for a ratio outside [0, 1] and for sizes and counts below 1.
     """
     size = part_size(choice.bucket_size, job.layout.num_trainable, choice.offload_ratio)
-    layout = relaid(job.layout, bucket_size=size, world=job.world)
+    layout = make_layout(job.layout.parameters, bucket_size=size, world=job.world)
     return evolve(
         job,
         layout=layout,
@@ -131,14 +131,6 @@ def emitted(job: Job, choice: Choice) -> Graph:
     """The operations of the step; of a delayed one, of a step with a gradient that waits."""
     recipe: Callable[[Job], Iterator[Op]] = delayed if choice.delay else zero_offload
     return Graph(tuple(recipe(chosen(job, choice))))
-
-
-def kept(graph: Graph) -> dict[Tier, int]:
-    """Bytes of what is there from step to step, by tier: no schedule needs less."""
-    found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-    for r in graph.regions:
-        found[r.tier] += r.nbytes if r.kept else 0
-    return found
 
 
 def step(job: Job, choice: Choice, hardware: Hardware, graph: Graph | None = None) -> Step:
@@ -209,18 +201,3 @@ def _bytes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1e6:
             yield f"{gigabytes(abs(change))} {'more' if change > 0 else 'less'} {tier}"
-
-
-def relaid(layout: Layout, *, bucket_size: int, world: int) -> Layout:
-    """The same parameters in other buckets.
-
-    >>> layout = make_layout([[Parameter("a", (64,))], [Parameter("b", (64,))]], bucket_size=64)
-    >>> len(layout.buckets), len(relaid(layout, bucket_size=128, world=1).buckets)
-    (2, 1)
-    """
-    trained = {s.name: Parameter(s.name, s.shape, True, s.decay) for s in layout.spans}
-    fixed = {s.name: Parameter(s.name, s.shape, False, s.decay) for s in layout.frozen}
-    known = {**trained, **fixed}
-    return make_layout(
-        [[known[name] for name in names] for names in layout.segments], bucket_size=bucket_size, world=world
-    )

@@ -13,7 +13,14 @@ from torch import Tensor
 
 from zfunc.checks import span_of
 from zfunc.compact_reference import BLOCK, join, split
-from zfunc.moments import HIGH_HALF
+from zfunc.moments import HIGH_HALF, SizedType
+
+DTYPES: dict[SizedType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+}
 
 
 @frozen(eq=False)

@@ -33,9 +33,12 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class Configured:
-    """What a file says: `compile` are arguments of `zfunc.compile`, `loss_scale` is one of `zfunc.init` (None but
-    in fp16), `train_batch_size` the sequences of a step over all ranks (None if the file says nothing of it), and
-    `said` what was said of it, a line each.
+    """What a file says.
+
+    `compile` are arguments of `zfunc.compile`; `loss_scale` is one of `zfunc.init` (None but in fp16);
+    `train_batch_size` the sequences of a step over all ranks (None if the file says nothing of it). Every
+    `steps_per_print` steps a line is to be printed, with the parts of a step if `wall_clock_breakdown`. `said` is
+    what was said of the file, a line each.
     """
 
     compile: Mapping[str, Any]
@@ -109,8 +112,15 @@ def configure(
         made.train,
         values["steps_per_print"],
         values["wall_clock_breakdown"],
-        (*names(values), *decisions(values, made, rate, scale)),
+        (*names(values), *decisions(values, made, rate, scale), *_logs(values)),
     )
+
+
+def _logs(values: Values) -> Iterator[str]:
+    """What of a file only `zfunc train` does."""
+    for block in ("tensorboard", "wandb", "csv_monitor"):
+        if values[f"{block}.enabled"]:
+            yield f"{block}: `zfunc train` writes it; a loop of one's own writes what of its metrics it wants"
 
 
 def stage(values: Values) -> Literal[1, 2]:

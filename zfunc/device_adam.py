@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zfunc.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.checks import check_disjoint, checked_step, refuse
-from zfunc.compact import Codes, SplitMaster
+from zfunc.compact import DTYPES, Codes, SplitMaster
 from zfunc.compact_reference import AVG_CODE, AVG_SQ_CODE, BLOCK, CUT
 from zfunc.device_formats import (
     Scratch,
@@ -33,16 +33,10 @@ from zfunc.device_formats import (
     unpack_codes_,
 )
 from zfunc.layout import round_up
-from zfunc.moments import BUFFERS, HIGH_HALF, Moments, SizedType
+from zfunc.moments import BUFFERS, HIGH_HALF, Moments
 from zfunc.sweeps import FLOATS, checked_coefficients
 
 PIECE = 1 << 22  # elements that go through together: much for a device, little beside a bucket
-TYPES: dict[SizedType, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int16": torch.int16,
-    "uint8": torch.uint8,
-}
 
 
 def workspace(numel: int, moments: Moments) -> int:
@@ -209,7 +203,7 @@ def _named(master: Any, exp_avg: Any, exp_avg_sq: Any) -> tuple[Moments, dict[st
 
 def _check(moments: Moments, kept: dict[str, Any], grad: Any, out: Any) -> None:
     """Raise unless all are plain buffers of one device, of the sizes and types that belong together."""
-    expected = {b.name: (kept[b.name], (TYPES[b.dtype],), b.shared) for b in BUFFERS[moments]}
+    expected = {b.name: (kept[b.name], (DTYPES[b.dtype],), b.shared) for b in BUFFERS[moments]}
     expected["grad"] = (grad, FLOATS, 1)
     if out is not None:
         expected["out"] = (out, FLOATS, 1)

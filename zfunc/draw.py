@@ -114,6 +114,9 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
 
     With the `plan` the bars also tell what they wait for, and a short plan of one timeline shows it as arrows.
     Raises ValueError for a width below 400.
+
+    >>> svg(Timeline((Event("gpu", "use[0]", "compute", 0.0, 3e-3),), "simulated"), width=400)[:16]
+    '<svg xmlns="http'
     """
     if width < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")

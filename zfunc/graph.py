@@ -27,7 +27,7 @@ def label(name: str, index: tuple[int, ...]) -> str:
 class Region:
     """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
 
-    `nbytes` is its size and `tier` where it lives. A `kept` region is allocated once and stays; any other
+    `nbytes` is its size in bytes and `tier` where it lives. A `kept` region is allocated once and stays; any other
     exists from its first write to its last access. `dtype` is that of a staging buffer: the program allocates
     a flat tensor of it. A kept region without one is provided otherwise (the state, the batch), or holds a value.
     """
@@ -47,7 +47,8 @@ class Region:
 class Op:
     """One operation: a verb, its index, what it touches, and how much work it is.
 
-    `kind` is the resource it occupies. `flops` and `nbytes` are its work (floating-point operations; bytes
+    `kind` is the resource it occupies: the device's arithmetic, the network, the bus to the host (d2h) and back
+    (h2d), the host's cores, the disk. `flops` and `nbytes` are its work (floating-point operations; bytes
     moved over the resource `kind` stands for). `workspace` is the device memory it needs for itself while it
     runs, in bytes.
     """

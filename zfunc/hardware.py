@@ -46,9 +46,11 @@ def _shares(given: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, f
 
 @frozen
 class Hardware:
-    """What a machine does in a second: `flops` (FLOP/s, as reached, not as advertised), and for each kind of
-    operation the bytes it moves (B/s). `latency` is what starting an operation costs, in seconds; `latencies` says
-    it for kinds that differ. `handoff` is what passes, in seconds, between the end of an operation and the start of
+    """What a machine does in a second, and what it has room for.
+
+    `flops` is FLOP/s, as reached, not as advertised; `rates` are the bytes an operation of each kind moves a second
+    (B/s). `latency` is what starting an operation costs, in seconds; `latencies` says it for kinds that differ.
+    `handoff` is what passes, in seconds, between the end of an operation and the start of
     one on another lane that waits for it: a thread has to be woken, or an event to be seen.
 
     `memory` is the bytes there are on the tiers "device", "host" (pinned and pageable together) and "disk"; a tier

@@ -53,9 +53,20 @@ class History:
         return {tier: n for tier, n in self.config["plan"].get("planned_bytes", {}).items() if n}
 
     @property
+    def planned_on_host(self) -> int:
+        """Bytes of tensors that are planned in the memory of the host. A CPU is its own device."""
+        tiers = ("host", "pinned") if self.config["machine"].get("gpu") else ("host", "pinned", "device")
+        return sum(self.planned.get(tier, 0) for tier in tiers)
+
+    @property
     def steps(self) -> tuple[Row, ...]:
         """The rows of steps: the evaluation before the first has a row of its own."""
         return tuple(row for row in self.rows if "seconds" in row)
+
+    @property
+    def skipped(self) -> list[Row]:
+        """The rows of steps that were skipped for an overflow."""
+        return [row for row in self.steps if row.get("skipped") is True]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
         """A figure by step, where it was told."""

@@ -75,11 +75,7 @@ def _longer(layout: Layout, count: int, bucket_size: int, world: int) -> Layout:
 
     The size of its buckets does not matter: `choices.chosen` lays out anew.
     """
-    known = {
-        **{s.name: Parameter(s.name, s.shape, True, s.decay) for s in layout.spans},
-        **{s.name: Parameter(s.name, s.shape, False, s.decay) for s in layout.frozen},
-    }
-    first, middle, last = ([known[name] for name in names] for names in layout.segments)
+    first, middle, last = layout.parameters
 
     def copies() -> Iterator[list[Parameter]]:
         for n in range(count):

@@ -20,7 +20,7 @@ ALIGNMENT = 64  # elements; every span starts on one, so views are aligned for v
 
 @frozen
 class Parameter:
-    """One parameter as a segment declares it: full name, shape, and how it is trained.
+    """One parameter as a segment declares it: full name, shape, whether it is trained, and with weight decay.
 
     A parameter that appears in two segments under the same name is tied: it has one place in the buffer and
     its gradient is the sum of both contributions.
@@ -136,6 +136,18 @@ class Layout:
     def _used(self) -> tuple[tuple[int, ...], ...]:
         of = self._buckets_of
         return tuple(tuple(sorted({of[name] for name in names if name in of})) for names in self.segments)
+
+    @cached_property
+    def parameters(self) -> tuple[tuple[Parameter, ...], ...]:
+        """The parameters each segment uses, as `make_layout` was given them.
+
+        >>> layout = make_layout([[Parameter("a", (4, 4)), Parameter("b", (2,), trainable=False)]], bucket_size=64)
+        >>> [p.name for p in layout.parameters[0]], layout.parameters[0][1].trainable
+        (['a', 'b'], False)
+        """
+        spans = [*((True, span) for span in self.spans), *((False, span) for span in self.frozen)]
+        known = {span.name: Parameter(span.name, span.shape, trained, span.decay) for trained, span in spans}
+        return tuple(tuple(known[name] for name in names) for names in self.segments)
 
     def buckets_of(self, segment: int) -> tuple[int, ...]:
         """Indices of the buckets whose parameters segment number `segment` reads, ascending."""

@@ -74,10 +74,19 @@ def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     total = seconds / unit
     if total <= 0:
         return [(0.0, f"0 {name}")]
-    power = 10.0 ** floor(log10(total / most))
-    step = next(power * k for k in (1, 2, 5, 10) if power * k * most >= total * (1 - 1e-9))
+    step = round_step(total / most)
     times = [k * step for k in range(floor(total / step + 1e-9) + 1)]
     return [(t * unit, f"{t:.12g}" if t else f"0 {name}") for t in times]
+
+
+def round_step(least: float) -> float:
+    """The smallest of 1, 2 or 5 times a power of ten that is `least` or more.
+
+    >>> round_step(0.2), round_step(22.5)
+    (0.2, 50.0)
+    """
+    power = 10.0 ** floor(log10(least))
+    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
 
 
 def wrapped(words: Sequence[str], width: int) -> Iterator[str]:

@@ -19,13 +19,14 @@ from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING
 from zfunc.checkpoint.reads import Read, Wanted, plan_reads
 from zfunc.checkpoint.shard_reader import Reader, open_shard
 from zfunc.checkpoint.slices import slices_of
+from zfunc.compact import DTYPES
 from zfunc.compact_reference import Compact, pack, unpack
 from zfunc.graph import Region
 from zfunc.layout import Layout
 from zfunc.moments import BUFFERS, Moments
 from zfunc.ranks import Ranks
 from zfunc.saving import as_bytes, in_parallel
-from zfunc.state import DTYPES, Buffers, regions
+from zfunc.state import Buffers, regions
 from zfunc.weights import send_weights
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries

@@ -40,7 +40,7 @@ def _total(instance: Any, attribute: Any, value: Any) -> None:
 
 @attrs.frozen
 class Constant:
-    """See `constant`."""
+    """The same learning rate at every step: what `constant` returns."""
 
     lr: float = attrs.field(validator=_rate)
 
@@ -51,7 +51,7 @@ class Constant:
 
 @attrs.frozen
 class LinearWarmup:
-    """See `linear_warmup`."""
+    """A linear rise to `lr` at step `warmup`, then `lr`: what `linear_warmup` returns."""
 
     lr: float = attrs.field(validator=_rate)
     warmup: int = attrs.field(validator=_warmup)
@@ -63,7 +63,7 @@ class LinearWarmup:
 
 @attrs.frozen
 class WarmupCosine:
-    """See `warmup_cosine`."""
+    """A linear rise, then half a cosine down to `final` at step `total`: what `warmup_cosine` returns."""
 
     lr: float = attrs.field(validator=_rate)
     warmup: int = attrs.field(validator=_warmup)
@@ -80,7 +80,7 @@ class WarmupCosine:
 
 @attrs.frozen
 class WarmupLinear:
-    """See `warmup_linear`."""
+    """A linear rise, then a line down to `final` at step `total`: what `warmup_linear` returns."""
 
     lr: float = attrs.field(validator=_rate)
     warmup: int = attrs.field(validator=_warmup)

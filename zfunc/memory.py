@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from attrs import frozen
 
-from zfunc.graph import TIERS, Region, Tier
+from zfunc.graph import TIERS, Graph, Region, Tier
 from zfunc.plan import Clock, Plan, happens_before
 
 
@@ -30,7 +30,7 @@ class Peak:
 
 
 def memory(plan: Plan) -> dict[Tier, Peak]:
-    """The peak of every tier.
+    """The peak of every tier, in bytes: enough for every timing that the plan allows.
 
     >>> from zfunc.graph import Graph, Op
     >>> from zfunc.plan import build
@@ -39,12 +39,18 @@ def memory(plan: Plan) -> dict[Tier, Peak]:
     >>> memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     Peak(tier='device', kept=0, transient=112, op='use')
     """
-    kept: dict[Tier, int] = dict.fromkeys(TIERS, 0)
-    for r in plan.graph.regions:
-        kept[r.tier] += r.nbytes if r.kept else 0
+    always = kept(plan.graph)
     at = _highest(plan, happens_before(plan), _lifetimes(plan))
     transient = {tier: (highest.nbytes, highest.op) for tier, highest in at.items()}
-    return {tier: Peak(tier, kept[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
+    return {tier: Peak(tier, always[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
+
+
+def kept(graph: Graph) -> dict[Tier, int]:
+    """Bytes of what is there from step to step, by tier: no schedule needs less."""
+    found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for r in graph.regions:
+        found[r.tier] += r.nbytes if r.kept else 0
+    return found
 
 
 def held(plan: Plan) -> dict[Tier, dict[str, int]]:

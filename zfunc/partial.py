@@ -54,7 +54,8 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
             "Use more micro_batches, or a smaller model"
         )
     ratio = max(map(float, told))
-    key, (_, random) = batch_key(program, example), program.cache.costs[batch_key(program, example)]
+    key = batch_key(program, example)
+    _, random = program.cache.costs[key]
     job = with_ratio(job, ratio)
     bare = evolve(program.job, resident=job.resident)
     return evolve(program, job=bare, cache=Cache(costs={key: (job, random)}))

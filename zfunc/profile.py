@@ -8,7 +8,7 @@ each with its origin.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from attrs import field, frozen
@@ -222,11 +222,3 @@ class Profile:
     def _refuse(self, table: str, key: str, got: str, expected: str) -> None:
         place = " ".join([*([f"[{table}]"] if table else []), *([key] if key else [])])
         raise ValueError(f"{self.name}: {place}: got {got}, expected {expected}")
-
-
-def assumptions(profile: Profile) -> Iterator[str]:
-    """Every figure that is assumed, one line each: what it is and why."""
-    for table, figures in profile.figures.items():
-        for key, figure in figures.items():
-            if figure.origin == "assumed":
-                yield f"{table}.{key} = {figure.value:g}: {figure.words}"

@@ -31,8 +31,9 @@ def names() -> tuple[str, ...]:
 
 
 def load(name: str | Path) -> Profile:
-    """The profile of that name, or that a file holds. Raises FileNotFoundError for a name that is neither, and
-    ValueError for a file that is not a profile.
+    """The profile of that name, or that a file holds.
+
+    Raises FileNotFoundError for a name that is neither, and ValueError for a file that is not a profile.
 
     >>> load("h100").value("count", "devices")
     8

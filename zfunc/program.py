@@ -6,7 +6,8 @@ a batch's shapes, staging buffers, threads) is determined by it and kept for eve
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -202,6 +203,17 @@ def staging(program: Program) -> dict[Region, Tensor]:
             r: staging_buffer(r, program.dtype, program.device) for r in own - {*waiting(program.job)}
         }
     return program.cache.staging
+
+
+@contextmanager
+def occupied(program: Program, refusal: str) -> Iterator[None]:
+    """The program's staging buffers for one caller. RuntimeError, with `refusal`, where another has them."""
+    if not program.cache.busy.acquire(blocking=False):
+        raise RuntimeError(refusal)
+    try:
+        yield
+    finally:
+        program.cache.busy.release()
 
 
 def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier, int], action: str) -> None:

@@ -10,26 +10,20 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.program import Program
-from zfunc.state import Flat, State, regions, view
-from zfunc.weights import bucket_weights
+from zfunc.state import Flat, State, regions
+from zfunc.weights import parameter_weights
 
 
 def params(program: Program, state: State) -> dict[str, Tensor]:
     """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once.
 
     With several ranks all of them have to call this, and each gets everything. Frozen parameters have no master:
-    theirs are the values on the device, in the compute precision.
+    theirs are the values on the device, in the compute precision. Raises DonatedStateError for a state that a step
+    has taken.
     """
     state.check(program.identity, "params")
-    buffers = state.buffers
-    trained: dict[str, Tensor] = {}
-    for bucket in program.layout.buckets:
-        flat = bucket_weights(buffers, bucket, program.ranks)
-        for span in bucket.spans:
-            values = flat[span.start - bucket.start : span.stop - bucket.start]
-            trained[span.name] = values.view(span.shape).clone()
-    fixed = {span.name: view(buffers.frozen, span).float().cpu() for span in program.layout.frozen}
-    return {**trained, **fixed}
+    weights = parameter_weights(state.buffers, program.layout, program.ranks)
+    return {name: values.clone() for name, values in weights}
 
 
 def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
@@ -56,6 +50,10 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
 
 
 def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
-    """The mean loss of `batch = (inputs, targets)`, without dropout. Changes nothing."""
+    """The mean loss of `batch = (inputs, targets)`, without dropout. Changes nothing.
+
+    The batch is run at once, not in micro-batches; with several ranks it is each one's own. Raises
+    DonatedStateError for a state that a step has taken.
+    """
     inputs, targets = batch
     return float(apply(program, state, inputs, targets))

@@ -50,6 +50,11 @@ class Job:
     adds them up in full and the sum is reduced. With `send_high_half` the device gets the high
     half of the split master as it is, and there is no other copy. With `save` the step also writes a checkpoint of
     the state it began with.
+
+    The state of the buckets in `resident` is on the device and is updated there, with `update_workspace` bytes
+    beside it. The first `shadows` of the others that backward completes are updated before the norm is known. With
+    `delayed` the host applies a gradient one step late; `pending` says that one waits when the step begins. Sizes
+    are in bytes.
     """
 
     layout: Layout

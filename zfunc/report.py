@@ -6,31 +6,23 @@ as light as one of a thousand.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from html import escape
 from math import log
-from pathlib import Path
 from statistics import fmean, median
 from string import Template
-from typing import Any, cast
-
-import attrs
-from attrs import frozen
 
 from zfunc.charts import SMOOTH, Chart, Curve, Points, smoothed, svg
-from zfunc.checkpoint.checkpoints import FOLDER
-from zfunc.compare import by_lane, by_verb, sums
 from zfunc.critical import bound_by, critical, told
 from zfunc.draw import svg as drawn
 from zfunc.history import History, Row, number, numbers
 from zfunc.legend import in_words, summary
 from zfunc.page import allowed, part
 from zfunc.recorded import TRACE, Recorded, recorded
-from zfunc.settings import Settings
+from zfunc.report_tables import markup, tables
 from zfunc.terminal import size
 
 DRAWN_UP_TO = 3000  # operations; the picture of more is not worth its bytes: timeline.html shows them
-LISTED = 24  # rows of a table of steps, skipped steps or checkpoints
 LAST = 50  # steps that the loss is the mean of, as in the summary of a run
 ENDED = {
     "steps": "all steps done",
@@ -58,7 +50,7 @@ def report(run: History) -> str:
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
         charts="".join(_figure(chart, run) for chart in _charts(run)),
         step=picture,
-        tables="".join(_table(t) for t in _tables(run, step)),
+        tables="".join(map(markup, tables(run, step))),
         sample=_sample(run),
     )
 
@@ -104,11 +96,7 @@ def _figures(run: History) -> Iterator[tuple[str, str]]:
     if steps:
         yield "tokens/s, median", f"{median(numbers(run.of('tokens_per_second')) or [0.0]):,.0f}"
         yield "a step, median", in_words(median(numbers(run.of("seconds")) or [0.0]))
-        yield "skipped", f"{len(_skipped(run)):,}"
-
-
-def _skipped(run: History) -> list[Row]:
-    return [row for row in run.steps if row.get("skipped") is True]
+        yield "skipped", f"{len(run.skipped):,}"
 
 
 # --- curves ----------------------------------------------------------------------------------------------
@@ -118,7 +106,7 @@ def _charts(run: History) -> Iterator[Chart]:
     if not run.steps:
         return
     held_out = tuple((x, None if y is None else y * log(2)) for x, y in run.of(run.held_out))
-    skipped = tuple(row["step"] for row in _skipped(run))
+    skipped = tuple(row["step"] for row in run.skipped)
     dots = [Curve("held out, in the unit of the loss", "dots", held_out)] if held_out else []
     yield Chart("Loss", (*_raw("loss", run.of("loss")), *dots), _short, marks=skipped, marked="skipped")
     yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _short, from_zero=True)
@@ -148,7 +136,7 @@ def _memory(run: History) -> Iterator[Chart]:
     limit = ()
     if {"process", "host"} <= peak.keys():
         before = peak["process"] - peak["host"]
-        limit = _limit("before training, and what is planned", float(before + _on_host(run)), run)
+        limit = _limit("before training, and what is planned", float(before + run.planned_on_host), run)
     yield _in_bytes("Memory of the process", (Curve("resident", "line", host), *limit))
 
 
@@ -156,12 +144,6 @@ def _in_bytes(title: str, curves: tuple[Curve, ...]) -> Chart:
     highest = max((y for c in curves for y in numbers(c.points)), default=1.0)
     unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
     return Chart(title, curves, size, unit, from_zero=True)
-
-
-def _on_host(run: History) -> int:
-    """Bytes of tensors that are planned in the memory of the host. A CPU is its own device."""
-    tiers = ("host", "pinned") if run.config["machine"].get("gpu") else ("host", "pinned", "device")
-    return sum(run.planned.get(tier, 0) for tier in tiers)
 
 
 def _raw(name: str, points: Points) -> tuple[Curve, ...]:
@@ -219,143 +201,6 @@ def _picture(step: Recorded | None, missing: str) -> str:
     ops = len(step.plan.graph)
     picture = drawn(step.timeline, plan=step.plan, title="One measured step") if ops <= DRAWN_UP_TO else ""
     return f'<section class="step"><h2>The step</h2><p>{escape(said)}</p>{picture}</section>'
-
-
-# --- tables ----------------------------------------------------------------------------------------------
-
-
-@frozen
-class Table:
-    """Rows under a caption; the first column is a heading. `words`: of text, not of numbers. `bold`: rows."""
-
-    caption: str
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...] = attrs.field(converter=tuple)
-    words: bool = False
-    bold: frozenset[str] = frozenset()
-
-
-def _tables(run: History, step: Recorded | None) -> Iterator[Table]:
-    if step is not None:
-        for what, by in (("lane", by_lane), ("verb", by_verb)):
-            rows = [
-                (
-                    s.name,
-                    f"{s.ops:,}",
-                    in_words(s.seconds[0]),
-                    f"{s.seconds[0] / (step.timeline.seconds or 1):.0%}",
-                )
-                for s in sums(step.timeline, by)
-            ]
-            yield Table(f"The step by {what}", (what, "operations", "busy", "of the step"), rows)
-    yield Table("Memory against the plan", ("", "planned", "measured"), _peaks(run))
-    some = _spread(run.steps)
-    if some:
-        heads = ("step", "loss", "lr", "norm", "tokens/s", "seconds", "memory")
-        yield Table("Steps" + _of(some, run.steps), heads, map(_step, some))
-    held_out = [row for row in run.rows if run.held_out in row]
-    some = _spread(held_out)
-    if some:
-        rows = ((f"{row['step']:,}", _told(row[run.held_out], ".4f")) for row in some)
-        yield Table("Held out" + _of(some, held_out), ("step", run.held_out.replace("_", " ")[9:]), rows)
-    skipped = _skipped(run)
-    if skipped:
-        some = skipped[:LISTED]
-        rows = ((f"{row['step']:,}", _told(row.get("loss_scale"), ",.0f")) for row in some)
-        yield Table("Skipped, for an overflow" + _of(some, skipped), ("step", "at the loss scale"), rows)
-    yield from _checkpoints(run)
-    yield _settings(run)
-    machine = {**run.config["machine"], "data": "\n".join(run.config.get("data", ())) or None}
-    yield Table("Environment", ("", ""), ((k, _plain(v)) for k, v in machine.items()), words=True)
-    plan = {k: v for k, v in run.config["plan"].items() if k != "planned_bytes"}
-    yield Table("Plan", ("", ""), ((k, _plain(v)) for k, v in plan.items()), words=True)
-
-
-def _peaks(run: History) -> list[tuple[str, str, str]]:
-    planned, peak = run.planned, run.summary.get("peak_bytes", {})
-    rows = [
-        (tier, size(n), size(peak[tier]) if tier == "device" and tier in peak else "")
-        for tier, n in planned.items()
-    ]
-    if "host" in peak:
-        rows.append(("process, since before training", size(_on_host(run)), size(peak["host"])))
-        rows.append(("process, in all", "", size(peak["process"])))
-    return rows
-
-
-def _step(row: Row) -> tuple[str, ...]:
-    memory = number(row.get("device_bytes")) or number(row.get("host_bytes")) or 0.0
-    figures = (
-        ("loss", ".4f"),
-        ("lr", ".2e"),
-        ("grad_norm", ".3f"),
-        ("tokens_per_second", ",.0f"),
-        ("seconds", ".3g"),
-    )
-    return f"{row['step']:,}", *(_told(row.get(name), form) for name, form in figures), size(memory)
-
-
-def _checkpoints(run: History) -> Iterator[Table]:
-    rows = [row for row in run.rows if "saved" in row or "not_saved" in row]
-    if rows:
-        yield Table(
-            "Checkpoints" + _of(rows[-LISTED:], rows),
-            ("after step", ""),
-            ((f"{row['step']:,}", _saved(row, run.path)) for row in rows[-LISTED:]),
-            words=True,
-        )
-
-
-def _saved(row: Row, run: Path) -> str:
-    if "saved" not in row:
-        return f"none: {row['not_saved']}"
-    name = str(row["saved"])
-    there = "/" not in name and (run / FOLDER / name).is_dir()
-    return name if there else f"{name}, deleted since"
-
-
-def _settings(run: History) -> Table:
-    defaults = {f.name: f.default for f in attrs.fields(Settings)}
-    own = {k: _plain(v) for k, v in run.settings.items()}
-    changed = {k for k, v in own.items() if k not in defaults or v != _plain(defaults[k])}
-    return Table(
-        "Settings (bold: not the default)", ("", ""), own.items(), words=True, bold=frozenset(changed)
-    )
-
-
-def _spread(rows: Sequence[Row]) -> list[Row]:
-    """At most LISTED of them, evenly, the first and the last among them."""
-    last = len(rows) - 1
-    return [rows[n] for n in sorted({round(k * last / (LISTED - 1)) for k in range(LISTED)})] if rows else []
-
-
-def _of(some: Sequence[Row], rows: Sequence[Row]) -> str:
-    return f" ({len(some)} of {len(rows):,})" if len(some) < len(rows) else ""
-
-
-def _told(value: object, form: str) -> str:
-    known = number(value)
-    return "not a number" if known is None else format(known, form)
-
-
-def _plain(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "none", True: "yes", False: "no"}[value]
-    return ", ".join(map(str, cast("list[Any]", value))) if isinstance(value, list) else str(value)
-
-
-def _table(table: Table) -> str:
-    heads = "".join(f"<th>{escape(head)}</th>" for head in table.heads)
-    head = f"<thead><tr>{heads}</tr></thead>" if any(table.heads) else ""
-    kind = ' class="words"' if table.words else ""
-    body = "".join(_row(row, bold=row[0] in table.bold) for row in table.rows)
-    return f"<div><table{kind}><caption>{escape(table.caption)}</caption>{head}<tbody>{body}</tbody></table></div>"
-
-
-def _row(cells: Iterable[str], *, bold: bool) -> str:
-    name, *others = map(escape, cells)
-    kind = ' class="set"' if bold else ""
-    return f'<tr{kind}><th scope="row">{name}</th>' + "".join(f"<td>{x}</td>" for x in others) + "</tr>"
 
 
 def _sample(run: History) -> str:

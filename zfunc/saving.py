@@ -37,7 +37,8 @@ log = logging.getLogger("zfunc")
 class Save:
     """Where to save: `folder` gets a folder for every checkpoint, of which the newest `keep` stay.
 
-    `extra` is saved with it: a dict of JSON's own types.
+    `extra` is saved with it: a dict of JSON's own types. Raises ValueError for a
+    `keep` below 1, and CheckpointError for an `extra` that is something else.
     """
 
     folder: Path = field(converter=lambda path: Path(os.fspath(path)).expanduser())

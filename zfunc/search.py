@@ -14,11 +14,12 @@ import attrs
 from attrs import define, evolve, field, frozen
 
 from zfunc.alternatives import COORDINATES, Space
-from zfunc.choices import Choice, Step, compared, emitted, kept, short_of, step
+from zfunc.choices import Choice, Step, compared, emitted, short_of, step
 from zfunc.emit import Job
 from zfunc.graph import Graph, Kind, Tier
 from zfunc.hardware import Hardware
 from zfunc.legend import in_words
+from zfunc.memory import kept
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ROUNDS = 3  # over all settings; the last one mostly finds nothing

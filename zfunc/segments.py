@@ -102,6 +102,9 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     constants, kept in their own dtype. The module itself is not changed by training.
 
     Raises ValueError for a name with no parameter in `share`, and for a module that is partly on meta.
+
+    >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
+    [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
     share = dict(share or {})
     own = _slots(module, "_parameters")

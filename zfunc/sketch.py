@@ -3,42 +3,36 @@
 The invariant: no parameter is allocated and no GPU is needed, whatever the size of the model.
 """
 
-from collections.abc import Callable
-
-import attrs
 import torch
 
 import zfunc
 from zfunc import schedules
+from zfunc.choices import scheduled
 from zfunc.gpt import num_parameters
 from zfunc.graph import Graph
-from zfunc.hardware import Hardware
+from zfunc.hardware import ROUND
 from zfunc.job import config, segments
 from zfunc.pictures import Drawn, hardware
-from zfunc.plan import Plan
 from zfunc.settings import Sketch
 from zfunc.simulate import simulate
+from zfunc.task import machine, precision_for
 from zfunc.verify import verify
 
 
 def drawn(sketch: Sketch) -> dict[str, Drawn]:
     """Plan and simulate the step under the schedule asked for, or under each, slowest first; by name."""
-    precision = "bf16" if sketch.precision == "auto" else sketch.precision
+    precision = precision_for(
+        ROUND if sketch.hardware is None else machine(sketch.hardware), sketch.precision
+    )
     graph, on = _graph(sketch, precision), hardware(sketch, precision)
     names = schedules.__all__ if sketch.schedule == "all" else [sketch.schedule]
     what = (
         f"one step of a GPT of {sketch.num_layers} x {sketch.hidden_size} "
         f"({num_parameters(config(sketch)):,} parameters), batch {sketch.batch_size} x {sketch.seq_length}"
     )
-    plans = {name: verify(_schedule(name, on)(graph)) for name in names}
+    plans = {name: verify(scheduled(name, on)(graph)) for name in names}
     made = {name: Drawn(f"{name}: {what}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
     return dict(sorted(made.items(), key=lambda item: -item[1].timeline.seconds))
-
-
-def _schedule(name: str, on: Hardware) -> Callable[[Graph], Plan]:
-    """The schedule of that name, for this hardware if it asks for one."""
-    made = getattr(schedules, name)
-    return made(hardware=on) if "hardware" in attrs.fields_dict(made) else made()
 
 
 def _graph(sketch: Sketch, precision: str) -> Graph:

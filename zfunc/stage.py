@@ -34,7 +34,14 @@ class SegmentCall:
 
 @frozen(eq=False)
 class Step:
-    """The constants of one step: nothing a stage could change."""
+    """The constants of one step: nothing a stage could change.
+
+    `number` is that of the update this step's gradient goes into, from 1, with its `lr` and `betas`. Gradients on
+    the device are of the loss times `loss_scale`. With `skip_overflow`, as in fp16, a gradient that is not finite
+    skips the step instead of raising. `dtype` is the precision on the `device`. `randomness(m, s)` is a context in
+    which what segment `s` draws for micro-batch `m` is seeded. `applies_pending`: the gradient of the step before
+    is applied in this one.
+    """
 
     layout: Layout
     calls: tuple[SegmentCall, ...]

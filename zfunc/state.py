@@ -11,21 +11,15 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
+from zfunc.compact import DTYPES
 from zfunc.errors import DonatedStateError
 from zfunc.graph import Region
 from zfunc.layout import Layout, Span
 from zfunc.loss_scale import LossScale
-from zfunc.moments import BUFFERS, HIGH_HALF, Buffer, SizedType
+from zfunc.moments import BUFFERS, HIGH_HALF, Buffer
 from zfunc.regions import SHADOW, Job, Regions
 from zfunc.resources import host_buffer
 from zfunc.verdict import Verdict
-
-DTYPES: dict[SizedType, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int16": torch.int16,
-    "uint8": torch.uint8,
-}
 
 
 @frozen(eq=False)

@@ -1,15 +1,13 @@
-"""`init`, `train_step` and what reads a State: the calls of a training loop.
+"""`train_step`, and `flush` after the last of those that are delayed: from a State to the next.
 
 The invariant: `train_step` is a function of (program, state, batch). Randomness comes from the state's seed and
 the place it is used at; a step that raises before its first update leaves the state as it was.
 """
 
-import hashlib
 import math
 import os
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,18 +17,18 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.agreement import agree
 from zfunc.checkpointing import begin
-from zfunc.errors import LaneTimeout, NonFiniteError, nearest
+from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.execute import Jitter, Options
 from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
-from zfunc.loss_scale import UNHARMED, UNSCALED, LossScale
-from zfunc.memory import memory
+from zfunc.loss_scale import UNHARMED
 from zfunc.program import (
     Program,
     Recipe,
     Specialized,
     between_steps,
     check_memory,
+    occupied,
     specialize,
     split,
     staging,
@@ -39,18 +37,18 @@ from zfunc.program import (
 from zfunc.recipes import delayed, zero_offload
 from zfunc.recipes import flush as flush_recipe
 from zfunc.saving import Save, Saved
+from zfunc.seeds import key, seeded
 from zfunc.stage import Step
-from zfunc.state import TRAINED, Buffers, State, allocate, regions, view
+from zfunc.state import TRAINED, Buffers, State, regions
 from zfunc.timeline import Timeline
-from zfunc.weights import put_weights
-
-_generators = threading.Lock()  # the default generators are everybody's
 
 
 @frozen
 class Metrics:
-    """What one step reports: mean `loss`; `grad_norm` before clipping, unscaled; `lr` used; whether the step was
-    `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
+    """What one step reports.
+
+    The mean `loss`; `grad_norm` before clipping, unscaled; the `lr` used; the number of the `step`, from 1; whether
+    it was `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
     operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `redone` counts buckets whose speculated update was
     made again, because the gradient was clipped. `timeline` only with `trace=True`, and `saved`, the
     checkpoint or why there is none, only with `save=`.
@@ -68,49 +66,6 @@ class Metrics:
     redone: int = 0
     timeline: Timeline | None = None
     saved: Saved | None = None
-
-
-def init(
-    program: Program,
-    *,
-    seed: int = 0,
-    params: Mapping[str, Tensor] | None = None,
-    loss_scale: LossScale | None = None,
-) -> State:
-    """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
-
-    Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
-    Raises OutOfMemory before allocating anything if the plan does not fit, ValueError for names or shapes in
-    `params` that the program does not have.
-    """
-    given = dict(params or {})
-    _check_names(program, given)
-    check_memory(program, memory(program.plan), held={}, action="init")
-    buffers = allocate(program.job, program.dtype, program.device)
-    staging(program)
-    spans = {span.name: span for span in program.layout.spans}
-    frozen_spans = {span.name: span for span in program.layout.frozen}
-    for s, segment in enumerate(program.segments):
-        values = segment.initial(_key(seed, "init", s))
-        names = [p.name for p in segment.parameters if p.name not in segment.shared]
-        if missing := [name for name in names if name not in values and name not in given]:
-            raise ValueError(
-                f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
-                "owns: return it from initial, or pass it in params"
-            )
-        for name in names:
-            value = (given[name] if name in given else values[name]).detach()
-            span = spans.get(name) or frozen_spans[name]
-            if tuple(value.shape) != span.shape:
-                raise ValueError(
-                    f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
-                )
-            if name in spans:
-                put_weights(buffers, program.layout, spans[name], value, program.ranks)
-            else:
-                view(buffers.frozen, span).copy_(value)
-    scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
-    return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 
 
 def train_step(
@@ -138,18 +93,25 @@ def train_step(
     Where nothing had been updated, `state` can be used again: always for a loss, for a gradient if clipping
     makes the updates wait for its norm. With delayed updates the one before has been made by then; the error's
     `state` is the one to go on from.
+
+    >>> import zfunc
+    >>> class Loss(torch.nn.Linear):
+    ...     def forward(self, x, targets):
+    ...         return torch.nn.functional.mse_loss(super().forward(x), targets)
+    >>> program = zfunc.compile([zfunc.segment("loss", Loss(4, 1))], precision="fp32", device="cpu")
+    >>> batch = torch.ones(2, 4), torch.ones(2, 1)
+    >>> state, metrics = zfunc.train_step(program, zfunc.init(program), batch)
+    >>> metrics.step, zfunc.evaluate(program, state, batch) < metrics.loss
+    (1, True)
     """
     if torch.is_inference_mode_enabled():
         raise RuntimeError("train_step: got inference mode, expected none: gradients need it off")
-    if not program.cache.busy.acquire(blocking=False):
-        raise RuntimeError(
-            "train_step: got a program that is in a step already, expected one step at a time: its staging "
-            "buffers are shared. Compile a second program for a second thread"
-        )
-    try:
+    refusal = (
+        "train_step: got a program that is in a step already, expected one step at a time: its staging "
+        "buffers are shared. Compile a second program for a second thread"
+    )
+    with occupied(program, refusal):
         return _train_step(program, state, batch, Options(jitter, debug, trace, tuple(faults)), _save(save))
-    finally:
-        program.cache.busy.release()
 
 
 def _train_step(
@@ -250,9 +212,7 @@ def flush(program: Program, state: State) -> State:
     state.check(program.identity, "flush")
     if state.pending is None:
         return state
-    if not program.cache.busy.acquire(blocking=False):
-        raise RuntimeError("flush: got a program that is in a step, expected none: call it after the step")
-    try:
+    with occupied(program, "flush: got a program that is in a step, expected none: call it after the step"):
         program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
         special = between_steps(program, flush_recipe, pending=True)
         started: set[int] = set()
@@ -266,8 +226,6 @@ def flush(program: Program, state: State) -> State:
             program.ranks.leave(f"flush failed with {type(error).__name__}: {error}")
             raise
         return evolve(state, generation=buffers.generation, pending=None)
-    finally:
-        program.cache.busy.release()
 
 
 def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
@@ -275,7 +233,7 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         if s not in special.random:
             return nullcontext()
         rank = (ranks.rank,) if ranks.rank else ()
-        return _seeded(_key(state.seed, state.batches, m, s, *rank), program.device)
+        return seeded(key(state.seed, state.batches, m, s, *rank), program.device)
 
     ranks = program.ranks
 
@@ -361,34 +319,3 @@ def _save(save: Save | str | os.PathLike[str] | None) -> Save | None:
 
 def _rows(batch: tuple[Any, Any]) -> int:
     return next(t.shape[0] for t in tree_leaves(batch) if isinstance(t, Tensor))
-
-
-def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
-    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
-    for name, value in given.items():
-        if name not in shapes:
-            raise ValueError(
-                f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
-            )
-        if not isinstance(value, Tensor) or value.is_complex():
-            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers")
-        if tuple(value.shape) != shapes[name]:
-            raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")
-
-
-def _key(*parts: Any) -> int:
-    """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
-    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
-
-
-@contextmanager
-def _seeded(key: int, device: torch.device) -> Iterator[None]:
-    """The default generators seeded with `key`, for one thread at a time, and given back as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with _generators, torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(key)
-        if devices:
-            torch.cuda.default_generators[device.index].manual_seed(key)
-        yield

@@ -18,13 +18,12 @@ from zfunc.compiling import compile
 from zfunc.emit import Job
 from zfunc.hardware import Hardware
 from zfunc.jobs import make_job
+from zfunc.options import AUTO
 from zfunc.profile import Profile
 from zfunc.profile_file import load
 from zfunc.program import Cache, Program, costed, split
 from zfunc.search import Found, search
 from zfunc.segments import Segment
-
-AUTO = "auto"
 
 
 def machine(hardware: Any) -> Profile | Hardware:

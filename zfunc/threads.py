@@ -73,6 +73,11 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return _count(environment, "LOCAL_WORLD_SIZE", 1)
 
 
+def world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks that train together, from torchrun; 1 without. ValueError for what is no number."""
+    return _count(environment, "WORLD_SIZE", 1)
+
+
 def allowed_cpus() -> frozenset[int]:
     """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
     return frozenset(os.sched_getaffinity(os.getpid()))

@@ -8,7 +8,9 @@ from attrs import field, frozen
 
 @frozen
 class Verdict:
-    """`skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its
+    """What was decided of a gradient: all that an update needs besides.
+
+    `skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its
     `number`, from 1, its learning rate and its betas. `loss` is the mean loss, for whoever wants to know.
     """
 

@@ -12,7 +12,16 @@ from zfunc.plan import Plan, PlanError, happens_before, lane_for, marked
 
 
 def verify(plan: Plan) -> Plan:
-    """Return `plan` if it is right. Raises PlanError naming operations, region and lanes, the plan marked."""
+    """Return `plan` if it is right. Raises PlanError naming operations, region and lanes, the plan marked.
+
+    >>> from zfunc.graph import Graph, Op, Region
+    >>> from zfunc.plan import build
+    >>> x = Region("x", kept=True)
+    >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
+    >>> plan = build(graph, {"gpu": [0], "cpu": [1]})
+    >>> verify(plan) is plan
+    True
+    """
     for problem in (*_count(plan), *_defined(plan)):
         raise PlanError(problem)
     for race in races(plan):
@@ -21,7 +30,16 @@ def verify(plan: Plan) -> Plan:
 
 
 def races(plan: Plan) -> Iterator[Conflict]:
-    """The conflicting pairs whose serial order `plan` does not keep. Raises PlanError on a deadlock."""
+    """The conflicting pairs whose serial order `plan` does not keep. Raises PlanError on a deadlock.
+
+    >>> from zfunc.graph import Graph, Op, Region
+    >>> from zfunc.plan import Lane
+    >>> x = Region("x", kept=True)
+    >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
+    >>> without_waits = Plan(graph, (Lane("gpu", (0,)), Lane("cpu", (1,))), ((), ()))
+    >>> [str(race.region) for race in races(without_waits)]
+    ['x']
+    """
     clocks = happens_before(plan)
     for conflict in plan.graph.conflicts:
         lane, position = plan.place[conflict.before]

@@ -3,13 +3,15 @@
 The invariant: what the device has after `put_weights` is what a step with these weights would have sent it.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from zfunc.compact import SplitMaster, optimizer_state
 from zfunc.layout import Bucket, Layout, Span
 from zfunc.ranks import Ranks
-from zfunc.state import Buffers
+from zfunc.state import Buffers, view
 
 PART = 1 << 20  # elements
 
@@ -26,6 +28,18 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
     full = torch.empty(bucket.numel)
     ranks.all_gather(full, mine)
     return full
+
+
+def parameter_weights(buffers: Buffers, layout: Layout, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once, by full name: its fp32 weights on the host, in its own shape; if it is frozen, what the
+    device has. A collective a bucket: all ranks go through all of them. To be read only, as above.
+    """
+    for bucket in layout.buckets:
+        flat = bucket_weights(buffers, bucket, ranks)
+        for span in bucket.spans:
+            yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
+    for span in layout.frozen:
+        yield span.name, view(buffers.frozen, span).float().cpu()
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: Ranks) -> None:

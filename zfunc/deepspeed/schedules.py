@@ -9,6 +9,7 @@ Fields are the names of the file. `total_num_steps` may be None, not known yet: 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias
 
 import attrs
@@ -123,13 +124,7 @@ class WarmupLR:
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
-        last = _counted(step) - 2
-        if last < 0:
-            return self.warmup_min_lr
-        rise = _rise(last, self.warmup_num_steps, self.warmup_type)
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * (
-            1.0 if rise is None else rise
-        )
+        return _warmed(self, step, lambda _: 1.0)
 
 
 @frozen
@@ -152,12 +147,7 @@ class WarmupDecayLR:
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
-        last = _counted(step) - 2
-        if last < 0:
-            return self.warmup_min_lr
-        rise = _rise(last, self.warmup_num_steps, self.warmup_type)
-        gamma = self._fall(last) if rise is None else rise
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * gamma
+        return _warmed(self, step, self._fall)
 
     def _fall(self, last: int) -> float:
         if self.total_num_steps is None:
@@ -226,6 +216,16 @@ def _counted(step: int) -> int:
 
 def _steps(warmup: int) -> int:
     return max(2, warmup)  # a logarithm of 1 is no divisor
+
+
+def _warmed(rate: WarmupLR | WarmupDecayLR, step: int, after: Callable[[int], float]) -> float:
+    """The rate of an update: `after` says what share of the way up is left of it when the warm-up is over."""
+    last = _counted(step) - 2
+    if last < 0:
+        return rate.warmup_min_lr
+    rise = _rise(last, rate.warmup_num_steps, rate.warmup_type)
+    gamma = after(last) if rise is None else rise
+    return rate.warmup_min_lr + (rate.warmup_max_lr - rate.warmup_min_lr) * gamma
 
 
 def _rise(last: int, warmup: int, kind: str) -> float | None:

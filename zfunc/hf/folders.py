@@ -6,7 +6,6 @@ touched.
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,11 @@ from zfunc.errors import CheckpointError, nearest
 from zfunc.export import FORMATS, DType, Exported
 from zfunc.export import export as export_weights
 from zfunc.hf.weights import SINGLE, empty_model, read_config
-from zfunc.program import Program
+from zfunc.program import DTYPES, Program
 from zfunc.saving import as_bytes, together
-from zfunc.state import State, view
-from zfunc.weights import bucket_weights
+from zfunc.state import State
+from zfunc.weights import parameter_weights
 
-DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT = (  # that go along from the folder the config is from
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -71,26 +69,14 @@ def save(out: Path | str, program: Program, state: State, *, config: Any, dtype:
 
     saving = together(ranks, begin)
     try:
-        for name, values in _masters(
-            program, state
-        ):  # a collective a bucket: all ranks go through all of them
+        for name, values in parameter_weights(state.buffers, program.layout, ranks):
             if saving is not None:
-                saving.write(name, values)
+                saving.write(name, values.flatten())
         together(ranks, saving.finish if saving is not None else lambda: None)
     finally:
         if saving is not None:
             saving.abandon()
     return Path(out)
-
-
-def _masters(program: Program, state: State) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once, in fp32; of one that is frozen, what the device has."""
-    for bucket in program.layout.buckets:
-        flat = bucket_weights(state.buffers, bucket, program.ranks)
-        for span in bucket.spans:
-            yield span.name, flat[span.start - bucket.start : span.stop - bucket.start]
-    for span in program.layout.frozen:
-        yield span.name, view(state.buffers.frozen, span).flatten().float().cpu()
 
 
 @define(eq=False)

@@ -1,0 +1,73 @@
+"""`init`: a State to begin with.
+
+The invariant: initial values depend on the seed, the segments and what was given, never on the layout or the ranks.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zfunc.errors import nearest
+from zfunc.loss_scale import UNSCALED, LossScale
+from zfunc.memory import memory
+from zfunc.program import Program, check_memory, staging
+from zfunc.seeds import key
+from zfunc.state import State, allocate, view
+from zfunc.weights import put_weights
+
+
+def init(
+    program: Program,
+    *,
+    seed: int = 0,
+    params: Mapping[str, Tensor] | None = None,
+    loss_scale: LossScale | None = None,
+) -> State:
+    """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
+
+    Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
+    Raises OutOfMemory before allocating anything if the plan does not fit, ValueError for names or shapes in
+    `params` that the program does not have.
+    """
+    given = dict(params or {})
+    _check_names(program, given)
+    check_memory(program, memory(program.plan), held={}, action="init")
+    buffers = allocate(program.job, program.dtype, program.device)
+    staging(program)
+    spans = {span.name: span for span in program.layout.spans}
+    frozen_spans = {span.name: span for span in program.layout.frozen}
+    for s, segment in enumerate(program.segments):
+        values = segment.initial(key(seed, "init", s))
+        names = [p.name for p in segment.parameters if p.name not in segment.shared]
+        if missing := [name for name in names if name not in values and name not in given]:
+            raise ValueError(
+                f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
+                "owns: return it from initial, or pass it in params"
+            )
+        for name in names:
+            value = (given[name] if name in given else values[name]).detach()
+            span = spans.get(name) or frozen_spans[name]
+            if tuple(value.shape) != span.shape:
+                raise ValueError(
+                    f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
+                )
+            if name in spans:
+                put_weights(buffers, program.layout, spans[name], value, program.ranks)
+            else:
+                view(buffers.frozen, span).copy_(value)
+    scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
+    return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+
+
+def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
+    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+    for name, value in given.items():
+        if name not in shapes:
+            raise ValueError(
+                f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
+            )
+        if not isinstance(value, Tensor) or value.is_complex():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers")
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")
