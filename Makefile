@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures scale soak wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures docs scale soak wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -56,6 +56,12 @@ soak: $(STAMP)
 pictures: $(STAMP)
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_one_bucket.py
+
+# docs/api from the docstrings, and the same as a site in build/docs.
+docs: $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt pdoc
+	$(BIN)/python docs/make_api.py
+	$(BIN)/python docs/make_site.py
 
 # docs/scale.md: some minutes of simulation.
 scale: $(STAMP)
