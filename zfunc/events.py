@@ -32,6 +32,7 @@ class Started:
     own: bool = False
     architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
     sizes: dict[str, int] = field(factory=dict[str, int])
+    sequences: int = 0  # that were trained on before, of all ranks
 
 
 @frozen

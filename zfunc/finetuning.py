@@ -49,7 +49,10 @@ def pretrained(settings: Settings) -> Pretrained | None:
     """
     if settings.hf is None:
         return None
-    config, segments = hf.load(settings.hf)
+    try:
+        config, segments = hf.load(settings.hf)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--hf: {error}") from error
     found = Pretrained(settings.hf, config, segments)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and settings.seq_length > longest:

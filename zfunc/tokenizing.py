@@ -51,6 +51,19 @@ BYTES = Tokenizer("bytes", "bytes", 256, 0, _of_bytes, _to_text)
 """The one without a file: UTF-8, and zero after a document."""
 
 
+def tokens_below(vocab_size: int) -> Tokenizer:
+    """The one for data that is tokens already, as they are: there is no text, and nothing to add.
+
+    >>> tokens_below(50257).dtype
+    dtype('uint16')
+    """
+
+    def no_text(_: Any) -> Any:
+        raise TypeError("got text for data that is tokens already")
+
+    return Tokenizer("", f"below {vocab_size}", vocab_size, vocab_size, no_text, no_text)
+
+
 def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
     """The tokenizer of a local `tokenizer.json`; nothing is added to a text but the end token after a document.
 

@@ -106,6 +106,7 @@ class _Loop:
             self.start.own,
             job.architecture,
             job.sizes,
+            self.state.sequences,
         )
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.length.ended(at, self.progress.elapsed)

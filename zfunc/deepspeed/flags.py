@@ -26,8 +26,11 @@ FLAGS: Mapping[str, str] = {
     "micro_batches": "gradient_accumulation_steps",
     "bucket_size": f"{_Z}reduce_bucket_size",
     "offload_ratio": RATIO,
+    "tensorboard": "tensorboard.enabled",
+    "wandb": "wandb.enabled",
 }
 """Settings of the command that are keys of the file."""
+_ALIKE = ("clip", "bucket_size", "tensorboard", "wandb")  # of them, those that mean the same in both
 
 
 def given(flags: Mapping[str, Any]) -> dict[str, Given]:
@@ -56,7 +59,7 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
     _check_lr(values, flags)
     found = {
         **_batch(values, world),
-        **{name: values[FLAGS[name]] for name in ("clip", "bucket_size") if values.says(FLAGS[name])},
+        **{name: values[FLAGS[name]] for name in _ALIKE if values.says(FLAGS[name])},
         **_optimizer(values),
         **_offload(values, flags),
     }

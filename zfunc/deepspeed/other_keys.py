@@ -12,7 +12,21 @@ _COMPILE = "`compile_segments` is what puts segments through torch.compile"
 _TP = "one process has the whole model here"
 _LAYERS = "`recompute` decides, for every segment, what is computed again and what is kept"
 _SEARCH = "`zfunc plan` says what fits and what would help, before anything runs"
+_SCALARS = (
+    "`zfunc train` writes `Train/Samples/train_loss`, `Train/Samples/lr`, in fp16 `Train/Samples/loss_scale`, and "
+    "beside them, by names of its own, what else metrics.jsonl has, all against samples"
+)
 _REMOVED = "it was removed there too: delete it"
+
+_PLACES = {
+    block: (
+        honoured(
+            f"{block}.output_path", TEXT, "", "the folder that `job_name` is in; without it, where one is"
+        ),
+        honoured(f"{block}.job_name", TEXT, "DeepSpeedJobName", "the folder that is written to"),
+    )
+    for block in ("tensorboard", "csv_monitor")
+}
 
 LOGS: tuple[Key, ...] = (
     honoured(
@@ -28,28 +42,20 @@ LOGS: tuple[Key, ...] = (
     idle("disable_python_gc", FLAG, False, "a step makes too few objects to matter"),
     idle("vocabulary_size", SIZE, None, "the model says its own"),
     *each_idle("timers.throughput", _METRICS, enabled=(FLAG, True), synchronized=(FLAG, True)),
-    *each_idle(
-        "tensorboard",
-        _METRICS,
-        enabled=(FLAG, False),
-        output_path=(TEXT, ""),
-        job_name=(TEXT, "DeepSpeedJobName"),
+    honoured("tensorboard.enabled", FLAG, False, f"{_SCALARS}; needs `zfunc[tensorboard]`"),
+    *_PLACES["tensorboard"],
+    honoured(
+        "wandb.enabled",
+        FLAG,
+        False,
+        f"{_SCALARS}; to `wandb` in the run folder, offline unless `WANDB_MODE` says otherwise; needs "
+        "`zfunc[wandb]`",
     ),
-    *each_idle(
-        "wandb",
-        _METRICS,
-        enabled=(FLAG, False),
-        group=(TEXT, None),
-        team=(TEXT, None),
-        project=(TEXT, "deepspeed"),
-    ),
-    *each_idle(
-        "csv_monitor",
-        _METRICS,
-        enabled=(FLAG, False),
-        output_path=(TEXT, ""),
-        job_name=(TEXT, "DeepSpeedJobName"),
-    ),
+    honoured("wandb.group", TEXT, None, "as there"),
+    honoured("wandb.team", TEXT, None, "as there"),
+    honoured("wandb.project", TEXT, "deepspeed", "as there"),
+    honoured("csv_monitor.enabled", FLAG, False, f"{_SCALARS}; a file for each"),
+    *_PLACES["csv_monitor"],
     *each_idle(
         "comet",
         _METRICS,

@@ -1,0 +1,232 @@
+"""Where scalars of a training go: TensorBoard's event files, a run of Weights & Biases, CSV files.
+
+The invariant: a sink that goes on at x holds no scalar at x or later of what was before, so nothing is in it twice.
+The packages are imported when a sink is opened: pip install "zfunc[tensorboard]", "zfunc[wandb]".
+"""
+
+import csv
+import importlib
+import logging
+import os
+import secrets
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from attrs import define, field, frozen
+
+PACKAGES = {"tensorboard": "tensorboard.summary.writer.record_writer", "wandb": "wandb"}
+WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
+ID = "zfunc-run-id"  # the file with the id of a W&B run, beside what W&B writes
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class Begin:
+    """What begins: the run folder, what is told of it, and the x where it goes on in that folder, if it does."""
+
+    run: Path
+    config: Mapping[str, Any]
+    x: int | None = None
+
+
+class Sink(Protocol):
+    """Takes scalars in the order of x. `empty`: it holds nothing from before, so all of that is to be written anew;
+    else all that is below the x it was opened with.
+    """
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is there from before."""
+        ...
+
+    def write(self, x: int, scalars: Mapping[str, float]) -> None:
+        """Write them so that they are there when this returns, or raise."""
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing more comes."""
+
+
+def check(kind: str, label: str) -> None:
+    """Raises ValueError, about what `label` says, if the package that writes `kind` cannot be imported."""
+    if kind not in PACKAGES:
+        return
+    try:
+        importlib.import_module(PACKAGES[kind])
+    except ImportError as error:
+        raise ValueError(
+            f"{label}: got no package that writes it ({error}), expected {kind}: pip install 'zfunc[{kind}]'"
+        ) from error
+
+
+# --- TensorBoard -----------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class TensorBoard:
+    """An event file of its own for every life of a run, in one folder.
+
+    Not `torch.utils.tensorboard`: that writes in a thread, which prints a traceback where the disk is full.
+    """
+
+    empty: bool
+    _writer: Any
+    _event: Any
+    _summary: Any
+
+    @classmethod
+    def open(cls, folder: Path, begin: Begin) -> "TensorBoard":
+        """The newest file of `folder`, which readers take in the order of names. Raises OSError."""
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        folder.mkdir(parents=True, exist_ok=True)
+        there = [_seconds(path) for path in folder.glob("events.out.tfevents.*")]
+        if there and begin.x is None:
+            log.warning("%s: it holds events of another run: TensorBoard shows both as one", folder)
+        began = max([int(time.time()), *(seconds + 1 for seconds in there)])
+        path = folder / f"events.out.tfevents.{began:010}.{socket.gethostname()}.{os.getpid()}.zfunc"
+        made = cls(not there, RecordWriter(path.open("xb")), Event, Summary)
+        made._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if there and begin.x is not None:  # what readers know as a restart: they drop what is at x or later
+            restart = SessionLog(status=SessionLog.START)
+            made._put(Event(wall_time=time.time(), step=begin.x, session_log=restart))
+        return made
+
+    def write(self, x: int, scalars: Mapping[str, float]) -> None:
+        """One event."""
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._put(self._event(wall_time=time.time(), step=x, summary=self._summary(value=values)))
+
+    def close(self, *, failed: bool) -> None:  # noqa: ARG002
+        """Close the file."""
+        self._writer.close()
+
+    def _put(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+        self._writer.flush()
+
+
+def _seconds(path: Path) -> int:
+    part = path.name.split(".")[3]
+    return int(part) if part.isdecimal() else 0
+
+
+# --- Weights & Biases ------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class WandB:
+    """One W&B run for all lives, by an id that is kept in the run folder.
+
+    Offline its folder is made anew where a run goes on: W&B cannot take back what is in one. Online the server has
+    the steps that were sent, and takes none of them again.
+    """
+
+    empty: bool
+    _run: Any
+
+    @classmethod
+    def open(cls, begin: Begin, **given: Any) -> "WandB":
+        """`given` are arguments of `wandb.init`. Offline unless WANDB_MODE says otherwise."""
+        mode = os.environ.get(WANDB_MODE) or OFFLINE
+        offline = mode in (OFFLINE, "dryrun", "disabled")
+        if offline:
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it asks for its server's address even offline
+        import wandb
+
+        folder = begin.run / "wandb"
+        folder.mkdir(exist_ok=True)
+        run_id = _kept_id(folder / ID, secrets.token_hex(4))
+        if offline:
+            for old in folder.glob(f"offline-run-*-{run_id}"):
+                shutil.rmtree(old)
+        run = wandb.init(
+            dir=begin.run,
+            mode=mode,
+            id=run_id,
+            resume=None if offline else "allow",
+            name=begin.run.name,
+            config=dict(begin.config),
+            reinit="create_new",  # a program that calls this may have a run of its own
+            settings=wandb.Settings(console="off", silent=True, disable_code=True),
+            **given,
+        )
+        told = f"offline, nothing is sent; to upload: wandb sync {folder}/offline-run-*-{run_id}"
+        log.info("Weights & Biases: %s", told if offline else f"mode {mode}, run {run_id}")
+        return cls(offline, run)
+
+    def write(self, x: int, scalars: Mapping[str, float]) -> None:
+        """One row of its history; more for the same x is added to it."""
+        self._run.log(dict(scalars), step=x)
+
+    def close(self, *, failed: bool) -> None:
+        """Finish the run, and wait until its file is whole: `finish` alone does not."""
+        import wandb
+
+        try:
+            self._run.finish(exit_code=int(failed))
+        finally:
+            if wandb.run is None:  # else a program that calls this has a run of its own in the same service
+                wandb.teardown()
+
+
+def _kept_id(path: Path, new: str) -> str:
+    if not path.is_file():
+        path.write_text(new)
+    return path.read_text().strip()
+
+
+# --- CSV, as DeepSpeed's csv_monitor ---------------------------------------------------------------------
+
+
+@define(eq=False)
+class CSV:
+    """A file for every scalar, named after it, with a line for every x."""
+
+    folder: Path
+    empty: bool
+    _known: set[str] = field(factory=set[str])
+
+    @classmethod
+    def open(cls, folder: Path, begin: Begin) -> "CSV":
+        """Lines from another run stay, and those of this one that are at x or later go."""
+        folder.mkdir(parents=True, exist_ok=True)
+        files = sorted(folder.glob("*.csv"))
+        if files and begin.x is None:
+            log.warning("%s: it holds files of another run, which are added to", folder)
+        if begin.x is not None:
+            for path in files:
+                _cut(path, begin.x)
+        return cls(folder, not files, {path.name for path in files if path.stat().st_size})
+
+    def write(self, x: int, scalars: Mapping[str, float]) -> None:
+        """A line in every file."""
+        for name, value in scalars.items():
+            file = name.replace("/", "_").replace(" ", "_") + ".csv"
+            with self.folder.joinpath(file).open("a", newline="") as out:
+                rows = csv.writer(out)
+                if file not in self._known:
+                    self._known.add(file)
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([x, value])
+
+    def close(self, *, failed: bool) -> None:
+        """Nothing is open."""
+
+
+def _cut(path: Path, x: int) -> None:
+    """Drop the lines at the end that are at x or later: those before may be of another run."""
+    lines = path.read_bytes().splitlines(keepends=True)
+    while lines and not _is_below(lines[-1], x):
+        lines.pop()
+    os.truncate(path, sum(map(len, lines)))
+
+
+def _is_below(line: bytes, x: int) -> bool:
+    at = line.partition(b",")[0]
+    return line.endswith(b"\n") and not (at.isdigit() and int(at) >= x)
