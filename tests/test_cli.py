@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import zfunc
 from zfunc.cli import main
 from zfunc.progress import Length
 from zfunc.settings import Settings
@@ -306,103 +305,6 @@ def test_the_length_follows_the_clock_only_where_it_must() -> None:
     assert endless.after(1, 1e9).total == 7
 
 
-# --- what is refused -------------------------------------------------------------------------------------
-
-REFUSED = {
-    "unknown schedule": (["--schedule", "Overlaped"], ["Overlaped", "expected one of", "'Overlapped'"]),
-    "unknown precision": (["--precision", "fp61"], ["fp61", "expected one of", "did you mean"]),
-    "unknown device": (["--device", "cud"], ["cud", "expected", "'cuda'"]),
-    "unknown recompute": (["--recompute", "mincut"], ["mincut", "'min-cut'"]),
-    "heads": (["--hidden-size", "17"], ["17", "expected a multiple", "16 or 18"]),
-    "micro-batches": (["--micro-batches", "3"], ["got 4", "expected a multiple", "3 or 6"]),
-    "no steps": (["--steps", "0"], ["--steps: got 0", "at least 1"]),
-    "negative layers": (["--num-layers", "-2"], ["--num-layers: got -2", "at least 1"]),
-    "no learning rate": (["--lr", "0"], ["--lr: got 0", "above 0"]),
-    "a learning rate of nan": (["--lr", "nan"], ["--lr: got nan", "finite"]),
-    "negative clip": (["--clip", "-1"], ["--clip: got -1", "0 or above"]),
-    "dropout": (["--dropout", "1"], ["--dropout: got 1", "below 1"]),
-    "negative seconds": (["--seconds", "-5"], ["--seconds: got -5", "above 0"]),
-    "not a number": (["--steps", "many"], ["--steps", "got 'many'", "expected a whole number"]),
-    "warm-up": (["--steps", "5", "--warmup", "5"], ["--warmup: got 5 of 5", "expected fewer"]),
-    "bucket of nothing": (["--bucket-size", "0"], ["--bucket-size: got 0", "at least 1"]),
-    "unknown option": (["--num-layer", "3"], ["--num-layer", "no option", "'--num-layers'"]),
-    "no such data": (["--data", "nowhere"], ["nowhere", "does not exist", "expected"]),
-    "empty folder": (["--data", "empty"], ["no text", "expected at least one file"]),
-    "empty file": (["--data", "empty.txt"], ["which is empty", "expected"]),
-    "short data": (["--data", "short.txt", "--seq-length", "100"], ["tokens for seq_length=100", "shorter"]),
-    "vocabulary of bytes": (
-        ["--data", "short.txt", "--vocab-size", "99"],
-        ["got 99", "read as bytes", "256"],
-    ),
-    "token past the vocabulary": (
-        ["--data", "tokens.bin", "--vocab-size", "10"],
-        ["expected tokens below vocab_size=10"],
-    ),
-    "half a token": (["--data", "odd.bin"], ["multiple of 2", "check that the file is complete"]),
-    "out in a file": (["--out", "short.txt/run"], ["short.txt/run", "cannot be written", "name another"]),
-    "out in use": (["--out", "used"], ["holds files already", "name another"]),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_refused_on_one_screen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("empty").mkdir()
-    Path("used").mkdir()
-    Path("used/kept.txt").write_text("precious")
-    Path("empty.txt").touch()
-    Path("short.txt").write_text("so little. " * 40)
-    Path("tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
-    Path("odd.bin").write_bytes(b"123")
-    args, told = REFUSED[name]
-    given = args if "--data" in args else ["--data", "short.txt", *args]
-    given = given if "--steps" in args or "--seconds" in args else [*given, "--steps", "2"]
-    assert train(*given) == 2
-    out, err = capsys.readouterr()
-    assert err.startswith("zfunc train: error: ")
-    assert err.count("\n") <= 12
-    assert "Traceback" not in out + err
-    for words in told:
-        assert words in err
-    assert not list(Path("runs").glob("*")), "what was refused leaves no folder"
-    assert Path("used/kept.txt").read_text() == "precious"
-
-
-def test_too_little_memory_is_said_before_training(
-    texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("zfunc.program.available_host_bytes", lambda: 1000)
-    assert train("--data", texts, "--steps", 2, "--out", "run") == 2
-    err = capsys.readouterr().err
-    assert "bytes of host memory, 1,000 are there" in err
-    assert not Path("run").exists()
-
-
-def test_the_traceback_is_shown_for_who_asks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--data", "nowhere", "--debug"]) == 2
-    assert "Traceback" in capsys.readouterr().err
-
-
-def test_commands_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"zfunc {zfunc.__version__}\n"
-    for args in (["--help"], ["train", "--help"], ["draw", "--help"]):
-        assert main(args) == 0
-        assert "options:" in capsys.readouterr().out
-    assert main([]) == 2
-    capsys.readouterr()
-    assert main(["trian"]) == 2
-    assert "did you mean 'train'?" in capsys.readouterr().err
-
-
-def test_every_option_tells_its_default(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("train", "draw"):
-        main([command, "--help"])
-        told = capsys.readouterr().out.split("--debug")[1]
-        options = re.findall(r"^  --(\S+) (.*?)(?=^  --|\Z|^\n)", told, re.MULTILINE | re.DOTALL)
-        missing = [name for name, text in options if "default" not in text]
-        assert missing == ["compile-segments"] * (command == "train")
-
-
 # --- the panel -------------------------------------------------------------------------------------------
 
 
@@ -488,20 +390,3 @@ def test_draw_writes_to_what_is_no_regular_file_and_through_links(tmp_path: Path
 def test_draw_says_where_it_cannot_write(tmp_path: Path, capsys: Any, out: str, told: str) -> None:
     assert main(["draw", *SMALL, "--out", str(tmp_path / out)]) == 2
     assert told in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--num-layers", "100000000"], "a model of"),
-        (["--hidden-size", "10000000000", "--num-attention-heads", "1"], "a model of"),
-        (["--batch-size", "1000000000000"], "a batch of"),
-    ],
-)
-def test_absurd_sizes_are_refused_by_arithmetic(
-    tmp_path: Path, capsys: Any, flags: list[str], told: str
-) -> None:
-    assert main(["train", *flags, "--out", str(tmp_path / "run")]) == 2
-    err = capsys.readouterr().err
-    assert told in err
-    assert "bytes of host memory" in err

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
-    {"layout", "graph", "errors", "lr", "topology", "rollcall", "verdict"},
+    {"layout", "graph", "errors", "lr", "topology", "rollcall", "verdict", "sinks"},
     {"moments", "loss_scale", "placement", "options"},
     {"regions", "pages", "threads", "checkpoint", "deepspeed"},
     {"emit"},
@@ -25,12 +25,14 @@ TORCH_FREE = (
     {"alternatives", "largest", "history"},
     {"search", "advice"},
     {"settings", "terminal"},
-    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events", "pictures"},
+    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events"}
+    | {"arguments", "completion"},
+    {"pictures", "report_tables"},
     {"report", "following", "sensors"},
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
-    {"adam_reference", "teams", "ranks", "rendezvous", "_cpu_adam"},
+    {"adam_reference", "teams", "ranks", "rendezvous", "seeds", "_cpu_adam"},
     {"compact_reference", "kernel", "launch", "resources"},
     {"checks", "export"},
     {"compact", "device_formats"},
@@ -40,7 +42,7 @@ WITH_TORCH = (
     {"updates", "execute", "bandwidth", "weights"},
     {"stages", "loading", "configured"},
     {"program"},
-    {"jobs", "partial", "checkpointing", "reading"},
+    {"jobs", "partial", "checkpointing", "reading", "beginning"},
     {"compiling"},
     {"task"},
     {"planner", "room"},
@@ -48,18 +50,21 @@ WITH_TORCH = (
     {"step"},
     {INDEX},
     {"gpt", "data", "hf", "documents", "tokenizing"},
+    {"saved_datasets"},
+    {"packed"},
     {"packing"},
     {"finetuning", "batches"},
     {"job", "resuming"},
     {"sketch", "train", "calibrate", "planning"},
     {"plan_report"},
-    {"runs"},
+    {"runs", "tracking"},
     {"console"},
     {"panel", "machine", "deepspeed_lines"},
     {"top"},
     {"devices"},
     {"doctor"},
     {"commands"},
+    {"catalogue"},
     {"cli"},
     {"__main__"},
 )
@@ -67,7 +72,7 @@ FLOORS = (*TORCH_FREE, *WITH_TORCH)
 FLOOR_OF = {module: n for n, modules in enumerate(FLOORS) for module in modules}
 INTERPRETERS = (
     *("plan", "verify", "simulate", "hardware", "memory", "timeline", "graph", "execute"),
-    *("draw", "legend", "chrome", "critical", "compare", "page", "charts", "report"),
+    *("draw", "legend", "chrome", "critical", "compare", "page", "charts", "report", "report_tables"),
 )
 
 

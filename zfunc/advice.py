@@ -50,10 +50,15 @@ class Advice:
 
         Such as "--micro-batches 2 --offload-ratio 1".
         """
-        return " ".join(_flag(name, value) for name, value in self.changes.items())
+        return " ".join(as_flag(name, value) for name, value in self.changes.items())
 
 
-def _flag(name: str, value: Any) -> str:
+def as_flag(name: str, value: Any) -> str:
+    """A setting as one types it.
+
+    >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
+    ('--offload-ratio 0.5', '--max')
+    """
     told = f"{value:g}" if isinstance(value, float) else value
     return flag(name) if value is True else f"{flag(name)} {told}"
 

@@ -26,7 +26,7 @@ from zfunc.calibrate_settings import Calibrate
 from zfunc.calibrated import Machine, described
 from zfunc.fitting import Line, Step, costs, fit, handoff, middle
 from zfunc.graph import Kind
-from zfunc.job import Batch, build, machine, resolve
+from zfunc.job import Batch, build, check_rows, check_size, machine, resolve
 from zfunc.profile import Profile
 from zfunc.program import Cache, Program, make_plan, specialize
 from zfunc.ranks import Ranks
@@ -50,13 +50,10 @@ def measure(asked: Calibrate) -> Profile:
     Raises what `calibrate` does, and ValueError for a batch that cannot be dealt out to the ranks.
     """
     settings = resolve(asked.training())
-    world = Ranks.of().world
-    if settings.batch_size % (world * settings.micro_batches):
-        raise ValueError(
-            f"--batch-size: got {settings.batch_size} for {world} ranks with {settings.micro_batches} "
-            f"micro-batches each, expected a multiple of {world * settings.micro_batches}: give one"
-        )
-    shape = settings.batch_size // world, settings.seq_length
+    ranks = Ranks.of()
+    check_rows(settings, ranks)
+    check_size(settings, ranks)
+    shape = settings.batch_size // ranks.world, settings.seq_length
     tokens = torch.randint(0, asked.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
     return calibrate(build(settings, batch), batch, turns=asked.turns, folder=asked.folder)

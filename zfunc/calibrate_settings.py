@@ -12,13 +12,19 @@ from zfunc.options import Option, anything, check_each, count, multiple, path
 from zfunc.settings import COMMON, TRAIN, Settings
 
 CALIBRATE = {
-    **{name: option for name, option in COMMON.items() if name != "schedule"},
+    **{
+        name: option
+        for name, option in COMMON.items()
+        if name not in ("schedule", "grad_slots", "host_slots")
+    },
     "vocab_size": Option("model", "tokens there are", count),
     "bucket_size": TRAIN["bucket_size"],
     "device": TRAIN["device"],
     "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
-    "folder": Option("measurement", "folder on the disk that is measured", anything),
-    "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path),
+    "folder": Option(
+        "measurement", "folder on the disk that is measured, with 64 MB of room", anything, metavar="FOLDER"
+    ),
+    "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path, metavar="FILE"),
 }
 
 
@@ -51,6 +57,10 @@ class Calibrate:
         if self.out.suffix != ".toml":
             raise ValueError(
                 f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
+            )
+        if not self.out.parent.is_dir():  # said before minutes of measuring
+            raise ValueError(
+                f"--out: got {self.out}, expected a file in a folder that is there: make {self.out.parent}"
             )
         if not self.folder.is_dir():
             raise ValueError(

@@ -10,234 +10,154 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NoReturn, get_args
+from collections.abc import Sequence
+from typing import Any
 
-import attrs
-
-import zfunc
-from zfunc import commands
-from zfunc.calibrate_settings import CALIBRATE, Calibrate
+from zfunc.arguments import ALIKE, REFUSED, as_typed, given, shortened, unknown
+from zfunc.catalogue import COMMANDS, Command, parser
 from zfunc.commands import DONE, FAILED, TrainingFailed
 from zfunc.deepspeed import read
 from zfunc.deepspeed.flags import merged
 from zfunc.errors import nearest
-from zfunc.options import Option, flag
-from zfunc.plan_settings import PLAN, Planning
-from zfunc.report_settings import REPORT, TOP, Report, Watch
-from zfunc.settings import DOCTOR, DRAW, EXPORT, FINE_TUNING_LR, TRAIN, Doctor, Export, Settings, Sketch
+from zfunc.settings import FINE_TUNING_LR, Settings
 from zfunc.terminal import printable
+from zfunc.threads import world_size
 
-REFUSED, STOPPED = 2, 130
-LINES = 20  # of an error, so that it fits on a screen
-
-
-@attrs.frozen
-class Command:
-    """A command: its line of help, its settings and their options, what runs it, and what its help ends with."""
-
-    told: str
-    settings: type[Any]
-    options: dict[str, Option]
-    run: Callable[[Any], int]
-    epilog: str | None = None
-
-
-COMMANDS = {
-    "train": Command(
-        "train a GPT, by default of bytes on the sources of Python's standard library",
-        Settings,
-        TRAIN,
-        commands.train,
-        "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
-        "code 0); a second one stops at once (130). SIGTERM does so with checkpoint and summary alone (0). Other "
-        "exit codes: 1 failed while training or to save the last step, 2 cannot start.",
-    ),
-    "draw": Command(
-        "draw one step as it would run under a schedule; needs no GPU", Sketch, DRAW, commands.draw
-    ),
-    "plan": Command(
-        "say whether a step fits, how long it takes, what bounds it and what would help; needs no GPU",
-        Planning,
-        PLAN,
-        commands.plan,
-        "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
-    ),
-    "calibrate": Command(
-        "measure this machine by training a few steps, and write a profile for zfunc plan and zfunc draw",
-        Calibrate,
-        CALIBRATE,
-        commands.calibrate,
-    ),
-    "top": Command(
-        "watch a run: loss, speed, cores, memory, host bandwidth, GPUs, lanes",
-        Watch,
-        TOP,
-        commands.top,
-        "It ends with the run, or at Ctrl-C (0).",
-    ),
-    "report": Command("show a run as one HTML page", Report, REPORT, commands.report),
-    "export": Command(
-        "write a checkpoint's weights as one safetensors file that other programs read",
-        Export,
-        EXPORT,
-        commands.export,
-    ),
-    "doctor": Command(
-        "say what this machine has for a step, what it reaches, and what is wrong",
-        Doctor,
-        DOCTOR,
-        commands.doctor,
-        "Exit codes: 0 nothing is wrong, 1 something is.",
-    ),
-}
+STOPPED = 130
+LINES, LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
+NO_MEMORY = "got no memory for it from the system, expected some: make the model or the batch smaller"
+FAULT = "\nThis is a fault of zfunc itself: please report it, with what --debug shows"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, and return its exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # what this locale cannot show
+    words = sys.argv[1:] if argv is None else list(argv)
+    _ready_streams()
+    args = argparse.Namespace(prog="zfunc", debug="--debug" in words)
     try:
-        args = _parsed(sys.argv[1:] if argv is None else list(argv))
-    except SystemExit as end:
-        return int(end.code or DONE)
-    try:
-        command = COMMANDS[args.command]
-        return command.run(_settings(command, args))
+        code = _run(words, args)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return _complain(args, "stopped at once", STOPPED)
     except BrokenPipeError:  # who read the output has left
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the flush at exit complains
+        _drop_output()
         return FAILED
     except TrainingFailed as error:
         return _complain(args, str(error), FAILED)
-    except (ValueError, OSError, MemoryError) as error:
-        return _complain(args, str(error), REFUSED)
+    except MemoryError as error:
+        return _complain(args, str(error) or NO_MEMORY, REFUSED)
+    except (ValueError, OSError, ImportError) as error:
+        return _complain(args, _told(error), FAILED if _of_no_file(error) else REFUSED)
     except Exception as error:
-        return _complain(args, f"{type(error).__name__}: {error}", FAILED)
+        return _complain(args, f"{type(error).__name__}: {error}{FAULT}", FAILED)
 
 
-# --- arguments -------------------------------------------------------------------------------------------
+def _run(words: list[str], args: argparse.Namespace) -> int:
+    """What `words` ask for. `args` gets them, also if it fails later."""
+    try:
+        _parse(words, args)
+    except SystemExit as end:  # help, or an error that is told
+        return int(end.code or DONE)
+    command = COMMANDS[args.command]
+    return command.run(_settings(command, args))
 
 
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are two lines instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to read on; exit code 2."""
-        self.exit(REFUSED, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
-
-
-def parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `zfunc`, and those of its commands by name."""
-    top = Parser(
-        "zfunc", description="Train models that are too big for their GPU, and draw how a step runs."
-    )
-    top.add_argument("--version", action="version", version=f"zfunc {zfunc.__version__}")
-    parsers = top.add_subparsers(metavar="COMMAND", title="commands")
-    made: dict[str, Parser] = {}
-    for name, command in COMMANDS.items():
-        words = [o.metavar for o in command.options.values() if o.positional]
-        made[name] = parsers.add_parser(
-            name,
-            help=command.told,
-            description=f"{command.told[0].upper()}{command.told[1:]}.",
-            usage=" ".join(["zfunc", name, *words, "[options]"]),
-            epilog=command.epilog,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=25),
-            allow_abbrev=False,
-        )
-        _add(made[name], command.settings, command.options)
-        made[name].add_argument("--debug", action="store_true", help="show the traceback of an error")
-        made[name].set_defaults(command=name, prog=made[name].prog)
-    return top, made
-
-
-def _parsed(argv: list[str]) -> argparse.Namespace:
+def _parse(words: list[str], args: argparse.Namespace) -> None:
+    """Into `args`. Exits for help, and for what is no command line."""
     top, made = parser()
-    if not argv:
+    if not words:
         top.print_help()
         raise SystemExit(REFUSED)
-    if not argv[0].startswith("-") and argv[0] not in made:
-        hint = nearest(argv[0], list(made))
-        top.error(f"got the command {argv[0]!r}, expected one of {', '.join(made)}{hint}")
-    args, rest = top.parse_known_args(argv)
-    if not hasattr(args, "command"):
-        top.error(f"got no command, expected one of {', '.join(made)}")
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in made:
+        hint = nearest(name, list(made), cutoff=ALIKE)
+        top.error(f"got the command {shortened(name)!r}, expected one of {', '.join(made)}{hint}")
+    _, rest = top.parse_known_args(words, args)
+    if name is None and rest:
+        top.error(f"got {shortened(rest[0])!r}, which is no option of zfunc itself: begin with a command")
+    if name is None:
+        top.error(f"got no command, expected one of {', '.join(made)}: name one")
     if rest:
-        known = [f for action in made[argv[0]]._actions for f in action.option_strings]
-        hint = nearest(rest[0].partition("=")[0], known)
-        made[argv[0]].error(f"got {rest[0]!r}, which is no option of this command{hint}")
-    return args
-
-
-def _add(to: Parser, settings: type[Any], options: dict[str, Option]) -> None:
-    """An argument for every field, in its group, its default told in its help."""
-    groups: dict[str, Any] = {}
-    for f in attrs.fields(settings):
-        option = options[f.name]
-        group = groups.setdefault(option.group, None) or to.add_argument_group(option.group)
-        groups[option.group] = group
-        quiet = f.default in (None, attrs.NOTHING) or f.type is bool
-        default = "" if quiet else f" (default: {f.default})"
-        told: dict[str, Any] = {
-            "help": (option.help + default).replace("%", "%%"),
-            "default": argparse.SUPPRESS,
-        }
-        if f.type is bool:
-            group.add_argument(flag(f.name), action="store_true", **told)
-        else:
-            kind = next((t for t in get_args(f.type) if t is not type(None)), f.type)
-            told |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
-            name = f.name if option.positional else flag(f.name)
-            group.add_argument(name, **told)
+        flags = {n: [f for a in p._actions for f in a.option_strings] for n, p in made.items()}
+        made[name].error(unknown(rest[0], name, flags))
 
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
     """What was given as settings. Who gives only one of steps and seconds wants no bound by the other."""
-    names = [f.name for f in attrs.fields(command.settings)]
-    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if "config" in given:
-        given = merged(given, read(given["config"]), int(os.environ.get("WORLD_SIZE", "1")))
-    if len(given.keys() & {"steps", "seconds"}) == 1:
-        given = {"steps": None, "seconds": None, **given}
-    if command.settings is Settings and "hf" in given:
-        given = {"lr": FINE_TUNING_LR, **given}
-    return command.settings(**given)
+    got = given(command.settings, args)
+    if "config" in got:
+        got = _configured(got)
+    if len(got.keys() & {"steps", "seconds"}) == 1:
+        got = {"steps": None, "seconds": None, **got}
+    if command.settings is Settings and "hf" in got:
+        got = {"lr": FINE_TUNING_LR, **got}
+    return command.settings(**got)
 
 
-def _reader(kind: type, expected: str) -> Callable[[str], Any]:
-    def read(word: str) -> Any:
-        try:
-            return kind(word)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"got {word!r}, expected {expected}") from None
-
-    return read
-
-
-READERS: dict[Any, Callable[[str], Any]] = {
-    int: _reader(int, "a whole number, such as 8"),
-    float: _reader(float, "a number, such as 0.1 or 1e-3"),
-    str: str,
-    Path: lambda word: Path(word).expanduser(),
-}
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+def _configured(got: dict[str, Any]) -> dict[str, Any]:
+    """The options beside a DeepSpeed configuration."""
+    try:
+        return merged(got, read(got["config"]), world_size())
+    except (ValueError, OSError) as error:
+        told = str(error)
+        raise ValueError(told if told.startswith("--") else f"--config: {told}") from error
 
 
 # --- what surrounds a command ------------------------------------------------------------------------------
+
+
+def _ready_streams() -> None:
+    """What this locale cannot show is shown as '?'; a stream that the caller has closed goes nowhere."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What cannot be written is not tried once more, or the flush at exit complains."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _of_no_file(error: Exception) -> bool:
+    """Whether the system has refused something else than a path that was given, such as a full disk to print to."""
+    return isinstance(error, OSError) and error.errno is not None and error.filename is None
+
+
+def _told(error: Exception) -> str:
+    """What to say of an error; the system's own, and Python's, say neither what was expected nor what to do."""
+    if isinstance(error, OSError) and error.strerror and error.errno is not None:
+        if _of_no_file(error):
+            return f"got {error.strerror!r} while printing or writing, expected room: free some, or print elsewhere"
+        return (
+            f"{os.fsdecode(error.filename)}: got {error.strerror!r} from the system, expected to be let: look at "
+            "the path and its permissions"
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name and str(error).startswith("No module named"):
+        package = error.name.partition(".")[0]
+        return f"got no package {package!r}, expected it to be installed: pip install {package}"
+    return str(error)
 
 
 def _complain(args: argparse.Namespace, told: str, code: int) -> int:
     """Say it on one screen. With --debug, the traceback before it."""
     if args.debug:
         traceback.print_exc()
+    if "command" in args:
+        told = as_typed(told, COMMANDS[args.command].options)
     lines = [printable(line) for line in (told.strip() or "no more is known; see --debug").splitlines()]
-    if len(lines) > LINES and not args.debug:
-        lines = [*lines[:LINES], f"... and {len(lines) - LINES} lines more, with --debug"]
+    if not args.debug:
+        lines = [line if len(line) <= LETTERS else f"{line[:LETTERS]}..." for line in lines]
+        if len(lines) > LINES:
+            lines = [*lines[:LINES], f"... and {len(lines) - LINES} lines more, with --debug"]
     who = f"{args.prog}: rank {os.environ['RANK']}" if "RANK" in os.environ else args.prog
     lead = f"{who}: " if code == STOPPED else f"{who}: error: "
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _drop_output()
     print(lead + "\n".join(lines), file=sys.stderr, flush=True)
     return code

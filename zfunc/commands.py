@@ -40,10 +40,11 @@ def train(settings: Settings) -> int:
 
 def _lead(settings: Settings, ranks: "Ranks") -> None:
     """As rank 0, which decides where to begin, and keeps and shows what happens."""
-    from zfunc import resuming, runs
+    from zfunc import resuming, runs, tracking
 
     with logged():
         with resuming.refusing(ranks):
+            tracking.check_packages(settings)
             run = runs.create(settings.out, again=settings.resume == AUTO)
         try:
             with resuming.refusing(ranks):
@@ -77,7 +78,7 @@ def _follow(settings: Settings, ranks: "Ranks") -> None:
 
 def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     """Returns why the last step is not saved, if it should be."""
-    from zfunc import console, panel, runs
+    from zfunc import console, panel, runs, tracking
     from zfunc.configured import beside
     from zfunc.deepspeed_lines import DeepSpeedLines
     from zfunc.events import Saved
@@ -97,10 +98,11 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
             plain = console.Plain(run, job.unit, beside(job.settings).steps_per_print)
             lines = DeepSpeedLines(plain) if theirs else plain
             shown = panel.living(run, job.unit, stop) if live else nullcontext(lines)
-            with shown as screen:
+            with shown as screen, tracking.tracking(settings, run.path) as track:
                 for event in events(job, stop=stop, start=start):
                     runs.record(run, event, job.unit)
                     screen.show(event)
+                    track(event)
                     failure = event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
         runs.record_failure(run, error)
@@ -120,7 +122,10 @@ def draw(sketch: Sketch) -> int:
     from zfunc.pictures import compared, picture, sums_of
 
     if sketch.compare is not None:
-        made = {"": compared(sketch)}
+        try:
+            made = {"": compared(sketch)}
+        except ValueError as error:
+            raise ValueError(f"--compare: {error}") from error
         print("\n".join(map(printable, sums_of(made[""]).splitlines())))
     else:
         from zfunc.sketch import drawn

@@ -88,11 +88,11 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     vocab_size = corpus.vocab_size if words is None else settings.vocab_size or corpus.vocab_size
     settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
     if model is None:
-        _check_size(settings, Ranks.of())
+        check_size(settings, Ranks.of())
     ranks = Ranks.of()
     for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
         log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
-    _check_rows(settings, ranks)
+    check_rows(settings, ranks)
     example = batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
     program = build(settings, example, None if model is None else model.segments)
@@ -104,7 +104,10 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
 
 def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | None, cache: Path) -> Corpus:
     most = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
-    corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
+    try:
+        corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--data: {error}") from error
     if words is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
         raise ValueError(
             f"--vocab-size: got {settings.vocab_size} for {words.name}, expected its {corpus.vocab_size} or "
@@ -118,8 +121,8 @@ def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | Non
     return corpus
 
 
-def _check_size(settings: Settings, ranks: Ranks) -> None:
-    """Refuse by arithmetic what is too large even to be planned, before a model without memory is built of it."""
+def check_size(settings: Settings, ranks: Ranks) -> None:
+    """Raise OutOfMemory, by arithmetic, for what is too large to be planned, before a model is built of it."""
     parameters, there = num_parameters(config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
     here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
@@ -136,7 +139,8 @@ def _check_size(settings: Settings, ranks: Ranks) -> None:
             )
 
 
-def _check_rows(settings: Settings, ranks: Ranks) -> None:
+def check_rows(settings: Settings, ranks: Ranks) -> None:
+    """Raise ValueError unless the batch can be dealt out to the ranks in micro-batches."""
     parts = ranks.world * settings.micro_batches
     if settings.batch_size % parts:
         raise ValueError(
@@ -154,9 +158,14 @@ def resolve(settings: Settings) -> Settings:
         device = torch.device("cuda", torch.cuda.current_device())  # that of this rank
     precision = settings.precision
     if precision == "auto":
-        precision = "fp32" if not cuda else "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        precision = _fast_precision() if cuda else "fp32"
     bucket_size = settings.bucket_size or (50_000_000 if cuda else 1 << 18)
     return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
+
+
+def _fast_precision() -> str:
+    """The 16 bits that the GPU computes in; torch would emulate bf16 on an older one."""
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def config(settings: Settings | Sketch | Planning) -> GPTConfig:
@@ -195,6 +204,8 @@ def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None 
         clip_norm=settings.clip or None,
         micro_batches=settings.micro_batches,
         bucket_size=settings.bucket_size,
+        grad_slots=settings.grad_slots,
+        host_slots=settings.host_slots,
         device=settings.device,
         recompute=settings.recompute,
         compile_segments=settings.compile_segments,

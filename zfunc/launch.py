@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zfunc.ranks import Ranks
 from zfunc.rendezvous import fresh
-from zfunc.threads import local_rank
+from zfunc.threads import local_rank, world_size
 
 TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
 LONGEST = 10**6  # seconds
@@ -51,7 +51,7 @@ def launched() -> Iterator[Ranks]:
 
     On GPUs a rank uses the device numbered LOCAL_RANK; NCCL moves what is there, gloo what is on the host.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or "RANK" not in os.environ:
+    if world_size() == 1 or "RANK" not in os.environ:
         yield Ranks()
         return
     cuda = torch.cuda.is_available()

@@ -1,7 +1,8 @@
 """What an option means on the command line, and the checks of its value. No torch here: help answers at once.
 
 The invariant: a check raises ValueError with the flag, what was got, what was expected and what to type instead; it
-returns for any value that can be run.
+returns for any value that can be run. What one may choose from is said once: the check, the help of the command and
+the shell's completion read it.
 """
 
 import math
@@ -10,18 +11,34 @@ from functools import partial
 from typing import Any, Literal
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.errors import nearest
 
 AUTO: Literal["auto"] = "auto"
+GROUPS = (  # of options, in the order in which help shows them: what is chosen first, and by most, comes first
+    *(
+        "run",
+        "shell",
+        "data",
+        "model",
+        "step",
+        "how long",
+        "run folder",
+        "hardware",
+        "how it runs",
+        "offload",
+    ),
+    *("measurement", "log", "picture", "file", "page", "screen", "output", "configuration"),
+)
 
 
 @frozen
 class Option:
     """What a field means on the command line: its group, its help with the unit, and a check that raises.
 
-    `metavar` stands for its value in the help; "" is that of its type. A `positional` one has no flag.
+    `metavar` stands for its value in the help; "" is that of its type. What of it is not in capitals is typed as it
+    is: `PATH|auto`. A `positional` one has no flag. `words` are those there are to choose from, if there are.
     """
 
     group: str
@@ -29,6 +46,11 @@ class Option:
     check: Callable[[str, Any], None]
     metavar: str = ""
     positional: bool = False
+    words: Collection[str] = field(kw_only=True)
+
+    @words.default
+    def _choices(self) -> Collection[str]:
+        return self.check.names if isinstance(self.check, OneOf) else ()
 
 
 def flag(name: str) -> str:
@@ -73,15 +95,26 @@ def probability(name: str, value: Any) -> None:
         raise ValueError(f"{flag(name)}: got {value:g}, expected 0 or above and below 1: pass 0 for none")
 
 
-def one_of(names: Collection[str]) -> Callable[[str, Any], None]:
+@frozen
+class OneOf:
     """A check that the value is one of `names`, the nearest of which is told otherwise."""
 
-    def check(name: str, value: Any) -> None:
-        if value not in names:
-            hint = nearest(str(value), list(names)) or ": choose one of them"
-            raise ValueError(f"{flag(name)}: got {value!r}, expected one of {', '.join(names)}{hint}")
+    names: Collection[str]
 
-    return check
+    def __call__(self, name: str, value: Any) -> None:
+        """Raises ValueError for another value."""
+        if value not in self.names:
+            hint = nearest(str(value), list(self.names)) or ": choose one of them"
+            raise ValueError(f"{flag(name)}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
+
+
+def one_of(names: Collection[str]) -> OneOf:
+    """A check that the value is one of `names`.
+
+    >>> Option("picture", "its format", one_of(("text", "svg"))).words
+    ('text', 'svg')
+    """
+    return OneOf(names)
 
 
 def ratio(name: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from zfunc.advice import Advice
+from zfunc.advice import Advice, as_flag
 from zfunc.choices import gigabytes, short_of
 from zfunc.graph import TIERS, Tier
 from zfunc.legend import in_words
@@ -51,6 +51,8 @@ def text(answer: Answer) -> str:
     lines = [*_what(answer), "", *_memory(p), "", *_time(p)]
     if p.reasons:
         lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
+    if answer.asked.schedule == AUTO:
+        lines += ["", *wrap(f"as options of zfunc train: {_options(p)}", WIDTH, subsequent_indent="  ")]
     lines += ["", *_advice(p), "", *_assumed(p)]
     return "\n".join(lines) + "\n"
 
@@ -91,6 +93,21 @@ def _machine(answer: Answer) -> str:
         return p.hardware.name
     there = ", ".join(p.profile.precisions)
     return f"{p.hardware.name} (chosen of {there})"
+
+
+def _options(p: Planned) -> str:
+    """What was chosen, as one types it to train so."""
+    c = p.setup.choice
+    chosen = {
+        "schedule": c.schedule_name,
+        "bucket_size": c.bucket_size,
+        "grad_slots": c.grad_slots,
+        "host_slots": c.host_slots,
+        **({"offload_ratio": c.offload_ratio} if c.offload_ratio != 1 else {}),
+        **({"speculate": c.speculate} if c.speculate else {}),
+        **({"delay_from": 1} if c.delay else {}),
+    }
+    return " ".join(as_flag(name, value) for name, value in chosen.items())
 
 
 def _memory(p: Planned) -> Iterator[str]:

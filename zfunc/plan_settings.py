@@ -21,7 +21,7 @@ from zfunc.options import (
     zero_or_more,
 )
 from zfunc.profile_file import names as profiles
-from zfunc.settings import COMMON
+from zfunc.settings import COMMON, DRAW, check_paper, check_precision, profile
 
 _names = ", ".join
 
@@ -29,42 +29,37 @@ _names = ", ".join
 PLAN = {
     **COMMON,
     "vocab_size": Option("model", "tokens there are", count),
-    "max": Option("model", "instead of --num-layers: the most that fit", anything),
+    "max": Option("model", "find the most layers that fit, whatever --num-layers says", anything),
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
     ),
-    "precision": Option(
-        "how it runs",
-        f"{COMMON['precision'].help.partition(';')[0]}; auto is the 16 bits that the hardware is fast in",
-        COMMON["precision"].check,
-    ),
+    "precision": DRAW["precision"],
     "schedule": Option(
         "how it runs",
         f"{COMMON['schedule'].help}; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
         one_of((*schedules.__all__, AUTO)),
     ),
-    "grad_slots": Option("how it runs", "buckets of gradients on the device", count),
-    "host_slots": Option("how it runs", "buckets on their way, in pinned memory, each way", count),
     "offload_ratio": Option(
-        "how it runs",
+        "offload",
         f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device. {AUTO}: the fastest",
         ratio,
-        metavar="X",
+        metavar=f"X|{AUTO}",
     ),
     "speculate": Option(
-        "how it runs",
+        "offload",
         "buckets that are updated before the norm is known, with clipping or fp16",
         zero_or_more,
     ),
-    "delay": Option("how it runs", "apply every gradient a step late", anything),
+    "delay": Option("offload", "apply every gradient a step late", anything),
     "hardware": Option(
         "hardware",
         f"{_names(profiles())}, or a file that zfunc calibrate wrote",
-        anything,
+        profile,
         metavar="NAME|FILE",
+        words=profiles(),
     ),
     "world": Option("hardware", "ranks that train together, one on a device", count),
-    "json": Option("output", "as one JSON object, for programs", anything),
+    "json": Option("output", "print one JSON object, for programs", anything),
 }
 
 
@@ -97,6 +92,8 @@ class Planning:
 
     def __attrs_post_init__(self) -> None:
         check_each(self, PLAN)
+        check_paper(self)
+        check_precision(self.hardware, self.precision)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         parts = self.world * self.micro_batches
         multiple(

@@ -22,11 +22,12 @@ from zfunc.graph import Tier
 from zfunc.hardware import Hardware
 from zfunc.jobs import one_of
 from zfunc.memory import held
+from zfunc.options import AUTO
 from zfunc.plan import Plan
 from zfunc.profile import Profile
 from zfunc.search import Tried
 from zfunc.segments import Segment
-from zfunc.task import AUTO, Task, machine, precision_for
+from zfunc.task import Task, machine, precision_for
 from zfunc.timeline import Timeline
 
 # What a search does not vary, and what goes with it: of all else there is nothing left to advise.

@@ -12,9 +12,9 @@ from zfunc.choices import Choice, Setup
 from zfunc.gpt import num_parameters
 from zfunc.job import config, segments
 from zfunc.largest import largest
+from zfunc.options import AUTO
 from zfunc.plan_settings import Planning
 from zfunc.planner import Planned, planned
-from zfunc.settings import AUTO
 from zfunc.task import Task, machine, precision_for
 
 

@@ -142,7 +142,9 @@ class Profile:
         """
         if precision not in self.precisions:
             there = ", ".join(self.precisions)
-            raise ValueError(f"{self.name}: got precision {precision!r}, expected one it has: use {there}")
+            raise ValueError(
+                f"{self.name}: got precision {precision!r}, expected one it has: use {there}, or calibrate with it"
+            )
         if world < 1:
             raise ValueError(f"{self.name}: got a world of {world}, expected 1 rank at least: give a count")
         local = min(world, int(self.value("count", "devices")))

@@ -9,16 +9,18 @@ from attrs import frozen
 
 from zfunc.options import Option, anything, check_each, path, positive
 
-_RUN = Option("run", "its folder, such as runs/DATE-TIME", path, metavar="RUN", positional=True)
+_RUN = Option("run", "folder of the run, such as runs/DATE-TIME", anything, metavar="RUN", positional=True)
 
 REPORT = {
     "run": _RUN,
-    "out": Option("page", "file to write, or to write anew (default: RUN/report.html)", path),
+    "out": Option("page", "file to write, or to write anew (default: RUN/report.html)", path, metavar="FILE"),
 }
 
 TOP = {
     "run": _RUN,
-    "once": Option("screen", "print what there is to see now, and end; so it does in a pipe", anything),
+    "once": Option(
+        "screen", "print what there is to see now, and end; in a pipe that is all it does", anything
+    ),
     "every": Option("screen", "seconds from one look to the next", positive),
 }
 

@@ -31,6 +31,7 @@ from zfunc.options import (
     ratio,
     zero_or_more,
 )
+from zfunc.profile_file import load
 from zfunc.profile_file import names as profiles
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
@@ -43,6 +44,11 @@ LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no confi
 FORMATS = ("text", "svg", "chrome", "html")
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
+LARGEST_SEED = 2**63 - 1  # which a checkpoint can hold
+MOST_LAYERS, MOST_ELEMENTS = (
+    10_000,
+    10**17,
+)  # of what is planned: each layer takes time; torch counts bytes in 63 bits
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that the model of --hf has itself
 
 
@@ -53,6 +59,54 @@ def _device(name: str, value: Any) -> None:
         raise ValueError(
             f"{flag(name)}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
         )
+
+
+def profile(name: str, value: Any) -> None:
+    """A profile that comes with zfunc, or a file of one."""
+    try:
+        load(value)
+    except FileNotFoundError as error:  # which names the argument of zfunc.plan
+        raise ValueError(f"{flag(name)}: {str(error).partition(': ')[2]}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{flag(name)}: got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{flag(name)}: {error}") from error
+
+
+def check_paper(model: Any) -> None:
+    """Refuse sizes that cannot be planned, by arithmetic: too many segments, or more elements than are counted."""
+    layers, width, tokens = model.num_layers, model.hidden_size, model.batch_size * model.seq_length
+    widest = max(4 * width, model.vocab_size, model.num_attention_heads * model.seq_length)
+    for flags, what, got, most in (
+        ("--num-layers", "layers", layers, MOST_LAYERS),
+        (
+            "--hidden-size, --num-layers, --vocab-size",
+            "parameters",
+            (12 * layers * width + model.vocab_size) * width,
+            MOST_ELEMENTS,
+        ),
+        ("--batch-size, --seq-length", "elements of an activation", tokens * widest, MOST_ELEMENTS),
+    ):
+        if got > most:
+            raise ValueError(f"{flags}: got {got:.3g} {what}, expected at most {most:.3g}: make it smaller")
+
+
+def check_precision(hardware: str | None, precision: str) -> None:
+    """Refuse a precision that a profile does not have."""
+    there = (AUTO, *load(hardware).precisions) if hardware is not None else PRECISIONS
+    if precision not in there:
+        raise ValueError(
+            f"--precision: got {precision!r} with --hardware {hardware}, expected one that it has: pass "
+            f"{' or '.join(there)}"
+        )
+
+
+def _seed(name: str, value: Any) -> None:
+    zero_or_more(name, value)
+    if value > LARGEST_SEED:
+        raise ValueError(f"{flag(name)}: got {value}, expected at most {LARGEST_SEED}: pass a smaller one")
 
 
 def _resume(name: str, value: Any) -> None:
@@ -74,20 +128,22 @@ COMMON = {
     "clip": Option("step", "largest global gradient norm; 0 does not clip", not_negative),
     "precision": Option(
         "how it runs",
-        f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto is bf16 on a GPU and fp32 on a CPU",
+        f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto: bf16 on a GPU, fp32 on a CPU",
         one_of(PRECISIONS),
     ),
     "moments": Option(
-        "how it runs",
+        "offload",
         f"what the host keeps of Adam's moments: {_names(MOMENTS)}; the less, the faster the host's step",
         one_of(MOMENTS),
     ),
     "schedule": Option(
         "how it runs",
-        f"what runs when, on which lane: {_names(schedules.__all__)}",
+        f"what runs when, and on which lane: {_names(schedules.__all__)}",
         one_of(schedules.__all__),
     ),
-    "bucket_size": Option("how it runs", "elements that are moved and updated as a unit", count),
+    "bucket_size": Option("offload", "elements that are moved and updated as a unit", count),
+    "grad_slots": Option("offload", "buckets of gradients that the device has room for", count),
+    "host_slots": Option("offload", "buckets on their way, in pinned memory, each way", count),
     "recompute": Option(
         "how it runs",
         f"what a block forgets between forward and backward: {_names(RECOMPUTE)}",
@@ -98,29 +154,32 @@ COMMON = {
 TRAIN = {
     "config": Option(
         "configuration",
-        f"a DeepSpeed configuration; what it says holds, flags where it says nothing or {AUTO} (default: none)",
+        f"a DeepSpeed configuration, JSON. What it says holds; flags do where it says nothing or {AUTO} "
+        "(default: none)",
         path,
+        metavar="FILE",
     ),
     "data": Option(
         "data",
         'a text file, JSONL ({"text": ...} or {"prompt": ..., "completion": ...} a line), a folder of such '
-        "files, or a .bin of tokens as nanoGPT writes them (default: the sources of Python's standard library)",
+        "files, a .bin of tokens as nanoGPT writes them, or a folder that datasets' save_to_disk wrote, with the "
+        "columns of JSONL, or input_ids and perhaps labels; it needs zfunc[datasets] (default: the sources of "
+        "Python's standard library)",
         path,
     ),
     "tokenizer": Option(
         "data",
-        "a local tokenizer.json, for text and JSONL (default: that of --hf; else their bytes are the tokens)",
+        "a local tokenizer.json, for text and JSONL (default: that of --hf; without one, bytes are the tokens)",
         path,
         metavar="FILE",
     ),
-    "dtype": Option("data", f"of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
+    "dtype": Option("data", f"type of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
     "vocab_size": Option(
         "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", count
     ),
     "hf": Option(
         "model",
-        "folder of a Hugging Face model to train on from, instead of a new GPT: its config, safetensors, tokenizer "
-        "(default: none)",
+        "folder of a Hugging Face model to begin with: its config, safetensors and tokenizer (default: a new GPT)",
         path,
         metavar="FOLDER",
     ),
@@ -133,10 +192,10 @@ TRAIN = {
     ),
     "warmup": Option(
         "step",
-        "steps in which the learning rate rises (default: a tenth of all, at most 150)",
+        "steps in which the learning rate rises to --lr (default: a tenth of all, at most 150)",
         zero_or_more,
     ),
-    "weight_decay": Option("step", "of matrices and embeddings, not of norms and biases", not_negative),
+    "weight_decay": Option("step", "decay of matrices and embeddings, not of norms and biases", not_negative),
     "steps": Option("how long", "steps to train; without limit if only --seconds is given", count),
     "seconds": Option(
         "how long",
@@ -146,40 +205,44 @@ TRAIN = {
     ),
     "eval_every": Option("how long", "steps from one held-out evaluation to the next", count),
     "save_every": Option(
-        "checkpoints",
-        "steps from one checkpoint to the next; the last step is always saved (default: only the last step; "
-        "0: none at all)",
+        "run folder",
+        "steps from one checkpoint to the next, and one of the last step; 0 saves none at all (default: the last "
+        "step alone)",
         zero_or_more,
     ),
-    "keep": Option("checkpoints", "the newest that stay; older ones are deleted", count),
+    "keep": Option("run folder", "the newest checkpoints that stay; older ones are deleted", count),
     "resume": Option(
-        "checkpoints",
+        "run folder",
         f"go on from a checkpoint, from the newest in a folder of them, or from a run's; {AUTO}: in --out itself, "
         "from its newest, or from the beginning if it has none (default: from the beginning)",
         _resume,
         metavar=f"PATH|{AUTO}",
     ),
     "device": Option(
-        "how it runs", f"{_names(DEVICES)}, or cuda:N; auto is a GPU where there is one", _device
+        "how it runs",
+        f"{_names(DEVICES)}, or cuda:N; auto: a GPU where there is one",
+        _device,
+        words=DEVICES,
     ),
     "bucket_size": Option(
-        "how it runs",
+        "offload",
         f"{COMMON['bucket_size'].help} (default: 262144 on a CPU, for its caches; 50000000 on a GPU)",
         count,
     ),
     "offload_ratio": Option(
-        "how it runs",
-        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device, with {AUTO} what fits",
+        "offload",
+        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device. {AUTO}: as much as "
+        "fits there",
         ratio,
         metavar=f"X|{AUTO}",
     ),
     "speculate": Option(
-        "how it runs",
+        "offload",
         "buckets that are updated before the norm is known; same result, more memory",
         zero_or_more,
     ),
     "delay_from": Option(
-        "how it runs",
+        "offload",
         "from this step on the host applies each gradient a step late, beside the next; it changes what is trained "
         "(default: never)",
         count,
@@ -187,32 +250,48 @@ TRAIN = {
     "compile_segments": Option(
         "how it runs", "put the blocks through torch.compile; needs a compiler", anything
     ),
-    "seed": Option(
-        "how it runs", "of initial values, the order of data, dropout and the sample", zero_or_more
-    ),
+    "seed": Option("how it runs", "seed of initial values, the order of data, dropout and the sample", _seed),
     "log_style": Option(
-        "how it runs",
-        f"what is printed: {_names(LOG_STYLES)}; deepspeed's lines, for programs that read those, come every "
-        f"{LOG_EVERY} steps, or its configuration's steps_per_print, and measure each of these steps",
+        "log",
+        f"what is printed: {_names(LOG_STYLES)}. zfunc: a live panel on a terminal, whatever steps_per_print says, "
+        "else lines, every steps_per_print steps if --config has it; deepspeed: its lines, for programs that read "
+        f"those, every {LOG_EVERY} steps or steps_per_print, each of which is measured",
         one_of(LOG_STYLES),
     ),
+    "tensorboard": Option(
+        "log", "write every step for TensorBoard too, to RUN/tensorboard; needs zfunc[tensorboard]", anything
+    ),
+    "wandb": Option(
+        "log",
+        "write every step for Weights & Biases too, to RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
+        "zfunc[wandb]",
+        anything,
+    ),
     "out": Option(
-        "how it runs",
+        "run folder",
         f"run folder, new or empty, or with --resume {AUTO} the run's own (default: runs/DATE-TIME)",
         path,
+        metavar="FOLDER",
     ),
 }
 
 DRAW = {
     **COMMON,
+    "precision": Option(
+        "how it runs",
+        f"{COMMON['precision'].help.partition(';')[0]}; {AUTO}: the 16 bits that the hardware is fast in",
+        COMMON["precision"].check,
+    ),
     "vocab_size": Option("model", "tokens there are", count),
     "schedule": Option(
         "how it runs", f"{COMMON['schedule'].help}; or all", one_of((*schedules.__all__, "all"))
     ),
     "hardware": Option(
         "hardware",
-        f"a profile: {_names(profiles())}, or a file of one (default: the figures below)",
-        anything,
+        f"{_names(profiles())}, or a file that zfunc calibrate wrote (default: the figures below)",
+        profile,
+        metavar="NAME|FILE",
+        words=profiles(),
     ),
     "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
     "device_gbs": Option("hardware", "device memory, in GB/s", positive),
@@ -235,6 +314,7 @@ DRAW = {
         "picture",
         "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
         path,
+        metavar="FILE",
     ),
 }
 
@@ -242,22 +322,24 @@ DRAW = {
 EXPORT = {
     "checkpoint": Option(
         "file",
-        "its folder; or a folder of them, or a run's, of which the newest complete one is taken",
+        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
         anything,
         metavar="CHECKPOINT",
         positional=True,
     ),
-    "out": Option("file", "new file to write, which ends in .safetensors; with --hf a new folder", path),
+    "out": Option(
+        "file", "new file to write, which ends in .safetensors; with --hf a new folder; to be given", path
+    ),
     "hf": Option(
         "file",
-        "folder of a Hugging Face model that was trained from: write one like it, which from_pretrained loads",
+        "folder of the Hugging Face model that training began with: write one like it (default: one file)",
         path,
         metavar="FOLDER",
     ),
-    "dtype": Option("file", f"of the weights in it: {_names(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
+    "dtype": Option("file", f"type of the weights: {_names(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
 }
 
-DOCTOR = {"json": Option("output", "as one JSON object, for programs", anything)}
+DOCTOR = {"json": Option("output", "print one JSON object, for programs", anything)}
 
 
 @frozen(kw_only=True)
@@ -288,6 +370,7 @@ class Settings:
     steps: int | None = 1500
     seconds: float | None = 140.0
     eval_every: int = 250
+    out: Path | None = None
     save_every: int | None = None
     keep: int = 2
     resume: str | None = None
@@ -297,13 +380,16 @@ class Settings:
     schedule: str = "Overlapped"
     recompute: str = "all"
     bucket_size: int | None = None
+    grad_slots: int = 2
+    host_slots: int = 2
     offload_ratio: str = field(default="1", converter=str)
     speculate: int = 0
     delay_from: int | None = None
     compile_segments: bool = False
     seed: int = 0
     log_style: str = "zfunc"
-    out: Path | None = None
+    tensorboard: bool = False
+    wandb: bool = False
 
     def __attrs_post_init__(self) -> None:
         _check(self, TRAIN)
@@ -344,27 +430,32 @@ class Sketch:
     batch_size: int = 8
     micro_batches: int = 1
     clip: float = 1.0
-    precision: str = "bf16"
+    precision: str = AUTO
     moments: str = "fp32"
     schedule: str = "Overlapped"
     recompute: str = "all"
     bucket_size: int = 50_000_000
+    grad_slots: int = 2
+    host_slots: int = 2
+    hardware: str | None = None
     compute_tflops: float = ROUND.flops / 1e12
     device_gbs: float = ROUND.rates["compute"] / 1e9
     d2h_gbs: float = ROUND.rates["d2h"] / 1e9
     h2d_gbs: float = ROUND.rates["h2d"] / 1e9
     host_gbs: float = ROUND.rates["host"] / 1e9
-    hardware: str | None = None
     format: str | None = None
     compare: Path | None = None
     out: Path | None = None
 
     def __attrs_post_init__(self) -> None:
         _check(self, DRAW)
+        check_paper(self)
+        check_precision(self.hardware, self.precision)
         if self.hardware is not None:
             self._check_alone("hardware", ("hardware",), "which has these figures")
         if self.compare is not None:
-            self._check_alone("compare", ("model", "step", "how it runs"), "which draws the run's own plan")
+            groups = "model", "step", "how it runs", "offload"
+            self._check_alone("compare", groups, "which draws the run's own plan")
 
     def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
         """Refuse what would be ignored beside option `name`."""
@@ -387,6 +478,11 @@ class Export:
 
     def __attrs_post_init__(self) -> None:
         check_each(self, EXPORT)
+        if self.hf is not None and not (self.hf / "config.json").is_file():
+            raise ValueError(
+                f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
+                "the one that training began with"
+            )
         if self.out is None:
             what, such = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
             raise ValueError(f"--out: got none, expected a new {what} to write: pass such as --out {such}")

@@ -44,6 +44,8 @@ def _graph(sketch: Sketch, precision: str) -> Graph:
         clip_norm=sketch.clip or None,
         micro_batches=sketch.micro_batches,
         bucket_size=sketch.bucket_size,
+        grad_slots=sketch.grad_slots,
+        host_slots=sketch.host_slots,
         recompute=sketch.recompute,
         device="cpu",
         example=(torch.empty(shape, dtype=torch.int64, device="meta"),) * 2,
