@@ -10,9 +10,9 @@ NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml cons
 train: $(STAMP)
 	$(BIN)/zfunc train
 
-# Two workers: the tests of a file stay together, because some share what took long to make.
+# Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
 test: $(STAMP) lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from zfunc.draw_settings import Sketch
 from zfunc.job import segments
 from zfunc.segments import Segment
-from zfunc.settings import Sketch
 
 
 def describe() -> dict[str, Any]:

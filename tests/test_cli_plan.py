@@ -11,9 +11,9 @@ import pytest
 
 from zfunc import room
 from zfunc.cli import main
+from zfunc.draw_settings import Sketch
 from zfunc.plan_settings import Planning
 from zfunc.profile_file import load, text
-from zfunc.settings import Sketch
 
 TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]

@@ -259,7 +259,7 @@ def test_a_resume_is_the_training_that_was_not_interrupted(
     settings: str, meanwhile: bool, tmp_path: Path
 ) -> None:
     program, data = compiled(settings, 2)
-    for at in (1, 2, 4):  # before the first delayed step, after it, later
+    for at in (1, 4) if meanwhile else (2,):  # before the first delayed step, later; after the first
         state, _ = steps(program, zfunc.init(program, seed=5), data, 0, at)
         folder = tmp_path / str(at)
         if meanwhile:

@@ -25,6 +25,7 @@ TORCH_FREE = (
     {"alternatives", "largest", "history"},
     {"search", "advice"},
     {"settings", "terminal"},
+    {"draw_settings"},
     {"progress", "calibrate_settings", "plan_settings", "report_settings", "events"}
     | {"arguments", "completion"},
     {"pictures", "report_tables"},

@@ -16,10 +16,11 @@ from zfunc.arguments import Help, Parser, add, add_common
 from zfunc.calibrate_settings import CALIBRATE, Calibrate
 from zfunc.commands import DONE
 from zfunc.completion import COMPLETION, Completion, script
+from zfunc.draw_settings import DRAW, Sketch
 from zfunc.options import Option
 from zfunc.plan_settings import PLAN, Planning
-from zfunc.report_settings import REPORT, TOP, Report, Watch
-from zfunc.settings import DOCTOR, DRAW, EXPORT, TRAIN, Doctor, Export, Settings, Sketch
+from zfunc.report_settings import DOCTOR, EXPORT, REPORT, TOP, Doctor, Export, Report, Watch
+from zfunc.settings import TRAIN, Settings
 
 
 @frozen

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zfunc.calibrate_settings import Calibrate
+from zfunc.draw_settings import Sketch
 from zfunc.plan_settings import Planning
-from zfunc.report_settings import Report, Watch
-from zfunc.settings import AUTO, Doctor, Export, Settings, Sketch
+from zfunc.report_settings import Doctor, Export, Report, Watch
+from zfunc.settings import AUTO, Settings
 from zfunc.terminal import interrupts, logged, printable, size
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from zfunc.batches import Batch, batch, held_out_parts
 from zfunc.compiling import pick_device
 from zfunc.configured import beside, told
 from zfunc.data import Corpus
+from zfunc.draw_settings import Sketch
 from zfunc.errors import OutOfMemory
 from zfunc.finetuning import Pretrained, pretrained, tokenizer
 from zfunc.gpt import GPTConfig, modules, num_parameters
@@ -34,7 +35,7 @@ from zfunc.ranks import Ranks
 from zfunc.resources import available_host_bytes
 from zfunc.room import check_room
 from zfunc.segments import Segment
-from zfunc.settings import Settings, Sketch
+from zfunc.settings import Settings
 from zfunc.threads import local_ranks
 from zfunc.tokenizing import Tokenizer
 

@@ -7,6 +7,7 @@ from attrs import evolve, frozen
 
 from zfunc.compare import table
 from zfunc.draw import chrome_trace, svg, text
+from zfunc.draw_settings import Sketch
 from zfunc.graph import Kind
 from zfunc.hardware import ROUND, Hardware
 from zfunc.memory import memory
@@ -14,7 +15,6 @@ from zfunc.page import page
 from zfunc.plan import Plan
 from zfunc.profile_file import load
 from zfunc.recorded import recorded
-from zfunc.settings import Sketch
 from zfunc.simulate import critical_path, simulate
 from zfunc.timeline import Timeline
 

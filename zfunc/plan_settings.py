@@ -8,6 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc import schedules
+from zfunc.draw_settings import DRAW, HARDWARE, check_paper, check_precision
 from zfunc.options import (
     AUTO,
     Option,
@@ -20,11 +21,7 @@ from zfunc.options import (
     share,
     zero_or_more,
 )
-from zfunc.profile_file import names as profiles
-from zfunc.settings import COMMON, DRAW, check_paper, check_precision, profile
-
-_names = ", ".join
-
+from zfunc.settings import COMMON
 
 PLAN = {
     **COMMON,
@@ -51,13 +48,7 @@ PLAN = {
         zero_or_more,
     ),
     "delay": Option("offload", "apply every gradient a step late", anything),
-    "hardware": Option(
-        "hardware",
-        f"{_names(profiles())}, or a file that zfunc calibrate wrote",
-        profile,
-        metavar="NAME|FILE",
-        words=profiles(),
-    ),
+    "hardware": HARDWARE,
     "world": Option("hardware", "ranks that train together, one on a device", count),
     "json": Option("output", "print one JSON object, for programs", anything),
 }

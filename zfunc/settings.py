@@ -1,10 +1,9 @@
-"""Settings of the commands as values: defaults in two frozen classes, what each option means in one table.
+"""Settings of `zfunc train` as a value, what each option means, and the options that other commands have too.
 
 The invariant: the fields' defaults are the command line's, and a value that exists can be run, as far as that can
 be told without the data and the machine. No torch here: `zfunc --help` answers at once.
 """
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from attrs import field, frozen
 
 from zfunc import schedules
 from zfunc.errors import nearest
-from zfunc.hardware import ROUND
 from zfunc.moments import BUFFERS
 from zfunc.options import (
     AUTO,
@@ -31,24 +29,16 @@ from zfunc.options import (
     ratio,
     zero_or_more,
 )
-from zfunc.profile_file import load
-from zfunc.profile_file import names as profiles
 
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
 MOMENTS = tuple(BUFFERS)
-WEIGHTS = ("fp32", "bf16", "fp16")
 LOG_STYLES = ("zfunc", "deepspeed")
 LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
-FORMATS = ("text", "svg", "chrome", "html")
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
 LARGEST_SEED = 2**63 - 1  # which a checkpoint can hold
-MOST_LAYERS, MOST_ELEMENTS = (
-    10_000,
-    10**17,
-)  # of what is planned: each layer takes time; torch counts bytes in 63 bits
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that the model of --hf has itself
 
 
@@ -58,48 +48,6 @@ def _device(name: str, value: Any) -> None:
         hint = nearest(kind, list(DEVICES)) or ": choose one of them"
         raise ValueError(
             f"{flag(name)}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
-        )
-
-
-def profile(name: str, value: Any) -> None:
-    """A profile that comes with zfunc, or a file of one."""
-    try:
-        load(value)
-    except FileNotFoundError as error:  # which names the argument of zfunc.plan
-        raise ValueError(f"{flag(name)}: {str(error).partition(': ')[2]}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{flag(name)}: got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{flag(name)}: {error}") from error
-
-
-def check_paper(model: Any) -> None:
-    """Refuse sizes that cannot be planned, by arithmetic: too many segments, or more elements than are counted."""
-    layers, width, tokens = model.num_layers, model.hidden_size, model.batch_size * model.seq_length
-    widest = max(4 * width, model.vocab_size, model.num_attention_heads * model.seq_length)
-    for flags, what, got, most in (
-        ("--num-layers", "layers", layers, MOST_LAYERS),
-        (
-            "--hidden-size, --num-layers, --vocab-size",
-            "parameters",
-            (12 * layers * width + model.vocab_size) * width,
-            MOST_ELEMENTS,
-        ),
-        ("--batch-size, --seq-length", "elements of an activation", tokens * widest, MOST_ELEMENTS),
-    ):
-        if got > most:
-            raise ValueError(f"{flags}: got {got:.3g} {what}, expected at most {most:.3g}: make it smaller")
-
-
-def check_precision(hardware: str | None, precision: str) -> None:
-    """Refuse a precision that a profile does not have."""
-    there = (AUTO, *load(hardware).precisions) if hardware is not None else PRECISIONS
-    if precision not in there:
-        raise ValueError(
-            f"--precision: got {precision!r} with --hardware {hardware}, expected one that it has: pass "
-            f"{' or '.join(there)}"
         )
 
 
@@ -275,72 +223,6 @@ TRAIN = {
     ),
 }
 
-DRAW = {
-    **COMMON,
-    "precision": Option(
-        "how it runs",
-        f"{COMMON['precision'].help.partition(';')[0]}; {AUTO}: the 16 bits that the hardware is fast in",
-        COMMON["precision"].check,
-    ),
-    "vocab_size": Option("model", "tokens there are", count),
-    "schedule": Option(
-        "how it runs", f"{COMMON['schedule'].help}; or all", one_of((*schedules.__all__, "all"))
-    ),
-    "hardware": Option(
-        "hardware",
-        f"{_names(profiles())}, or a file that zfunc calibrate wrote (default: the figures below)",
-        profile,
-        metavar="NAME|FILE",
-        words=profiles(),
-    ),
-    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
-    "device_gbs": Option("hardware", "device memory, in GB/s", positive),
-    "d2h_gbs": Option("hardware", "device to host, in GB/s", positive),
-    "h2d_gbs": Option("hardware", "host to device, in GB/s", positive),
-    "host_gbs": Option("hardware", "host memory, in GB/s", positive),
-    "format": Option(
-        "picture",
-        f"{_names(FORMATS)} (default: what --out ends in, .svg, .html or .json; else text, of --compare html)",
-        one_of(FORMATS),
-    ),
-    "compare": Option(
-        "picture",
-        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
-        "(default: draw a step that was not run)",
-        path,
-        metavar="RUN",
-    ),
-    "out": Option(
-        "picture",
-        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
-        path,
-        metavar="FILE",
-    ),
-}
-
-
-EXPORT = {
-    "checkpoint": Option(
-        "file",
-        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
-        anything,
-        metavar="CHECKPOINT",
-        positional=True,
-    ),
-    "out": Option(
-        "file", "new file to write, which ends in .safetensors; with --hf a new folder; to be given", path
-    ),
-    "hf": Option(
-        "file",
-        "folder of the Hugging Face model that training began with: write one like it (default: one file)",
-        path,
-        metavar="FOLDER",
-    ),
-    "dtype": Option("file", f"type of the weights: {_names(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
-}
-
-DOCTOR = {"json": Option("output", "print one JSON object, for programs", anything)}
-
 
 @frozen(kw_only=True)
 class Settings:
@@ -392,7 +274,7 @@ class Settings:
     wandb: bool = False
 
     def __attrs_post_init__(self) -> None:
-        _check(self, TRAIN)
+        check_together(self, TRAIN)
         if self.resume == AUTO and self.out is None:
             raise ValueError(
                 f"--resume {AUTO}: got no --out, expected the run's folder, new at first: add such as --out run"
@@ -418,84 +300,8 @@ class Settings:
             )
 
 
-@frozen(kw_only=True)
-class Sketch:
-    """A step to draw. The defaults are a model large enough to see something, on round-number hardware."""
-
-    num_layers: int = 4
-    hidden_size: int = 2048
-    num_attention_heads: int = 16
-    seq_length: int = 1024
-    vocab_size: int = 50257
-    batch_size: int = 8
-    micro_batches: int = 1
-    clip: float = 1.0
-    precision: str = AUTO
-    moments: str = "fp32"
-    schedule: str = "Overlapped"
-    recompute: str = "all"
-    bucket_size: int = 50_000_000
-    grad_slots: int = 2
-    host_slots: int = 2
-    hardware: str | None = None
-    compute_tflops: float = ROUND.flops / 1e12
-    device_gbs: float = ROUND.rates["compute"] / 1e9
-    d2h_gbs: float = ROUND.rates["d2h"] / 1e9
-    h2d_gbs: float = ROUND.rates["h2d"] / 1e9
-    host_gbs: float = ROUND.rates["host"] / 1e9
-    format: str | None = None
-    compare: Path | None = None
-    out: Path | None = None
-
-    def __attrs_post_init__(self) -> None:
-        _check(self, DRAW)
-        check_paper(self)
-        check_precision(self.hardware, self.precision)
-        if self.hardware is not None:
-            self._check_alone("hardware", ("hardware",), "which has these figures")
-        if self.compare is not None:
-            groups = "model", "step", "how it runs", "offload"
-            self._check_alone("compare", groups, "which draws the run's own plan")
-
-    def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
-        """Refuse what would be ignored beside option `name`."""
-        for f in attrs.fields(Sketch):
-            given = getattr(self, f.name) != f.default
-            if given and f.name != name and DRAW[f.name].group in groups:
-                raise ValueError(
-                    f"{flag(f.name)}: got it with {flag(name)}, {why}, expected one of them: leave one out"
-                )
-
-
-@frozen(kw_only=True)
-class Export:
-    """Weights to take out of a checkpoint."""
-
-    checkpoint: Path
-    out: Path | None = None
-    hf: Path | None = None
-    dtype: str = "fp32"
-
-    def __attrs_post_init__(self) -> None:
-        check_each(self, EXPORT)
-        if self.hf is not None and not (self.hf / "config.json").is_file():
-            raise ValueError(
-                f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
-                "the one that training began with"
-            )
-        if self.out is None:
-            what, such = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
-            raise ValueError(f"--out: got none, expected a new {what} to write: pass such as --out {such}")
-
-
-@frozen(kw_only=True)
-class Doctor:
-    """How to tell what is found."""
-
-    json: bool = False
-
-
-def _check(settings: Settings | Sketch, options: dict[str, Option]) -> None:
+def check_together(settings: Any, options: dict[str, Option]) -> None:
+    """Check every field, and what has to divide what."""
     check_each(settings, options)
     heads, parts = settings.num_attention_heads, settings.micro_batches
     multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)

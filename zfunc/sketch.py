@@ -8,12 +8,12 @@ import torch
 import zfunc
 from zfunc import schedules
 from zfunc.choices import scheduled
+from zfunc.draw_settings import Sketch
 from zfunc.gpt import num_parameters
 from zfunc.graph import Graph
 from zfunc.hardware import ROUND
 from zfunc.job import config, segments
 from zfunc.pictures import Drawn, hardware
-from zfunc.settings import Sketch
 from zfunc.simulate import simulate
 from zfunc.task import machine, precision_for
 from zfunc.verify import verify
