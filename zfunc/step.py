@@ -22,6 +22,7 @@ from zfunc.execute import Jitter, Options
 from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
 from zfunc.loss_scale import UNHARMED
+from zfunc.plan import Plan
 from zfunc.program import (
     Program,
     Recipe,
@@ -50,8 +51,8 @@ class Metrics:
     The mean `loss`; `grad_norm` before clipping, unscaled; the `lr` used; the number of the `step`, from 1; whether
     it was `skipped` for an overflow, at which `loss_scale`. `seconds` in all, of which `host_seconds` in host
     operations; `sent_bytes` to other ranks (see `zfunc.ranks`). `redone` counts buckets whose speculated update was
-    made again, because the gradient was clipped. `timeline` only with `trace=True`, and `saved`, the
-    checkpoint or why there is none, only with `save=`.
+    made again, because the gradient was clipped. `timeline` and the `plan` it is of only with `trace=True`, and
+    `saved`, the checkpoint or why there is none, only with `save=`.
     """
 
     loss: float
@@ -65,6 +66,7 @@ class Metrics:
     sent_bytes: int = 0
     redone: int = 0
     timeline: Timeline | None = None
+    plan: Plan | None = None
     saved: Saved | None = None
 
 
@@ -198,6 +200,7 @@ def _train_step(
         if not verdict.skip and verdict.grad_scale != 1 / step.loss_scale
         else 0,
         timeline=ran.timeline if options.trace else None,
+        plan=special.plan if options.trace else None,
         saved=mem.get(Region("published")),
     )
     return after, metrics

@@ -35,7 +35,7 @@ from zfunc.events import (
 from zfunc.faults import Fault, from_environment
 from zfunc.job import Batch, Job, machine, paced
 from zfunc.memory import memory
-from zfunc.program import Program, specialize
+from zfunc.program import Program
 from zfunc.progress import Length, Progress, differences, restored
 from zfunc.resuming import Start
 from zfunc.saving import Save
@@ -155,9 +155,8 @@ class _Loop:
         )
         if timed and metrics.timeline is not None:
             yield Timed(number, metrics.timeline)
-        if traced and metrics.timeline is not None:
-            plan = specialize(self.program, batch, save=metrics.saved is not None).plan
-            yield Traced(number, metrics.timeline, plan)
+        if traced and metrics.timeline is not None and metrics.plan is not None:
+            yield Traced(number, metrics.timeline, metrics.plan)
         if (after := self.progress.length).total != before.total:
             self.program = paced(self.program, settings, after.total)
             if not self.ended:
