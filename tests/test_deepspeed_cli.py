@@ -133,6 +133,16 @@ def test_a_file_that_is_wrong_is_refused(
 # --- flags and file --------------------------------------------------------------------------------------
 
 
+def test_a_file_by_which_an_update_cannot_be_made_is_refused_before_the_first(capsys: Any) -> None:
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "decay_step_size": 1}
+    file = {"scheduler": {"type": "OneCycle", "params": {**cycle, "decay_mom_rate": 0.1}}}
+    Path("ds.json").write_text(json.dumps(file))
+    assert train(steps=8) == 2
+    assert "ds.json: betas at step 7: got (1.08, 0.99)" in capsys.readouterr().err
+    assert train("--out", "six", steps=6) == 0  # and what there is after the last of six, nobody asks for
+    assert json.loads(Path("six/summary.json").read_text())["checkpoint"] == "step-00000006"
+
+
 def test_flags_hold_where_the_file_says_nothing() -> None:
     assert merged({}, read({}), 1) == {}
     flags = {"lr": 0.5, "batch_size": 12, "micro_batches": 3, "precision": "bf16", "clip": 2.0, "seed": 4}

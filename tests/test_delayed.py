@@ -1,5 +1,6 @@
 """The one-step delayed update: what it computes, where the last gradient waits, and that a resume is exact."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -273,6 +274,17 @@ def test_a_resume_is_the_training_that_was_not_interrupted(
         assert repr(seen) == repr(first + rest)
         assert resumed.pending == state.pending
         assert all(map(torch.equal, bits(resumed), bits(state)))
+
+
+def test_what_was_saved_before_betas_were_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    program, data = compiled("fp32")
+    state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 3)
+    path = zfunc.save(tmp_path, program, state) / "manifest.json"
+    manifest = json.loads(path.read_text())
+    del manifest["position"]["pending"]["betas"], manifest["checksum"]
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="the betas of the update that waits: flush with the zfunc"):
+        zfunc.load(path.parent, program)
 
 
 def test_any_layout_precision_and_moments_reads_what_waits(tmp_path: Path) -> None:

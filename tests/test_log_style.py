@@ -128,6 +128,21 @@ def test_skipped_steps_are_counted_and_speed_leaves_out_the_first_two(capsys: Ou
     assert [m[3:] for m in SPEED.findall(out)][1] == ("4.0", "3.0", "1.00", "4.00")
 
 
+def test_what_was_skipped_before_counts_where_a_run_goes_on(capsys: Out) -> None:
+    tiny, styled = TINY[: TINY.index("--batch-size")], ["--log-style", "deepspeed"]
+    overflows = {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}, "steps_per_print": 1}
+    cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 20}
+    Path("ds.json").write_text(json.dumps({**overflows, "scheduler": {"type": "OneCycle", "params": cycle}}))
+    said = {}
+    for run, lives in (("whole", (20,)), ("parts", (16, 20))):
+        for steps in lives:
+            more = ["--steps", str(steps), "--resume", "auto", "--out", run]
+            assert main(["train", *tiny, "--data", "texts", "--config", "ds.json", *styled, *more]) == 0
+        said[run] = [x for x in capsys.readouterr().out.splitlines() if "step=20, skipped=" in x]
+    assert said["parts"] == said["whole"]
+    assert "skipped=0" not in said["whole"][0]
+
+
 def test_times_are_those_of_the_operations() -> None:
     events = (
         Event("gpu", "forward[0]", "compute", 0.0, 0.010),

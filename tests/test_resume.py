@@ -21,6 +21,7 @@ from zfunc.checkpoint import disk
 from zfunc.cli import main
 from zfunc.errors import CheckpointError
 from zfunc.progress import Length, Progress, restored
+from zfunc.recorded import recorded
 from zfunc.rendezvous import fresh
 from zfunc.settings import Settings
 
@@ -475,6 +476,25 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> No
     assert "goes on after step " in said[0][0]
     assert measured("killed") == measured("whole")
     assert told("killed")["sample"] == told("whole")["sample"]
+
+
+@pytest.mark.parametrize("delay_from", [10, 14])
+def test_the_measured_step_is_of_the_plan_that_ran_before_a_delay_begins_and_after(delay_from: int) -> None:
+    """Step 10 is the measured one: the first with nothing waiting yet, or a plain one."""
+    assert train("--out", "run", "--save-every", 0, "--steps", 15, "--delay-from", delay_from) == 0
+    step = recorded(Path("run"))
+    assert {op.name for op in step.plan.graph} == {e.op for e in step.timeline.events}
+
+
+def test_an_error_in_the_middle_is_a_failure_and_tells_where_the_run_is(
+    at_step: Callable[[int, Callable[[], Any]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> None:
+        raise ValueError("got this in the middle")
+
+    at_step(4, fails)
+    assert train("--out", "run") == 1
+    assert "got this in the middle\nWhat there is up to then: run" in capsys.readouterr().err
 
 
 def rank_of(launcher: int, rank: int) -> int:

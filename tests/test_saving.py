@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import trained
+from models import MODELS
 from torch import Tensor
 from trained import steps
 
@@ -418,3 +419,18 @@ def test_saving_and_loading_take_no_more_than_a_tenth_of_the_state_beside_it(
     saving, loading = map(float, ran.stdout.split())
     assert -0.01 < saving < 0.1
     assert 0 <= loading < 0.1
+
+
+def test_what_only_lasts_for_the_updates_there_are_is_saved_after_the_last(tmp_path: Path) -> None:
+    rates = [1e-3, 2e-3]
+    segments, data = MODELS["odd sizes"]()
+    adam = zfunc.AdamW(
+        lr=lambda step: rates[step - 1], betas=lambda step: [(0.9, 0.99), (0.8, 0.99)][step - 1]
+    )
+    program = zfunc.compile(segments, optimizer=adam, device="cpu", precision="fp32")
+    state = zfunc.init(program, seed=1)
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, data(i))
+    kept = zfunc.save(tmp_path, program, state)
+    optimizer = json.loads((kept / "manifest.json").read_text())["optimizer"]
+    assert (optimizer["lr"], optimizer["betas"]) == (2e-3, [0.8, 0.99])

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from zfunc import loading, saving
+from zfunc.beginning import allocated
 from zfunc.checkpoint import checkpoints
 from zfunc.checkpoint.checkpoints import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, Position, check_model
@@ -20,12 +21,11 @@ from zfunc.errors import CheckpointError
 from zfunc.execute import Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
-from zfunc.memory import memory
-from zfunc.program import Program, between_steps, check_memory, occupied, staging
+from zfunc.program import Program, between_steps, occupied
 from zfunc.ranks import Ranks
 from zfunc.recipes import checkpoint
 from zfunc.saving import Save, Saved, Saving, together
-from zfunc.state import Buffers, State, allocate, regions
+from zfunc.state import Buffers, State, regions
 
 log = logging.getLogger("zfunc")
 
@@ -101,7 +101,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     buffers: Buffers | None = None
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = together(ranks, partial(_opened, folder, program))
-        buffers = buffers or together(ranks, partial(_allocated, program))
+        buffers = buffers or together(ranks, partial(allocated, program, "load"))
         fill = partial(loading.fill, buffers, program.layout, program.job.moments, checkpoint, ranks)
         try:
             together(ranks, fill)
@@ -171,13 +171,6 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
         )
 
 
-def _allocated(program: Program) -> Buffers:
-    check_memory(program, memory(program.plan), held={}, action="load")
-    buffers = allocate(program.job, program.dtype, program.device)
-    staging(program)
-    return buffers
-
-
 def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
     at = checkpoint.manifest.position
     scale, scaled = at.loss_scale, program.precision == "fp16"
@@ -197,11 +190,11 @@ def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
 
 
 def _settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's, in JSON's own types; of a rate that depends on the step, that of the next one."""
-    optimizer = program.optimizer
+    """The optimizer's, in JSON's own types; what depends on the step is the last update's, or the first's."""
+    optimizer, update = program.optimizer, max(1, step)
     return {
-        "lr": float(optimizer.lr_at(step + 1)),
-        "betas": list(optimizer.betas_at(step + 1)),
+        "lr": float(optimizer.lr_at(update)),
+        "betas": list(optimizer.betas_at(update)),
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
         "decoupled": optimizer.decoupled,

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from zfunc import errors
 from zfunc.arguments import ALIKE, REFUSED, as_typed, given, shortened, unknown
 from zfunc.catalogue import COMMANDS, Command, parser
 from zfunc.commands import DONE, FAILED, TrainingFailed
@@ -50,7 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ImportError) as error:
         return _complain(args, _told(error), FAILED if _of_no_file(error) else REFUSED)
     except Exception as error:
-        return _complain(args, f"{type(error).__name__}: {error}{FAULT}", FAILED)
+        fault = (
+            "" if type(error).__module__ == errors.__name__ else FAULT
+        )  # those are about what was asked for
+        return _complain(args, f"{type(error).__name__}: {error}{fault}", FAILED)
 
 
 def _run(words: list[str], args: argparse.Namespace) -> int:

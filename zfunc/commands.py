@@ -70,9 +70,15 @@ def _follow(settings: Settings, ranks: "Ranks") -> None:
         if start.over:
             return
         job, last = prepare(settings, cache=cache_folder()), None
-        with interrupts(tell=False) as stop:
-            for event in events(job, stop=stop, start=start):
-                last = event if isinstance(event, Saved) else last
+        begun = False
+        try:
+            with interrupts(tell=False) as stop:
+                for event in events(job, stop=stop, start=start):
+                    begun, last = True, event if isinstance(event, Saved) else last
+        except Exception as error:
+            if not begun:
+                raise
+            raise TrainingFailed(str(error)) from error
     if last is not None and last.failure:
         raise TrainingFailed(f"the last step is not saved: {last.failure}")
 
@@ -107,11 +113,7 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
                     failure = event.failure if isinstance(event, Saved) else failure
     except BaseException as error:
         runs.record_failure(run, error)
-        if (
-            not run.begun
-            or not isinstance(error, Exception)
-            or isinstance(error, ValueError | BrokenPipeError)
-        ):
+        if not run.begun or not isinstance(error, Exception) or isinstance(error, BrokenPipeError):
             raise
         raise TrainingFailed(f"{error}\nWhat there is up to then: {run.path}") from error
     return failure

@@ -160,6 +160,8 @@ def beside(settings: Settings) -> Beside:
     }
     values = check(read(settings.config), by_key(theirs))
     arguments = {k: v for k, v in adam(values).items() if k in ("betas", "eps", "decoupled")}
+    if callable(betas := arguments.get("betas")) and settings.steps is not None:
+        _check_betas(AdamW(betas=betas), settings)
     return Beside(
         values,
         MappingProxyType({**Beside().adam, **arguments}),
@@ -167,6 +169,18 @@ def beside(settings: Settings) -> Beside:
         loss_scale(values) if settings.precision == "fp16" else None,
         values["steps_per_print"],
     )
+
+
+def _check_betas(adam: AdamW, settings: Settings) -> None:
+    """Refuse a file by which an update of this training cannot be made, before any of them is."""
+    try:
+        for step in range(1, (settings.steps or 0) + 1):
+            adam.betas_at(step)
+    except ValueError as error:
+        told = str(error).partition("; pass")[0]
+        raise ValueError(
+            f"{settings.config}: {told}: lower scheduler.params.decay_mom_rate, or train fewer than {step} --steps"
+        ) from error
 
 
 def told(settings: Settings, world: int, lr: Callable[[int], float]) -> Iterator[str]:

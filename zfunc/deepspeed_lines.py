@@ -62,6 +62,7 @@ class DeepSpeedLines:
     def _begin(self, event: Started) -> None:
         what = beside(event.settings)
         self.adam, self.every = AdamW(**what.adam), what.steps_per_print or LOG_EVERY
+        self.skipped = event.skipped
         self.samples, self.parts = event.settings.batch_size, event.settings.micro_batches
 
     def _count(self, event: Stepped) -> None:

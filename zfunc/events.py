@@ -33,6 +33,7 @@ class Started:
     architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
     sizes: dict[str, int] = field(factory=dict[str, int])
     sequences: int = 0  # that were trained on before, of all ranks
+    skipped: int = 0  # steps before that an overflow has skipped
 
 
 @frozen

@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from zfunc.errors import RankError
 from zfunc.ranks import Ranks
 from zfunc.rendezvous import fresh
 from zfunc.threads import local_rank, world_size
@@ -58,15 +59,21 @@ def launched() -> Iterator[Ranks]:
     if cuda:
         torch.cuda.set_device(local_rank())
     patience = timeout()
-    store, rank, world = next(dist.rendezvous("env://", timeout=patience))
-    store.set_timeout(patience)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        store=fresh(store, rank, world),
-        rank=rank,
-        world_size=world,
-        timeout=patience,
-    )
+    try:
+        store, rank, world = next(dist.rendezvous("env://", timeout=patience))
+        store.set_timeout(patience)
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            store=fresh(store, rank, world),
+            rank=rank,
+            world_size=world,
+            timeout=patience,
+        )
+    except dist.DistError as error:
+        raise RankError(
+            f"got {error} at the start of rank {os.environ['RANK']}, expected all {os.environ['WORLD_SIZE']} ranks "
+            "to meet: see that each of them was started, and start all of them again"
+        ) from error
     try:
         yield Ranks.of()
     finally:

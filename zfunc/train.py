@@ -107,6 +107,7 @@ class _Loop:
             job.architecture,
             job.sizes,
             self.state.sequences,
+            self.progress.skipped,
         )
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.length.ended(at, self.progress.elapsed)
