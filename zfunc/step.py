@@ -21,7 +21,7 @@ from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.execute import Jitter, Options
 from zfunc.faults import Fault, check, due
 from zfunc.graph import Region, Tier
-from zfunc.loss_scale import UNHARMED
+from zfunc.loss_scale import UNHARMED, LossScale
 from zfunc.plan import Plan
 from zfunc.program import (
     Program,
@@ -42,6 +42,7 @@ from zfunc.seeds import key, seeded
 from zfunc.stage import Step
 from zfunc.state import TRAINED, Buffers, State, regions
 from zfunc.timeline import Timeline
+from zfunc.verdict import Verdict
 
 
 @frozen
@@ -122,13 +123,7 @@ def _train_step(
     state.check(program.identity, "train_step")
     number = state.step + 1
     special = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
-    check(
-        (f for f in options.faults if f.step == number), special.plan
-    )  # all ranks' faults: they refuse together
-    options = evolve(options, faults=due(options.faults, program.ranks.rank, number))
-    held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
-    check_memory(program, special.memory, held=held, action="train_step")
-    agree(program, special, state, batch)
+    options = _checked(program, special, state, batch, options)
     buffers = state.buffers
     step = _step(program, special, state, number)
     mem = _memory(program, state, split(batch, program.micro_batches))
@@ -142,41 +137,18 @@ def _train_step(
         ran = program.executor.run(special.prepared, mem, step, options, started)
     except BaseException as error:
         _settle(special, buffers, started, number, error)
-        late = _delays(program, state)
-        if (
-            isinstance(error, NonFiniteError) and state.pending is not None
-        ):  # told by `decide`, after all else
-            buffers.lost = ""
-            error.state = _dropped(state, buffers, batch, program)
-        # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
-        settled = program.job.barrier or program.micro_batches == 1 or late
-        if not (isinstance(error, NonFiniteError) and settled):
-            program.ranks.leave(f"step {number} failed with {type(error).__name__}: {error}")
+        _leave(program, state, batch, error)
         raise
     finally:
         if saving is not None:
             saving.abandon()  # unless it is published
     buffers.lost = ""
     buffers.settle(mem)
-    verdict, norm = mem[Region("verdict")], mem[Region("norm")]
+    verdict: Verdict = mem[Region("verdict")]
+    norm: float = mem[Region("norm")]
     if not math.isfinite(norm) and not verdict.skip:
-        buffers.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
-        raise NonFiniteError(
-            f"step {number}: got a gradient norm of {norm} with a loss of {verdict.loss}, expected finite numbers; "
-            "without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
-            "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
-        )
-    try:
-        scale = state.loss_scale.update(overflow=verdict.skip)
-    except NonFiniteError as error:
-        if state.pending is None:
-            buffers.generation -= 1  # the step was skipped, so the state is what it was
-        else:
-            error.state = _dropped(state, buffers, batch, program)
-            error.args = (
-                f"{str(error).replace(UNHARMED, 'with the delayed update made, go on from its .state')}",
-            )
-        raise
+        raise _seen_too_late(buffers, number, norm, verdict.loss)
+    scale = _next_scale(program, state, batch, verdict)
     after = evolve(
         state,
         generation=buffers.generation,
@@ -186,6 +158,7 @@ def _train_step(
         loss_scale=scale,
         pending=verdict if _delays(program, state) else None,
     )
+    clipped_nothing = verdict.grad_scale == 1 / step.loss_scale
     metrics = Metrics(
         loss=verdict.loss,
         grad_norm=norm,
@@ -196,14 +169,59 @@ def _train_step(
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
         sent_bytes=program.ranks.sent - sent,
-        redone=len(special.job.shadowed)
-        if not verdict.skip and verdict.grad_scale != 1 / step.loss_scale
-        else 0,
+        redone=0 if verdict.skip or clipped_nothing else len(special.job.shadowed),
         timeline=ran.timeline if options.trace else None,
         plan=special.plan if options.trace else None,
         saved=mem.get(Region("published")),
     )
     return after, metrics
+
+
+def _checked(
+    program: Program, special: Specialized, state: State, batch: tuple[Any, Any], options: Options
+) -> Options:
+    """The options of this rank's step, for which there is room, and which all ranks are about to make."""
+    number = state.step + 1
+    check((f for f in options.faults if f.step == number), special.plan)  # of all ranks: they refuse together
+    held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
+    check_memory(program, special.memory, held=held, action="train_step")
+    agree(program, special, state, batch)
+    return evolve(options, faults=due(options.faults, program.ranks.rank, number))
+
+
+def _leave(program: Program, state: State, batch: tuple[Any, Any], error: BaseException) -> None:
+    """After a failed step: tell the other ranks, unless all of them have failed alike and may go on together."""
+    refused = isinstance(error, NonFiniteError)
+    if refused and state.pending is not None:  # told by `decide`, after all else
+        state.buffers.lost = ""
+        error.state = _dropped(state, state.buffers, batch, program)
+    # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
+    settled = program.job.barrier or program.micro_batches == 1 or _delays(program, state)
+    if not (refused and settled):
+        program.ranks.leave(f"step {state.step + 1} failed with {type(error).__name__}: {error}")
+
+
+def _seen_too_late(buffers: Buffers, number: int, norm: float, loss: float) -> NonFiniteError:
+    buffers.lost = f"step {number} had a gradient norm of {norm}, seen only after the updates"
+    return NonFiniteError(
+        f"step {number}: got a gradient norm of {norm} with a loss of {loss}, expected finite numbers; "
+        "without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
+        "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
+    )
+
+
+def _next_scale(program: Program, state: State, batch: tuple[Any, Any], verdict: Verdict) -> LossScale:
+    """The loss scale after this step. Raises NonFiniteError where an overflow has no lower one to go to."""
+    try:
+        return state.loss_scale.update(overflow=verdict.skip)
+    except NonFiniteError as error:
+        if state.pending is None:
+            state.buffers.generation -= 1  # the step was skipped, so the state is what it was
+        else:
+            error.state = _dropped(state, state.buffers, batch, program)
+            made = str(error).replace(UNHARMED, "with the delayed update made, go on from its .state")
+            error.args = (made,)
+        raise
 
 
 def flush(program: Program, state: State) -> State:

@@ -38,10 +38,7 @@ class OneCycleBetas:
         return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height, BETA2
 
 
-Betas = tuple[float, float] | OneCycleBetas
-
-
-def betas(values: Values) -> Betas | None:
+def betas(values: Values) -> tuple[float, float] | OneCycleBetas | None:
     """The betas of a file, or None where it says nothing of them."""
     if cycles(values):
         rate = schedule(values, lr=0.0)  # OneCycle has nothing of the optimizer's
