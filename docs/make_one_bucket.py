@@ -8,7 +8,6 @@ import contextlib
 import io
 import re
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
 from one_bucket_lifetimes import lifetimes
@@ -29,7 +28,7 @@ from one_bucket_step import (
     size,
     walk,
 )
-from one_bucket_tables import SCHEDULES, code, events, in_letters, named, tables, waits
+from one_bucket_tables import code, events, in_letters, named, tables, waits
 from one_bucket_timelines import Panel, lanes
 
 from zfunc.graph import Op
@@ -38,13 +37,24 @@ from zfunc.legend import in_words
 from zfunc.moments import BUFFERS
 from zfunc.plan import Plan, PlanError
 from zfunc.simulate import simulate
-from zfunc.timeline import Event
 from zfunc.verify import verify
 
 HERE = Path(__file__).parent
 PAGE = HERE / "one_bucket.md"
 FILLED = re.compile(r"<!--([\w. ]+)-->(.*?)<!--/-->", re.DOTALL)
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+
+SAID = {  # what the sentences say of operations of the walk
+    "forward": ("ms",),
+    "pack": ("bytes", "ms", "waits"),
+    "square_sum": ("bytes", "ms"),
+    "to_host": ("bytes", "per", "ms"),
+    "global_norm": ("waits",),
+    "adam": ("bytes", "per", "ms", "waits"),
+    "to_device": ("bytes", "per"),
+}
+SAID_OF_RATES = ("compute", "host", "d2h")
+SAID_OF_RANKS = ("Overlapped", "Interleaved")
 
 
 def fill(page: str) -> str:
@@ -83,7 +93,7 @@ def figures() -> dict[str, str]:
         "blocks": in_letters(BLOCKS),
         "tokens": f"{TOKENS:,}",
         "flops": f"{ROUND.flops / 1e12:g} TFLOP/s",
-        **{f"{kind}.rate": f"{rate / 1e9:,g} GB/s" for kind, rate in ROUND.rates.items()},
+        **{f"{kind}.rate": f"{ROUND.rates[kind] / 1e9:,g} GB/s" for kind in SAID_OF_RATES},
         "slots": in_letters(job.grad_slots),
         "tensors": in_letters(len(job.layout.buckets[BUCKET].spans)),
         "state": size(state),
@@ -94,25 +104,26 @@ def figures() -> dict[str, str]:
         "host idle": in_words(at[named("global_norm").name].start),
         "device idle": in_words(at["to_device[0]"].end - max(e.end for e in backwards)),
         "places": in_letters(sum(held(PLAIN, r, None) for r in boxes(PLAIN))),
-        **{f"ranks {name}": in_words(simulate(planned(TWO_RANKS, name)).seconds) for name in SCHEDULES},
+        **{f"ranks {name}": in_words(simulate(planned(TWO_RANKS, name)).seconds) for name in SAID_OF_RANKS},
         **race_figures(),
     }
-    for r in boxes(PLAIN):
-        made |= {f"{r.buffer}.bytes": size(r.nbytes), f"{r.buffer}.per": f"{r.nbytes / BLOCK:.2g}"}
-    for op in walk(PLAIN):
-        made |= dict(op_figures(op, plan, at[op.name]))
+    sizes = {r.buffer: r.nbytes for r in boxes(PLAIN)}
+    made |= {f"{buffer}.bytes": size(sizes[buffer]) for buffer in ("params", "grads", "squares")}
+    made["params.per"] = f"{sizes['params'] / BLOCK:.2g}"
+    for verb, said in SAID.items():
+        found = op_figures(named(verb), plan)
+        made |= {f"{verb}.{what}": found[what] for what in said}
     return made
 
 
-def op_figures(op: Op, plan: Plan, event: Event) -> Iterator[tuple[str, str]]:
-    """What the sentences say of one operation of the walk."""
-    yield f"{op.verb}.bytes", size(op.nbytes)
-    yield f"{op.verb}.per", f"{op.nbytes / BLOCK:g}"
-    yield f"{op.verb}.flops", f"{op.flops / 1e12:.2g} TFLOP"
-    yield f"{op.verb}.ms", in_words(ROUND.seconds(op))
-    yield f"{op.verb}.start", in_words(event.start)
-    yield f"{op.verb}.end", in_words(event.end)
-    yield f"{op.verb}.waits", code(waits(plan, op))
+def op_figures(op: Op, plan: Plan) -> dict[str, str]:
+    """What a sentence can say of one operation."""
+    return {
+        "bytes": size(op.nbytes),
+        "per": f"{op.nbytes / BLOCK:g}",
+        "ms": in_words(ROUND.seconds(op)),
+        "waits": code(waits(plan, op)),
+    }
 
 
 def race_figures() -> dict[str, str]:

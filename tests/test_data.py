@@ -79,14 +79,16 @@ def test_epochs_and_seeds_have_their_own_order_and_offset() -> None:
     assert steps.mean() == pytest.approx(count / 3, rel=0.25)  # of a random permutation
 
 
-def test_held_out_windows_are_spread_evenly_and_fill_their_batches() -> None:
+def test_held_out_windows_are_spread_evenly_and_the_same_in_batches_of_any_size() -> None:
     tokens = np.arange(1001)
-    batches = list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=50))
+    batches = list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=46))
     starts = torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist()
-    assert len(starts) == 48
-    assert {len(inputs) for inputs, _ in batches} == {4}
+    assert [len(inputs) for inputs, _ in batches] == [4] * 11 + [2]
     assert all(start % 10 == 0 for start in starts)
     assert set(np.diff(starts)) == {20, 30}
+    for size in (1, 3, 46, 99):
+        others = held_out_batches(tokens, batch_size=size, seq_length=10, limit=46)
+        assert torch.cat([inputs[:, 0] for inputs, _ in others]).tolist() == starts
     assert all(torch.equal(targets, inputs + 1) for inputs, targets in batches)
     assert [len(x) for x, _ in held_out_batches(tokens[:31], batch_size=4, seq_length=10, limit=9)] == [3]
     assert len(list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=10**9))) == 25

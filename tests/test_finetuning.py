@@ -10,14 +10,16 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
+from attrs import evolve
 
 import zfunc
 import zfunc.hf
-from zfunc.batches import batch
+from zfunc.batches import batch, held_out_parts
 from zfunc.cli import main
 from zfunc.data import IGNORED
 from zfunc.job import Job, prepare
 from zfunc.settings import FINE_TUNING_LR, Settings
+from zfunc.train import evaluate
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -139,8 +141,6 @@ def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
 
 
 def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
-    from zfunc.train import evaluate
-
     made, model = job(batch_size=1), transformers.AutoModelForCausalLM.from_pretrained("model")
     assert len(made.held_out) > 1
     total = count = 0.0
@@ -151,6 +151,23 @@ def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
             count += int((labels != IGNORED).sum())
     found = evaluate(made, made.program, zfunc.init(made.program))
     assert found == pytest.approx(total / count / np.log(2), rel=1e-5)
+
+
+@pytest.mark.parametrize("data", ["pairs.jsonl", "text.txt"])
+def test_held_out_loss_is_the_same_however_the_batch_is_cut(data: str) -> None:
+    Path("text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(1200)))
+    sizes = {"hf": None, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "batch_size": 8}
+    jobs = [job(data=Path(data), micro_batches=parts, **sizes) for parts in (1, 2, 4)]
+    for rank in (0, 1):
+        of_two = held_out_parts(
+            jobs[0].settings, jobs[0].corpus, cast("Any", SimpleNamespace(rank=rank, world=2))
+        )
+        jobs.append(evolve(jobs[0], held_out=of_two))
+    windows = [torch.cat([ids for ids, _ in made.held_out]) for made in jobs]
+    assert len(windows[0]) % 8, "the last batch is a smaller one"
+    assert all(torch.equal(x, windows[0]) for x in windows)
+    losses = [evaluate(made, made.program, zfunc.init(made.program)) for made in jobs]
+    assert losses == pytest.approx(losses[:1] * len(jobs), rel=1e-6)
 
 
 def test_a_new_gpt_learns_from_pairs_too() -> None:

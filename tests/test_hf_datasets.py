@@ -56,9 +56,10 @@ IDS = [[(n * k) % 300 for k in range(n % 7)] for n in range(40)]
 # --- what is read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["string", "large_string"])
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
 def test_texts_in_the_order_of_files_and_rows(kind: str, tmp_path: Path) -> None:
-    column = pa.array(TEXTS, getattr(pa, kind)())
+    of_numbers = pa.dictionary(pa.int32(), pa.string())
+    column = pa.array(TEXTS, of_numbers if kind == "dictionary" else getattr(pa, kind)())
     corpus = opened(save(tmp_path / "d", {"text": column, "id": range(40)}, files=3), tmp_path)
     assert bytes(everything(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
     assert (corpus.train.dtype, corpus.learned) == (np.uint8, None)
@@ -187,8 +188,22 @@ COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "half a pair": ({"prompt": ["a"]}, "with the columns prompt, expected text"),
     "no text": ({"text": ["a", None]}, r"row 1: got no text"),
     "text that is none": ({"text": [1, 2]}, "got text of type int64, expected text"),
+    "chats": (
+        {"prompt": [[{"role": "user", "content": "a"}]], "completion": ["b"]},
+        "got prompt of type list<.*struct<.*>>, expected text: apply the chat template of the model first",
+    ),
+    "lists of text": ({"text": [["a", "b"]]}, "got text of type list<.*>, expected text: map it to text"),
+    "nested tokens": (
+        {"input_ids": [[[1, 2]], [[3]]]},
+        r"data-00000-of-00001.arrow: got input_ids of type list<.*list<.*int64>>, expected lists of whole",
+    ),
+    "a label a row": (
+        {"input_ids": [[1, 2]], "labels": [1]},
+        "got labels of type int64, expected lists of whole",
+    ),
+    "a token that is none": ({"input_ids": [[1, None]]}, r"list<.*> with 1 empty numbers, expected"),
     "words for tokens": ({"input_ids": [["a"]]}, "got input_ids of type .*string.*expected lists of whole"),
-    "no tokens": ({"input_ids": [[1], None]}, "1 empty rows, expected lists of whole"),
+    "no tokens": ({"input_ids": [[1], None]}, r"list<.*> with 1 empty rows, expected lists of whole"),
     "other labels": (
         {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]},
         "row 1: got the label 4 for the",

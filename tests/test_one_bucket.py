@@ -115,6 +115,11 @@ def test_no_line_of_a_sentence_begins_with_a_marker() -> None:
         assert not line.startswith("<!--") or re.fullmatch(r"<!--[\w./ ]+-->", line), line
 
 
+def test_everything_that_is_made_stands_on_the_page() -> None:
+    filled = {name for name, _ in made.FILLED.findall(PAGE)}
+    assert filled == {*made.figures(), *made.tables(), "printed"}
+
+
 def test_a_marker_nothing_is_made_for_is_refused() -> None:
     with pytest.raises(KeyError, match=r"got the marker 'nothing', expected one of adam.bytes"):
         made.fill("so <!--nothing-->1<!--/--> many")

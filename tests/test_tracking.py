@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -175,7 +176,7 @@ def test_so_does_one_that_was_killed() -> None:
     killed(9, "--tensorboard", "--out", "run")
     assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [*range(1, 9)]
     assert train("--tensorboard", "--out", "run", "--resume", "auto") == 0
-    assert len(list(Path("run/tensorboard").iterdir())) == 2
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
     same(board("run/tensorboard"), expected("run"))
 
 
@@ -197,11 +198,23 @@ def test_another_run_from_a_checkpoint_has_its_own_steps() -> None:
 def test_wandb_goes_on_as_the_same_run_without_a_step_twice() -> None:
     pytest.importorskip("wandb")
     killed(8, "--wandb", "--out", "run")
-    before = Path("run/wandb", sinks.ID).read_text()
+    before = Path("run", sinks.ID).read_text()
     assert train("--wandb", "--out", "run", "--resume", "auto") == 0
-    assert Path("run/wandb", sinks.ID).read_text() == before
+    assert Path("run", sinks.ID).read_text() == before
     assert next(Path("run/wandb").glob("offline-run-*")).name.endswith(f"-{before}")
     same(history("run"), expected("run"))
+
+
+def test_an_online_run_of_wandb_gets_the_steps_that_were_never_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setattr(wandb, "init", lambda **_: None)
+    begin = sinks.Begin(tmp_path, {}, 5)
+    assert sinks.WandB.open(begin).empty
+    monkeypatch.setenv("WANDB_MODE", "online")
+    assert sinks.WandB.open(begin).empty, "offline nothing was sent"
+    assert not sinks.WandB.open(begin).empty
 
 
 # --- nothing is sent --------------------------------------------------------------------------------------
@@ -308,7 +321,9 @@ def table(folder: str) -> Scalars:
     found: Scalars = {}
     for path in Path(folder).glob("*.csv"):
         head, *lines = csv.reader(path.read_text().splitlines())
-        assert head == ["step", path.stem.rpartition("_")[2]] or head[0] == "step"
+        assert head[0] == "step"
+        assert head[1]
+        assert path.stem.endswith(head[1])
         found[path.stem] = [(int(x), float(y)) for x, y in lines]
     return found
 
@@ -337,6 +352,70 @@ def test_so_it_has_when_it_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -
     told = expected("run", THEIRS, fp16=True, samples=4)
     same(board("logs/mine"), told)
     same(table("csv/mine"), {name.replace("/", "_"): points for name, points in told.items()})
+
+
+def points_of(*runs: str) -> Scalars:
+    """What runs that share a folder of CSV have there, one after another."""
+    found: Scalars = {}
+    for run in runs:
+        for name, points in expected(run, THEIRS, samples=4).items():
+            found.setdefault(name.replace("/", "_"), []).extend(points)
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2, 8])  # before any loss is there; before the first checkpoint; after it
+def test_lines_of_another_run_stay_where_one_goes_on(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = config(csv_monitor=PLACE)
+    assert train(*shared, "--out", "one") == 0
+    stopped(monkeypatch, step, *shared, "--out", "two")
+    assert train(*shared, "--out", "two", "--resume", "auto") == 0
+    same(table("logs/mine"), points_of("one", "two"))
+
+
+def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    pytest.importorskip("tensorboard")
+    both = {"csv_monitor": PLACE, "tensorboard": PLACE}
+    assert train(*config(**both), "--out", "one", "--steps", 4) == 0
+    stopped(monkeypatch, 8, *config(), "--out", "two")
+    assert train(*config(**both), "--out", "two", "--resume", "auto") == 0
+    same(table("logs/mine"), points_of("one", "two"))
+    names = ("one", "two")
+    same(
+        {"lr": board("logs/mine")["Train/Samples/lr"]},
+        {"lr": [p for run in names for p in expected(run, THEIRS, samples=4)["Train/Samples/lr"]]},
+    )
+    assert "logs/mine: it holds files of another run, which are added to" in capsys.readouterr().out
+
+
+def test_what_another_run_added_since_stays(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    shared = config(csv_monitor=PLACE)
+    stopped(monkeypatch, 8, *shared, "--out", "one")
+    assert train(*shared, "--out", "two") == 0
+    before = table("logs/mine")
+    assert train(*shared, "--out", "one", "--resume", "auto") == 0
+    assert "logs/mine: another run has added to it since: what this one wrote" in capsys.readouterr().out
+    for name, points in table("logs/mine").items():
+        assert points[: len(before[name])] == before[name]
+        assert [x for x, _ in points[len(before[name]) :]][-1:] in ([40], []), name
+
+
+def test_a_folder_that_was_taken_away_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = config(csv_monitor=PLACE)
+    stopped(monkeypatch, 8, *shared, "--out", "run")
+    shutil.rmtree("logs")
+    assert train(*shared, "--out", "run", "--resume", "auto") == 0
+    same(table("logs/mine"), points_of("run"))
+
+
+def test_a_list_of_runs_that_cannot_be_read_ends_the_sink_and_not_the_training(capsys: Out) -> None:
+    path = Path("logs/mine", sinks.LIVES + "-csv")
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+    assert train(*config(csv_monitor=PLACE), "--out", "run") == 0
+    assert f"ValueError: {path}: got what zfunc did not write" in capsys.readouterr().out
+    assert not table("logs/mine")
 
 
 def test_a_configurations_wandb_names_project_group_and_team(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,5 +459,5 @@ def test_only_the_first_rank_writes() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, "-m", "zfunc", "train", *JOB, "--tensorboard", "--out", "run"]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
-    assert len(list(Path("run/tensorboard").iterdir())) == 1
+    assert len(list(Path("run/tensorboard").glob("events.*"))) == 1
     same(board("run/tensorboard"), expected("run"))

@@ -14,7 +14,7 @@ from zfunc.hf import batch as weighed
 from zfunc.ranks import Ranks
 from zfunc.settings import Settings
 
-HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most
+HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most, but for one sequence that is longer
 
 Batch = tuple[Tensor, Any]  # inputs, and targets or what `zfunc.hf.batch` makes of them
 
@@ -44,14 +44,17 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
 
 
 def held_out_parts(settings: Settings, corpus: Corpus, ranks: Ranks) -> tuple[Batch, ...]:
-    """Always the same windows. In batches as small as a micro-batch: what fits in training has to fit here."""
+    """The same windows for any batch size, micro-batches and ranks; the last of these batches may be smaller.
+
+    They are as small as a micro-batch: what fits in training has to fit here.
+    """
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
     try:
         batches = held_out_batches(
             corpus.held_out,
             batch_size=rows,
             seq_length=settings.seq_length,
-            limit=max(rows, HELD_OUT_TOKENS // settings.seq_length),
+            limit=max(1, HELD_OUT_TOKENS // settings.seq_length),
             vocab_size=corpus.vocab_size,
             learned=corpus.held_out_learned,
         )

@@ -1,4 +1,4 @@
-"""`init`: a State to begin with.
+"""`init`: a State to begin with, and the empty buffers of any State.
 
 The invariant: initial values depend on the seed, the segments and what was given, never on the layout or the ranks.
 """
@@ -12,7 +12,7 @@ from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
 from zfunc.program import Program, check_memory, staging
 from zfunc.seeds import key
-from zfunc.state import State, allocate, view
+from zfunc.state import Buffers, State, allocate, view
 from zfunc.weights import put_weights
 
 
@@ -31,9 +31,7 @@ def init(
     """
     given = dict(params or {})
     _check_names(program, given)
-    check_memory(program, memory(program.plan), held={}, action="init")
-    buffers = allocate(program.job, program.dtype, program.device)
-    staging(program)
+    buffers = allocated(program, "init")
     spans = {span.name: span for span in program.layout.spans}
     frozen_spans = {span.name: span for span in program.layout.frozen}
     for s, segment in enumerate(program.segments):
@@ -57,6 +55,14 @@ def init(
                 view(buffers.frozen, span).copy_(value)
     scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+
+
+def allocated(program: Program, action: str) -> Buffers:
+    """Buffers of a State without its values, and the program's own. Raises OutOfMemory before there are any."""
+    check_memory(program, memory(program.plan), held={}, action=action)
+    buffers = allocate(program.job, program.dtype, program.device)
+    staging(program)
+    return buffers
 
 
 def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:

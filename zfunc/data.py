@@ -24,7 +24,7 @@ from torch import Tensor
 
 __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
 
-IGNORED = -100  # the target of a token that is not learned
+IGNORED = -100  # the target of a token that is not learned: torch's cross entropy leaves it out
 _BYTE_VOCAB_SIZE = 256
 _HELD_OUT_PERCENT = 8
 _CHUNK = 1 << 20  # bytes read at a time
@@ -138,22 +138,21 @@ def held_out_batches(
     vocab_size: int | None = None,
     learned: np.ndarray | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give at most `limit` evenly spaced windows, always the same, in batches like those of `batch_at`.
+    """Give at most `limit` evenly spaced windows in batches like those of `batch_at`.
 
-    All batches have `batch_size` windows, so that the mean of their losses is the mean over the windows;
-    where there are fewer windows than that, they are one smaller batch. Raises as `batch_at` does.
+    The windows are the same for any `batch_size`, so that losses of trainings cut in other ways can be
+    compared. The last batch has what is left: weigh losses by rows. Raises as `batch_at` does.
 
     >>> [len(x) for x, _ in held_out_batches(np.zeros(100, np.uint8), batch_size=4, seq_length=9, limit=10)]
-    [4, 4]
+    [4, 4, 2]
     """
     _check_request(tokens, batch_size, seq_length)
     if limit < 1:
         raise ValueError(
-            f"got limit={limit} windows; expected 1 or more; pass a multiple of batch_size={batch_size}"
+            f"got limit={limit} windows; expected 1 or more; pass how many are to be read at most"
         )
     windows = (len(tokens) - 1) // seq_length
     count = min(limit, windows)
-    count = count // batch_size * batch_size or count
     starts = [index * windows // count * seq_length for index in range(count)]
     chunks = (starts[first : first + batch_size] for first in range(0, count, batch_size))
     return (_read(tokens, chunk, seq_length, vocab_size, learned) for chunk in chunks)

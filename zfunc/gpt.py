@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zfunc.data import IGNORED
+
 __all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
 
 _INIT_STD = 0.02
-_IGNORED = -100
 
 
 def _check_count(_: Any, attribute: "attrs.Attribute[int]", value: Any) -> None:
@@ -172,7 +173,7 @@ class Head(nn.Module):
         labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
         reduction = "mean" if weights is None else "none"
         losses = F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=_IGNORED, reduction=reduction
+            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction
         )
         return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
 

@@ -20,7 +20,7 @@ from attrs import define, field, frozen
 from zfunc.data import Source, memory_map, unreadable
 from zfunc.documents import Document
 from zfunc.saved_datasets import Tokens
-from zfunc.tokenizing import Tokenizer
+from zfunc.tokenizing import Tokenizer, Vocabulary
 
 FORM = 1  # of the file
 _AT_ONCE = 64  # documents that are tokenized together
@@ -30,12 +30,13 @@ _FOOTER = struct.Struct("<8Q")
 
 @frozen
 class Reading:
-    """How sources are read: their `documents`, the `tokenizer` of those, and which are `held_out`, by name.
+    """How sources are read: their `documents`, and which are `held_out`, by name.
 
-    `splits`: the data says itself what is held out. Else it is the end, where those files are too few or too many.
+    `vocabulary` is that of their tokens, a tokenizer where there is text. `splits`: the data says itself what is
+    held out. Else it is the end, where those files are too few or too many.
     """
 
-    tokenizer: Tokenizer
+    vocabulary: Vocabulary
     documents: Callable[[Path, Counter[str]], Iterator[Document | Tokens]]
     held_out: Callable[[str], bool]
     splits: bool = False
@@ -95,14 +96,15 @@ class _Packing:
     def _encode(self, some: list[Document]) -> None:
         if not some:
             return
-        tokenizer = self.reading.tokenizer
+        tokenizer = self.reading.vocabulary
+        assert isinstance(tokenizer, Tokenizer)
         prompts, texts = tokenizer.encode([x.prompt for x in some]), tokenizer.encode([x.text for x in some])
         for one, prompt, text in zip(some, prompts, texts, strict=True):
             joined = np.concatenate([prompt, text, [tokenizer.end]])
             self._write(joined, bytes(len(prompt)) + b"\1" * (len(text) + 1), given=one.prompt != "")
 
     def _write(self, tokens: np.ndarray, learned: bytes, *, given: bool) -> None:
-        self.tokens.write(tokens.astype(self.reading.tokenizer.dtype).tobytes())
+        self.tokens.write(tokens.astype(self.reading.vocabulary.dtype).tobytes())
         self.learned.write(learned)
         self.total += len(tokens)
         self.documents += 1

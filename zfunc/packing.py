@@ -18,7 +18,7 @@ from zfunc.data import IGNORED, Corpus, Source, is_held_out, memory_map, open_co
 from zfunc.documents import JSONL, Document, records, whole
 from zfunc.packed import FORM, Packed, Reading, pack
 from zfunc.saved_datasets import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
-from zfunc.tokenizing import BYTES, Tokenizer, tokens_below
+from zfunc.tokenizing import BYTES, Tokenizer, Vocabulary
 
 
 def open_data(
@@ -54,8 +54,9 @@ def open_data(
             f"--tokenizer: got it for {path}, which holds tokens, expected text or JSONL: leave it out"
         )
     if saved is not None:
-        words = tokens_below(vocab_size) if saved.tokens else tokenizer or BYTES
-        return _open(str(path), _rows_of(saved), Path(cache), _reading(words, saved), saved)
+        below = Vocabulary(f"below {vocab_size}", vocab_size)
+        reading = _reading(below if saved.tokens else tokenizer or BYTES, saved)
+        return _open(str(path), _rows_of(saved), Path(cache), reading, saved)
     if tokens or (path is not None and not path.exists()):
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
     sources = _sources(path)
@@ -82,12 +83,12 @@ def _rows_of(saved: SavedDataset) -> list[Source]:
     return [(f"{path.parent.name}/{path.name}", path) for path in (*saved.train, *saved.held_out)]
 
 
-def _reading(tokenizer: Tokenizer, saved: SavedDataset | None = None) -> Reading:
+def _reading(vocabulary: Vocabulary, saved: SavedDataset | None = None) -> Reading:
     if saved is None:
-        return Reading(tokenizer, _documents, is_held_out)
+        return Reading(vocabulary, _documents, is_held_out)
     held_out = {path.parent.name for path in saved.held_out}
-    read = partial(_rows, columns=saved.columns, vocab_size=tokenizer.vocab_size)
-    return Reading(tokenizer, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
+    read = partial(_rows, columns=saved.columns, vocab_size=vocabulary.vocab_size)
+    return Reading(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
 
 
 def _documents(path: Path, unused: Counter[str]) -> Iterator[Document]:
@@ -112,38 +113,38 @@ def _rows(
 def _open(
     name: str, sources: list[Source], cache: Path, reading: Reading, saved: SavedDataset | None = None
 ) -> Corpus:
-    tokenizer = reading.tokenizer
+    vocabulary = reading.vocabulary
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
     read_as = () if saved is None else (saved.columns, len(saved.held_out))
-    key = hashlib.sha256(repr((FORM, tokenizer.digest, stats, *read_as)).encode("utf-8", "surrogateescape"))
+    key = hashlib.sha256(repr((FORM, vocabulary.digest, stats, *read_as)).encode("utf-8", "surrogateescape"))
     path = cache / f".packed-{key.hexdigest()[:16]}.bin"  # hidden: `cache` may lie in the folder that is read
     if not path.is_file():
         pack(name, sources, path, reading)
     content = memory_map(path, np.dtype(np.uint8))
     got = Packed.of(content)
-    size = tokenizer.dtype.itemsize * got.tokens
-    tokens = content[:size].view(tokenizer.dtype)
+    size = vocabulary.dtype.itemsize * got.tokens
+    tokens = content[:size].view(vocabulary.dtype)
     learned = content[size : size + got.tokens] if got.pairs else None
     return Corpus(
         name,
         tokens[: got.train],
         tokens[got.train :],
-        tokenizer.vocab_size,
-        tuple(_lines(name, got, tokenizer, learned, saved)),
+        vocabulary.vocab_size,
+        tuple(_lines(name, got, vocabulary, learned, saved)),
         None if learned is None else learned[: got.train],
         None if learned is None else learned[got.train :],
     )
 
 
 def _lines(
-    name: str, got: Packed, tokenizer: Tokenizer, learned: np.ndarray | None, saved: SavedDataset | None
+    name: str, got: Packed, vocabulary: Vocabulary, learned: np.ndarray | None, saved: SavedDataset | None
 ) -> Iterator[str]:
-    unit = "bytes" if tokenizer is BYTES else "tokens"
+    unit = "bytes" if vocabulary is BYTES else "tokens"
     yield f"{name}: {got.files:,} files, {got.documents:,} documents, {got.tokens:,} {unit}"
-    if saved is not None and saved.tokens:
-        yield f"tokens as they are, below {tokenizer.vocab_size:,}; nothing is put between documents"
-    elif tokenizer is not BYTES:
-        yield f"tokenizer: {tokenizer.name}, vocabulary {tokenizer.vocab_size:,}, end token {tokenizer.end}"
+    if not isinstance(vocabulary, Tokenizer):
+        yield f"tokens as they are, below {vocabulary.vocab_size:,}; nothing is put between documents"
+    elif vocabulary is not BYTES:
+        yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
     if learned is not None:
         count = f"{np.count_nonzero(learned):,} {unit}"
         of_ids = f"the labels of the others, in {got.pairs:,} documents, are {IGNORED}"

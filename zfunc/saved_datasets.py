@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
+from zfunc.data import IGNORED
 from zfunc.documents import Document
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
 IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
-IGNORED = -100  # the label of a token that is not learned
 _EXPECTED = f"expected text, or prompt and completion, or {IDS} with or without {LABELS}"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
@@ -175,14 +175,24 @@ def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Docume
 
 
 def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
-    if "string" not in str(column.type):
-        raise ValueError(f"{path}: got {name} of type {column.type}, expected text: map it to text")
+    if not _is_text(column.type):
+        chat = "struct" in str(column.type)
+        action = "apply the chat template of the model first" if chat else "map it to text"
+        raise ValueError(f"{path}: got {name} of type {column.type!s:.200}, expected text: {action}")
     found = column.to_pylist()
     if None in found:
         raise ValueError(
             f"{path}, row {first + found.index(None)}: got no {name}, expected text: filter such rows"
         )
     return found
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return str(kind) in ("string", "large_string", "string_view")  # of which pyarrow 15 has no is_string_view
 
 
 def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
@@ -211,14 +221,20 @@ def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
 def _numbers(column: Any, name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
     """A column of lists as all their numbers, and how many each has."""
     import pyarrow.compute as pc
+    from pyarrow import types
 
-    lengths, values = pc.list_value_length, column.flatten() if "list" in str(column.type) else None
-    if values is None or "int" not in str(values.type) or column.null_count or values.null_count:
+    lists = types.is_list(column.type) or types.is_large_list(column.type)
+    lists = lists or types.is_fixed_size_list(column.type)
+    whole = lists and types.is_integer(column.type.value_type)
+    values = column.flatten() if whole else None
+    if values is None or column.null_count or values.null_count:
+        counts = {"rows": column.null_count, "numbers": 0 if values is None else values.null_count}
+        empty = " and ".join(f"{n:,} empty {what}" for what, n in counts.items() if n)
         raise ValueError(
-            f"{path}: got {name} of type {column.type} with {column.null_count} empty rows, expected lists of "
-            "whole numbers: tokenize it anew"
+            f"{path}: got {name} of type {column.type!s:.200}{empty and ' with '}{empty}, expected lists of whole "
+            "numbers: tokenize it anew"
         )
-    return values.to_numpy(), lengths(column).to_numpy().astype(np.int64)
+    return values.to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
 
 
 # --- JSON ------------------------------------------------------------------------------------------------

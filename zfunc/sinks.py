@@ -1,11 +1,14 @@
 """Where scalars of a training go: TensorBoard's event files, a run of Weights & Biases, CSV files.
 
-The invariant: a sink that goes on at x holds no scalar at x or later of what was before, so nothing is in it twice.
+The invariant: a sink that goes on at x holds no scalar of its run at x or later, so nothing is in it twice. Runs
+may share a folder, one after another: files keep what another wrote. Only what is in a CSV file before lines that
+another run added is not taken back, which is told.
 The packages are imported when a sink is opened: pip install "zfunc[tensorboard]", "zfunc[wandb]".
 """
 
 import csv
 import importlib
+import json
 import logging
 import os
 import secrets
@@ -13,14 +16,17 @@ import shutil
 import socket
 import time
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import define, field, frozen
+from attrs import asdict, define, field, frozen
 
 PACKAGES = {"tensorboard": "tensorboard.summary.writer.record_writer", "wandb": "wandb"}
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
-ID = "zfunc-run-id"  # the file with the id of a W&B run, beside what W&B writes
+ID = "zfunc-run-id"  # the file with a run's id, in its folder; Weights & Biases has the run by it
+SENT = "zfunc-sent"  # beside what W&B writes, where its server has been sent what there was
+LIVES = ".zfunc-lives"  # in a folder of scalars: a line for every life of a run that wrote there
 log = logging.getLogger("zfunc")
 
 
@@ -34,13 +40,13 @@ class Begin:
 
 
 class Sink(Protocol):
-    """Takes scalars in the order of x. `empty`: it holds nothing from before, so all of that is to be written anew;
-    else all that is below the x it was opened with.
+    """Takes scalars in the order of x. `empty`: it holds nothing of this run from before, so all of that is to be
+    written anew; else all that is below the x it was opened with.
     """
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is there from before."""
+        """Whether nothing of this run is there from before."""
         ...
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
@@ -60,6 +66,42 @@ def check(kind: str, label: str) -> None:
         raise ValueError(
             f"{label}: got no package that writes it ({error}), expected {kind}: pip install 'zfunc[{kind}]'"
         ) from error
+
+
+# --- whose it is -----------------------------------------------------------------------------------------
+
+
+@frozen
+class _Life:
+    """A life of a run that wrote to a folder, and the bytes that each file had before it."""
+
+    run: str
+    sizes: Mapping[str, int]
+
+
+def _lives(path: Path) -> list[_Life]:
+    """Those of all runs, oldest first."""
+    if not path.exists():
+        return []
+    try:
+        return [_Life(**json.loads(line)) for line in path.read_text().splitlines()]
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path}: got what zfunc did not write ({error}), expected a line for every life of a run: name "
+            "another folder"
+        ) from error
+
+
+def _add(path: Path, life: _Life) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(life)) + "\n")
+
+
+def _id(run: Path) -> str:
+    path = run / ID
+    if not path.is_file():
+        path.write_text(secrets.token_hex(4))
+    return path.read_text().strip()
 
 
 # --- TensorBoard -----------------------------------------------------------------------------------------
@@ -85,14 +127,17 @@ class TensorBoard:
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
+        lives, run = folder / f"{LIVES}-tensorboard", _id(begin.run)
         there = [_seconds(path) for path in folder.glob("events.out.tfevents.*")]
-        if there and begin.x is None:
+        goes_on = bool(there) and begin.x is not None and run in {life.run for life in _lives(lives)}
+        if there and not goes_on:
             log.warning("%s: it holds events of another run: TensorBoard shows both as one", folder)
         began = max([int(time.time()), *(seconds + 1 for seconds in there)])
         path = folder / f"events.out.tfevents.{began:010}.{socket.gethostname()}.{os.getpid()}.zfunc"
-        made = cls(not there, RecordWriter(path.open("xb")), Event, Summary)
+        made = cls(not goes_on, RecordWriter(path.open("xb")), Event, Summary)
         made._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        if there and begin.x is not None:  # what readers know as a restart: they drop what is at x or later
+        _add(lives, _Life(run, {}))
+        if goes_on:  # what readers know as a restart: they drop what is at x or later, of whatever run
             restart = SessionLog(status=SessionLog.START)
             made._put(Event(wall_time=time.time(), step=begin.x, session_log=restart))
         return made
@@ -141,7 +186,8 @@ class WandB:
 
         folder = begin.run / "wandb"
         folder.mkdir(exist_ok=True)
-        run_id = _kept_id(folder / ID, secrets.token_hex(4))
+        run_id, sent = _id(begin.run), folder / SENT
+        empty = offline or not sent.exists()
         if offline:
             for old in folder.glob(f"offline-run-*-{run_id}"):
                 shutil.rmtree(old)
@@ -158,7 +204,9 @@ class WandB:
         )
         told = f"offline, nothing is sent; to upload: wandb sync {folder}/offline-run-*-{run_id}"
         log.info("Weights & Biases: %s", told if offline else f"mode {mode}, run {run_id}")
-        return cls(offline, run)
+        if not offline:
+            sent.touch()
+        return cls(empty, run)
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """One row of its history; more for the same x is added to it."""
@@ -175,12 +223,6 @@ class WandB:
                 wandb.teardown()
 
 
-def _kept_id(path: Path, new: str) -> str:
-    if not path.is_file():
-        path.write_text(new)
-    return path.read_text().strip()
-
-
 # --- CSV, as DeepSpeed's csv_monitor ---------------------------------------------------------------------
 
 
@@ -194,15 +236,18 @@ class CSV:
 
     @classmethod
     def open(cls, folder: Path, begin: Begin) -> "CSV":
-        """Lines from another run stay, and those of this one that are at x or later go."""
+        """Lines of another run stay, and those of this one that are at x or later go."""
         folder.mkdir(parents=True, exist_ok=True)
-        files = sorted(folder.glob("*.csv"))
-        if files and begin.x is None:
+        path, run, files = folder / f"{LIVES}-csv", _id(begin.run), sorted(folder.glob("*.csv"))
+        lives = _lives(path)
+        goes_on = bool(files) and begin.x is not None and run in {life.run for life in lives}
+        if files and not goes_on:
             log.warning("%s: it holds files of another run, which are added to", folder)
-        if begin.x is not None:
-            for path in files:
-                _cut(path, begin.x)
-        return cls(folder, not files, {path.name for path in files if path.stat().st_size})
+        if goes_on and begin.x is not None:
+            _take_back(folder, files, begin.x, [*takewhile(lambda x: x.run == run, reversed(lives))])
+        sizes = {file.name: file.stat().st_size for file in files}
+        _add(path, _Life(run, sizes))
+        return cls(folder, not goes_on, {name for name, size in sizes.items() if size})
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """A line in every file."""
@@ -219,12 +264,24 @@ class CSV:
         """Nothing is open."""
 
 
-def _cut(path: Path, x: int) -> None:
-    """Drop the lines at the end that are at x or later: those before may be of another run."""
-    lines = path.read_bytes().splitlines(keepends=True)
+def _take_back(folder: Path, files: list[Path], x: int, last: list[_Life]) -> None:
+    """Drop what this run wrote at x or later, in the `last` lives, newest first, since another run was there."""
+    if not last:
+        log.warning(
+            "%s: another run has added to it since: what this one wrote from %d on stays, and comes twice",
+            *(folder, x),
+        )
+    for file in files if last else ():
+        _cut(file, x, last[-1].sizes.get(file.name, 0))
+
+
+def _cut(path: Path, x: int, start: int) -> None:
+    """Drop the lines at the end that are at x or later; those before the byte `start` are of another run."""
+    content = path.read_bytes()
+    lines = content[start:].splitlines(keepends=True)
     while lines and not _is_below(lines[-1], x):
         lines.pop()
-    os.truncate(path, sum(map(len, lines)))
+    os.truncate(path, len(content[:start]) + sum(map(len, lines)))
 
 
 def _is_below(line: bytes, x: int) -> bool:

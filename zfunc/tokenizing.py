@@ -19,15 +19,15 @@ ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 
 @frozen(eq=False)
-class Tokenizer:
-    """Text to tokens. `end` follows every document."""
+class Vocabulary:
+    """What tokens are told by: they are below `vocab_size`. Alone of data that is tokens already, as they are.
 
-    name: str
+    >>> Vocabulary("below 50257", 50257).dtype
+    dtype('uint16')
+    """
+
     digest: str
     vocab_size: int
-    end: int
-    encode: Callable[[Sequence[str]], list[np.ndarray]]
-    decode: Callable[[Sequence[int]], str]
 
     @property
     def dtype(self) -> "np.dtype[Any]":
@@ -39,6 +39,16 @@ class Tokenizer:
         return np.dtype("u1" if self is BYTES else "<u2" if self.vocab_size <= 1 << 16 else "<u4")
 
 
+@frozen(eq=False)
+class Tokenizer(Vocabulary):
+    """Text to tokens. `end` follows every document."""
+
+    name: str
+    end: int
+    encode: Callable[[Sequence[str]], list[np.ndarray]]
+    decode: Callable[[Sequence[int]], str]
+
+
 def _of_bytes(texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
@@ -47,21 +57,8 @@ def _to_text(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer("bytes", "bytes", 256, 0, _of_bytes, _to_text)
+BYTES = Tokenizer("bytes", 256, "bytes", 0, _of_bytes, _to_text)
 """The one without a file: UTF-8, and zero after a document."""
-
-
-def tokens_below(vocab_size: int) -> Tokenizer:
-    """The one for data that is tokens already, as they are: there is no text, and nothing to add.
-
-    >>> tokens_below(50257).dtype
-    dtype('uint16')
-    """
-
-    def no_text(_: Any) -> Any:
-        raise TypeError("got text for data that is tokens already")
-
-    return Tokenizer("", f"below {vocab_size}", vocab_size, vocab_size, no_text, no_text)
 
 
 def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
@@ -95,7 +92,7 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
         found = made.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(one.ids, np.int64) for one in found]
 
-    return Tokenizer(str(path), digest, max(size, stop + 1), stop, encode, made.decode)
+    return Tokenizer(digest, max(size, stop + 1), str(path), stop, encode, made.decode)
 
 
 def _end(path: Path, made: Any, given: int | None) -> int:

@@ -295,7 +295,8 @@ def evaluate(job: Job, program: Program, state: State, stop: Stop = lambda: "") 
         if stop() == TERMINATED:
             return None
         losses.append(zfunc.evaluate(program, state, batch))
-    return fmean(losses) / math.log(2)
+    rows = [len(inputs) for inputs, _ in job.held_out]  # of the last batch there may be fewer
+    return fmean(losses, rows) / math.log(2)
 
 
 def sample(job: Job, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:

@@ -7,7 +7,7 @@ own means is another number where they hold unequally many, so every row has a w
 import torch
 from torch import Tensor
 
-from zfunc.hf.parts import IGNORED
+from zfunc.data import IGNORED
 
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 

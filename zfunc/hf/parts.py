@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-IGNORED = -100  # the label of a token that is not to be predicted
+from zfunc.data import IGNORED
 
 
 class Embed(nn.Module):
