@@ -11,7 +11,7 @@ import torch
 
 from zfunc.data import IGNORED, Corpus, batch_at, held_out_batches
 from zfunc.packing import open_data
-from zfunc.tokenizing import BYTES, Tokenizer, open_tokenizer
+from zfunc.tokenizing import BYTES, Tokenizer, Vocabulary, open_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
 END = WORDS.index("</s>")
@@ -47,6 +47,13 @@ def opened(path: Path | None, tmp_path: Path, tokenizer: Tokenizer | None = None
 
 def everything(corpus: Corpus) -> list[int]:
     return [*corpus.train.tolist(), *corpus.held_out.tolist()]
+
+
+def test_tokens_that_are_there_already_have_a_vocabulary_and_no_tokenizer() -> None:
+    assert isinstance(BYTES, Vocabulary)
+    assert not hasattr(Vocabulary("below 300", 300), "encode")
+    kept = [Vocabulary("", n).dtype for n in (256, 1 << 16, (1 << 16) + 1)]
+    assert kept == [np.uint16, np.uint16, np.uint32]
 
 
 # --- what is packed ---------------------------------------------------------------------------------------
