@@ -1,18 +1,20 @@
 """What the commands refuse, and how they say it: on one screen, with the flag, what was got, and what to do."""
 
+import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import numpy as np
 import pytest
 
 from zfunc import catalogue
 from zfunc.arguments import as_typed, shortened
 from zfunc.cli import main
+from zfunc.job import _fast_precision, resolve
 
 Out = pytest.CaptureFixture[str]
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
@@ -159,12 +161,74 @@ def test_absurd_sizes_are_refused_by_arithmetic(
     assert "bytes of host memory" in err
 
 
+def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> None:
+    pytest.importorskip("transformers")
+    assert main(["train", *TINY, "--data", "short.txt", "--steps", "1", "--out", "run"]) == 0
+    Path("model").mkdir()
+    small = {
+        "n_layer": 1,
+        "n_head": 2,
+        "n_embd": 16,
+        "vocab_size": 256,
+        "n_positions": 16,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    }
+    Path("model/config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
+    Path("unknown").mkdir()
+    Path("unknown/config.json").write_text("{}")
+    capsys.readouterr()
+    for folder, told in (
+        ("model", "--hf: got one of a model with "),
+        ("unknown", "--hf: Unrecognized model"),
+    ):
+        assert main(["export", "run", "--hf", folder, "--out", "new"]) == 2
+        assert f"zfunc export: error: {told}" in capsys.readouterr().err
+    assert not Path("new").exists()
+
+
 def test_too_little_memory_is_said_before_training(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setattr("zfunc.program.available_host_bytes", lambda: 1000)
     assert main(["train", *TINY, "--data", "short.txt", "--steps", "2", "--out", "run"]) == 2
     err = capsys.readouterr().err
     assert "bytes of host memory, 1,000 are there" in err
     assert not Path("run").exists()
+
+
+def test_a_world_size_without_a_rank_is_of_some_other_job(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
+    told = ["train", *TINY[:-2], "--config", "ds.json", "--data", "short.txt", "--steps", "1", "--out", "run"]
+    assert main([*told, "--save-every", "0"]) == 0
+    assert json.loads(Path("run/config.json").read_text())["settings"]["batch_size"] == 4
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [([], ", because a CPU computes fastest in it"), (["--precision", "fp32"], "")],
+)
+def test_why_a_precision_is_said_where_it_was_chosen(asked: list[str], told: str, capsys: Out) -> None:
+    args = [*TINY, "--device", "cpu", "--data", "short.txt", "--steps", "1", "--save-every", "0", *asked]
+    assert main(["train", *args]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [x for x in lines if x.startswith("precision: ")] == [f"precision: fp32{told}"]
+
+
+@pytest.mark.parametrize(("has", "told"), [(True, "bf16, because"), (False, "fp16, because")])
+def test_why_a_gpu_computes_in_16_bits(
+    has: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
+    """The choice of a GPU with and without bf16, made for a CPU that then trains in it."""
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: has)
+    monkeypatch.setattr("zfunc.job.resolve", lambda s: attrs.evolve(resolve(s), precision=_fast_precision()))
+    args = [*TINY, "--device", "cpu", "--data", "short.txt", "--steps", "1", "--save-every", "0"]
+    assert main(["train", *args]) == 0
+    out = capsys.readouterr().out
+    assert f"precision: {told} a GPU computes fastest in " in out
+    assert ("this one has no bf16" in out) == (not has)
 
 
 # --- the others --------------------------------------------------------------------------------------------
@@ -316,7 +380,27 @@ def test_arguments_of_calls_are_told_as_flags() -> None:
     assert as_typed("checkpoint: got none", options) == "CHECKPOINT: got none"
     assert as_typed("out: got x with dtype='fp32'", options) == "--out: got x with --dtype 'fp32'"
     assert as_typed("it says: out=3 and lr=3", options) == "it says: --out 3 and lr=3"
+    assert as_typed("got 9 tokens for (out=3)", options) == "got 9 tokens for (--out 3)"
     assert shortened("x" * 120) == "x" * 120
+
+
+@pytest.mark.parametrize(
+    "path", ["sweep/lr=3e-4/seed=1", "lr=3", "seed=1/data='x'", "a b/lr=3/x.y", "runs/data=x/"]
+)
+def test_paths_are_told_as_they_were_typed(path: str, capsys: Out) -> None:
+    Path(path).mkdir(parents=True)
+    Path(path, "kept.txt").touch()
+    wanted = str(Path(path))
+    train = ["train", *TINY, "--data", "short.txt", "--steps", "1"]
+    for command in (
+        [*train, "--out", path],
+        [*train, "--resume", path],
+        ["report", path],
+        ["calibrate", "--out", f"{path}/no/x.toml"],
+    ):
+        assert wanted in refused(capsys, *command)
+    Path(path, "cut.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    assert f"{wanted}/cut.jsonl, line 2" in refused(capsys, *train, "--data", f"{path}/cut.jsonl")
 
 
 # --- streams and signals -----------------------------------------------------------------------------------
@@ -364,4 +448,3 @@ def test_ctrl_c_of_a_command_that_only_computes_is_130() -> None:
     )
     done = _python(code)
     assert (done.returncode, done.stderr) == (130, "zfunc report: stopped at once\n")
-    assert signal.getsignal(signal.SIGINT) is not None

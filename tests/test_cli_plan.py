@@ -9,7 +9,8 @@ from typing import Any
 import attrs
 import pytest
 
-from zfunc import room
+from zfunc import plan_report, planning, room
+from zfunc.catalogue import parser
 from zfunc.cli import main
 from zfunc.draw_settings import Sketch
 from zfunc.plan_settings import Planning
@@ -162,6 +163,24 @@ def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path:
     assert (code, said["fits"], said["num_layers"]) == (1, False, 1)
 
 
+@pytest.mark.parametrize("schedule", ["Interleaved", "CriticalPath"])
+def test_what_was_found_can_be_typed_wherever_a_line_ends(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planning.answer(Planning(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
+    setup = made.planned.setup.having(schedule=schedule, offload_ratio=0.0, speculate=3, delay=False)
+    planned = attrs.evolve(made.planned, setup=setup)
+    found = attrs.evolve(made, asked=attrs.evolve(made.asked, schedule="auto"), planned=planned)
+    for width in range(40, 130):
+        monkeypatch.setattr(plan_report, "WIDTH", width)
+        paragraph = next(x for x in plan_report.text(found).split("\n\n") if x.startswith("as options of"))
+        lead, _, options = paragraph.partition(":")
+        typed = parser()[1]["train"].parse_args(options.split())
+        assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
+        assert (typed.speculate, typed.bucket_size) == (3, 50_000_000)
+        assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")
+
+
 # --- what it refuses -----------------------------------------------------------------------------------------
 
 
@@ -175,7 +194,9 @@ def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path:
         (["--offload-ratio", "most"], "--offload-ratio: got most"),
         (["--speculate", "-1"], "--speculate: got -1"),
         (["--world", "0"], "--world: got 0"),
-        (["--world", "3"], "--batch-size: got 4 with --world 3"),
+        (["--world", "3"], "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try --batch-size 3"),
+        (["--world", "4", "--micro-batches", "2"], "got 4 for 4 ranks with 2 micro-batches each, expected a"),
+        (["--micro-batches", "3"], "--batch-size: got 4 with --micro-batches 3, expected a multiple of it"),
         (
             ["--precision", "bf16"],
             "--precision: got 'bf16' with --hardware v100-32gb, expected one that it has",

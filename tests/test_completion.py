@@ -1,5 +1,6 @@
 """Completion as a shell does it: the printed script is sourced in bash, zsh or fish, and asked."""
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from zfunc.catalogue import COMMANDS
 from zfunc.cli import main
-from zfunc.completion import SHELLS, choices, place
+from zfunc.completion import SHELLS, place
 from zfunc.profile_file import names as profiles
 from zfunc.settings import MOMENTS, PRECISIONS, RECOMPUTE
 
@@ -120,14 +121,23 @@ def test_zsh_completes_on_a_terminal(line: str, completed: str, scripts: dict[st
     assert f"[{completed}]" in done.stdout
 
 
-def test_every_fixed_choice_is_offered() -> None:
+def test_every_fixed_choice_is_offered(scripts: dict[str, Path]) -> None:
     """By what the options themselves check, so that a new one is completed too."""
-    for command in COMMANDS.values():
-        for name, option in command.options.items():
-            offered = choices(option.metavar, option)
-            assert set(option.words) <= set(offered)
-            for word in option.words:
-                option.check(name, word)
+    line = re.compile(
+        r"^complete -c zfunc -n '_shtab_zfunc_using (\w+)' -l (\S+) -xka \"([^\"]*)\"", re.MULTILINE
+    )
+    offered = {(m[1], m[2]): m[3].split() for m in line.finditer(scripts["fish"].read_text())}
+    asked = {
+        (command, name.replace("_", "-")): option
+        for command, of in COMMANDS.items()
+        for name, option in of.options.items()
+        if option.words and not option.positional
+    }
+    assert len(asked) > 10
+    for key, option in asked.items():
+        assert set(option.words) <= set(offered[key])
+        for word in option.words:
+            option.check(key[1].replace("-", "_"), word)
 
 
 def test_what_is_a_path_is_completed_as_one() -> None:

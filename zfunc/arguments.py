@@ -32,6 +32,9 @@ SAID = (  # what argparse says: as got, expected, next action
     (r"argument (\S+): (.+)", r"\1: \2"),
 )
 
+NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(?=[\d'\"])(?!\S*[/:])")
+"""An argument and its value in an error: a word of its own, which is no path, as there is in "--out: got lr=3"."""
+
 
 class Help(argparse.HelpFormatter):
     """Help as wide as the terminal, up to a bound. Prose is wrapped; what is indented, such as examples, is not."""
@@ -127,17 +130,19 @@ def unknown(word: str, command: str, options: Mapping[str, Collection[str]]) -> 
 
 
 def as_typed(told: str, options: Mapping[str, Option]) -> str:
-    """An error that names the arguments of a call, with the flags of a command instead.
+    """An error that names the arguments of a call, with the flags of a command instead. Paths stay as they are.
 
     >>> from zfunc.options import anything
     >>> options = {"seq_length": Option("model", "tokens of a sequence", anything)}
     >>> as_typed("seq_length: got 0", options), as_typed("got 9 tokens for seq_length=16", options)
     ('--seq-length: got 0', 'got 9 tokens for --seq-length 16')
+    >>> as_typed("--out: got runs/seq_length=16/b, which is there", options)
+    '--out: got runs/seq_length=16/b, which is there'
     """
     lead, colon, rest = told.partition(": ")
     if colon and lead in options:
         told = f"{options[lead].metavar if options[lead].positional else flag(lead)}: {rest}"
-    return re.sub(r"\b([a-z_]+)=(?=[\w'\"])", lambda m: f"{flag(m[1])} " if m[1] in options else m[0], told)
+    return NAMED.sub(lambda m: f"{flag(m[1])} " if m[1] in options else m[0], told)
 
 
 def shortened(word: str) -> str:

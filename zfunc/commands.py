@@ -237,7 +237,12 @@ def export(asked: Export) -> int:
         else:
             from zfunc.hf import export as write_folder
 
-            done = write_folder(asked.checkpoint, asked.out, config=asked.hf, dtype=asked.dtype)
+            try:
+                done = write_folder(asked.checkpoint, asked.out, config=asked.hf, dtype=asked.dtype)
+            except ValueError as error:
+                if not str(error).startswith("config: "):
+                    raise
+                raise ValueError(f"--hf: {str(error).removeprefix('config: ')}") from error
     told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
     print(f"written: {done.path}: {told}")
     return DONE

@@ -98,10 +98,6 @@ class Plain:
 def introduction(event: Started, run: Run) -> Iterator[str]:
     """What was read, built and planned, in a few lines."""
     s, plan = event.settings, event.plan
-    cpu = s.device == "cpu"
-    fastest = s.precision == ("fp32" if cpu else "bf16")
-    reason = f", because a {'CPU' if cpu else 'GPU'} computes fastest in it" if fastest else ""
-    yield f"precision: {s.precision}{reason}"
     first, *more = event.data
     yield f"data: {first}"
     yield from (f"  {text}" for text in more)

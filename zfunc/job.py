@@ -16,6 +16,7 @@ import torch
 from attrs import evolve, field, frozen
 
 import zfunc
+from zfunc import plan_settings
 from zfunc.batches import Batch, batch, held_out_parts
 from zfunc.compiling import pick_device
 from zfunc.configured import beside, told
@@ -46,6 +47,11 @@ PLANNED = (
     400  # layers, at most, of a model that is planned although it surely does not fit, to say what would
 )
 FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
+FASTEST = {  # why a precision was chosen
+    "fp32": "a CPU computes fastest in it",
+    "bf16": "a GPU computes fastest in it",
+    "fp16": "a GPU computes fastest in 16 bits, and this one has no bf16",
+}
 
 log = logging.getLogger("zfunc")
 
@@ -82,7 +88,7 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
 
     Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
     """
-    settings = resolve(settings)
+    settings, chosen = resolve(settings), settings.precision == "auto"
     model = pretrained(settings)
     words = tokenizer(settings, model)
     corpus = _corpus(settings, model, words, cache)
@@ -99,6 +105,8 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     program = build(settings, example, None if model is None else model.segments)
     settable = attrs.fields_dict(Settings)
     check_room(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
+    reason = f", because {FASTEST[settings.precision]}" if chosen else ""
+    log.log(logging.DEBUG if ranks.rank else logging.INFO, "precision: %s%s", settings.precision, reason)
     known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
     return Job(settings, corpus, held_out, program, words, **known)
 
@@ -142,13 +150,7 @@ def check_size(settings: Settings, ranks: Ranks) -> None:
 
 def check_rows(settings: Settings, ranks: Ranks) -> None:
     """Raise ValueError unless the batch can be dealt out to the ranks in micro-batches."""
-    parts = ranks.world * settings.micro_batches
-    if settings.batch_size % parts:
-        raise ValueError(
-            f"--batch-size: got {settings.batch_size} for {ranks.world} ranks with {settings.micro_batches} "
-            f"micro-batches each, expected a multiple of {parts}: try --batch-size "
-            f"{max(parts, settings.batch_size // parts * parts)}"
-        )
+    plan_settings.check_rows(settings.batch_size, ranks.world, settings.micro_batches)
 
 
 def resolve(settings: Settings) -> Settings:

@@ -9,8 +9,9 @@ from textwrap import wrap
 from typing import Any
 
 from zfunc.advice import Advice, as_flag
-from zfunc.choices import gigabytes, short_of
+from zfunc.choices import gigabytes, scheduled, short_of
 from zfunc.graph import TIERS, Tier
+from zfunc.hardware import ROUND
 from zfunc.legend import in_words
 from zfunc.planner import Planned
 from zfunc.planning import Answer
@@ -52,7 +53,7 @@ def text(answer: Answer) -> str:
     if p.reasons:
         lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
     if answer.asked.schedule == AUTO:
-        lines += ["", *wrap(f"as options of zfunc train: {_options(p)}", WIDTH, subsequent_indent="  ")]
+        lines += ["", *_as_options(p)]
     lines += ["", *_advice(p), "", *_assumed(p)]
     return "\n".join(lines) + "\n"
 
@@ -95,8 +96,17 @@ def _machine(answer: Answer) -> str:
     return f"{p.hardware.name} (chosen of {there})"
 
 
+def _as_options(p: Planned) -> list[str]:
+    """What was chosen, to train so. A schedule made for this hardware gets another by its name."""
+    schedule = scheduled(p.setup.choice.schedule, p.hardware)
+    orders = hasattr(schedule, "hardware") and p.hardware != ROUND
+    note = " (which orders for round numbers, not for this hardware)" if orders else ""
+    told = f"as options of zfunc train{note}: {_options(p)}"
+    return wrap(told, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False)
+
+
 def _options(p: Planned) -> str:
-    """What was chosen, as one types it to train so."""
+    """What was chosen, as one types it."""
     c = p.setup.choice
     chosen = {
         "schedule": c.schedule_name,

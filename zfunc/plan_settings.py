@@ -54,6 +54,22 @@ PLAN = {
 }
 
 
+def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
+    """Raise ValueError unless the batch can be dealt out to `world` ranks in so many micro-batches each.
+
+    >>> check_rows(10, 4, 2)
+    Traceback (most recent call last):
+    ValueError: --batch-size: got 10 for 4 ranks with 2 micro-batches each, expected ...
+    """
+    parts = world * micro_batches
+    if batch_size % parts:
+        each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        raise ValueError(
+            f"--batch-size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
+            f"--batch-size {max(parts, batch_size // parts * parts)}"
+        )
+
+
 @frozen(kw_only=True)
 class Planning:
     """A step to plan. The defaults are those of `zfunc draw`."""
@@ -86,10 +102,9 @@ class Planning:
         check_paper(self)
         check_precision(self.hardware, self.precision)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        parts = self.world * self.micro_batches
-        multiple(
-            "batch_size", self.batch_size, "world" if self.micro_batches == 1 else "micro_batches", parts
-        )
+        if self.world == 1:
+            multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
+        check_rows(self.batch_size, self.world, self.micro_batches)
 
     @property
     def ratio(self) -> Any:

@@ -17,6 +17,7 @@ from zfunc.checkpoint.checkpoints import Checkpoint
 from zfunc.errors import CheckpointError
 from zfunc.progress import restored
 from zfunc.ranks import Ranks
+from zfunc.recorded import CONFIG, SUMMARY
 from zfunc.settings import AUTO, Settings
 
 COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to do
@@ -81,7 +82,7 @@ def hear(ranks: Ranks) -> Start:
 def resumed_from(run: Path) -> str | None:
     """The checkpoint that a run's `config.json` says it began from, if it did from one."""
     try:
-        found = json.loads((run / "config.json").read_text())["resumed_from"]
+        found = json.loads((run / CONFIG).read_text())["resumed_from"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return cast("str | None", found)
@@ -119,6 +120,6 @@ def _over(run: Path, found: Checkpoint, settings: Settings) -> bool:
 def _ended(run: Path) -> str:
     """How the run's summary says it ended; nothing if there is none."""
     try:
-        return str(json.loads((run / "summary.json").read_text())["ended"])
+        return str(json.loads((run / SUMMARY).read_text())["ended"])
     except (OSError, ValueError, KeyError, TypeError):
         return ""

@@ -74,8 +74,15 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks that train together, from torchrun; 1 without. ValueError for what is no number."""
-    return _count(environment, "WORLD_SIZE", 1)
+    """Ranks that train together, from torchrun; 1 without a RANK, which alone says that this is one of them.
+
+    Raises ValueError for what is no number.
+
+    >>> world_size({"WORLD_SIZE": "8", "RANK": "0"}), world_size({"WORLD_SIZE": "8"})
+    (8, 1)
+    """
+    found = _count(environment, "WORLD_SIZE", 1)
+    return found if "RANK" in environment else 1
 
 
 def allowed_cpus() -> frozenset[int]:

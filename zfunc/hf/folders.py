@@ -101,8 +101,13 @@ class _Folder:
         if not out.parent.is_dir():
             raise ValueError(f"out: got {out}, expected a folder in one that is there: make {out.parent}")
         origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
-        config = read_config(origin) if origin else config
-        model = empty_model(config)
+        try:
+            config = read_config(origin) if origin else config
+            model = empty_model(config)
+        except CheckpointError:
+            raise
+        except (ValueError, OSError) as error:  # transformers' own, which name no argument
+            raise ValueError(f"config: {error}") from error
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
         with disk.naming(partial, "making a folder (of another export that is writing it, or was killed?)"):
             partial.mkdir()
@@ -125,7 +130,8 @@ class _Folder:
                 hint = "" if name in self.shapes else nearest(name, list(self.shapes))
                 raise ValueError(
                     f"config: got one of a model with {name!r} of shape {self.shapes.get(name)}{hint}, expected "
-                    f"{found.get(name)}, as was trained: pass the config the segments were made from"
+                    f"{found.get(name)}, as was trained: pass the config the segments were made from, "
+                    "or its folder"
                 )
 
     def publish(self) -> None:
