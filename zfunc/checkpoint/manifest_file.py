@@ -157,7 +157,9 @@ def _read_position(node: Node) -> Position:
 
 def _read_pending(node: Node) -> Verdict:
     if "betas" not in node.entries():
-        node.refuse("the betas of the update that waits: flush with the zfunc that saved it", "none, as once was")
+        node.refuse(
+            "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"
+        )
     skip, grad_scale, number, lr, betas = node.fields(*_PENDING)
     if len(pair := betas.items()) != 2:
         betas.refuse("two numbers", f"a list of {len(pair)}")
