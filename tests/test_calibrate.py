@@ -15,7 +15,7 @@ from table import graph_of, hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.calibrate import calibrate, measure, measure_disk, overlapped, traced_steps
+from zfunc.calibrate import calibrate, measure, measure_disk, traced_steps
 from zfunc.calibrate_settings import CALIBRATE, Calibrate
 from zfunc.calibrated import Machine, described
 from zfunc.cli import main
@@ -24,7 +24,7 @@ from zfunc.graph import KINDS
 from zfunc.hardware import ROUND, Hardware, Measured
 from zfunc.profile import NONE_SENT, Profile
 from zfunc.profile_file import parse, text
-from zfunc.program import Program, specialize
+from zfunc.program import Program, rescheduled, specialize
 from zfunc.simulate import simulate
 from zfunc.timeline import Timeline
 
@@ -274,7 +274,7 @@ def test_steps_that_an_overflow_cuts_short_do_not_count(monkeypatch: pytest.Monk
         return state, seen[-1]
 
     monkeypatch.setattr(zfunc, "train_step", skipping)
-    alone, beside = traced_steps((program, overlapped(program)), batch, 3)
+    alone, beside = traced_steps((program, rescheduled(program, schedules.Overlapped())), batch, 3)
     assert len(alone) == len(beside) == 3
     assert len(seen) == 2 * (3 + 1 + 3)  # warm-up, two overflows in one turn, what counts
     assert [len(steps[0].plan.lanes) for steps in (alone, beside)] == [1, 4]

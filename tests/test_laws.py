@@ -22,7 +22,7 @@ from zfunc.errors import DonatedStateError
 from zfunc.execute import Jitter
 from zfunc.layout import Parameter
 from zfunc.loss_scale import LossScale
-from zfunc.program import Program, specialize
+from zfunc.program import Program, rescheduled, specialize
 from zfunc.tracing import Tracker
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -76,9 +76,22 @@ def program(model: str, settings: str, **more: Any) -> tuple[Program, Any]:
     return trained.compiled(model, **{**SETTINGS[settings], **more})
 
 
-def result(model: str, settings: str, *, step: dict[str, Any] | None = None, **more: Any) -> tuple[Any, ...]:
+_traced: dict[tuple[str, str], tuple[Program, Any]] = {}
+
+
+def under(schedule: Any, model: str, settings: str) -> tuple[Program, Any]:
+    """That program under a schedule. Segments are traced once for all schedules: that takes most of the time."""
+    if (model, settings) not in _traced:
+        _traced[model, settings] = program(model, settings)
+    made, batch = _traced[model, settings]
+    return rescheduled(made, getattr(schedules, schedule)() if isinstance(schedule, str) else schedule), batch
+
+
+def result(
+    model: str, settings: str, *, schedule: Any = None, step: dict[str, Any] | None = None, **more: Any
+) -> tuple[Any, ...]:
     """Losses, norms, scale, parameters and moments after a few steps: everything a step can change."""
-    made, batch = program(model, settings, **more)
+    made, batch = program(model, settings, **more) if schedule is None else under(schedule, model, settings)
     state = zfunc.init(made, seed=1)
     seen = []
     for i in range(STEPS):

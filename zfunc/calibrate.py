@@ -18,7 +18,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 
 import torch
-from attrs import evolve
 
 import zfunc
 from zfunc.bandwidth import clocks, others
@@ -28,7 +27,7 @@ from zfunc.fitting import Line, Step, costs, fit, handoff, middle
 from zfunc.graph import Kind
 from zfunc.job import Batch, build, check_rows, check_size, machine, resolve
 from zfunc.profile import Profile
-from zfunc.program import Cache, Program, make_plan, specialize
+from zfunc.program import Program, rescheduled, specialize
 from zfunc.ranks import Ranks
 from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.schedules import Overlapped
@@ -71,7 +70,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     here = look_up(program, Path(folder))
     disk = measure_disk(Path(folder))
     before = clocks()
-    alone, beside = traced_steps((program, overlapped(program)), batch, turns)
+    alone, beside = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     if here.world == 1:  # of several, each is another process
         _warn(others(before, clocks()), here.cores)
     steps = middle(alone)
@@ -89,17 +88,6 @@ def _warn(busy: float | None, cores: int) -> None:
     """Whoever shares the cores is in the figures: threads that wait for one another wait for theirs."""
     if busy is not None and busy > CROWDED * cores:
         log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
-
-
-def overlapped(program: Program) -> Program:
-    """The same program under Overlapped, for the same States."""
-    schedule = Overlapped()
-    return evolve(
-        program,
-        schedule=schedule,
-        plan=make_plan(program.job, schedule, program.recipe),
-        cache=Cache(costs=program.cache.costs),
-    )
 
 
 def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[Step]]:

@@ -125,6 +125,16 @@ def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Pla
     return plan
 
 
+def rescheduled(program: Program, schedule: Schedule) -> Program:
+    """The same program under another schedule, for the same States; what was traced is kept."""
+    return evolve(
+        program,
+        schedule=schedule,
+        plan=make_plan(program.job, schedule, program.recipe),
+        cache=Cache(costs=program.cache.costs),
+    )
+
+
 def recipe_of(job: Job) -> Recipe:
     """The recipe of a job's steps, once all of them are under way."""
     return steadily_delayed if job.delayed else zero_offload
