@@ -8,8 +8,8 @@ from pathlib import Path
 import attrs
 from attrs import frozen
 
-from zfunc.options import Option, anything, check_each, count, multiple, path
-from zfunc.settings import COMMON, TRAIN, Settings
+from zfunc.options import Option, anything, count, path
+from zfunc.settings import COMMON, TRAIN, Settings, check_together
 
 CALIBRATE = {
     **{
@@ -51,9 +51,7 @@ class Calibrate:
 
     def __attrs_post_init__(self) -> None:
         """Check values alone and together. Raises ValueError."""
-        check_each(self, CALIBRATE)
-        multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
-        multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
+        check_together(self, CALIBRATE)
         if self.out.suffix != ".toml":
             raise ValueError(
                 f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"

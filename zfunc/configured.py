@@ -28,6 +28,7 @@ from zfunc.deepspeed.values import Given
 from zfunc.loss_scale import LossScale
 from zfunc.settings import Settings
 
+SINKS = ("tensorboard", "wandb", "csv_monitor")  # blocks of a file; where `zfunc train` writes its figures
 log = logging.getLogger("zfunc")
 
 
@@ -118,7 +119,7 @@ def configure(
 
 def _logs(values: Values) -> Iterator[str]:
     """What of a file only `zfunc train` does."""
-    for block in ("tensorboard", "wandb", "csv_monitor"):
+    for block in SINKS:
         if values[f"{block}.enabled"]:
             yield f"{block}: `zfunc train` writes it; a loop of one's own writes what of its metrics it wants"
 

@@ -114,8 +114,8 @@ DRAW = {
 
 
 @frozen(kw_only=True)
-class Sketch:
-    """A step to draw. The defaults are a model large enough to see something, on round-number hardware."""
+class Paper:
+    """A step that is not run. The defaults are a model large enough to see something."""
 
     num_layers: int = 4
     hidden_size: int = 2048
@@ -132,6 +132,12 @@ class Sketch:
     bucket_size: int = 50_000_000
     grad_slots: int = 2
     host_slots: int = 2
+
+
+@frozen(kw_only=True)
+class Sketch(Paper):
+    """A step to draw, by default on round-number hardware."""
+
     hardware: str | None = None
     compute_tflops: float = ROUND.flops / 1e12
     device_gbs: float = ROUND.rates["compute"] / 1e9

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc import schedules
-from zfunc.draw_settings import DRAW, HARDWARE, check_paper, check_precision
+from zfunc.draw_settings import DRAW, HARDWARE, Paper, check_paper, check_precision
 from zfunc.options import (
     AUTO,
     Option,
@@ -71,25 +71,10 @@ def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
 
 
 @frozen(kw_only=True)
-class Planning:
-    """A step to plan. The defaults are those of `zfunc draw`."""
+class Planning(Paper):
+    """A step to plan."""
 
-    num_layers: int = 4
-    hidden_size: int = 2048
-    num_attention_heads: int = 16
-    seq_length: int = 1024
-    vocab_size: int = 50257
     max: bool = False
-    batch_size: int = 8
-    micro_batches: int = 1
-    clip: float = 1.0
-    precision: str = AUTO
-    moments: str = "fp32"
-    schedule: str = "Overlapped"
-    recompute: str = "all"
-    bucket_size: int = 50_000_000
-    grad_slots: int = 2
-    host_slots: int = 2
     offload_ratio: str = field(default="1", converter=str)
     speculate: int = 0
     delay: bool = False

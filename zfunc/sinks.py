@@ -15,7 +15,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,6 +97,11 @@ def _add(path: Path, life: _Life) -> None:
         file.write(json.dumps(asdict(life)) + "\n")
 
 
+def _goes_on(begin: Begin, files: Sequence[Any], lives: Sequence[_Life]) -> bool:
+    """Whether the run goes on in a folder with these files, of which some are its own."""
+    return bool(files) and begin.x is not None and _id(begin.run) in {life.run for life in lives}
+
+
 def _id(run: Path) -> str:
     path = run / ID
     if not path.is_file():
@@ -129,7 +134,7 @@ class TensorBoard:
         folder.mkdir(parents=True, exist_ok=True)
         lives, run = folder / f"{LIVES}-tensorboard", _id(begin.run)
         there = [_seconds(path) for path in folder.glob("events.out.tfevents.*")]
-        goes_on = bool(there) and begin.x is not None and run in {life.run for life in _lives(lives)}
+        goes_on = _goes_on(begin, there, _lives(lives))
         if there and not goes_on:
             log.warning("%s: it holds events of another run: TensorBoard shows both as one", folder)
         began = max([int(time.time()), *(seconds + 1 for seconds in there)])
@@ -240,7 +245,7 @@ class CSV:
         folder.mkdir(parents=True, exist_ok=True)
         path, run, files = folder / f"{LIVES}-csv", _id(begin.run), sorted(folder.glob("*.csv"))
         lives = _lives(path)
-        goes_on = bool(files) and begin.x is not None and run in {life.run for life in lives}
+        goes_on = _goes_on(begin, files, lives)
         if files and not goes_on:
             log.warning("%s: it holds files of another run, which are added to", folder)
         if goes_on and begin.x is not None:

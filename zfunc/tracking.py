@@ -13,7 +13,7 @@ from typing import Any
 import attrs
 from attrs import define, field, frozen
 
-from zfunc.configured import beside
+from zfunc.configured import SINKS, beside
 from zfunc.deepspeed import KEYS
 from zfunc.events import Evaluated, Event, Started, Stepped
 from zfunc.history import Row, number, rows_of
@@ -23,7 +23,6 @@ from zfunc.recorded import CONFIG, METRICS
 from zfunc.settings import Settings
 from zfunc.sinks import CSV, Begin, Sink, TensorBoard, WandB, check
 
-KINDS = ("tensorboard", "wandb", "csv_monitor")
 OURS: Mapping[str, str] = {
     "loss": "train/loss",
     "lr": "train/lr",
@@ -75,7 +74,7 @@ class Asked:
 def asked(settings: Settings) -> tuple[Asked, ...]:
     """The sinks that flags and configuration ask for."""
     values, found = beside(settings).values, list[Asked]()
-    for kind in KINDS:
+    for kind in SINKS:
         if values is not None and values.has(kind):
             if getattr(settings, kind, False) or values[f"{kind}.enabled"]:
                 block = {key.last: values[key.name] for key in KEYS.values() if key.block == kind}
