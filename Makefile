@@ -2,7 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Two stamps: zfunc alone, which is all that training needs, and what tests and linters need on top.
 STAMP := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
 .PHONY: train test gpu lint bench pictures docs scale soak wheel sanitize aarch64 clean
@@ -11,10 +13,10 @@ train: $(STAMP)
 	$(BIN)/zfunc train
 
 # Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
-test: $(STAMP) lint
+test: $(TOOLS) lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -23,8 +25,13 @@ lint: $(STAMP)
 $(STAMP): $(NATIVE)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch numpy setuptools wheel cython
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test,lint]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	touch $(STAMP)
+
+# By name: zfunc is there, so that its extras are all that is installed, and the kernel is not built again.
+$(TOOLS): $(STAMP)
+	$(BIN)/pip install --quiet --constraint constraints.txt "zfunc[test,lint]"
+	touch $(TOOLS)
 
 LARGE := --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 \
 	--precision bf16 --turns 7 --compile-segments
@@ -40,7 +47,7 @@ gpu:
 	$(PYTHON) -m benchmarks.plan --json benchmarks/results
 	$(PYTHON) -m benchmarks.simulated --json benchmarks/results
 
-bench: $(STAMP)
+bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.checkpoints
@@ -50,21 +57,21 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step
 
 # Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.
-soak: $(STAMP)
+soak: $(TOOLS)
 	$(BIN)/python tests/soak.py
 
-pictures: $(STAMP)
+pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_one_bucket.py
 
 # docs/api from the docstrings, and the same as a site in build/docs.
-docs: $(STAMP)
+docs: $(TOOLS)
 	$(BIN)/pip install --quiet --constraint constraints.txt pdoc
 	$(BIN)/python docs/make_api.py
 	$(BIN)/python docs/make_site.py
 
 # docs/scale.md: some minutes of simulation.
-scale: $(STAMP)
+scale: $(TOOLS)
 	$(BIN)/python docs/make_scale.py
 
 WHEEL := build/wheel
@@ -94,7 +101,7 @@ wheel:
 	ls -l dist
 
 # The kernel as a C program of its own, in builds that need more than gcc; each says what to install if it is missing.
-sanitize aarch64: $(STAMP)
+sanitize aarch64: $(TOOLS)
 	$(BIN)/python -m tests.native $@
 
 clean:

@@ -6,6 +6,7 @@ but not linked to libgomp: a second OpenMP runtime in the process would double t
 resolve against the one torch brings.
 """
 
+import os
 import shutil
 import subprocess
 import sysconfig
@@ -73,6 +74,17 @@ def refusal(reason: str, need: str) -> SystemExit:
 
 class BuildKernel(build_ext):
     """build_ext that says what is missing, and refuses what would only fail at first use."""
+
+    def run(self) -> None:
+        """Build; an editable install gets the sources' folder on sys.path as well.
+
+        The finder that setuptools installs is asked after sys.path. In the folder that contains a clone, the clone
+        itself is a namespace package `zfunc`, which would be found first; a regular package on sys.path wins.
+        """
+        super().run()
+        if self.editable_mode:  # then this is the unpacked wheel
+            wheel = Path(self.get_finalized_command("install").install_lib)
+            wheel.joinpath("zfunc.pth").write_bytes(os.fsencode(f"{Path.cwd()}\n"))
 
     def build_extension(self, ext: Extension) -> None:
         """Compile one extension; a failure ends the build with one readable message."""

@@ -11,6 +11,7 @@ import sysconfig
 import tomllib
 from pathlib import Path
 
+import attrs
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -142,11 +143,20 @@ def test_without_a_cython_that_is_new_enough(monkeypatch: pytest.MonkeyPatch, ve
 # ---- a compile that does not -----------------------------------------------------------------------
 
 
-def test_a_build_in_place_is_the_one_imported(tree: Path, tmp_path: Path) -> None:
+IMPORTED = """
+import site, sys
+site.addsitedir(sys.argv[1])
+sys.path.append(sys.argv[2])
+import zfunc, zfunc.schedules
+print(zfunc.__file__, zfunc.schedules.__file__)
+"""
+
+
+def test_an_editable_build_is_the_one_imported(tree: Path, tmp_path: Path) -> None:
     stale = tree / "zfunc" / f"_cpu_adam{sysconfig.get_config_var('EXT_SUFFIX')}"
     stale.write_bytes(b"an older build, which Python would import first")
     compiler = wrapped(tmp_path, without("-O3", "-O0"))
-    done = setup(tree, "build_ext", "--inplace", "--build-temp", tmp_path, CC=compiler)
+    done = setup(tree, "editable_wheel", "--dist-dir", tmp_path, CC=compiler)
     assert done.returncode == 0, done.stderr
     (built,) = (tree / "zfunc").glob("_cpu_adam*.so")
     linked = subprocess.run(
@@ -158,6 +168,14 @@ def test_a_build_in_place_is_the_one_imported(tree: Path, tmp_path: Path) -> Non
     assert re.findall(r"NEEDED.*\[lib(?!c\.|pthread\.)", linked) == []  # OpenMP is torch's
     assert "RUNPATH" not in linked
     assert "RPATH" not in linked
+
+    (wheel,) = tmp_path.glob("*.whl")
+    shutil.unpack_archive(wheel, tmp_path / "site", format="zip")
+    (tmp_path / "zfunc").mkdir()  # as the folder that contains a clone has one
+    needed = Path(attrs.__file__).parents[1]
+    command = [sys.executable, "-S", "-c", IMPORTED, str(tmp_path / "site"), str(needed)]
+    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert told.split() == [str(tree / "zfunc" / "__init__.py"), str(tree / "schedules" / "__init__.py")]
 
 
 # ---- what is packed --------------------------------------------------------------------------------
@@ -200,3 +218,17 @@ def test_the_wheel_serves_every_python_the_package_does() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     oldest = re.search(r"^OLDEST_PYTHON = \((\d+), (\d+)\)$", (ROOT / "setup.py").read_text(), re.MULTILINE)
     assert project["requires-python"] == ">={}.{}".format(*oldest.groups())
+
+
+def test_training_waits_for_no_tools_of_tests_and_linters(tmp_path: Path) -> None:
+    def installed(target: str) -> list[str]:
+        command = ["make", "--dry-run", f"VENV={tmp_path}", target]
+        lines = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        return [line.split("constraints.txt ")[1] for line in lines if "pip install" in line]
+
+    alone = installed("train")
+    assert [x.split()[0] for x in alone] == ["torch", "--no-build-isolation"]
+    assert not any("[" in x for x in alone)
+    assert installed("test") == [*alone, '"zfunc[test,lint]"']
