@@ -12,7 +12,7 @@ from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
 from zfunc.emit import Job
 from zfunc.graph import Graph, Op, Region
 from zfunc.moments import BUFFERS
-from zfunc.regions import WAITING
+from zfunc.regions import LASTING, SHADOW, WAITING, undecided
 
 Recipe = Callable[[Job], Iterator[Op]]
 
@@ -272,6 +272,28 @@ def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrie
     if delayed and "adam" in verbs:
         assert verbs.index("adam") < verbs.index("forward")
         assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
+
+
+@of_any_job
+def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: Job) -> None:
+    """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
+    graph = Graph(tuple(recipe(evolve(job, save=True))))
+    assert [op.name for op in undecided(graph)] == []
+    # Or the law would say nothing: that they read the verdict is what orders them, and without it they are found.
+    blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "verdict")) for op in graph)
+    assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
+        op.name for op in undecided(blind)
+    }
+
+
+@given(any_job)
+def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: Job) -> None:
+    """A new buffer has to be put on one side: what is kept and not allocated by the program could be anything."""
+    room = {"norm", "mean_loss", "verdict", "written", "written_frozen", *(SHADOW + name for name in LASTING)}
+    for recipe in TRAINING.values():
+        for op in recipe(evolve(job, save=True)):
+            for r in op.writes:
+                assert not r.kept or r.dtype or r.buffer in LASTING | room, r
 
 
 @given(any_job)

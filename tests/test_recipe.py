@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from attrs import evolve
 from models import MODELS
 
 import zfunc
@@ -35,6 +36,13 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
             "that saves in which nothing writes published",
         ),
         (lambda job: [*zero_offload(job), Op("mine", (), "host")], r"operations \['mine'\] without a stage"),
+        (
+            lambda job: (
+                evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "verdict"))
+                for op in zero_offload(job)
+            ),
+            r"got adam\[\d+\], whose effect leaves the step.*let it read the region verdict",
+        ),
         (delayed, "that nothing is updated with.*pass delay_from"),
         (steadily_delayed, "reads verdict before anything writes it.*pass delay_from"),
     ],

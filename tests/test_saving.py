@@ -22,6 +22,7 @@ from zfunc.checkpoint import disk
 from zfunc.checkpoint.manifest import FILE
 from zfunc.compact_reference import AVG_CODE, AVG_SQ_CODE, unpack_codes
 from zfunc.errors import CheckpointError
+from zfunc.execute import Jitter
 from zfunc.program import Program
 from zfunc.state import State
 
@@ -325,9 +326,12 @@ def test_a_step_that_is_refused_saves_nothing_and_harms_nothing(tmp_path: Path) 
     program, data = compiled("odd sizes", precision="fp32", clip_norm=1.0)
     state, _ = steps(program, zfunc.init(program), data, 0, 2)
     inputs, targets = data(2)
-    with pytest.raises(zfunc.NonFiniteError):
-        zfunc.train_step(program, state, (inputs, targets * float("nan")), save=tmp_path)
-    assert [x.name for x in tmp_path.iterdir()] == []
+    for seed in range(6):  # whatever is late: what publishes it waits for the verdict
+        with pytest.raises(zfunc.NonFiniteError):
+            zfunc.train_step(
+                program, state, (inputs, targets * float("nan")), save=tmp_path, jitter=Jitter(seed, 2e-3)
+            )
+        assert [x.name for x in tmp_path.iterdir()] == []
     zfunc.train_step(program, state, (inputs, targets), save=tmp_path)
     assert zfunc.load(tmp_path, program).step == 2
 

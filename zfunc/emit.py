@@ -70,10 +70,11 @@ class Emit(Regions):
         """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
-        last = m == self.job.micro_batches - 1
-        # Before the verdict on the loss nothing is sent: a rank that refuses it must not leave others waiting.
-        reads = (region,) if self.job.barrier or not last else (region, self._verdict())
-        return Op("reduce_scatter", (m, b, d), "network", reads, (region,), nbytes=nbytes)
+        # A rank that refuses the step must not leave others waiting: a collective is before the verdict or after.
+        early = self._sends_before_the_verdict(m)
+        reads = (region,) if self.job.barrier or early else (region, self._verdict())
+        writes = (region, self._sent(m, b, d)) if early else (region,)
+        return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
     def square_sum(self, b: int, slot: int | None) -> Op:
         """Sum the squares of a complete bucket while it is on the device: in its slot, or where it was added up."""
@@ -125,7 +126,18 @@ class Emit(Regions):
         """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
         losses = (self._mean_loss(),) if self.job.world > 1 else self._losses()
         norm = (self._norm(),) if self.job.barrier else ()
-        return Op("decide", (), "host", (*losses, *norm), (self._verdict(),))
+        return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._verdict(),))
+
+    def _all_sent(self) -> tuple[Region, ...]:
+        """What says that every collective which does not wait for the verdict is over."""
+        early = (m for m in range(self.job.micro_batches) if self._sends_before_the_verdict(m))
+        parts = [(x.index, d) for x in self.job.layout.buckets for d in range(len(x.deliveries))]
+        return tuple(self._sent(m, b, d) for m in early for b, d in parts)
+
+    def _sends_before_the_verdict(self, m: int) -> bool:
+        """Whether micro-batch `m` sends gradients before the verdict, which is on losses without a barrier."""
+        job = self.job
+        return job.world > 1 and job.stage == 2 and not job.barrier and m < job.micro_batches - 1
 
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one sweep: unscale, clip, Adam, and the copy for the device."""
@@ -201,11 +213,12 @@ class Emit(Regions):
     def publish(self, *, last: bool = False) -> Op:
         """When every rank has written everything: on to the disk, and give the checkpoint its name.
 
-        The `last` one of a step waits for its norm too: on the network lane it would hold up all others.
+        The `last` one of a step waits for its verdict: a refused step leaves no checkpoint. It waits for the norm
+        too: on the network lane it would hold up all other collectives.
         """
         written = tuple(self._written(b.index) for b in self.job.layout.buckets)
         frozen = (self._written_frozen(),) if self.job.layout.frozen else ()
         kind = "network" if self.job.world > 1 else "disk"
         published = Region("published", (), tier="disk", kept=True)
-        after = (self._norm(),) if last else ()
+        after = (self._norm(), self._verdict()) if last else ()
         return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (published,))

@@ -16,7 +16,7 @@ from zfunc.graph import Graph, Region
 from zfunc.layout import Layout, make_layout, part_size, resident_buckets
 from zfunc.passes import Recompute
 from zfunc.program import DTYPES, Precision, Recipe
-from zfunc.regions import WAITING
+from zfunc.regions import WAITING, undecided
 from zfunc.segments import Segment
 from zfunc.tracing import nbytes
 
@@ -111,6 +111,11 @@ def check_recipe(recipe: Recipe, job: Job, stages: Collection[str]) -> None:
                 "stages"
             )
         _check_waiting(graph)
+        for op in undecided(graph):
+            raise ValueError(
+                f"recipe: got {op}, whose effect leaves the step, with nothing that orders it behind the decision "
+                "whether the step counts: let it read the region verdict"
+            )
 
 
 def _check_waiting(graph: Graph) -> None:

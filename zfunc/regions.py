@@ -4,13 +4,13 @@ The invariant: this is the only place that knows how large a region is and where
 which is in `zfunc.emit`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Literal
 
 from attrs import field, frozen, validators
 
-from zfunc.graph import Region, Tier
+from zfunc.graph import Graph, Op, Region, Tier
 from zfunc.layout import Bucket, Layout, round_up
 from zfunc.moments import BUFFERS, HIGH_HALF, Moments
 
@@ -18,6 +18,12 @@ FP32, FP64 = 4, 8  # bytes
 ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
 SHADOW = "shadow_"  # begins the name of the buffer that a speculative update goes to
 WAITING = ("host_grad", "grad_sum")  # where on the host the whole gradient of a bucket waits for its update
+
+TRAINED = frozenset({"params", *(x.name for kept in BUFFERS.values() for x in kept)})
+"""The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""
+
+LASTING = TRAINED | {"published"}
+"""The buffers whose content outlives a refused step. All others are room to work in, written anew each step."""
 
 
 @frozen
@@ -244,6 +250,10 @@ class Regions:
     def _verdict(self) -> Region:
         return Region("verdict", (), FP64, "host", kept=True)
 
+    def _sent(self, m: int, b: int, d: int) -> Region:
+        """Holds nothing: it orders a collective before the verdict."""
+        return Region("sent", (m, b, d), tier="host")
+
     def _checkpoint(self) -> Region:
         """The file being written, and what is known of it."""
         return Region("checkpoint", (), tier="disk", kept=True)
@@ -259,3 +269,28 @@ class Regions:
     def _written_frozen(self) -> Region:
         nbytes = self.job.layout.frozen_numel * self.job.element_bytes
         return Region("written_frozen", (), nbytes, "disk", kept=True)
+
+
+def undecided(graph: Graph) -> Iterator[Op]:
+    """The operations whose effect leaves the step although it may be refused: there must be none.
+
+    What writes a buffer that lasts has to be ordered behind what writes the verdict, or to read the verdict that
+    the step began with: a delayed update was decided one step earlier. A collective has to be ordered behind the
+    decision or before it: in between, a rank that refuses the step may leave others waiting. A graph without a
+    decision refuses nothing.
+    """
+    decides = [i for i, op in enumerate(graph) if any(r.buffer == "verdict" for r in op.writes)]
+    if not decides:
+        return
+    (decide, *_), needs = decides, graph.predecessors
+    behind, before = {decide}, {decide}
+    for i in range(decide + 1, len(graph)):
+        behind |= {i} if behind.intersection(needs[i]) else set()
+    for i in range(decide, -1, -1):
+        before |= {*needs[i]} if i in before else set()
+    for i, op in enumerate(graph):
+        applies_pending = i < decide and any(r.buffer == "verdict" for r in op.reads)
+        lasts = any(r.buffer in LASTING for r in op.writes) and not applies_pending
+        sends = op.kind == "network" and i not in before
+        if i not in behind and (lasts or sends):
+            yield op

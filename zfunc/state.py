@@ -185,5 +185,3 @@ def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
 
 
 SHARED = {x.name: x.shared for kept in BUFFERS.values() for x in kept}
-TRAINED = frozenset({"params", *SHARED})
-"""The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""

@@ -37,10 +37,11 @@ from zfunc.program import (
 )
 from zfunc.recipes import delayed, zero_offload
 from zfunc.recipes import flush as flush_recipe
+from zfunc.regions import TRAINED
 from zfunc.saving import Save, Saved
 from zfunc.seeds import key, seeded
 from zfunc.stage import Step
-from zfunc.state import TRAINED, Buffers, State, regions
+from zfunc.state import Buffers, State, regions
 from zfunc.timeline import Timeline
 from zfunc.verdict import Verdict
 
@@ -195,9 +196,7 @@ def _leave(program: Program, state: State, batch: tuple[Any, Any], error: BaseEx
     if refused and state.pending is not None:  # told by `decide`, after all else
         state.buffers.lost = ""
         error.state = _dropped(state, state.buffers, batch, program)
-    # At the verdict no collective is under way, but for those of earlier micro-batches without a barrier.
-    settled = program.job.barrier or program.micro_batches == 1 or _delays(program, state)
-    if not (refused and settled):
+    if not refused:  # at the verdict no collective is under way
         program.ranks.leave(f"step {state.step + 1} failed with {type(error).__name__}: {error}")
 
 
