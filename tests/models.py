@@ -120,6 +120,14 @@ def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
     return segments, regression()
 
 
+def rows_of(batch: Any, rank: int, world: int) -> Any:
+    """This rank's rows of a global batch."""
+    if isinstance(batch, Tensor):
+        size = batch.shape[0] // world
+        return batch[rank * size : (rank + 1) * size]
+    return tuple(rows_of(x, rank, world) for x in batch)
+
+
 def bits(state: State) -> list[Tensor]:
     """Everything a step can change, wherever it is kept: copies."""
     b = state.buffers

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import MODELS
+from models import MODELS, rows_of
+from test_gradients import RECIPES as GRADIENTS
+from test_gradients import check
 from torch import Tensor
 
 import zfunc
@@ -34,14 +36,6 @@ RECIPES: dict[str, dict[str, Any]] = {
 WORLDS = (1, 2, 4)
 DISAGREE = {"buckets": "region", "rows": "batch of shapes", "weights": "weights of checksum"}  # the line told
 ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
-
-
-def rows_of(batch: Any, rank: int, world: int) -> Any:
-    """This rank's rows of a global batch."""
-    if isinstance(batch, Tensor):
-        size = batch.shape[0] // world
-        return batch[rank * size : (rank + 1) * size]
-    return tuple(rows_of(x, rank, world) for x in batch)
 
 
 def global_batch(data: Any, i: int) -> Any:
@@ -106,6 +100,14 @@ def compare(group: Any, world: int, out: Path) -> None:
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 
 
+def gradients(group: Any, out: Path) -> None:
+    """What reaches the optimizer on each of these ranks, against autograd's on the batches of all of them."""
+    rows = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
+    for recipe, precision in rows:
+        check("pairs", precision, 2, group=group, **GRADIENTS[recipe])
+    (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(rows))
+
+
 def disagree(what: str, out: Path, rank: int) -> None:
     """Rank 2 does something else than the others: all of them are told, and that it is rank 2."""
     other = rank == 2
@@ -151,6 +153,8 @@ def main(rank: int, world: int, out: Path) -> None:
     for size, group in groups.items():
         if rank < size:
             compare(group, size, out)
+        if size == 2 and rank < size:
+            gradients(group, out)
     dist.barrier()
     for what in DISAGREE:
         disagree(what, out, rank)

@@ -1,7 +1,7 @@
 """Law 11: the same model trained by plain PyTorch, separately, gives the same losses.
 
 Autograd, clip_grad_norm_ and AdamW over the whole module; layers are shaped so that a dropped micro-batch, a
-late copy or a missing unscale would show.
+late copy or a missing unscale would show. What reaches the optimizer is compared in test_gradients.py.
 """
 
 import copy
@@ -106,8 +106,7 @@ def ours(precision: str, **settings: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("micro_batches", [1, 4])
-@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+@pytest.mark.parametrize(("recompute", "micro_batches"), [("all", 4), ("min-cut", 1)])
 def test_fp32_losses_are_equal_to_rounding(micro_batches: int, recompute: str) -> None:
     reference = plain(micro_batches=micro_batches)
     mine = ours("fp32", micro_batches=micro_batches, recompute=recompute)
@@ -116,10 +115,8 @@ def test_fp32_losses_are_equal_to_rounding(micro_batches: int, recompute: str) -
     assert abs(mine[0] - reference[0]) < 1e-6
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-def test_bf16_losses_are_equal_within_its_rounding(micro_batches: int) -> None:
-    reference = plain(torch.bfloat16, micro_batches)
-    mine = ours("bf16", micro_batches=micro_batches)
+def test_bf16_losses_are_equal_within_its_rounding() -> None:
+    reference, mine = plain(torch.bfloat16, micro_batches=2), ours("bf16", micro_batches=2)
     assert max(abs(a - b) for a, b in zip(mine, reference, strict=True)) < 0.03
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from attrs import evolve
 from models import MODELS
-from rank_worker import DISAGREE, FEWER, RECIPES, SETTINGS, STEPS, WORLDS, four_ranks
+from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SETTINGS, STEPS, WORLDS, four_ranks
 from table import JOBS, Scattered
 
 import zfunc
@@ -88,6 +88,15 @@ def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, worl
     for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
         assert other_loss == pytest.approx(loss, rel=1e-2)  # in bf16
         assert other_norm == pytest.approx(norm, rel=2e-2)
+
+
+def test_11_what_reaches_the_optimizer_of_two_ranks_is_the_gradient(results: Path) -> None:
+    for rank in range(
+        2
+    ):  # each row was held against autograd there; what was not equal would have ended the rank
+        assert {row[0] for row in json.loads((results / f"gradients-{rank}.json").read_text())} == {
+            *GRADIENTS
+        }
 
 
 @pytest.mark.parametrize("world", WORLDS)

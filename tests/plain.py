@@ -1,0 +1,143 @@
+"""What plain PyTorch makes of a model: the gradient of a batch by autograd, summed, unscaled and clipped.
+
+Written without the engine, and as it rounds: in the compute precision, micro-batches added up in fp32. So what it
+gives is compared element by element, and a clip or a scale that is off by a thousandth is seen.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import zfunc
+from zfunc.program import Program, split
+from zfunc.state import State
+
+Values = dict[str, Tensor]
+
+
+@frozen
+class Part:
+    """One segment of a plain model: a function of parameters and constants by short name."""
+
+    function: Callable[..., Any]
+    names: dict[str, str]  # short name -> full name, of its parameters
+    constants: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, segment: zfunc.Segment) -> "Part":
+        """What a segment computes in training."""
+        return cls(segment.function, segment.by_short, dict(segment.constants))
+
+
+def gradient(
+    parts: Sequence[Part],
+    values: Mapping[str, Tensor],
+    trained: set[str],
+    batches: Sequence[tuple[Any, Any]],
+    *,
+    dtype: torch.dtype = torch.float32,
+    micro_batches: int = 1,
+    stage: int = 2,
+    loss_scale: float = 1.0,
+) -> tuple[float, Values]:
+    """The mean loss over the batches of all ranks, and its gradient by full name, in fp32: unscaled, not clipped.
+
+    A parameter that several parts use has a term for each, as it has a delivery for each. Ranks are added up in
+    `dtype`, micro-batches in fp32; with `stage` 1 these too in `dtype`, before the ranks.
+    """
+    loss, of_ranks = 0.0, []
+    count = micro_batches * len(batches)
+    seed = torch.tensor(loss_scale / count)
+    for batch in batches:
+        terms: dict[str, list[Tensor]] = {}
+        for inputs, targets in split(batch, micro_batches):
+            mine, grads = _one(parts, values, trained, inputs, targets, dtype, seed)
+            loss += mine / count
+            for name, grad in grads:
+                terms.setdefault(name, []).append(grad)
+        if stage == 1:
+            terms = {name: [_sum(of_name)] for name, of_name in terms.items()}
+        of_ranks.append(terms)
+    total = {
+        name: _sum([_sum(of_all).float() for of_all in zip(*(t[name] for t in of_ranks), strict=True)])
+        for name in of_ranks[0]
+    }
+    return loss, {name: grad / loss_scale for name, grad in total.items()}
+
+
+def _one(
+    parts: Sequence[Part],
+    values: Mapping[str, Tensor],
+    trained: set[str],
+    inputs: Any,
+    targets: Any,
+    dtype: torch.dtype,
+    seed: Tensor,
+) -> tuple[float, list[tuple[str, Tensor]]]:
+    """Loss and gradients of one micro-batch on one rank, the last part's first."""
+    x = tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, inputs)
+    uses: list[tuple[str, Tensor]] = []
+    for part in parts:
+        own = {short: values[full].to(dtype, copy=True) for short, full in part.names.items()}
+        for short, full in part.names.items():
+            if full in trained:
+                uses.append((full, own[short].requires_grad_()))
+        x = part.function({**own, **part.constants}, *((x, targets) if part is parts[-1] else (x,)))
+    grads = torch.autograd.grad(x.float(), [t for _, t in uses], seed, allow_unused=True)
+    made = [(full, torch.zeros_like(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)]
+    return float(x.detach()), made[::-1]
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
+    return total
+
+
+def clipped(grads: Values, clip_norm: float | None) -> tuple[float, Values]:
+    """The norm of all of it, and the gradient as `clip_grad_norm_` leaves it."""
+    holders = {name: torch.zeros_like(g) for name, g in grads.items()}
+    for name, holder in holders.items():
+        holder.grad = grads[name].clone()
+    limit = torch.inf if clip_norm is None else clip_norm
+    norm = torch.nn.utils.clip_grad_norm_([*holders.values()], limit)
+    return float(norm), {name: holder.grad for name, holder in holders.items() if holder.grad is not None}
+
+
+def remembering(optimizer: zfunc.AdamW) -> zfunc.AdamW:
+    """The same optimizer with beta1 = 0: its first moment is the gradient it was given, to the bit."""
+    return evolve(optimizer, betas=(0.0, 0.9))
+
+
+def reached(program: Program, state: State) -> dict[str, tuple[slice, Tensor]]:
+    """The gradient that reached the optimizer last, by name: this rank's elements of the flat parameter."""
+    found: dict[str, tuple[slice, Tensor]] = {}
+    for bucket in program.layout.buckets:
+        start, stop = bucket.slice_of(program.ranks.rank, program.ranks.world)
+        start, stop = bucket.start + start, bucket.start + stop
+        exp_avg = state.buffers.kept(bucket.index)["exp_avg"]
+        for span in bucket.spans:
+            a, z = max(span.start, start), min(span.stop, stop)
+            if a < z:
+                found[span.name] = slice(a - span.start, z - span.start), exp_avg[a - start : z - start]
+    return found
+
+
+def assert_reached(program: Program, state: State, expected: Values, tolerance: float) -> None:
+    """Every element of the gradient that reached the optimizer is the expected one, to the order of its sums."""
+    got = reached(program, state)
+    assert program.ranks.world > 1 or got.keys() == expected.keys()
+    for name, (where, values) in got.items():
+        want = expected[name].flatten()[where]
+        torch.testing.assert_close(
+            values.float(),
+            want,
+            rtol=tolerance,
+            atol=tolerance * float(expected[name].abs().max()),
+            msg=lambda text, name=name: f"what reached the optimizer of {name}: {text}",
+        )
