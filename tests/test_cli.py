@@ -14,9 +14,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis
+from hypothesis import strategies as st
 
 from zfunc.cli import main
-from zfunc.progress import Length
+from zfunc.progress import WARM_STEPS, Length
 from zfunc.settings import Settings
 from zfunc.terminal import INTERRUPT, TERMINATED, interrupts, printable
 
@@ -284,25 +287,63 @@ def test_the_time_bound_ends_a_run(texts: Path, capsys: pytest.CaptureFixture[st
     assert max(lrs) > 2 * lrs[-1]
 
 
+def paced(seconds_each: list[float], *, steps: int | None, seconds: float) -> tuple[int, float, str, Length]:
+    """Steps that take so long, the last of them for ever: when it ended, why, and the length."""
+    length, elapsed, step, why = Length(Settings(steps=steps, seconds=seconds), steps), 0.0, 0, ""
+    while not why:
+        elapsed += seconds_each[min(step, len(seconds_each) - 1)]
+        step += 1
+        length = length.after(step, elapsed)
+        why = length.ended(step, elapsed)
+    return step, elapsed, why, length
+
+
 def test_the_length_follows_the_clock_only_where_it_must() -> None:
-    both = Length(Settings(steps=1000, seconds=100.0), 1000)
-    for step in range(1, 1001):  # fast enough: nothing changes
-        both = both.after(step, step * 0.09)
-        assert both.total == 1000
+    assert paced([0.09], steps=1000, seconds=100.0)[::2] == (1000, "steps")
+    assert paced([0.25], steps=1000, seconds=100.0)[::2] == (400, "seconds")
     slow = Length(Settings(steps=1000, seconds=100.0), 1000)
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
     assert slow.total == 500
     assert slow.ended(499, 99.8) == ""
-    assert slow.ended(500, 99.9) == "seconds"
-    assert both.ended(1000, 99.9) == "steps"
     assert slow.ended(400, 100.0) == "seconds"
     assert slow.ended(10, 1.0, stopping=INTERRUPT) == "interrupt"
     timed = Length(Settings(steps=None, seconds=100.0), None)
     assert timed.left(1, 1.0) == 99.0
-    assert timed.after(1, 20.0).total == 5
+    assert paced([10.0], steps=None, seconds=100.0)[::2] == (10, "seconds")
+    assert (
+        paced([10.0] * 4, steps=1000, seconds=100.0)[3].total == 10
+    )  # one warm step, of a tenth of the time
     endless = Length(Settings(steps=7, seconds=None), 7)
     assert endless.after(1, 1e9).total == 7
+
+
+def test_the_first_steps_say_nothing_about_the_pace() -> None:
+    """Imports and tracing beside two busy loops: 8 s, of 140, for what takes 50 ms from then on."""
+    length = Length(Settings(steps=1500, seconds=140.0), 1500)
+    for step in range(1, WARM_STEPS + 1):
+        length = length.after(step, 8.0 * step)
+        assert (length.total, length.left(step, 8.0 * step)) == (1500, 140.0 - 8.0 * step)
+    assert paced([8.0] * WARM_STEPS + [0.05], steps=1500, seconds=140.0)[::2] == (1500, "steps")
+
+
+@hypothesis(max_examples=50)
+@given(
+    cold=st.lists(st.floats(0.001, 30), min_size=WARM_STEPS, max_size=WARM_STEPS),
+    warm=st.lists(st.floats(0.02, 2), min_size=1, max_size=60),
+    steps=st.one_of(st.none(), st.integers(1, 400)),
+)
+def test_no_run_ends_by_the_clock_while_a_step_still_fits(
+    cold: list[float], warm: list[float], steps: int | None
+) -> None:
+    """However uneven the steps are; and a number of steps that was lowered is no end by itself."""
+    taken, elapsed, why, length = paced([*cold, *warm], steps=steps, seconds=30.0)
+    if taken == steps:
+        assert why == "steps"
+    else:
+        pace = length.seconds_per_step(elapsed)
+        assert why == "seconds"
+        assert elapsed >= 30.0 or (30.0 - elapsed) / pace < 1
 
 
 # --- the panel -------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.errors import CheckpointError
 from zfunc.settings import Settings
 
-WARM_STEPS = 3  # steps that trace and compile, and tell nothing about those to come
+WARM_STEPS = (
+    3  # first steps of a process, which trace and compile: they say nothing about the pace of the others
+)
 LOSSES = 50  # of the last steps, which the summary gives the mean of
 KEY = "train"  # of what is kept here, in a checkpoint's extra
 DECIDING = (  # settings without which the same steps are not taken; a checkpoint's optimizer is compared by `load`
@@ -39,40 +41,55 @@ DECIDING = (  # settings without which the same steps are not taken; a checkpoin
 class Length:
     """How many steps there will be: as many as asked for, or as fit into the seconds where those are fewer.
 
-    The time is looked at after a twentieth of the seconds, then after every further tenth. Steps are taken away
-    where a twentieth of them will not fit, and given back where a seventh more will. A pure function of steps and
-    seconds, so it can be tested without a clock.
+    The pace is that of warm steps, evaluations between them included. It is judged after a twentieth of the
+    seconds, but not before there were three of them, or one that took a twentieth of the seconds; then after every
+    further tenth. Steps are taken away where a twentieth of them will not fit, and given back where a seventh more
+    will. When the last of fewer steps than were asked for is over, as many are added as still fit. A pure function
+    of steps and seconds, so it can be tested without a clock.
     """
 
     settings: Settings
     total: int | None  # None: only the seconds are given, and nothing has been measured yet
-    warm: float = 0.0  # seconds until the first WARM_STEPS steps were over
     looks: int = 0
+    counted: int = 0  # warm steps, of all lives
+    cold: float = 0.0  # seconds of the steps that were not warm, of all lives
+    warming: int = WARM_STEPS  # steps of this life that are not warm and still to come
+    last: float = 0.0  # when the last of those was over
 
     def after(self, step: int, elapsed: float) -> "Length":
-        """Seen when `step` is over, `elapsed` seconds after the first began."""
-        seen = evolve(self, warm=elapsed) if step == WARM_STEPS else self
-        seconds = self.settings.seconds
-        if seconds is None or elapsed < seconds * (0.05 + 0.1 * self.looks):
-            return seen
-        fits = step + max(1, int((seconds - elapsed) / seen.seconds_per_step(step, elapsed)))
-        total = min(fits, self.settings.steps or fits)
-        if self.total is not None and 0.95 * self.total <= total <= 1.15 * self.total:
+        """Seen when `step` is over, `elapsed` seconds after the first began. To be told of each step."""
+        if self.warming:
+            cold = self.cold + elapsed - self.last
+            return evolve(self, cold=cold, warming=self.warming - 1, last=elapsed)
+        return evolve(self, counted=self.counted + 1).judged(step, elapsed)
+
+    def judged(self, step: int, elapsed: float) -> "Length":
+        """With the steps that will fit, if it is time to look at that."""
+        asked, seconds, pace = self.settings.steps, self.settings.seconds, self.seconds_per_step(elapsed)
+        if seconds is None or not pace or elapsed >= seconds or step == asked:
+            return self
+        if self.counted < WARM_STEPS and self.counted * pace < 0.05 * seconds:
+            return self
+        fits, reached = int((seconds - elapsed) / pace), self.total is not None and step >= self.total
+        due = fits > 0 if reached else elapsed >= seconds * (0.05 + 0.1 * self.looks)
+        if not due:
+            return self
+        total = step + max(1, fits)
+        total = min(total, asked or total)
+        if self.total is not None and not reached and 0.95 * self.total <= total <= 1.15 * self.total:
             total = self.total
         looks = int((elapsed / seconds - 0.05) / 0.1) + 1
-        return evolve(seen, total=total, looks=looks)
+        return evolve(self, total=total, looks=looks)
 
-    def seconds_per_step(self, step: int, elapsed: float) -> float:
-        """The mean, without the first steps as soon as there are others; evaluations are in it."""
-        if step > WARM_STEPS:
-            return (elapsed - self.warm) / (step - WARM_STEPS)
-        return elapsed / step
+    def seconds_per_step(self, elapsed: float) -> float | None:
+        """The mean of the warm steps; evaluations are in it. None while there were none."""
+        return (elapsed - self.cold) / self.counted if self.counted else None
 
     def left(self, step: int, elapsed: float) -> float | None:
         """Seconds to the end, as far as one can tell."""
         bounds = [] if self.settings.seconds is None else [max(0.0, self.settings.seconds - elapsed)]
-        if self.total is not None:
-            bounds.append((self.total - step) * self.seconds_per_step(step, elapsed))
+        if self.total is not None and (pace := self.seconds_per_step(elapsed)) is not None:
+            bounds.append((self.total - step) * pace)
         return min(bounds, default=None)
 
     def ended(self, step: int, elapsed: float, *, stopping: str = "") -> str:
@@ -114,8 +131,9 @@ class Progress:
             "settings": plain(settings),
             "data": [_text(line) for line in data],
             "total": length.total,
-            "warm": length.warm,
             "looks": length.looks,
+            "counted": length.counted,
+            "cold": length.cold,
             "elapsed": self.elapsed,
             "skipped": self.skipped,
             "losses": [x if math.isfinite(x) else None for x in self.losses],
@@ -133,13 +151,21 @@ def restored(extra: Mapping[str, Any], settings: Settings, step: int) -> Progres
         return Progress.new(settings)
     kept = _dict(extra[KEY], KEY)
     total = None if kept.get("total") is None else int(_number(kept, "total"))
-    length = Length(settings, total, _number(kept, "warm"), int(_number(kept, "looks")))
+    elapsed, counted = _number(kept, "elapsed"), int(_number(kept, "counted"))
+    length = Length(
+        settings,
+        total,
+        int(_number(kept, "looks")),
+        counted,
+        _number(kept, "cold") if counted else elapsed,
+        last=elapsed,
+    )
     losses = kept.get("losses", [])
     if not isinstance(losses, list) or not all(x is None or isinstance(x, int | float) for x in losses):
         raise _bad("losses", losses, "a list of numbers")
     progress = Progress(
         length,
-        _number(kept, "elapsed"),
+        elapsed,
         int(_number(kept, "skipped")),
         tuple(math.nan if x is None else float(x) for x in losses[-LOSSES:]),
     )
@@ -147,7 +173,7 @@ def restored(extra: Mapping[str, Any], settings: Settings, step: int) -> Progres
     if all(saved.get(name) == now[name] for name in ("steps", "seconds")):
         return progress
     bounds = evolve(length, total=settings.steps, looks=0)  # others than were counted with
-    return evolve(progress, length=bounds.after(step, progress.elapsed) if step else bounds)
+    return evolve(progress, length=bounds.judged(step, progress.elapsed) if step else bounds)
 
 
 def differences(extra: Mapping[str, Any], settings: Settings, data: tuple[str, ...]) -> Iterator[str]:

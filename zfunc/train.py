@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from attrs import define, evolve, field
+from attrs import define, field
 
 import zfunc
 from zfunc.checkpointing import restore
@@ -161,19 +161,23 @@ class _Loop:
         if (after := self.progress.length).total != before.total:
             self.program = paced(self.program, settings, after.total)
             if not self.ended:
-                yield Said(_changed(before, after, number, elapsed))
+                yield Said(_changed(before, after, elapsed))
 
     def _settle(self, number: int) -> float:
         """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
-        elapsed, how = self._look()
-        self.ended = how if how == TERMINATED else self.progress.length.ended(number, elapsed, stopping=how)
+        settings, before = self.job.settings, self.progress
+        elapsed = self._over(before, number)
         self.held_out = None
-        if not self.ended and number % self.job.settings.eval_every == 0:
+        if not self.ended and number % settings.eval_every == 0:
             self.held_out = evaluate(self.job, self.program, self.state, self.stop)
-            elapsed, self.ended = self._look()  # it takes a while
-        over = self.ended in ("steps", "seconds")  # then there is nothing to make longer or shorter
-        looked = self.progress.looked(number, elapsed)
-        self.progress = evolve(looked, length=self.progress.length) if over else looked
+            elapsed = self._over(before, number)  # it takes a while, which is this step's
+        return elapsed
+
+    def _over(self, before: Progress, number: int) -> float:
+        """Look at the clock after step `number`: how far it is now, and whether that was the last step."""
+        elapsed, how = self._look()
+        self.progress = before.looked(number, elapsed)
+        self.ended = how if how == TERMINATED else self.progress.length.ended(number, elapsed, stopping=how)
         return elapsed
 
     def end(self, host_before: int) -> Iterator[Event]:
@@ -318,9 +322,9 @@ def host_bytes() -> int:
     return resident * resource.getpagesize()
 
 
-def _changed(old: Length, new: Length, step: int, elapsed: float) -> str:
+def _changed(old: Length, new: Length, elapsed: float) -> str:
     before = "" if old.total is None else f" instead of {old.total:,}"
-    each = new.seconds_per_step(step, elapsed)
+    each = new.seconds_per_step(elapsed)
     return (
         f"time: {new.total:,} steps{before} will fit into {new.settings.seconds:g} s ({each:.2g} s each); "
         "the learning rate comes down by then"
