@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from models import MODELS
 
 import zfunc
 from zfunc import faults, ranks, rollcall
+from zfunc.errors import RankError
 from zfunc.ranks import Ranks
 
 LONG = 120.0  # a time-out that no scenario waits for
@@ -100,6 +102,30 @@ def comes_late(rank: int, out: Path, _: Faults) -> None:
         when_there(out / "2.json")
 
 
+CALLS = ("save", "train_step", "params", "load")
+
+
+def apart(rank: int, out: Path, _: Faults) -> None:
+    """Each rank in another call, in all combinations; after that they go on together."""
+    program, data = compiled()
+    state, _ = zfunc.train_step(program, zfunc.init(program, seed=1), data(0))
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: zfunc.save(out / "saved", program, state),
+        "train_step": lambda: zfunc.train_step(program, state, data(1)),
+        "params": lambda: zfunc.params(program, state),
+        "load": lambda: zfunc.load(out / "saved", program),
+    }
+    seen: dict[str, str] = {}
+    for pair in permutations(CALLS, 2):
+        try:
+            calls[pair[rank]]()
+        except RankError as error:
+            seen[" ".join(pair)] = str(error)
+    state, metrics = zfunc.train_step(program, state, data(1))
+    seen["together"] = str(metrics.step)
+    write(out / f"{rank}.json", json.dumps(seen))
+
+
 def freezes(rank: int, out: Path, _: Faults) -> None:
     """Rank 0 stops as its machine would without power: its connections stay, and the store does not answer."""
     rollcall.ANSWER = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
@@ -134,6 +160,7 @@ SCENARIOS = {
     "killed without the store": Scenario(train, faults=f"rank=0,{STEP},do=kill", store="elsewhere"),
     "group of two": Scenario(in_group_of_two, ends_as_python=True),
     "leaves": Scenario(leaves),
+    "apart": Scenario(apart, world=2, timeout=SHORT),
     "late": Scenario(comes_late, timeout=SHORT),
     "frozen with the store": Scenario(freezes, timeout=SHORT, store="rank 0", hung=(0,)),
 }

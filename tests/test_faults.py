@@ -13,16 +13,17 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fault_worker import ERROR, LONG, SCENARIOS, SHORT
+from fault_worker import CALLS, ERROR, LONG, SCENARIOS, SHORT
 
 from zfunc import rollcall
-from zfunc.errors import ExecutionError
+from zfunc.errors import ExecutionError, RankError
 from zfunc.execute import Executor, Options, prepare
 from zfunc.faults import Fault, InjectedFault, check, due, from_environment, parse
 from zfunc.graph import Graph, Op, Region
@@ -202,6 +203,36 @@ def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
         ranks[1].communicate()
     assert ranks[0].returncode == 1
     assert "expected all 2 ranks: rank 1 did not come" in said
+
+
+# --- ranks in different calls ---------------------------------------------------------------------------
+
+
+def test_ranks_in_different_calls_are_told_which_the_others_are_in(results: Path) -> None:
+    """Any two of them; and nothing is lost, so that they can go on together."""
+    assert ends(results, "apart") == [0, 0]
+    seen = told(results, "apart", 0, 1)
+    for pair in permutations(CALLS, 2):
+        for rank, call in enumerate(pair):
+            said = f"{call} on rank {rank}: got rank 0 in {pair[0]}, rank 1 in {pair[1]}, expected all 2 ranks in"
+            assert said in seen[rank].get(" ".join(pair), "nothing")
+    assert [x["together"] for x in seen] == ["2", "2"]
+
+
+@pytest.mark.parametrize("sent", [[1 << 60, 1 << 60], [1 << 60, ~(1 << 60)], [-1, 0], [5, 0]])
+def test_what_is_no_length_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> None:
+    """Another call's numbers, as long as the sizes of texts: no memory is asked for by what they say."""
+    ranks = Ranks(world=2, members=(0, 1), store=dist.HashStore())
+
+    def all_reduce(_: Ranks, values: torch.Tensor) -> None:
+        values[1] = torch.tensor(sent)
+
+    monkeypatch.setattr(Ranks, "_all_reduce", all_reduce)
+    with pytest.raises(RankError, match=f"rank 1 sent {sent[0]:,}, .* Make the same calls .* on every rank"):
+        ranks.texts("save")
+    with pytest.raises(RankError, match="out of step, because rank 1 sent"):
+        ranks.agree("save")
+    assert ranks.roll.failed()
 
 
 # --- the roll call --------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import gc
 import math
+import os
+import signal
 import weakref
 from typing import Any
 
@@ -395,9 +397,40 @@ def test_one_program_makes_one_step_at_a_time() -> None:
     zfunc.train_step(program, other, data(0))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_fork_after_a_step_is_told_that_its_lanes_are_gone() -> None:
+    """It waited 20 minutes for threads that only its parent has. What needs none of them works there."""
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        told = []
+        for refused in (zfunc.train_step, zfunc.evaluate):
+            try:
+                refused(program, state, data(1))
+            except RuntimeError as error:
+                told.append(str(error))
+        told.append(f"{len(zfunc.params(program, state))} parameters")
+        os.write(write, "\n".join(told).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        step, evaluation, parameters = pipe.read().split("\n")
+    assert os.waitpid(child, 0)[1] == 0
+    assert step == (
+        f"train_step: got process {child}, a fork of process {os.getpid()} that has trained with this program; "
+        "expected that process. Neither lanes nor OpenMP threads survive a fork. Fork before the first step, or "
+        'start the child with multiprocessing.get_context("spawn")'
+    )
+    assert evaluation.startswith("apply: got process")
+    assert parameters == f"{len(zfunc.params(program, state))} parameters"
+    zfunc.train_step(program, state, data(1))
+
+
 def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
     """The signal comes while the calling thread waits for a slow copy: no update may follow behind its back."""
-    import signal
     import time
 
     from zfunc.stages import to_host

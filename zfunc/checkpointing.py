@@ -46,10 +46,12 @@ def save(
     checkpoints before it are as they were.
     """
     state.check(program.identity, "save")
-    with occupied(program, "save: got a program that is in a step, expected none: pass save= to train_step"):
-        wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
+    with occupied(
+        program, "save", "got a program that is in a step, expected none: pass save= to train_step"
+    ):
         at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         program.ranks.agree("save", "what is to be saved", at)
+        wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = between_steps(program, checkpoint, pending=state.pending is not None)
         on_its_way = begin(program, state, wanted)
         mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
@@ -99,6 +101,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     """`load`, and the checkpoint it was: its folder and manifest."""
     ranks, damaged = program.ranks, list[str]()
     buffers: Buffers | None = None
+    ranks.agree("load")
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = together(ranks, partial(_opened, folder, program))
         buffers = buffers or together(ranks, partial(allocated, program, "load"))

@@ -13,6 +13,7 @@ The invariant: the executor knows no verb. What it may not reorder, it takes fro
 """
 
 import logging
+import os
 import threading
 import time
 import weakref
@@ -147,6 +148,7 @@ class Executor:
     def __init__(self, device: torch.device, *, patience: float = 600.0) -> None:
         self.device = device
         self.patience = patience
+        self._process = 0  # that has made a step
         self._streams: dict[str, torch.cuda.Stream] = {}
         self._threads: dict[str, SimpleQueue[Any]] = {}
         # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
@@ -164,7 +166,7 @@ class Executor:
         An exception in a lane stops the others and is raised here as ExecutionError, with the operation's name;
         one of zfunc's own errors, or an interrupt, is raised as it is.
         """
-        plan = prepared.plan
+        self._process, plan = os.getpid(), prepared.plan
         flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
         base = self._begin(plan, options)  # finished when it returns: both clocks start here
         run = Run(prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started)
@@ -189,6 +191,15 @@ class Executor:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
         return Ran(_timeline(run, base), time.perf_counter() - run.origin, host)
+
+    def check_process(self, action: str) -> None:
+        """Raise RuntimeError in a fork of the process that has made a step: its threads are not there."""
+        if self._process not in (0, os.getpid()):
+            raise RuntimeError(
+                f"{action}: got process {os.getpid()}, a fork of process {self._process} that has trained with "
+                "this program; expected that process. Neither lanes nor OpenMP threads survive a fork. Fork before "
+                'the first step, or start the child with multiprocessing.get_context("spawn")'
+            )
 
     def _begin(self, plan: Plan, options: Options) -> torch.cuda.Event | None:
         if self.device.type != "cuda":

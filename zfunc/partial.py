@@ -44,6 +44,7 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
 
     # On a CPU less is needed the more stays where it is.
     ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
+    program.ranks.agree("compile")
     told = program.ranks.texts(
         "" if ratio is None else str(ratio)
     )  # the same on all ranks: the most any needs

@@ -216,10 +216,11 @@ def staging(program: Program) -> dict[Region, Tensor]:
 
 
 @contextmanager
-def occupied(program: Program, refusal: str) -> Iterator[None]:
+def occupied(program: Program, action: str, refusal: str) -> Iterator[None]:
     """The program's staging buffers for one caller. RuntimeError, with `refusal`, where another has them."""
+    program.executor.check_process(action)
     if not program.cache.busy.acquire(blocking=False):
-        raise RuntimeError(refusal)
+        raise RuntimeError(f"{action}: {refusal}")
     try:
         yield
     finally:

@@ -1,7 +1,8 @@
 """The ranks that train together: which one this is, their collectives, and what they send.
 
-The invariant: every rank issues the same collectives in the same order, because they run the same plan, which
-`zfunc.agreement` makes sure of before every step. In a step only the network lane issues them.
+The invariant: every rank issues the same collectives in the same order. A call that has any begins with `agree`, so
+ranks in different calls find out in a collective that all calls have in common. In a step they run the same plan,
+which `zfunc.agreement` compares, and only the network lane issues collectives.
 
 A collective that a rank does not come to fails on all others with RankError, which names it (`zfunc.rollcall`):
 about LISTEN seconds after its process has ended or it has said that it leaves, else when the group's time-out is
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from attrs import define
+from attrs import define, field
 from torch import Tensor
 
 from zfunc.errors import RankError
@@ -39,6 +40,7 @@ GOT: dict[Sign, str] = {
     "late": "a time-out",
     "told": "word that another rank has given up",
 }
+MOST_TEXT = 1 << 30  # bytes of a text; what says more is no length
 LOOK = "See what each rank logged last"
 LONGER = f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)"
 
@@ -62,6 +64,7 @@ class Ranks:
     broken: str = ""  # why collectives no longer match those of the others
     members: tuple[int, ...] = (0,)  # number in the job of each rank of the group
     store: Any = None  # torch.distributed.Store of the group
+    process: int = field(factory=os.getpid)
 
     @classmethod
     def of(cls, group: Any = None) -> "Ranks":
@@ -82,7 +85,7 @@ class Ranks:
 
         Where a collective has failed already nothing is said: then it is not this rank that left.
         """
-        if self.broken or self.world == 1:
+        if self.broken or self.world == 1 or self.process != os.getpid():
             return
         self.broken = why
         try:
@@ -135,10 +138,8 @@ class Ranks:
         if self.world == 1:
             return [text]
         data = text.encode(errors="surrogatepass")
-        size = torch.zeros(self.world, dtype=torch.int64)
-        size[self.rank] = len(data)
-        self._all_reduce(size)
-        longest = max(1, int(size.max()))
+        sizes = self._sizes(len(data))
+        longest = max(1, *sizes)
         mine = torch.zeros(longest, dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
         full = torch.empty(self.world * longest, dtype=torch.uint8)
@@ -146,24 +147,50 @@ class Ranks:
         rows = full.view(self.world, longest)
         return [
             row[:n].numpy().tobytes().decode(errors="surrogatepass")
-            for row, n in zip(rows, size.tolist(), strict=True)
+            for row, n in zip(rows, sizes, strict=True)
         ]
 
-    def agree(self, action: str, what: str, told: str, text: Callable[[], str] | None = None) -> None:
-        """Raise RankError, on every rank, unless all pass the same `told`: one number is compared.
+    def _sizes(self, size: int) -> list[int]:
+        """The sizes of all ranks, each sent with its complement: what is no size is not taken for one."""
+        told = torch.zeros(self.world, 2, dtype=torch.int64)
+        told[self.rank] = torch.tensor([size, ~size])
+        self._all_reduce(told)
+        for rank, (n, complement) in enumerate(told.tolist()):
+            if complement != ~n or not 0 <= n <= MOST_TEXT:
+                why = f"rank {self.members[rank]} sent {n:,}, {complement:,} where the size of a text was expected"
+                self.leave(why)
+                raise RankError(
+                    f"texts on rank {self._me}: {why}: the ranks are in different calls, or something else uses "
+                    "their group. Make the same calls of zfunc on every rank, in the same order"
+                )
+        return [n for n, _ in told.tolist()]
 
-        Only if it differs are texts exchanged: `text()`, or else `told`. `action` begins the message of ranks that
-        are out of step already.
+    def agree(self, call: str, what: str = "", told: str = "", text: Callable[[], str] | None = None) -> None:
+        """Raise RankError, on every rank, unless all are in the same `call` with the same `told`.
+
+        One number is compared; only if it differs are texts exchanged: `text()`, or else `told`. `what` is what
+        these are about.
         """
         if self.world == 1:
             return
         if self.broken:
             raise RankError(
-                f"{action}: got ranks that are out of step, because {self.broken}; start all of them again"
+                f"{call}: got ranks that are out of step, because {self.broken}; start all of them again"
             )
-        digest = hashlib.blake2b(told.encode()).hexdigest()
+        digest = hashlib.blake2b(f"{call}\n{told}".encode()).hexdigest()
         if not self.same(int(digest[:15], 16)):
+            self._same_call(call)
             self.disagree(what, digest, text() if text else told)
+
+    def _same_call(self, call: str) -> None:
+        """Raise RankError, which says where each rank is, unless all are in the same call."""
+        calls = self.texts(call)
+        if len(set(calls)) > 1:
+            where = ", ".join(f"rank {n} in {other}" for n, other in zip(self.members, calls, strict=True))
+            raise RankError(
+                f"{call} on rank {self._me}: got {where}, expected all {self.world} ranks in the same call. "
+                f"Nothing was done. All of them have to call {call}, also those that need no result of it"
+            )
 
     def disagree(self, what: str, digest: str, text: str) -> NoReturn:
         """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""
@@ -197,6 +224,11 @@ class Ranks:
             self._give_up(what, begun, "told")
 
     def _issue(self, what: str, issue: Callable[[], Any]) -> Any:
+        if self.process != os.getpid():
+            raise RankError(
+                f"{what} on rank {self._me}: got process {os.getpid()}, a fork of the rank's process "
+                f"{self.process}, expected that one: its connections are not shared. Make ranks with torchrun"
+            )
         if self.broken:
             raise RankError(
                 f"{what} on rank {self._me}: got ranks that are out of step, because {self.broken}, expected all "

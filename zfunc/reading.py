@@ -22,6 +22,7 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
     has taken.
     """
     state.check(program.identity, "params")
+    program.ranks.agree("params")
     weights = parameter_weights(state.buffers, program.layout, program.ranks)
     return {name: values.clone() for name, values in weights}
 
@@ -33,6 +34,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change.
     """
     state.check(program.identity, "apply")
+    program.executor.check_process("apply")
     views: dict[str, Tensor] = {}
     for value in regions(state.buffers, program.layout).values():
         if isinstance(value, Flat):

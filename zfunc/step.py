@@ -111,10 +111,10 @@ def train_step(
     if torch.is_inference_mode_enabled():
         raise RuntimeError("train_step: got inference mode, expected none: gradients need it off")
     refusal = (
-        "train_step: got a program that is in a step already, expected one step at a time: its staging "
+        "got a program that is in a step already, expected one step at a time: its staging "
         "buffers are shared. Compile a second program for a second thread"
     )
-    with occupied(program, refusal):
+    with occupied(program, "train_step", refusal):
         return _train_step(program, state, batch, Options(jitter, debug, trace, tuple(faults)), _save(save))
 
 
@@ -232,7 +232,7 @@ def flush(program: Program, state: State) -> State:
     state.check(program.identity, "flush")
     if state.pending is None:
         return state
-    with occupied(program, "flush: got a program that is in a step, expected none: call it after the step"):
+    with occupied(program, "flush", "got a program that is in a step, expected none: call it after the step"):
         program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
         special = between_steps(program, flush_recipe, pending=True)
         started: set[int] = set()

@@ -63,6 +63,7 @@ def save(out: Path | str, program: Program, state: State, *, config: Any, dtype:
     """
     state.check(program.identity, "hf.save")
     ranks = program.ranks
+    ranks.agree("hf.save")
 
     def begin() -> _Saving | None:
         return _Saving.begin(Path(out), program, config, dtype, state.step) if not ranks.rank else None
