@@ -33,12 +33,12 @@ TORCH_FREE = (
 )
 INDEX = "zfunc"  # the public index, zfunc/__init__.py, by which the floors above it may call what it names
 WITH_TORCH = (
-    {"adam_reference", "teams", "ranks", "rendezvous", "seeds", "_cpu_adam"},
+    {"adam_reference", "captured", "teams", "ranks", "rendezvous", "seeds", "_cpu_adam"},
     {"compact_reference", "kernel", "launch", "resources"},
     {"checks", "export"},
     {"compact", "device_formats"},
     {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
-    {"saving", "device_adam"},
+    {"saving", "device_adam", "purity"},
     {"stage"},
     {"updates", "execute", "bandwidth", "weights"},
     {"stages", "loading", "configured"},

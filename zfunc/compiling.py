@@ -5,6 +5,7 @@ what to do; nothing below checks again.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from zfunc.partial import said, with_what_fits
 from zfunc.passes import RECOMPUTE, Passes, Recompute, passes
 from zfunc.program import Cache, Precision, Program, Recipe, Schedule, make_plan, recipe_of, specialize
 from zfunc.ranks import Ranks
-from zfunc.segments import Segment
+from zfunc.segments import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.stage import SegmentCall, Stage
 from zfunc.stages import STAGES
 from zfunc.threads import default_threads
@@ -185,9 +186,8 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             raise TypeError(
                 f"segments: got a {type(s).__name__}, expected Segments: use zfunc.segment(name, module)"
             )
-    names = [s.name for s in segments]
-    for name in names:
-        if names.count(name) > 1:
+    for name, times in Counter(s.name for s in segments).items():
+        if times > 1:
             raise ValueError(f"segments: got two named {name!r}, expected a name of its own for each")
     known: dict[str, Parameter] = {}
     origins: dict[int, str] = {}
@@ -200,11 +200,14 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
                 )
             known[name] = p
         for name, tensor in s.origins.items():
+            if gradient_hooks(tensor):
+                refuse_hooks(s.name, f"parameter {name!r}")
             if origins.setdefault(id(tensor), name) != name and name not in s.shared:
                 raise ValueError(
                     f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
                     f"to be said: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
                 )
+    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
     for s in segments:
         for short, p in zip(s.short, s.parameters, strict=True):
             if p.name not in known:

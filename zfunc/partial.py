@@ -59,7 +59,7 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
     _, random = program.cache.costs[key]
     job = with_ratio(job, ratio)
     bare = evolve(program.job, resident=job.resident)
-    return evolve(program, job=bare, cache=Cache(costs={key: (job, random)}))
+    return evolve(program, job=bare, cache=Cache(costs={key: (job, random)}, reached=program.cache.reached))
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:

@@ -5,6 +5,7 @@ a batch's shapes, staging buffers, threads) is determined by it and kept for eve
 """
 
 import itertools
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.adam import AdamW
+from zfunc.captured import Facts
 from zfunc.emit import Job, SegmentCost
 from zfunc.errors import OutOfMemory
 from zfunc.execute import Executor, Prepared, prepare
@@ -25,6 +27,7 @@ from zfunc.layout import Layout
 from zfunc.memory import Peak, memory
 from zfunc.passes import Recompute, Weights
 from zfunc.plan import Plan, PlanError
+from zfunc.purity import called_twice
 from zfunc.ranks import Ranks
 from zfunc.recipes import delayed, zero_offload
 from zfunc.resources import available_device_bytes, available_host_bytes
@@ -43,6 +46,7 @@ RANDOM_COMPILED = (
     "draws random numbers, and compiled code draws them in an order of its own: with compile_segments its "
     "backward would recompute another dropout. Use recompute='min-cut', which keeps what was drawn"
 )
+log = logging.getLogger("zfunc")
 _identities = itertools.count(1)
 
 
@@ -103,6 +107,9 @@ class Cache:
 
     costs: dict[Any, tuple[Job, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, Specialized] = field(factory=dict)
+    reached: dict[int, tuple[str, Facts]] = field(
+        factory=dict
+    )  # Python values that traced segments depend on
     staging: dict[Region, Tensor] | None = None
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -131,7 +138,7 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
         program,
         schedule=schedule,
         plan=make_plan(program.job, schedule, program.recipe),
-        cache=Cache(costs=program.cache.costs),
+        cache=Cache(costs=program.cache.costs, reached=program.cache.reached),
     )
 
 
@@ -155,13 +162,38 @@ def specialize(
     """
     key = batch_key(program, batch)
     recipe = recipe or program.recipe
+    _check_reached(program)
     cached, costs = program.cache.specialized, program.cache.costs
     if key not in costs:
+        if not costs:
+            _say_changed(program.segments)
         costs[key] = costed(program, split(batch, program.micro_batches)[0])
     if (key, recipe, save) not in cached:
         job, random = costs[key]
         cached[key, recipe, save] = planned(program, evolve(job, save=save), random, recipe)
     return cached[key, recipe, save]
+
+
+def _say_changed(segments: Iterable[Segment]) -> None:
+    """Log what was changed in modules after segments were made of them: it has no effect."""
+    for segment in segments:
+        if what := segment.changed():
+            log.warning(
+                "segment %r: %s was changed after zfunc.segment copied the module, which has no effect: call "
+                "zfunc.segment after such changes",
+                segment.name,
+                what,
+            )
+
+
+def _check_reached(program: Program) -> None:
+    """Raise ValueError where a Python value has changed that a segment was traced with."""
+    for name, facts in program.cache.reached.values():
+        if moved := facts.moved():
+            raise ValueError(
+                f"segment {name!r}: got {moved}, changed since the segment was traced, expected the same value in "
+                "every step: pass what changes in the batch, or compile again"
+            )
 
 
 def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
@@ -327,7 +359,9 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
     )
 
     def function(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return segment.function({**trained, **fixed}, *inputs)
+        y, facts = called_twice(segment, {**trained, **fixed}, inputs)
+        program.cache.reached.setdefault(id(call.passes), (segment.name, facts))
+        return y
 
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
         return call.plain.forward(Weights(trained, fixed), inputs)

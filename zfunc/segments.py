@@ -7,14 +7,17 @@ calling it changes nothing; what a module held is only the initial values.
 import copy
 import math
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from attrs import field, frozen
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
+from zfunc.captured import Facts, captured
 from zfunc.layout import Parameter
 
 Values = dict[str, Tensor]
@@ -54,10 +57,11 @@ class Segment:
     twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
     constants: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
+    _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
         for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
-            if repeated := sorted({name for name in names if list(names).count(name) > 1}):
+            if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise ValueError(
                     f"segment {self.name!r}: got the {what} {repeated} more than once, expected each once: let "
                     "the function use one value in several places"
@@ -77,6 +81,13 @@ class Segment:
     def evaluation(self) -> Callable[..., Any]:
         """The function to evaluate with: without dropout if there is such a one."""
         return self.evaluate or self.function
+
+    def changed(self) -> str:
+        """What has been changed in the module after `segment` copied it, in words, or nothing."""
+        if self._source is None:
+            return ""
+        module, facts = self._source
+        return facts.change(captured(module, tensors=True))
 
     def like(self, other: "Segment") -> bool:
         """Whether both compute the same function, so that one trace or compilation serves both."""
@@ -99,16 +110,25 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     `share` ties a name in the module to another segment's parameter, by full name; that one's value counts.
     Initial values are the module's own; a module on the meta device is made real one segment at a time by
     `reset_parameters`, and never all at once. Parameters with `requires_grad=False` stay frozen. Buffers are
-    constants, kept in their own dtype. The module itself is not changed by training.
+    constants, kept in their own dtype. The module itself is not changed by training, and changing it from now on
+    (`module.eval()`, `module.drop.p = 0`, another buffer) changes nothing here: the first step says so in the log.
 
-    Raises ValueError for a name with no parameter in `share`, and for a module that is partly on meta.
+    Raises TypeError for what is no module, and ValueError for a name with no parameter in `share`, a module that is
+    partly on meta, parameters with gradient hooks, and for two tensors in the same memory, one of them trained.
 
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
     share = dict(share or {})
     own = _slots(module, "_parameters")
+    _check_hooks(name, module)
+    check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
     for short, p in own.items():
+        if is_lazy(p):
+            raise ValueError(
+                f"segment {name!r}: got the lazy parameter {short!r}, expected one with a shape: call the module "
+                "on an input first"
+            )
         if not p.is_floating_point():
             raise ValueError(
                 f"segment {name!r}: got parameter {short!r} of {p.dtype}, expected floating point: make it a "
@@ -158,7 +178,64 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         evaluate=_functional(_skeleton(module).eval(), twins),
         constants={k: v.detach().clone() for k, v in constants.items()},
         module=skeleton,
+        source=(module, captured(module, tensors=True)),
     )
+
+
+def _check_hooks(name: str, module: nn.Module) -> None:
+    """Raise ValueError for gradient hooks: gradients come from `vjp`, which runs none of them."""
+    hooked = [
+        *(f"parameter {x!r}" for x, p in module.named_parameters() if gradient_hooks(p)),
+        *(f"module {x!r}" for x, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks),
+    ]
+    if hooked:
+        refuse_hooks(name, hooked[0])
+
+
+def gradient_hooks(p: Tensor) -> bool:
+    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a parameter."""
+    return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
+
+
+def refuse_hooks(name: str, what: str) -> NoReturn:
+    """Raise for a gradient hook, with what to use instead."""
+    raise ValueError(
+        f"segment {name!r}: got a gradient hook on {what}, expected none, because it would never run: to clip, "
+        "pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in forward; to read "
+        "gradients or do more with them, add a stage (zfunc.compile's recipe and stages)"
+    )
+
+
+def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where two tensors, one of them trained, have memory in common without being one tensor."""
+    of_storage: dict[int, dict[int, tuple[int, int, str, Tensor]]] = {}
+    for name, t in tensors.items():
+        if is_lazy(t) or t.layout is not torch.strided or not t.numel():
+            continue
+        start = t.storage_offset() * t.element_size()
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+        there = of_storage.setdefault(t.untyped_storage()._cdata, {})
+        there.setdefault(id(t), (start, start + extent * t.element_size(), name, t))
+    for there in of_storage.values():
+        known: list[tuple[int, int, str, Tensor]] = []
+        for start, end, name, t in sorted(there.values(), key=lambda x: x[:2]):
+            known = [x for x in known if x[1] > start]
+            for _, _, other, u in known:
+                if (t.requires_grad or u.requires_grad) and _overlap(t, u):
+                    raise ValueError(
+                        f"{where}: got {other!r} and {name!r} in the same memory, expected memory of its own "
+                        "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
+                    )
+            known.append((start, end, name, t))
+
+
+def _overlap(t: Tensor, u: Tensor) -> bool:
+    """Whether two tensors whose ends overlap have an element in common."""
+    if t.dtype != u.dtype or (t.is_contiguous() and u.is_contiguous()):
+        return True
+    taken = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool)
+    taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
+    return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
@@ -175,11 +252,16 @@ def _functional(skeleton: nn.Module, twins: Mapping[str, str]) -> Callable[..., 
     lock = threading.RLock()  # the call puts the parameters into the skeleton for as long as it runs
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
+        given = {**params, **{x: params[twin] for x, twin in twins.items()}}
+        left = dict(given)
         with lock:
-            return _call({**params, **{x: params[twin] for x, twin in twins.items()}}, inputs)
-
-    def _call(params: Mapping[str, Tensor], inputs: tuple[Any, ...]) -> Any:
-        return torch.func.functional_call(skeleton, dict(params), inputs, tie_weights=False)
+            y = torch.func.functional_call(skeleton, left, inputs, tie_weights=False)
+        if replaced := [name for name, t in left.items() if t is not given[name]]:
+            raise ValueError(
+                f"got {replaced[0]!r} replaced in forward, expected a pure function: parameters and buffers "
+                "cannot be assigned to (running statistics cannot be kept)"
+            )
+        return y
 
     return function
 

@@ -1,0 +1,384 @@
+"""A segment is a function: what changes between two calls is refused by name, and so is what would be ignored."""
+
+import itertools
+import logging
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from models import Loss, regression
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+
+made = 0
+
+
+class Settings:
+    scale = 1.0
+
+
+def hand_made(name: str, body: Callable[[Tensor], Tensor]) -> zfunc.Segment:
+    """A segment without parameters, made of a function."""
+    return zfunc.Segment(name, lambda p, x: body(x), (), (), initial=lambda _: {})
+
+
+def program_of(first: zfunc.Segment | nn.Module, **settings: Any) -> Any:
+    if isinstance(first, nn.Module):
+        first = zfunc.segment("s", first)
+    torch.manual_seed(0)
+    segments = [first, zfunc.segment("body", nn.Linear(8, 8)), zfunc.segment("loss", Loss(8))]
+    return zfunc.compile(segments, **{"device": "cpu", "precision": "fp32", **settings})
+
+
+def step(program: Any) -> float:
+    return zfunc.train_step(program, zfunc.init(program), regression(4)(0))[1].grad_norm
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * 2 if self.calls % 7 == 0 else x
+
+
+class Inside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Tanh(), Calls())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x)
+
+
+class Rolls(nn.Module):
+    def __init__(self, generator: Any) -> None:
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.generator.random()
+
+
+class Keeps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + getattr(self, "last", 0)
+        self.last = x * 1
+        return y
+
+
+class Average(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "total"):
+            self.total = torch.zeros(8)
+        return x + self.total.add_(1)
+
+
+def counts_in_closure() -> zfunc.Segment:
+    count = 0
+
+    def body(x: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return x * (1 + count)
+
+    return hand_made("s", body)
+
+
+def appends() -> zfunc.Segment:
+    seen: list[int] = []
+    return hand_made("s", lambda x: (seen.append(1), x * 1)[1])
+
+
+def counts_in_global() -> zfunc.Segment:
+    def body(x: Tensor) -> Tensor:
+        global made
+        made += 1
+        return x * 1
+
+    return hand_made("s", body)
+
+
+def takes_turns() -> zfunc.Segment:
+    turns = itertools.cycle([torch.sin, torch.cos])
+    return hand_made("s", lambda x: next(turns)(x))
+
+
+def makes_constants() -> zfunc.Segment:
+    def body(x: Tensor) -> Tensor:
+        nonlocal n
+        n = [n[0] + 1]
+        return x * torch.tensor(float(n[0]))
+
+    n = [0]
+    return hand_made("s", body)
+
+
+def numpys_global(method: str) -> zfunc.Segment:
+    return hand_made("s", lambda x: x + torch.from_numpy(getattr(np.random, method)(size=8)).to(x.dtype))
+
+
+IMPURE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a counter": (Calls, r"attribute calls \(1, then 2\), which changes from call"),
+    "a counter inside": (Inside, r"attribute block\.1\.calls \(1, then 2\)"),
+    "a closure": (counts_in_closure, r"closure variable count \(1, then 2\)"),
+    "a list": (appends, r"closure variable seen\[1\] \(absent, then 1\)"),
+    "a global": (counts_in_global, r"global made \(\d+, then \d+\)"),
+    "a class": (lambda: Turns(), r"class attribute Turns\.turn \(1, then 2\)"),
+    "an iterator": (takes_turns, r"another operation number 0 \(aten.cos.default, then aten.sin.default\)"),
+    "a constant made anew": (makes_constants, r"closure variable n\[0\] \(1, then 2\)"),
+    "a generator": (lambda: Rolls(random.Random(0)), "attribute generator"),
+    "NumPy's generator": (lambda: Rolls(np.random.default_rng(0)), r"attribute generator\["),
+    "numpy.random": (lambda: numpys_global("normal"), "random numbers from numpy.random"),
+    "a choice": (
+        lambda: hand_made("s", lambda x: x * random.choice([1, 1])),
+        "random numbers from Python's random",
+    ),
+    "the last input": (
+        Keeps,
+        r"another tensor in operation number 0 \(aten.add.Tensor\), perhaps .* attribute last",
+    ),
+    "a sum": (Sums, r"an in-place change \(aten.add_.Tensor\) of attribute total"),
+    "a buffer replaced": (Average, r"'mean' replaced in forward"),
+}
+
+
+class Turns(nn.Module):
+    turn = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        Turns.turn += 1
+        return x * 1
+
+
+@pytest.mark.parametrize(("make", "message"), IMPURE.values(), ids=list(IMPURE))
+def test_what_changes_between_two_calls_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+    Turns.turn = 0
+    with pytest.raises(ValueError, match=rf"segment 's': got {message}") as raised:
+        step(program_of(make()))
+    assert "expected" in str(raised.value)
+
+
+class Settles(nn.Module):
+    """Sets itself up in the first call, keeps what it last saw, reads constants, and draws from torch."""
+
+    table = (0.5, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "width"):
+            self.width = torch.ones(1).numel() + x.shape[-1]
+        self.seen = x.detach()
+        scale = torch.from_numpy(np.full(8, Settings.scale, np.float32)) + torch.tensor(self.table[0])
+        return F.dropout(x * scale, 0.5) / self.width
+
+
+def test_what_stays_the_same_is_taken() -> None:
+    assert step(program_of(Settles())) > 0
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.standard_normal])
+def test_another_thread_may_draw(draw: Callable[[], float]) -> None:
+    program, stop = program_of(nn.Tanh()), threading.Event()
+
+    def draws() -> None:
+        while not stop.wait(1e-4):
+            draw()
+
+    thread = threading.Thread(target=draws)
+    thread.start()
+    try:
+        for rows in range(1, 4):
+            zfunc.train_step(program, zfunc.init(program), regression(rows)(0))
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("recompute", ["all", "none"])
+def test_what_changes_between_two_steps_is_refused_by_name(recompute: str) -> None:
+    warmth = 1.0
+    program = program_of(hand_made("s", lambda x: x * warmth * Settings.scale), recompute=recompute)
+    state = zfunc.init(program)
+    state, _ = zfunc.train_step(program, state, regression(4)(0))
+    for change in ("closure variable warmth", "class attribute Settings.scale"):
+        warmth, Settings.scale = (0.5, 1.0) if "warmth" in change else (1.0, 0.5)
+        with pytest.raises(
+            ValueError, match=rf"segment 's': got {change} \(1\.0, then 0\.5\), changed since"
+        ):
+            zfunc.train_step(program, state, regression(4)(0))
+    warmth, Settings.scale = 1.0, 1.0
+    zfunc.train_step(program, state, regression(4)(0))
+
+
+# --- the module that a segment was made of ---------------------------------------------------------------------
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+        self.weight = nn.Parameter(torch.ones(8))
+        self.register_buffer("shift", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(x * self.weight + self.shift)
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "an attribute": (lambda m: setattr(m.drop, "p", 0.0), r"attribute drop.p \(0.5, then 0.0\)"),
+    "eval": (lambda m: m.eval(), r"attribute training \(True, then False\)"),
+    "a buffer": (lambda m: m.shift.add_(1), "attribute shift was"),
+    "a parameter": (lambda m: setattr(m, "weight", nn.Parameter(torch.ones(8))), "attribute weight was"),
+    "frozen": (lambda m: m.weight.requires_grad_(False), "attribute weight was"),
+    "a child": (lambda m: setattr(m, "drop", nn.Tanh()), "attribute drop "),
+    "a hook": (lambda m: m.drop.register_forward_hook(lambda *_: None), "drop._forward_hooks"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=list(CHANGES))
+def test_what_is_changed_in_the_module_afterwards_is_told(
+    change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = Dropped()
+    program = program_of(module)
+    change(module)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        step(program)
+        step(program)
+    (told,) = [r.getMessage() for r in caplog.records if "changed after zfunc.segment" in r.getMessage()]
+    assert told.startswith("segment 's': ")
+    assert message.replace("\\", "") in told
+
+
+def test_new_values_of_parameters_are_taken_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+    module = Dropped()
+    program = program_of(module)
+    nn.init.constant_(module.weight, 3.0)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert zfunc.params(program, zfunc.init(program))["s.weight"].eq(3).all()
+        step(program)
+    assert not [r for r in caplog.records if "changed after" in r.getMessage()]
+
+
+# --- what would be dropped ---------------------------------------------------------------------------------------
+
+
+HOOKS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
+    "register_hook": (lambda m: m.weight.register_hook(lambda g: g * 2), "parameter 'weight'"),
+    "register_post_accumulate_grad_hook": (
+        lambda m: m.bias.register_post_accumulate_grad_hook(lambda p: None),
+        "parameter 'bias'",
+    ),
+    "register_full_backward_hook": (lambda m: m.register_full_backward_hook(lambda *_: None), "module ''"),
+    "register_full_backward_pre_hook": (
+        lambda m: m.register_full_backward_pre_hook(lambda *_: None),
+        "module ''",
+    ),
+}
+
+
+@pytest.mark.parametrize(("register", "what"), HOOKS.values(), ids=list(HOOKS))
+def test_gradient_hooks_are_refused(register: Callable[[nn.Module], Any], what: str) -> None:
+    module = nn.Linear(8, 8)
+    handle = register(module)
+    with pytest.raises(ValueError, match=rf"segment 's': got a gradient hook on {what}.*clip_norm.*Function"):
+        zfunc.segment("s", module)
+    handle.remove()
+    zfunc.segment("s", module)
+
+
+def test_a_gradient_hook_registered_later_is_refused_too() -> None:
+    module = nn.Linear(8, 8)
+    segment = zfunc.segment("s", module)
+    module.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(ValueError, match=r"segment 's': got a gradient hook on parameter 's\.weight'"):
+        program_of(segment)
+
+
+def test_running_statistics_are_refused_by_module_and_with_the_way_out() -> None:
+    norms = {
+        "BatchNorm1d 'norm'": nn.BatchNorm1d(8),
+        "ParametrizedLinear 'norm'": nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+    }
+    for name, norm in norms.items():
+        outer = nn.Sequential()
+        outer.add_module("norm", norm)
+        with pytest.raises(
+            ValueError, match=rf"segment 's': got an in-place .* of the {name}.*\.eval\(\) on it"
+        ):
+            step(program_of(outer))
+        step(program_of(outer.eval()))  # the way out
+    step(program_of(nn.BatchNorm1d(8, track_running_stats=False)))
+    step(program_of(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))))
+
+
+# --- parameters in the same memory -------------------------------------------------------------------------------
+
+
+def two(weight: Callable[[Tensor], Tensor]) -> nn.Module:
+    module = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    module[1].weight = nn.Parameter(weight(module[0].weight.data))
+    return module
+
+
+SHARING: dict[str, Callable[[Tensor], Tensor]] = {
+    "all of it": lambda w: w,
+    "transposed": lambda w: w.t(),
+    "a row": lambda w: w[3],
+    "columns": lambda w: w[:, ::2],
+}
+
+
+@pytest.mark.parametrize("view", SHARING.values(), ids=list(SHARING))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_parameters_in_the_same_memory_are_refused_by_name(
+    view: Callable[[Tensor], Tensor], device: str
+) -> None:
+    module = two(view).to(device) if device == "cpu" else None
+    if module is None:
+        with torch.device("meta"):
+            module = two(view)
+    with pytest.raises(
+        ValueError, match=r"segment 's': got '[01].weight' and '[01].weight' in the same memory"
+    ):
+        zfunc.segment("s", module)
+
+
+def test_parameters_apart_in_one_storage_are_taken() -> None:
+    flat = torch.randn(8, 16)
+    module = nn.Module()
+    module.a, module.b = nn.Parameter(flat[:, :8]), nn.Parameter(flat[:, 8:])
+    module.register_buffer("c", torch.ones(4))
+    module.register_buffer("d", module.c)
+    assert len(zfunc.segment("s", module).parameters) == 2
+    module.register_buffer("live", module.a.detach()[0])
+    with pytest.raises(ValueError, match="'live' and 'a' in the same memory"):
+        zfunc.segment("s", module)
+
+
+def test_two_segments_in_the_same_memory_are_refused_by_name() -> None:
+    one, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    other.weight = nn.Parameter(one.weight.data)
+    segments = [zfunc.segment("one", one), zfunc.segment("other", other), zfunc.segment("loss", Loss(8))]
+    with pytest.raises(
+        ValueError, match=r"segments: got 'one\.weight' and 'other\.weight' in the same memory"
+    ):
+        zfunc.compile(segments, device="cpu")
