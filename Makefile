@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures docs scale soak wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures docs scale soak fuzz wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -59,6 +59,11 @@ bench: $(TOOLS)
 # Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.
 soak: $(TOOLS)
 	$(BIN)/python tests/soak.py
+
+# Random models under random settings against plain PyTorch; what fails is printed with the command that repeats it.
+SECONDS ?= 3600
+fuzz: $(TOOLS)
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py

@@ -11,7 +11,6 @@ import plain
 import pytest
 import trained
 from attrs import evolve
-from models import rows_of
 
 import zfunc
 from zfunc import updates
@@ -55,30 +54,7 @@ def check(model: str, precision: str, micro_batches: int, **settings: Any) -> No
     program, batch = program_of(model, precision, micro_batches=micro_batches, **settings)
     state = zfunc.init(program, seed=1, loss_scale=LossScale(SCALE) if precision == "fp16" else None)
     parts = [plain.Part.of(s) for s in program.segments]
-    names = {span.name for span in program.layout.spans}
-    ranks, waits, norms = program.ranks, None, []
-    for i in range(STEPS):
-        batches = [rows_of(batch(i), rank, ranks.world) for rank in range(ranks.world)]
-        loss, grads = plain.gradient(
-            parts,
-            zfunc.params(program, state),
-            names,
-            batches,
-            dtype=program.dtype,
-            micro_batches=micro_batches,
-            stage=settings.get("stage", 2),
-            loss_scale=state.loss_scale.scale,
-        )
-        norm, grads = plain.clipped(grads, program.clip_norm)
-        state, metrics = zfunc.train_step(program, state, batches[ranks.rank])
-        assert metrics.loss == pytest.approx(loss, rel=1e-6)
-        assert metrics.grad_norm == pytest.approx(norm, rel=1e-6)
-        norms.append(norm)
-        before, waits = waits, grads if state.pending is not None else None
-        if before is not None or waits is None:
-            plain.assert_reached(program, state, grads if before is None else before, tolerance)
-    if waits is not None:
-        plain.assert_reached(program, zfunc.flush(program, state), waits, tolerance)
+    norms = plain.follow(program, state, parts, batch, steps=STEPS, tolerance=tolerance)
     if program.clip_norm is not None:
         assert min(norms) < program.clip_norm < max(norms)
 

@@ -1,0 +1,311 @@
+"""A grammar of small models: random chains of what users put into a segment, as data that prints and builds again.
+
+A value between two pieces is [batch, rows, width], with even sizes. Every piece takes one and gives one; what it
+does on the way is what tends to break tracing: transposed and strided results, recurrent layers, tensors made
+inside, operations with their own backward, weights used twice.
+"""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from attrs import field, frozen
+from plain import Part
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+
+ROWS, WIDTH, VOCAB, BATCH = 4, 8, 10, 6
+Size = tuple[int, int]  # rows, width
+
+
+class Apply(nn.Module):
+    """Children by name, and what is computed with them; attributes that are no modules are kept in the closure."""
+
+    def __init__(self, call: Callable[..., Tensor], **children: Any) -> None:
+        super().__init__()
+        self.call = call
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self.call(self, *inputs)
+
+
+class Sine(torch.autograd.Function):
+    """With a backward of its own, in the form that torch.func takes."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return x.cos() * grad
+
+
+def causal(self: Any, x: Tensor) -> Tensor:
+    mask = torch.tril(torch.ones(x.shape[1], x.shape[1], device=x.device, dtype=torch.bool))
+    return self.inner(x, x, x, attn_mask=~mask, need_weights=False)[0]
+
+
+def positions(self: Any, x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1], device=x.device)
+    return x + self.inner(at) * torch.ones(x.shape[-1], device=x.device, dtype=x.dtype)
+
+
+def recurrent(kind: type[nn.Module]) -> Callable[[int, int], nn.Module]:
+    return lambda rows, width: Apply(
+        lambda self, x: self.inner(x)[0], inner=kind(width, width, batch_first=True)
+    )
+
+
+def tied_inside(rows: int, width: int) -> nn.Module:
+    made = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    made[2].weight = made[0].weight
+    return made
+
+
+def used_twice(rows: int, width: int) -> nn.Module:
+    one = nn.Linear(width, width)
+    return nn.Sequential(one, nn.GELU(), one)
+
+
+def pure(call: Callable[[Tensor], Tensor]) -> Callable[[int, int], nn.Module]:
+    """A piece without parameters."""
+    return lambda rows, width: Apply(lambda self, x: call(x))
+
+
+class Scaled(nn.Module):
+    """A parameter of one element, a buffer, a frozen one and one that is not used."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.8))
+        self.spare = nn.Parameter(torch.ones(3))
+        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, width), requires_grad=False)
+        self.register_buffer("shift", torch.linspace(-0.1, 0.1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale + self.shift.to(x.dtype)) * self.gain
+
+
+KEEPING: dict[str, Callable[[int, int], nn.Module]] = {
+    "linear": lambda rows, width: nn.Linear(width, width),
+    "frozen": lambda rows, width: nn.Linear(width, width).requires_grad_(False),
+    "residual": lambda rows, width: Apply(
+        lambda self, x: x + self.inner(x), inner=nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width))
+    ),
+    "norm": lambda rows, width: nn.LayerNorm(width),
+    "gelu": lambda rows, width: nn.GELU(),
+    "mixer": lambda rows, width: Apply(
+        lambda self, x: x + self.inner(x.transpose(1, 2)).transpose(1, 2), inner=nn.Linear(rows, rows)
+    ),
+    "mixed": lambda rows, width: Apply(lambda self, x: self.inner(x.mT).mT, inner=nn.Linear(rows, rows)),
+    "conv": lambda rows, width: Apply(
+        lambda self, x: self.inner(x.transpose(1, 2)).transpose(1, 2),
+        inner=nn.Conv1d(width, width, 3, padding=1),
+    ),
+    "attention": lambda rows, width: Apply(
+        lambda self, x: self.inner(x, x, x)[0], inner=nn.MultiheadAttention(width, 2, batch_first=True)
+    ),
+    "causal": lambda rows, width: Apply(causal, inner=nn.MultiheadAttention(width, 2, batch_first=True)),
+    "rnn": recurrent(nn.RNN),
+    "gru": recurrent(nn.GRU),
+    "lstm": recurrent(nn.LSTM),
+    "positions": lambda rows, width: Apply(positions, inner=nn.Embedding(rows, width)),
+    "tied inside": tied_inside,
+    "used twice": used_twice,
+    "scaled": lambda rows, width: Scaled(width),
+    "dropout": lambda rows, width: nn.Dropout(0.3),
+    "own backward": pure(lambda x: Sine.apply(x) + x),
+    "fft": pure(lambda x: torch.fft.irfft(torch.fft.rfft(x.float())).to(x.dtype) + 0.1 * x),
+    "flip": pure(lambda x: x.flip(1) + x),
+    "expand": pure(lambda x: x[:, :1].expand_as(x) * 0.5 + x),
+    "rolled": pure(lambda x: torch.cat([x[:, 1:], x[:, :1]], 1)),
+    "largest": pure(lambda x: x - x.max(2, keepdim=True).values.tanh()),
+    "masked": pure(lambda x: torch.where(x > 0, x, 0.1 * x)),
+    "detached": pure(lambda x: x + 0.5 * x.detach()),
+    "softmax": pure(lambda x: torch.softmax(x, 1) + x),
+    "strided": pure(lambda x: torch.stack([x, -x], -1)[..., 0]),
+    "einsum": pure(lambda x: torch.einsum("btc,bsc->bts", x, x).tanh() @ x),
+}
+"""Pieces that keep rows and width."""
+
+CHANGING: dict[str, tuple[Callable[[int, int], nn.Module], Callable[[int, int], Size]]] = {
+    "wider": (lambda rows, width: nn.Linear(width, width + 2), lambda rows, width: (rows, width + 2)),
+    "transposed": (pure(lambda x: x.transpose(1, 2)), lambda rows, width: (width, rows)),
+    "turned": (
+        lambda rows, width: Apply(lambda self, x: self.inner(x).mT, inner=nn.Linear(width, width)),
+        lambda rows, width: (width, rows),
+    ),
+    "every other": (
+        pure(lambda x: torch.cat([x, x], 1)[:, ::2, :]),
+        lambda rows, width: (rows, width),
+    ),
+}
+
+LOSSES: dict[str, tuple[int, Callable[[Any, Tensor, Tensor], Tensor]]] = {
+    "sum": (1, lambda self, x, y: F.mse_loss(self.out(x.sum(1)).squeeze(-1).float(), y.float())),
+    "mean": (1, lambda self, x, y: (self.out(x).mean((1, 2)).float() - y).square().mean()),
+    "last": (VOCAB, lambda self, x, y: F.cross_entropy(self.out(x[:, -1]).float(), y.abs().long())),
+    "every": (
+        VOCAB,
+        lambda self, x, y: F.cross_entropy(
+            self.out(x).transpose(1, 2).float(), y.abs().long()[:, None].expand(x.shape[:2])
+        ),
+    ),
+    "norm": (VOCAB, lambda self, x, y: torch.linalg.vector_norm(self.out(x).float(), dim=(1, 2)).mean()),
+}
+"""How wide the output layer is, and the mean loss of [batch, rows, width] and targets [batch]."""
+
+BETWEEN = ("tensor", "tuple", "dict", "tuple with counts", "nested")
+
+
+@frozen
+class Model:
+    """A chain of segments, each a chain of pieces by name; what is handed on between them; a loss.
+
+    `ties` are pairs of places in the list of all weights of equal shapes: as far as there are such, and their
+    segments differ, the second is shared with the first.
+    """
+
+    segments: tuple[tuple[str, ...], ...]
+    between: tuple[str, ...]  # one fewer than segments, and one for the loss
+    loss: str
+    tokens: bool = False
+    ties: tuple[tuple[int, int], ...] = ()
+    seed: int = field(default=0)
+
+    @property
+    def random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any("dropout" in pieces for pieces in self.segments)
+
+    def modules(self) -> list[tuple[str, nn.Module]]:
+        """The segments' modules by name, the same every time."""
+        torch.manual_seed(self.seed)
+        size, made = (ROWS, WIDTH), list[tuple[str, nn.Module]]()
+        takes = "tokens" if self.tokens else "tensor"
+        for s, (pieces, gives) in enumerate(zip(self.segments, self.between, strict=True)):
+            body: list[nn.Module] = [nn.Embedding(VOCAB, WIDTH)] if takes == "tokens" else []
+            for piece in pieces:
+                build, resize = CHANGING.get(piece) or (KEEPING[piece], lambda rows, width: (rows, width))
+                body.append(build(*size))
+                size = resize(*size)
+            made.append((f"s{s}", Link(nn.Sequential(*body), takes, gives)))
+            takes = gives
+        width, call = LOSSES[self.loss]
+        loss = Apply(lambda self, x, y: call(self, unpacked(x, takes), y), out=nn.Linear(size[1], width))
+        return [*made, ("loss", loss)]
+
+    def shares(self, modules: list[tuple[str, nn.Module]]) -> dict[str, dict[str, str]]:
+        """Of each segment by name what it shares: its own short name to the full name of another's."""
+        weights = [
+            (name, short, p.shape)
+            for name, module in modules
+            for short, p in module.named_parameters()
+            if p.requires_grad and p.dim() == 2
+        ]
+        shares: dict[str, dict[str, str]] = {name: {} for name, _ in modules}
+        owners: set[str] = set()
+        for first, second in self.ties:
+            name, short, shape = weights[first % len(weights)]
+            alike = [(n, x) for n, x, other in weights if other == shape and n != name]
+            if not alike or short in shares[name]:
+                continue
+            other, other_short = alike[second % len(alike)]
+            full = f"{name}.{short}"
+            if (
+                other_short in shares[other]
+                or f"{other}.{other_short}" in owners
+                or full in shares[other].values()
+            ):
+                continue
+            shares[other][other_short] = full
+            owners.add(full)
+        return shares
+
+    def built(self) -> tuple[list[zfunc.Segment], list[Part], dict[str, Tensor]]:
+        """As segments, and as plain parts with their values by full name: frozen ones too."""
+        modules = self.modules()
+        shares = self.shares(modules)
+        segments = [zfunc.segment(name, module, share=shares[name]) for name, module in modules]
+        parts, values = [], {}
+        for name, module in self.modules():  # of its own, so that nothing can be shared by accident
+            names = {x: shares[name].get(x, f"{name}.{x}") for x, _ in module.named_parameters()}
+            values.update(
+                {names[x]: p.detach() for x, p in module.named_parameters() if x not in shares[name]}
+            )
+            parts.append(Part(functional(module), names, {}))
+        return segments, parts, values
+
+    def batch(self, i: int) -> tuple[Any, Tensor]:
+        """Inputs and targets of a step."""
+        g = torch.Generator().manual_seed(1000 * self.seed + i)
+        y = torch.randint(0, VOCAB, (BATCH,), generator=g)
+        if self.tokens:
+            return torch.randint(0, VOCAB, (BATCH, ROWS), generator=g), y
+        return torch.randn(BATCH, WIDTH, ROWS, generator=g).mT, y
+
+
+class Link(nn.Module):
+    """A body between what the segment before handed on and what this one does."""
+
+    def __init__(self, body: nn.Module, takes: str, gives: str) -> None:
+        super().__init__()
+        self.body, self.takes, self.gives = body, takes, gives
+
+    def forward(self, given: Any) -> Any:
+        return packed(self.body(unpacked(given, self.takes)), self.gives)
+
+
+def packed(x: Tensor, how: str) -> Any:
+    """A value as it is handed on."""
+    if how == "tuple":
+        return x, x.mean(1)
+    if how == "dict":
+        return {"x": x, "bias": x[:, :1].tanh()}
+    if how == "tuple with counts":
+        return x.transpose(0, 1), (x > 0).sum(1)
+    return ([x], {"half": x * 0.5}) if how == "nested" else x
+
+
+def unpacked(given: Any, how: str) -> Tensor:
+    """And as it is taken."""
+    if how == "tuple":
+        return given[0] + given[1][:, None]
+    if how == "dict":
+        return given["x"] - given["bias"]
+    if how == "tuple with counts":
+        return given[0].transpose(0, 1) + 0.1 * given[1][:, None].to(given[0].dtype)
+    return given[0][0] + given[1]["half"] if how == "nested" else given
+
+
+def functional(module: nn.Module) -> Callable[..., Any]:
+    return lambda params, *inputs: torch.func.functional_call(module, dict(params), inputs)
+
+
+def draw(random: Random) -> Model:
+    """Any model of the grammar."""
+    segments = []
+    for _ in range(random.randint(1, 3)):
+        pieces = [random.choice([*KEEPING, *CHANGING]) for _ in range(random.randint(1, 3))]
+        segments.append(tuple(pieces))
+    between = tuple(random.choice(BETWEEN) if random.random() < 0.4 else "tensor" for _ in segments)
+    ties = tuple((random.randrange(20), random.randrange(20)) for _ in range(random.choice([0, 0, 1, 2])))
+    return Model(
+        tuple(segments),
+        between,
+        random.choice([*LOSSES]),
+        tokens=random.random() < 0.3,
+        ties=ties,
+        seed=random.randrange(1000),
+    )
