@@ -9,7 +9,7 @@ from models import MODELS
 
 import zfunc
 from zfunc.emit import Job
-from zfunc.graph import Op
+from zfunc.graph import Op, Region
 from zfunc.program import steadily_delayed
 from zfunc.recipes import delayed, zero_offload
 
@@ -49,6 +49,27 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
 )
 def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
+        compiled(recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        lambda _: None,
+        lambda _: "operations",
+        lambda _: [None],
+        lambda _: ["adam"],
+        lambda _: [Op("mine", 3, "host")],  # type: ignore[arg-type]
+        lambda _: [Op("mine", ("3",), "host")],  # type: ignore[arg-type]
+        lambda _: [Op("my own", (), "host")],
+        lambda _: [Op("mine", (), "host"), Op("mine", (), "host")],
+        lambda _: [Op("mine", (), "host", [None])],  # type: ignore[arg-type]
+        lambda _: [Op("mine", (), "host", Region("x"))],  # type: ignore[arg-type]
+        lambda _: [Op("mine", (), "host", (Region("x", (1.5,)),))],  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_operation_is_refused(recipe: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="got .* expected|give each its own"):
         compiled(recipe)
 
 

@@ -1,18 +1,21 @@
 """Laws of verify: it accepts every schedule, and agrees with reachability, the definition, on everything else."""
 
+import contextlib
 from collections.abc import Iterator
 from random import Random
+from typing import Any
 
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from table import Scattered, every_plan, graph_of, graphs, plan_of, plans
+from table import JOBS, Scattered, every_plan, graph_of, graphs, plan_of, plans
 from test_graph import conflicting_pairs
 from zfunc.schedules import Overlapped
 
 from zfunc.graph import Graph, Op, Region
 from zfunc.plan import Lane, Plan, PlanError, build, parse
+from zfunc.program import make_plan
 from zfunc.verify import races, verify
 
 X = Region("x", kept=True)
@@ -257,6 +260,61 @@ def test_a_repeated_operation_has_both_its_lanes_and_what_it_writes_twice() -> N
     said = message(Plan(CHAIN, (Lane("in", (0, 1)), Lane("out", (1, 2))), ((),) * 3))
     assert "leave it on one of in and out, or it writes x again" in said
     assert arrows(said) == ["b", "b"]
+
+
+junk = st.recursive(
+    st.one_of(
+        st.none(), st.text(max_size=3), st.floats(), st.integers(-2, 4), st.just(Graph(())), st.just(int)
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(st.sampled_from(["x", "y", " ", ""]), inner, max_size=3),
+        st.builds(lambda *a: (Lane, a), inner, inner),
+        st.builds(lambda *a: (Plan, a), st.just(CHAIN) | inner, inner, inner),
+        st.builds(lambda *a: (build, a), st.just(CHAIN), inner),
+    ),
+    max_leaves=8,
+)
+
+
+def made(given: Any) -> Any:
+    """What such a schedule returns: calls are made here, where their errors are looked at."""
+    if isinstance(given, tuple):
+        function, arguments = given
+        return function(*map(made, arguments))
+    if isinstance(given, list):
+        return [made(x) for x in given]
+    return {k: made(v) for k, v in given.items()} if isinstance(given, dict) else given
+
+
+@given(junk)
+@settings(max_examples=400)
+@example((build, (CHAIN, {"x": [0, 1, 2, 3]})))
+@example((build, (CHAIN, {"x": [0, 0, 1, 2]})))
+@example((build, (CHAIN, {"x": [0, -1, 2]})))
+@example((build, (CHAIN, {"x": ["0", 1, 2]})))
+@example((build, (CHAIN, {"x": [0.0, 1, 2]})))
+@example((build, (CHAIN, {"x": "012"})))
+@example((build, (CHAIN, {"x": None})))
+@example((build, (CHAIN, {0: [0, 1, 2]})))
+@example((build, (CHAIN, {"a lane": [0, 1, 2]})))
+@example((build, (CHAIN, [[0, 1, 2]])))
+@example((Plan, (CHAIN, [(Lane, ("x", [0, 1])), (Lane, ("x", [2]))], [[], [], []])))
+@example((Plan, (CHAIN, [(Lane, ("x", [0, 1, 2]))], [[], None, []])))
+@example((Plan, (CHAIN, [(Lane, ("x", [0, 1, 2]))], [[], [None], []])))
+def test_whatever_a_schedule_returns_is_a_right_plan_or_a_plan_error(given: Any) -> None:
+    plan = "the error"
+    with contextlib.suppress(PlanError):
+        plan = make_plan(JOBS["one segment"], lambda _: made(given), lambda _: CHAIN.ops)
+    assert plan == "the error" or sorted(i for lane in plan.lanes for i in lane.ops) == [0, 1, 2]
+
+
+def test_a_schedule_that_returns_no_plan_is_told_what_to_return() -> None:
+    for returned in (None, "plan", {"x": [0]}):
+        with pytest.raises(PlanError) as error:
+            make_plan(JOBS["one segment"], lambda _, returned=returned: returned)
+        assert f"schedule: got {returned!r} from <function" in str(error.value)
+        assert "expected a Plan: return zfunc.plan.build(graph, lanes)" in str(error.value)
 
 
 def test_a_deadlock_has_lanes_and_regions() -> None:

@@ -6,7 +6,7 @@ of them writes it; a conflicting pair keeps its serial order in every plan. Nobo
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from attrs import field, frozen, validators
 
@@ -23,6 +23,15 @@ def label(name: str, index: tuple[int, ...]) -> str:
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 
+def _tuple(given: Any) -> tuple[Any, ...]:
+    """What is listed, as a tuple; `Graph` looks at what is in it."""
+    if type(given) is tuple:  # nearly always
+        return cast("tuple[Any, ...]", given)
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise TypeError(f"Op, Region: got {given!r:.200}, expected a tuple: (x,) for one alone")
+    return tuple(cast("Iterable[Any]", given))
+
+
 @frozen(cache_hash=True)
 class Region:
     """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
@@ -33,7 +42,7 @@ class Region:
     """
 
     buffer: str
-    index: tuple[int, ...] = ()
+    index: tuple[int, ...] = field(default=(), converter=_tuple)
     nbytes: int = field(default=0, eq=False, validator=validators.ge(0))
     tier: Tier = field(default="device", eq=False, validator=validators.in_(TIERS))
     kept: bool = field(default=False, eq=False)
@@ -54,10 +63,10 @@ class Op:
     """
 
     verb: str
-    index: tuple[int, ...]
+    index: tuple[int, ...] = field(converter=_tuple)
     kind: Kind = field(validator=validators.in_(KINDS))
-    reads: tuple[Region, ...] = ()
-    writes: tuple[Region, ...] = ()
+    reads: tuple[Region, ...] = field(default=(), converter=_tuple)
+    writes: tuple[Region, ...] = field(default=(), converter=_tuple)
     flops: int = 0
     nbytes: int = 0
     workspace: int = 0
@@ -103,7 +112,8 @@ class Conflict:
 class Graph:
     """Operations in serial order: run top to bottom, they *are* the reference result.
 
-    Raises ValueError where two operations share a name, or a region has two sizes or tiers.
+    Raises ValueError where two operations share a name, or a region has two sizes or tiers, and TypeError for what
+    is no operation.
 
     >>> x = Region("x", nbytes=4)
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -114,14 +124,25 @@ class Graph:
     ops: tuple[Op, ...] = field(converter=tuple)
 
     @ops.validator  # pyright: ignore
-    def _check(self, _: object, ops: tuple[Op, ...]) -> None:
+    def _check(self, _: object, ops: tuple[Any, ...]) -> None:
         seen: set[str] = set()
         sizes: dict[Region, tuple[int, Tier, bool, Dtype | None]] = {}
         for op in ops:
+            if not isinstance(op, Op):
+                raise TypeError(
+                    f"recipe: got {op!r:.200} among the operations, expected zfunc.graph.Op alone"
+                )
+            _check_name("operation", op.verb, op.index)
             if op.name in seen:
                 raise ValueError(f"two operations are named {op.name}: give each its own index")
             seen.add(op.name)
             for r in op.regions:
+                if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise TypeError(
+                        f"{op.name}: got {r!r:.200} among what it touches, expected zfunc.graph.Region"
+                    )
+                if r not in sizes:
+                    _check_name("region", r.buffer, r.index)
                 now = (r.nbytes, r.tier, r.kept, r.dtype)
                 if (was := sizes.setdefault(r, now)) != now:
                     raise ValueError(
@@ -161,6 +182,14 @@ class Graph:
         for c in self.conflicts:
             before[c.after][c.before] = None
         return tuple(map(tuple, before))
+
+
+def _check_name(what: str, name: Any, index: tuple[Any, ...]) -> None:
+    """A name and an index as the text of a plan has them."""
+    if not isinstance(name, str) or name.split() != [name] or "[" in name:
+        raise ValueError(f"{what}: got the name {name!r}, expected a word, without spaces and brackets")
+    if not all(type(i) is int for i in index):
+        raise TypeError(f"{what} {name}: got the index {index!r:.200}, expected whole numbers")
 
 
 def _conflicts(ops: Iterable[Op]) -> Iterator[Conflict]:

@@ -15,7 +15,7 @@ from zfunc.errors import nearest
 from zfunc.graph import Graph, Region
 from zfunc.layout import Layout, make_layout, part_size, resident_buckets
 from zfunc.passes import Recompute
-from zfunc.program import DTYPES, Precision, Recipe
+from zfunc.program import DTYPES, Precision, Recipe, graph_of
 from zfunc.regions import WAITING, undecided
 from zfunc.segments import Segment
 from zfunc.tracing import nbytes
@@ -97,7 +97,7 @@ def _layout(
 def check_recipe(recipe: Recipe, job: Job, stages: Collection[str]) -> None:
     """Raise ValueError unless steps of such a recipe can be run, told of, and saved."""
     for name, of in (("a step", job), ("a step that saves", evolve(job, save=True))):
-        graph = Graph(tuple(recipe(of)))
+        graph = graph_of(recipe, of)
         written = {r.buffer for op in graph for r in op.writes}
         needed = ["verdict", "norm", *(["published"] if of.save else [])]
         if missing := [x for x in needed if x not in written]:

@@ -8,10 +8,12 @@ Called, as `zfunc.plan(...)`, this module plans a whole training step: see `zfun
 """
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from operator import index
+from typing import Any, cast
 
 from attrs import field, frozen
 
@@ -25,24 +27,72 @@ class PlanError(ValueError):
     """A plan that cannot run, or would run to another result. The message shows the plan, marked."""
 
 
+def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
+    """A converter to a tuple of plain ints, for what a schedule says of operations."""
+
+    def convert(given: Any) -> tuple[int, ...]:
+        try:
+            return tuple(map(index, given))
+        except TypeError:
+            raise PlanError(
+                f"{what}: got {given!r:.200}, expected positions of operations in the graph, as whole numbers: "
+                "[i for i, op in enumerate(graph) if ...]"
+            ) from None
+
+    return convert
+
+
+_waits = _positions("waits of an operation")
+
+
+def _all_waits(given: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(given, Iterable):
+        raise PlanError(
+            f"waits: got {given!r:.200}, expected the waits of each operation: make a plan with build"
+        )
+    return tuple(map(_waits, cast("Iterable[Any]", given)))
+
+
+def _lanes(given: Any) -> tuple["Lane", ...]:
+    lanes = tuple(cast("Iterable[Any]", given)) if isinstance(given, Iterable) else (given,)
+    if strangers := [x for x in lanes if not isinstance(x, Lane)]:
+        raise PlanError(
+            f"lanes: got {strangers[0]!r:.200}, expected a zfunc.plan.Lane: make a plan with build"
+        )
+    return lanes
+
+
 @frozen
 class Lane:
-    """A FIFO resource: operations, by position in the graph, in the order they run."""
+    """A FIFO resource: operations, by position in the graph, in the order they run.
 
-    name: str
-    ops: tuple[int, ...] = field(converter=tuple)
+    Raises PlanError for a name that is none in the text of a plan, or positions that are no whole numbers.
+    """
+
+    name: str = field()
+    ops: tuple[int, ...] = field(converter=_positions("operations of a lane"))
+
+    @name.validator  # pyright: ignore
+    def _check_name(self, _: object, name: Any) -> None:
+        if not isinstance(name, str) or name.split() != [name]:
+            raise PlanError(f"lane: got the name {name!r}, expected a word, without spaces")
 
 
 @frozen
 class Plan:
     """A graph put on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
 
-    Make one with `build`; `zfunc.verify.verify` says whether it is right.
+    Make one with `build`; `zfunc.verify.verify` says whether it is right. Raises PlanError for other types.
     """
 
-    graph: Graph
-    lanes: tuple[Lane, ...] = field(converter=tuple)
-    waits: tuple[tuple[int, ...], ...]
+    graph: Graph = field()
+    lanes: tuple[Lane, ...] = field(converter=_lanes)
+    waits: tuple[tuple[int, ...], ...] = field(converter=_all_waits)
+
+    @graph.validator  # pyright: ignore
+    def _check_graph(self, _: object, graph: Any) -> None:
+        if not isinstance(graph, Graph):
+            raise PlanError(f"plan: got {graph!r:.200}, expected the graph that the schedule was handed")
 
     @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
@@ -71,7 +121,8 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
     """Put `graph` on `lanes` (name to positions of its operations, in order) and derive the waits.
 
     Waits are the conflicting pairs that cross lanes, less those implied by lane order and other waits: the
-    transitive reduction, found with one vector clock an operation. Raises PlanError if the order deadlocks.
+    transitive reduction, found with one vector clock an operation. Raises PlanError if the order deadlocks, and
+    for an operation that is there twice or that the graph does not have.
 
     >>> x = Region("x")
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -81,7 +132,13 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
     lane cpu
       use  after make
     """
+    if not isinstance(lanes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"build: got {lanes!r:.200}, expected lanes by name: {{'gpu': positions, 'cpu': positions}}"
+        )
     order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
+    for problem in misplaced(order):
+        raise PlanError(problem)
     needs = graph.predecessors
     clocks: dict[int, Clock] = {}
     waits: list[tuple[int, ...]] = [()] * len(graph)
@@ -89,6 +146,29 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
         waits[op] = _needed(op, needs[op], clocks, order)
         clocks[op] = _tick(order, op, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
+
+
+def misplaced(plan: Plan) -> Iterator[str]:
+    """What is wrong with lanes alone: operations that the graph does not have, or that are there more than once."""
+    expected = "expected every operation of the graph once"
+    times = Counter(op for lane in plan.lanes for op in lane.ops)
+    for i in sorted(times.keys() - range(len(plan.graph))):
+        names = ", ".join(lane.name for lane in plan.lanes if i in lane.ops)
+        yield (
+            f"got operation number {i} on a lane ({names}), {expected}. Correct the schedule's lanes: there are "
+            f"{len(plan.graph)}, and the first is number 0"
+        )
+    for i, op in enumerate(plan.graph):
+        if times[i] > 1:
+            on = " and ".join(lane.name for lane in plan.lanes for x in lane.ops if x == i)
+            writes = ", ".join(map(str, op.writes)) or "nothing"
+            yield (
+                f"{op.name}: got it on the lanes {times[i]} times, {expected}. Correct the schedule's lanes: leave "
+                f"it on one of {on}, or it writes {writes} again:\n{marked(plan, [i])}"
+            )
+    for name, count in Counter(lane.name for lane in plan.lanes).items():
+        if count > 1:
+            yield f"got {count} lanes named {name}, expected names of their own: a lane is one thread or stream"
 
 
 def happens_before(plan: Plan) -> dict[int, Clock]:

@@ -116,8 +116,14 @@ class Cache:
 
 def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
-    graph = Graph(tuple((recipe or recipe_of(job))(job)))
-    plan = verify(schedule(graph))
+    graph = graph_of(recipe or recipe_of(job), job)
+    plan = schedule(graph)
+    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"schedule: got {plan!r:.200} from {schedule!r:.200}, expected a Plan: return zfunc.plan.build(graph, "
+            "lanes), with the operations of each lane by their position in the graph"
+        )
+    verify(plan)
     if plan.graph != graph:
         raise PlanError(
             "got a plan of another graph, expected one of the graph the schedule was handed: return "
@@ -130,6 +136,16 @@ def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Pla
             "the same order, and two lanes have none. Put every operation of kind 'network' on one lane"
         )
     return plan
+
+
+def graph_of(recipe: Recipe, job: Job) -> Graph:
+    """The operations of a recipe. Raises TypeError or ValueError for a recipe that makes anything else."""
+    ops = recipe(job)
+    if not isinstance(ops, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(
+            f"recipe: got {ops!r:.200}, expected operations: yield each, or return a list of them"
+        )
+    return Graph(ops)
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
@@ -240,7 +256,13 @@ def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
 def staging(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
-        own = {r for recipe in program.recipes for op in recipe(program.job) for r in op.regions if r.dtype}
+        own = {
+            r
+            for recipe in program.recipes
+            for op in graph_of(recipe, program.job)
+            for r in op.regions
+            if r.dtype
+        }
         program.cache.staging = {
             r: staging_buffer(r, program.dtype, program.device) for r in own - {*waiting(program.job)}
         }

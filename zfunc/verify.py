@@ -4,11 +4,10 @@ The invariant: a plan that passes gives the serial result, to the bit, whatever 
 and waits are believed; how the plan was made does not matter. Linear in the size of the plan.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 
 from zfunc.graph import Conflict
-from zfunc.plan import Plan, PlanError, happens_before, lane_for, marked
+from zfunc.plan import Plan, PlanError, happens_before, lane_for, marked, misplaced
 
 
 def verify(plan: Plan) -> Plan:
@@ -48,17 +47,12 @@ def races(plan: Plan) -> Iterator[Conflict]:
 
 
 def _count(plan: Plan) -> Iterator[str]:
-    times = Counter(op for lane in plan.lanes for op in lane.ops)
+    yield from misplaced(plan)
+    there = {op for lane in plan.lanes for op in lane.ops}
     expected = "expected every operation of the graph once. Correct the schedule's lanes"
-    strangers = times.keys() - range(len(plan.graph))
-    for i in strangers:
-        names = ", ".join(lane.name for lane in plan.lanes if i in lane.ops)
-        yield f"got operation number {i} on a lane ({names}), {expected}: there are {len(plan.graph)}"
-    for i, op in enumerate(plan.graph if not strangers else ()):
-        got = f"{op.name}: got it on the lanes {times[i]} times"
-        if times[i] > 1:
-            yield f"{got}, {expected}: {_repeated(plan, i)}:\n{marked(plan, [i])}"
-        elif not times[i]:
+    for i, op in enumerate(plan.graph):
+        if i not in there:
+            got = f"{op.name}: got it on the lanes 0 times"
             yield f"{got}, {expected}: {_dropped(plan, i)}:\n{marked(plan, [], missing=i)}"
     if len(plan.waits) != len(plan.graph):
         yield f"got waits for {len(plan.waits)} operations, {expected}: there are {len(plan.graph)}"
@@ -66,13 +60,6 @@ def _count(plan: Plan) -> Iterator[str]:
         for n in waits:
             if not 0 <= n < len(plan.graph):
                 yield f"{plan.graph.ops[i].name} waits for operation number {n}, which does not exist"
-
-
-def _repeated(plan: Plan, i: int) -> str:
-    """On which lanes, and what it would write again."""
-    names = [lane.name for lane in plan.lanes for op in lane.ops if op == i]
-    writes = ", ".join(map(str, plan.graph.ops[i].writes)) or "nothing"
-    return f"leave it on one of {' and '.join(names)}, or it writes {writes} again"
 
 
 def _dropped(plan: Plan, i: int) -> str:
