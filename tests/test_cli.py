@@ -227,23 +227,60 @@ def test_the_second_ctrl_c_stops_at_once_and_handlers_come_back(capfd: pytest.Ca
     assert capfd.readouterr().err == "stopping after this step; once more stops at once\n"
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("interrupted", [False, True])
-def test_sigterm_never_stops_at_once(interrupted: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_sigterm_never_stops_at_once(
+    interrupted: bool, number: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     """However often it comes; and it is the stronger, also after a Ctrl-C."""
-    before = signal.getsignal(signal.SIGTERM)
+    before = signal.getsignal(number)
     with interrupts(tell=True) as asked:
         if interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         for _ in range(3):
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
         assert asked() == TERMINATED
         if not interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         assert asked() == TERMINATED
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
     assert capfd.readouterr().err.count("terminated: stopping after this step\n") == 1
+
+
+def test_under_nohup_a_hangup_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with interrupts(tell=True) as asked:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert asked() == ""
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+HUNG_UP = """
+import time
+from zfunc.terminal import interrupts
+with interrupts(tell=True) as asked:
+    print("begun", flush=True)
+    while not asked():
+        time.sleep(0.01)
+    print("nobody reads this", flush=True)
+    open("ended", "w").write(asked())
+"""
+
+
+def test_a_terminal_that_is_closed_ends_a_command_gently() -> None:
+    """All that it prints from then on would fail."""
+    ours, theirs = pty.openpty()
+    command = ["setsid", "--ctty", sys.executable, "-c", HUNG_UP]
+    running = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert os.read(ours, 100).startswith(b"begun")
+    os.close(ours)
+    assert running.wait(timeout=60) == 0
+    assert Path("ended").read_text() == TERMINATED
 
 
 def test_stopped_at_once_is_130(

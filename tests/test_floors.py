@@ -37,7 +37,7 @@ WITH_TORCH = (
     {"compact_reference", "kernel", "launch", "resources"},
     {"checks", "export"},
     {"compact", "device_formats"},
-    {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard"},
+    {"adam", "sweeps", "passes", "tracing", "segments", "state", "guard", "kv_cache"},
     {"saving", "device_adam", "purity"},
     {"stage"},
     {"updates", "execute", "bandwidth", "weights"},

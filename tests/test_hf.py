@@ -18,6 +18,7 @@ import zfunc
 import zfunc.hf
 from zfunc.errors import CheckpointError
 from zfunc.hf.cutting import MISSING
+from zfunc.kv_cache import Cache
 from zfunc.passes import Weights
 from zfunc.program import Program
 
@@ -127,6 +128,26 @@ def test_loss_and_every_gradient_are_the_models_own(name: str, caplog: pytest.Lo
         assert float((found[full] - g).abs().max()) <= near, full
         assert g.abs().max() > 1e-6, full  # or equal gradients would mean little
     assert "cannot be traced" not in caplog.text
+
+
+@every_config
+def test_keys_and_values_that_are_kept_give_the_logits_of_the_whole_sequence(name: str) -> None:
+    def logits(ids: Tensor, *more: Cache) -> Tensor:
+        x = ids
+        for s, segment in enumerate(cut):
+            values = {short: segment.origins[full].detach() for short, full in segment.by_short.items()}
+            x = segment.evaluation({**values, **segment.constants}, x, *more[s : s + 1])
+        return x
+
+    cut, ids = zfunc.hf.segments(made(name)), tokens(1)
+    caches = [Cache() for _ in cut[:-1]]
+    parts = [
+        logits(ids[:, :7], *caches),
+        *(logits(ids[:, n : n + 1], *caches) for n in range(7, ids.shape[1])),
+    ]
+    assert torch.allclose(torch.cat(parts, 1), logits(ids), atol=1e-5)
+    with pytest.raises(ValueError, match="expected one: give one at a time"):
+        logits(ids[:, :2], *caches)
 
 
 def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:

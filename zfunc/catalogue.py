@@ -81,8 +81,9 @@ COMMANDS = {
             ("on two GPUs", "torchrun --nproc-per-node 2 -m zfunc train --data texts"),
         ),
         "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
-        "code 0); a second one stops at once (130). SIGTERM does so with checkpoint and summary alone (0). Other "
-        "exit codes: 1 failed while training or to save the last step, 2 cannot start.",
+        "code 0); one in the middle of an evaluation ends that too; a second one stops at once (130). SIGTERM and "
+        "SIGHUP end it with checkpoint and summary alone (0). Other exit codes: 1 failed while training or to save "
+        "the last step, 2 cannot start.",
     ),
     "plan": Command(
         "say whether a step fits, how long it takes, and what would help",

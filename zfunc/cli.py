@@ -1,9 +1,9 @@
 """The command `zfunc`: arguments in, exit code out.
 
 Exit codes: 0 for what was done as asked, also for a training that Ctrl-C ended after a whole step, with
-checkpoint, evaluation, summary and sample, or SIGTERM, with checkpoint and summary; 1 for a failure while training
-or to save its last step, where `zfunc doctor` finds something wrong, or `zfunc plan` no room; 2 for arguments, data
-or a machine that will not do; 130 for a second Ctrl-C, which stops at once.
+checkpoint, evaluation, summary and sample, or SIGTERM or SIGHUP, with checkpoint and summary; 1 for a failure while
+training or to save its last step, where `zfunc doctor` finds something wrong, or `zfunc plan` no room; 2 for
+arguments, data or a machine that will not do; 130 for a second Ctrl-C, which stops at once.
 """
 
 import argparse

@@ -11,10 +11,10 @@ import attrs
 from attrs import define
 
 from zfunc.checkpoint.checkpoints import FOLDER
-from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped
+from zfunc.events import Evaluated, Event, Finished, Said, Sampled, Saved, Started, Stepped, Working
 from zfunc.runs import Run, sample_text
 from zfunc.terminal import INTERRUPT, TERMINATED, printable, size
-from zfunc.train import SAMPLE_TOKENS, TEMPERATURE
+from zfunc.train import TEMPERATURE
 
 EVERY = 5.0  # seconds from one plain line to the next
 
@@ -41,6 +41,7 @@ class Plain:
     shown: float = float("-inf")
     total: int | None = None
     kept: Stepped | None = None  # the last, if it was not printed
+    told: float = 0.0  # when it was last told how far an evaluation or the sample is, or that began
 
     def line(self, text: str) -> None:
         """Print it at once: who reads a pipe waits for it."""
@@ -72,16 +73,26 @@ class Plain:
                     yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
             case Said():
                 yield event.line
+            case Working():
+                yield from self._working(event)
             case Finished():
                 yield from self._last()
                 yield ""
                 yield ending(event)
                 yield from (f"  {name:<12}  {value}" for name, value in summary(event, self.run, self.unit))
-                if event.sample:
-                    yield sample_title(self.unit)
-                    yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
+            case Sampled():
+                yield sample_title(event, self.unit)
+                yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
             case _:
                 pass
+
+    def _working(self, event: Working) -> Iterator[str]:
+        now = time.monotonic()
+        if not event.share:
+            self.told = now
+        elif now - self.told >= EVERY:
+            self.told = now
+            yield working_line(event)
 
     def _due(self, step: int) -> bool:
         return time.monotonic() - self.shown >= EVERY if self.steps is None else step % self.steps == 0
@@ -144,6 +155,11 @@ def held_out_line(held_out: float, unit: str) -> str:
     return f"held out {held_out:.4f} bits per {unit}"
 
 
+def working_line(event: Working) -> str:
+    """How far an evaluation or the sample is."""
+    return f"{event.what}: {event.share:.0%}"
+
+
 def saved_line(event: Saved, run: Run) -> str:
     """A checkpoint in a few words."""
     name = event.path.name if event.path else "nothing"
@@ -186,9 +202,9 @@ def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
         yield "to go on", f"the same command with --resume auto --out {run.path}"
 
 
-def sample_title(unit: str) -> str:
+def sample_title(event: Sampled, unit: str) -> str:
     """What the sample is."""
-    return f"sample: {SAMPLE_TOKENS} {unit}s at temperature {TEMPERATURE}"
+    return f"sample: {len(event.tokens)} {unit}s at temperature {TEMPERATURE}"
 
 
 def adam_share(event: Stepped) -> float:

@@ -88,6 +88,14 @@ class Said:
 
 
 @frozen
+class Working:
+    """What goes on between steps, an "evaluation" or the "sample"; a `share` of it, 0 to 1, is done."""
+
+    what: str
+    share: float
+
+
+@frozen
 class Traced:
     """The measured timeline of one step, and the plan it ran."""
 
@@ -115,9 +123,9 @@ class Timed:
 
 @frozen
 class Finished:
-    """The end: by "steps" if all asked for were taken, by "seconds", "interrupt" or "terminated". Peaks in bytes.
+    """Training ended: by "steps" if all asked for were taken, by "seconds", "interrupt" or "terminated".
 
-    Who was terminated has no time for the held-out data and a sample.
+    After "terminated" there is no evaluation and no sample. Peaks are in bytes.
     """
 
     ended: str
@@ -130,8 +138,16 @@ class Finished:
     peak_bytes: dict[str, int]
     planned_bytes: dict[str, int]
     checkpoint: Path | None  # the newest of this run
-    sample: tuple[int, ...]  # tokens
-    words: str | None = None  # the sample as text, where a tokenizer says it
 
 
-Event = Started | Evaluated | Stepped | Saved | Said | Traced | Overflowed | Timed | Finished
+@frozen
+class Sampled:
+    """What the trained model wrote, after everything else; `words` is the text, where a tokenizer says it."""
+
+    tokens: tuple[int, ...]
+    words: str | None = None
+
+
+Event = (
+    Started | Evaluated | Stepped | Saved | Said | Working | Traced | Overflowed | Timed | Finished | Sampled
+)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zfunc.data import IGNORED
+from zfunc.kv_cache import Cache
 
 __all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
 
@@ -90,15 +91,16 @@ class Embed(nn.Module):
         nn.init.normal_(self.tok.weight, std=_INIT_STD)
         nn.init.normal_(self.pos.weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Embed `tokens`. Raises ValueError when they are longer than the learned positions."""
-        seq = tokens.shape[-1]
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Embed `tokens`, which follow those in `cache`. Raises ValueError for more than the learned positions."""
+        first = 0 if cache is None else cache.advanced(tokens.shape[-1])
+        seq = first + tokens.shape[-1]
         if seq > self.config.seq_length:
             raise ValueError(
                 f"got {seq} tokens; expected at most seq_length={self.config.seq_length}; "
                 "cut the sequence, or build the model with a longer seq_length"
             )
-        x = self.tok(tokens) + self.pos.weight[:seq]  # [batch, seq, hidden]
+        x = self.tok(tokens) + self.pos.weight[first:seq]  # [batch, seq, hidden]
         return F.dropout(x, self.config.dropout, self.training)
 
 
@@ -127,19 +129,22 @@ class Block(nn.Module):
         _reset_linear(self.up, _INIT_STD)
         _reset_linear(self.down, residual_std)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix along the sequence, causally, then along the features."""
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Mix along the sequence, causally, then along the features; `cache` has the tokens before those of `x`."""
         rate = self.config.dropout
-        x = x + F.dropout(self._attend(self.ln_1(x)), rate, self.training)
+        x = x + F.dropout(self._attend(self.ln_1(x), cache), rate, self.training)
         y = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
         return x + F.dropout(y, rate, self.training)
 
-    def _attend(self, x: Tensor) -> Tensor:
+    def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
         heads = (self.config.num_attention_heads, self.config.head_size)
         rate = self.config.dropout if self.training else 0.0
         q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
         # [batch, heads, seq, head_size]
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=True)
+        alone = cache is None or not cache.advanced(x.shape[1])  # else one token, which sees all before it
+        if cache is not None:
+            k, v = cache.extended(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=alone)
         return self.attn_out(y.transpose(1, 2).flatten(-2))
 
 

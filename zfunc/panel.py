@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from zfunc import console as words
-from zfunc.events import Evaluated, Event, Finished, Said, Saved, Started, Stepped
+from zfunc.events import Evaluated, Event, Finished, Said, Sampled, Saved, Started, Stepped, Working
 from zfunc.runs import Run, sample_text
 from zfunc.terminal import TERMINATED, printable
 
@@ -39,7 +39,9 @@ class Living:
     at: float = 0.0  # when `stepped` came
     held_out: float | None = None
     losses: tuple[float, ...] = ()
+    working: Working | None = None  # if that is what happens now
     finished: Finished | None = None
+    sampled: Sampled | None = None
 
     def line(self, text: str) -> None:
         """Print it above the panel."""
@@ -47,6 +49,7 @@ class Living:
 
     def show(self, event: Event) -> None:
         """Take it in for the next drawing."""
+        self.working = event if isinstance(event, Working) else None
         match event:
             case Started():
                 for text in words.introduction(event, self.run):
@@ -66,6 +69,8 @@ class Living:
                 self.line(event.line)
             case Finished():
                 self.finished = event
+            case Sampled():
+                self.sampled = event
             case _:
                 pass
 
@@ -85,10 +90,10 @@ class Living:
         for what, value in words.summary(event, self.run, self.unit):
             table.add_row(Text(what, "dim"), Text(printable(value), overflow="fold"))
         self.console.print(_panel(self.console, words.ending(event), table))
-        if event.sample:
-            lines = map(printable, sample_text(event, self.unit).split("\n"))
+        if self.sampled is not None:
+            lines = map(printable, sample_text(self.sampled, self.unit).split("\n"))
             sample = Text("\n".join(lines), overflow="fold")
-            self.console.print(_panel(self.console, words.sample_title(self.unit), sample))
+            self.console.print(_panel(self.console, words.sample_title(self.sampled, self.unit), sample))
 
     def _progress(self) -> RenderableType:
         step = self.stepped.step if self.stepped else self.started.step if self.started else 0
@@ -101,23 +106,22 @@ class Living:
         count = Text.assemble(
             ("step ", "dim"), (f"{step:,}", "bold"), (f" / {total:,}" if total else "", "dim")
         )
-        row.add_row(
-            count, ProgressBar(total=1.0, completed=share, complete_style="cyan"), self._status(share)
-        )
+        row.add_row(count, ProgressBar(total=1.0, completed=share, complete_style="cyan"), self._status())
         return row
 
-    def _status(self, share: float) -> Text:
+    def _status(self) -> Text:
         """What it is doing, and until when; the clock runs on between two steps."""
-        if self.finished is not None:
+        working = self.working and words.working_line(self.working)
+        if self.finished is not None and working is None:
             return Text("done", "green")
         if (how := self.stopping()) == TERMINATED:
             return Text("terminated: stopping", "yellow")
         if how:
-            return Text("stopping; Ctrl-C again: at once", "yellow")
+            return Text(f"{working or 'stopping'}; Ctrl-C again: at once", "yellow")
+        if working is not None:
+            return Text(working, "dim")
         if self.stepped is None:
-            return Text("the first evaluation" if self.held_out is None else "the first step", "dim")
-        if share >= 1:
-            return Text("writing a sample", "dim")
+            return Text("the first step", "dim")
         if self.stepped.seconds_left is None:
             return Text("measuring", "dim")
         left = max(0.0, self.stepped.seconds_left - (time.monotonic() - self.at))

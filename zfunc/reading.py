@@ -3,6 +3,7 @@
 The invariant: nothing here is part of a step, so none of it is planned.
 """
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,17 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     """
     state.check(program.identity, "apply")
     program.executor.check_process("apply")
+    for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
+        last = y  # without keeping those before it
+    return last
+
+
+def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
+    """The output of one segment after the other, of which the last is that of `apply`; as they are asked for.
+
+    `more` is what each segment is called with after its input: targets for a loss, a `zfunc.kv_cache.Cache` to go
+    on token by token.
+    """
     views: dict[str, Tensor] = {}
     for value in regions(state.buffers, program.layout).values():
         if isinstance(value, Flat):
@@ -42,13 +54,12 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     x = tree_map_only(
         Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
     )
-    more = tree_map_only(Tensor, lambda t: t.to(program.device), more)
-    with torch.no_grad():
-        for s, (segment, call) in enumerate(zip(program.segments, program.calls, strict=True)):
-            weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-            extra = more if s == len(program.segments) - 1 else ()
+    more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
+    for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
+        weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
+        with torch.no_grad():  # not around the yield, which would let it out
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
-    return x
+        yield x
 
 
 def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:

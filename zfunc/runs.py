@@ -9,7 +9,7 @@
 - `checkpoints`: see `zfunc.checkpoint.checkpoints`.
 - `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, as a page to look into, as a
   Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
-- `summary.json`: how it ended. A job that was killed has none.
+- `summary.json`: how it ended. A job that was killed has none. The sample is added to it when it is complete.
 
 The invariant: a file that is there is whole, but for the last line of `metrics.jsonl`, and no run writes into
 another's folder. A run that goes on in its folder cuts off what came after the checkpoint it goes on from, so the
@@ -34,7 +34,7 @@ from attrs import define
 
 from zfunc.deepspeed import read
 from zfunc.draw import chrome_trace, svg
-from zfunc.events import Evaluated, Event, Finished, Saved, Started, Stepped, Traced
+from zfunc.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.page import page
 from zfunc.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 
@@ -53,6 +53,7 @@ class Run:
     _metrics: BinaryIO | None = None  # None until a run that goes on has begun
     step: int = -1  # of the last line
     begun: bool = False
+    summary: dict[str, Any] | None = None  # that was written
 
     def begin(self, event: Started, held_out: str) -> None:
         """Write down what begins. A run that goes on gets rid of what it has done since and says so no more."""
@@ -80,6 +81,11 @@ class Run:
         self._metrics.seek(-2, SEEK_END)  # its brace and its end
         self._metrics.write(b", " + _line(fields)[1:])
         self._metrics.flush()
+
+    def summarize(self, fields: dict[str, Any]) -> None:
+        """Write how it ended, or more of that."""
+        self.summary = {**(self.summary or {}), **fields}
+        write_whole(self.path / SUMMARY, _json(self.summary))
 
     def _cut(self, event: Started, held_out: str) -> None:
         """Keep the lines up to the checkpoint that was loaded, if it is the run's own; else none.
@@ -161,31 +167,34 @@ def record(run: Run, event: Event, unit: str) -> None:
             write_whole(run.path / PLAN, event.plan.text())
             write_whole(run.path / TRACE, chrome_trace(event.timeline))
         case Finished():
-            elsewhere = attrs.filters.exclude("held_out", "sample", "words", "checkpoint")
-            fields = attrs.asdict(event, filter=elsewhere)
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
             name = event.checkpoint and event.checkpoint.name
-            fields |= {held_out: event.held_out, "checkpoint": name, "sample": sample_text(event, unit)}
-            write_whole(run.path / SUMMARY, _json(fields))
+            run.summarize({**fields, held_out: event.held_out, "checkpoint": name, "sample": ""})
+        case Sampled():
+            run.summarize({"sample": sample_text(event, unit)})
         case _:
             pass
 
 
 def record_failure(run: Run, error: BaseException) -> None:
-    """Write down that, and why, the job did not end by itself."""
-    if run.begun:
+    """Write down that, and why, the job did not end by itself. Training that had ended stays so: only the sample is
+    missing.
+    """
+    stopped = isinstance(error, KeyboardInterrupt)
+    if run.begun and not (stopped and run.summary):
         told = f"{type(error).__name__}: {error}".rstrip(": ")
-        ended = "stopped at once" if isinstance(error, KeyboardInterrupt) else "failed"
+        ended = {} if run.summary else {"ended": "stopped at once" if stopped else "failed"}
         with suppress(OSError):  # a full disk may be the error itself, which is what has to be told
-            write_whole(run.path / SUMMARY, _json({"ended": ended, "error": told}))
+            run.summarize({**ended, "error": told})
 
 
-def sample_text(event: Finished, unit: str) -> str:
+def sample_text(event: Sampled, unit: str) -> str:
     """The sample as text, for bytes and where a tokenizer is; as numbers, for tokens whose words are not known."""
     if event.words is not None:
         return event.words
     if unit == "byte":
-        return bytes(event.sample).decode("utf-8", errors="replace")
-    return " ".join(map(str, event.sample))
+        return bytes(event.tokens).decode("utf-8", errors="replace")
+    return " ".join(map(str, event.tokens))
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -151,7 +151,13 @@ TRAIN = {
         "will not fit, there will be fewer: the learning rate comes down either way",
         positive,
     ),
-    "eval_every": Option("how long", "steps from one held-out evaluation to the next", count),
+    "eval_every": Option(
+        "how long",
+        "steps from one held-out evaluation to the next, beside those before the first step and after the last; 0: "
+        "none at all",
+        zero_or_more,
+    ),
+    "no_sample": Option("how long", "end without a sample of what the model writes", anything),
     "save_every": Option(
         "run folder",
         "steps from one checkpoint to the next, and one of the last step; 0 saves none at all (default: the last "
@@ -252,6 +258,7 @@ class Settings:
     steps: int | None = 1500
     seconds: float | None = 140.0
     eval_every: int = 250
+    no_sample: bool = False
     out: Path | None = None
     save_every: int | None = None
     keep: int = 2

@@ -6,7 +6,7 @@ import signal
 import threading
 import unicodedata
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from attrs import define
@@ -38,9 +38,7 @@ class Asked:
     def take(self, number: int) -> str:
         """A signal has come. What is to be said of it, if anything; the second Ctrl-C raises KeyboardInterrupt."""
         before = self.how
-        if (
-            number == signal.SIGTERM
-        ):  # may well come twice: a launcher sends it, and who ends the launcher too
+        if number != signal.SIGINT:  # may well come twice: a launcher sends it, and who ends the launcher too
             self.how = TERMINATED
             return "" if before == TERMINATED else "terminated: stopping after this step"
         self.interrupts += 1
@@ -52,22 +50,33 @@ class Asked:
 
 @contextmanager
 def interrupts(*, tell: bool) -> Iterator[Callable[[], str]]:
-    """Ctrl-C and SIGTERM set what the context gives; the second Ctrl-C raises KeyboardInterrupt.
+    """Ctrl-C, SIGTERM and SIGHUP set what the context gives; the second Ctrl-C raises KeyboardInterrupt.
 
     With `tell`, the first of each is answered on stderr. What handled the signals before does so again after the
-    context. In a thread other than the main one, which gets no signals, nothing changes.
+    context. SIGHUP stays ignored where it is, as nohup has it; when it comes because the terminal is gone, what is
+    printed from then on goes nowhere. In a thread other than the main one, which gets no signals, nothing changes.
     """
     seen = Asked()
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handle(number: int, _frame: Any) -> None:
         told = seen.take(number)
+        for fd in terminals:
+            if number == signal.SIGHUP and not os.isatty(fd):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
         if told and tell:
-            os.write(2, f"{told}\n".encode())  # print is not safe here: the signal may have come inside one
+            with suppress(OSError):
+                os.write(
+                    2, f"{told}\n".encode()
+                )  # print is not safe here: the signal may have come inside one
 
     if threading.current_thread() is not threading.main_thread():
         yield seen
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield seen
     finally:

@@ -8,7 +8,7 @@ import logging
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -26,17 +26,21 @@ from zfunc.events import (
     Finished,
     Overflowed,
     Said,
+    Sampled,
     Saved,
     Started,
     Stepped,
     Timed,
     Traced,
+    Working,
 )
 from zfunc.faults import Fault, from_environment
 from zfunc.job import Batch, Job, machine, paced
+from zfunc.kv_cache import Cache
 from zfunc.memory import memory
 from zfunc.program import Program
 from zfunc.progress import Length, Progress, differences, restored
+from zfunc.reading import outputs
 from zfunc.resuming import Start
 from zfunc.saving import Save
 from zfunc.settings import LOG_EVERY
@@ -85,6 +89,7 @@ class _Loop:
     held_out: float | None = None
     checkpoint: Path | None = None
     saved_step: int | None = None  # of `checkpoint`
+    cut: bool = False  # a signal came in the middle of an evaluation: there will be no other
 
     def begin(self) -> Iterator[Event]:
         """A fresh state, or that of a checkpoint; and the evaluation that is due before the next step."""
@@ -111,12 +116,10 @@ class _Loop:
         )
         self.began = time.perf_counter() - self.progress.elapsed
         self.ended = self.progress.length.ended(at, self.progress.elapsed)
-        if not at or (at % settings.eval_every == 0 and not self.ended):
-            self.held_out = evaluate(job, self.program, self.state)
-            assert self.held_out is not None
-            yield Evaluated(self.held_out, at)
-        if self._look()[1] == TERMINATED:
-            self.ended = TERMINATED
+        if not at or (self._due_to_evaluate(at) and not self.ended):
+            yield from self._evaluate(at)
+        how = self._look()[1]
+        self.ended = how if how == TERMINATED else self.ended or how
 
     def step(self) -> Iterator[Event]:
         """One step, with what follows it."""
@@ -134,7 +137,7 @@ class _Loop:
             yield saved
         self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
         self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
-        elapsed = self._settle(number)
+        elapsed = yield from self._settle(number)
         if metrics.skipped:
             yield Overflowed(number, scale, self.state.loss_scale)
         cuda = self.program.device.type == "cuda"
@@ -163,13 +166,14 @@ class _Loop:
             if not self.ended:
                 yield Said(_changed(before, after, elapsed))
 
-    def _settle(self, number: int) -> float:
+    def _settle(self, number: int) -> Generator[Event, None, float]:
         """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
-        settings, before = self.job.settings, self.progress
+        before = self.progress
         elapsed = self._over(before, number)
         self.held_out = None
-        if not self.ended and number % settings.eval_every == 0:
-            self.held_out = evaluate(self.job, self.program, self.state, self.stop)
+        if not self.ended and self._due_to_evaluate(number):
+            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.cut = self.held_out is None
             elapsed = self._over(before, number)  # it takes a while, which is this step's
         return elapsed
 
@@ -182,21 +186,19 @@ class _Loop:
 
     def end(self, host_before: int) -> Iterator[Event]:
         """Save first: then nothing is lost if there is no time for the rest. Before that a gradient that waits is
-        applied, unless somebody stopped the training and may go on with it.
+        applied, unless somebody stopped the training and may go on with it. The sample comes last: whoever does not
+        wait for it has everything else.
         """
         if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
             self.state, self.saved_step = zfunc.flush(self.program, self.state), None
         job, state, at = self.job, self.state, self.state.batches
         if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
             yield self._save(self.start.folder)
-        if self.ended != TERMINATED and self.held_out is None:
-            self.held_out = evaluate(job, self.program, state, self.stop)
-            if self.held_out is not None:
-                yield Evaluated(self.held_out, at)
-            if self._look()[1] == TERMINATED:
+        if self.ended != TERMINATED:
+            if self.held_out is None and not self.cut:
+                yield from self._evaluate(at)
+            if self._look()[1] == TERMINATED:  # outside of what ranks may see differently
                 self.ended = TERMINATED
-        seconds = time.perf_counter() - self.began
-        made = sample(job, self.program, state, self.stop) if self.ended != TERMINATED else ()
         yield Finished(
             ended=self.ended,
             steps=at,
@@ -204,13 +206,26 @@ class _Loop:
             loss=fmean(self.progress.losses or (math.nan,)),
             held_out=self.held_out,
             tokens_per_second=self.tokens / self.busy if self.busy else 0.0,
-            seconds=seconds,
+            seconds=time.perf_counter() - self.began,
             peak_bytes=_peaks(self.program, host_before),
             planned_bytes=self._planned(),
             checkpoint=self.checkpoint,
-            sample=made,
-            words=job.tokenizer.decode(made) if job.tokenizer is not None else None,
         )
+        if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
+            made = yield from sample(job, self.program, state, self.stop)
+            yield Sampled(made, job.tokenizer.decode(made) if job.tokenizer is not None else None)
+
+    def _due_to_evaluate(self, step: int) -> bool:
+        every = self.job.settings.eval_every
+        return every > 0 and step % every == 0
+
+    def _evaluate(self, at: int) -> Iterator[Event]:
+        """Before the first step, or after the last."""
+        if self.job.settings.eval_every:
+            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.cut = self.held_out is None
+        if self.held_out is not None:
+            yield Evaluated(self.held_out, at)
 
     def _load(self) -> Path | None:
         """Set program, state and progress. Returns the checkpoint they are from, if they are from one."""
@@ -292,27 +307,53 @@ class _Loop:
         return {tier: peak.nbytes for tier, peak in memory(self.program.plan).items()}
 
 
-def evaluate(job: Job, program: Program, state: State, stop: Stop = lambda: "") -> float | None:
-    """The mean loss on the held-out windows, in bits per byte or token; None if it was terminated on the way."""
-    losses: list[float] = []
-    for batch in job.held_out:
-        if stop() == TERMINATED:
-            return None
-        losses.append(zfunc.evaluate(program, state, batch))
+def evaluate(
+    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+) -> Generator[Working, None, float | None]:
+    """How far it is, and returns the mean loss on the held-out windows, in bits per byte or token.
+
+    None if it was terminated, or if it is to stop and was not when it began.
+    """
+    losses, before = list[float](), stop()
+    parts = len(job.held_out) * len(program.segments)
+    for n, (inputs, targets) in enumerate(job.held_out):
+        more = [*[()] * (len(program.segments) - 1), (targets,)]
+        for s, y in enumerate(outputs(program, state, inputs, more)):
+            if (how := stop()) == TERMINATED or how != before:
+                return None
+            yield Working("evaluation", (n * len(program.segments) + s) / parts)
+            last = y
+        losses.append(float(last))
     rows = [len(inputs) for inputs, _ in job.held_out]  # of the last batch there may be fewer
     return fmean(losses, rows) / math.log(2)
 
 
-def sample(job: Job, program: Program, state: State, stop: Stop = lambda: "") -> tuple[int, ...]:
-    """Tokens the model makes, one at a time, after the beginning of the held-out data; fewer if terminated."""
-    tokens = job.corpus.held_out[: (job.settings.seq_length + 1) // 2].tolist()
+def sample(
+    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+) -> Generator[Working, None, tuple[int, ...]]:
+    """How far it is, and returns tokens the model makes, after the beginning of the held-out data.
+
+    They are fewer if it is to stop and was not when it began. Keys and values are kept from token to token. A
+    sequence that is full goes on in a new one, which begins with its newer half.
+    """
+    longest, before = job.settings.seq_length, stop()
+    text: list[int] = job.corpus.held_out[: (longest + 1) // 2].tolist()
+    prompt, caches = len(text), list[Cache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     made: list[int] = []
-    while len(made) < SAMPLE_TOKENS and stop() != TERMINATED:
-        window = torch.tensor([[*tokens, *made][-job.settings.seq_length :]])  # [1, tokens]
-        logits = zfunc.apply(program, state, window)[0, -1].cpu()  # [vocab] fp32
-        chances = torch.softmax(logits / TEMPERATURE, dim=-1)
+    while len(made) < SAMPLE_TOKENS:
+        new = text[-1:]
+        if not caches or caches[0].length == longest:
+            new, caches = text[-prompt:], [Cache() for _ in program.segments[:-1]]
+        more = [*((cache,) for cache in caches), ()]
+        for y in outputs(program, state, torch.tensor([new]), more):
+            if (how := stop()) == TERMINATED or how != before:
+                return tuple(made)
+            yield Working("sample", len(made) / SAMPLE_TOKENS)
+            logits = y
+        chances = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
         made.append(int(torch.multinomial(chances, 1, generator=generator)))
+        text.append(made[-1])
     return tuple(made)
 
 

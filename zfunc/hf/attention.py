@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from zfunc.kv_cache import Cache
+
 NAME = "zfunc"  # by which transformers knows it
 _FUSED_GQA = 256  # features of a head, at most, for flash attention
 
@@ -52,29 +54,35 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    cache: Cache | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
     A position sees itself and those before it, `sliding_window` in all. `softcap` bounds the scores by tanh, as
-    Gemma 2 does; no fused kernel does that, so the scores are in memory then.
+    Gemma 2 does; no fused kernel does that, so the scores are in memory then. With a `cache` that has tokens, there
+    is one position, after those.
     """
-    seq = query.shape[-2]
-    window = None if sliding_window is None or sliding_window >= seq else sliding_window
+    if cache is not None:
+        key, value = cache.extended(key, value)
+    rows, columns = query.shape[-2], key.shape[-2]
+    window = None if sliding_window is None or sliding_window >= columns else sliding_window
     groups = query.shape[1] // key.shape[1]
     grouped = groups > 1 and window is None and softcap is None and _takes_groups(key)
     if groups > 1 and not grouped:
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if softcap is not None:
-        y = _softcapped(query, key, value, _seen(seq, window, query.device), dropout, scaling, softcap)
+        y = _softcapped(
+            query, key, value, _seen(rows, columns, window, query.device), dropout, scaling, softcap
+        )
     else:
         y = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if window is None else _seen(seq, window, query.device),
+            attn_mask=None if window is None else _seen(rows, columns, window, query.device),
             dropout_p=dropout,
-            is_causal=window is None,
+            is_causal=window is None and rows == columns,
             scale=scaling,
             enable_gqa=grouped,
         )
@@ -86,10 +94,10 @@ def _takes_groups(key: Tensor) -> bool:
     return key.shape[-1] <= _FUSED_GQA and (not key.is_cuda or key.dtype.itemsize == 2)
 
 
-def _seen(seq: int, window: int | None, device: torch.device) -> Tensor:
-    """[seq, seq] bool: which positions (columns) each one (row) sees."""
-    at = torch.arange(seq, device=device)
-    back = at[:, None] - at
+def _seen(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
+    """[rows, columns] bool: which positions (columns) each of the last ones (rows) sees."""
+    at = torch.arange(columns, device=device)
+    back = at[columns - rows :, None] - at
     return (back >= 0) if window is None else (back >= 0) & (back < window)
 
 

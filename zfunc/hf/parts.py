@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zfunc.data import IGNORED
+from zfunc.kv_cache import Cache
 
 
 class Embed(nn.Module):
@@ -20,16 +21,17 @@ class Embed(nn.Module):
         super().__init__()
         self.tokens, self.positions, self.dropout = tokens, positions, dropout
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed. Raises ValueError for a sequence longer than the learned positions."""
+    def forward(self, input_ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """Embed what follows the tokens in `cache`. Raises ValueError for more than the learned positions."""
         x = self.tokens(input_ids)
+        first = 0 if cache is None else cache.advanced(input_ids.shape[-1])
         if self.positions is not None:
-            seq, longest = input_ids.shape[-1], self.positions.num_embeddings
+            seq, longest = first + input_ids.shape[-1], self.positions.num_embeddings
             if seq > longest:
                 raise ValueError(
                     f"got {seq} tokens, expected at most the {longest} there are positions for: cut it"
                 )
-            x = x + self.positions(torch.arange(seq, device=input_ids.device))
+            x = x + self.positions(torch.arange(first, seq, device=input_ids.device))
         return x if self.dropout is None else self.dropout(x)
 
 
@@ -41,13 +43,15 @@ class Layer(nn.Module):
         self.layer, self.rotary = layer, rotary
         self.kind = kind  # of attention, where positions depend on it
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Mix along the sequence, then along the features."""
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Mix along the sequence, then along the features; `cache` has the tokens before those of `x`."""
+        first = 0 if cache is None else cache.advanced(x.shape[1])
+        given: dict[str, Any] = {} if cache is None else {"cache": cache}  # which gets to `attention.attend`
         if self.rotary is None:
-            return self.layer(x)
-        at = torch.arange(x.shape[1], device=x.device)[None]
+            return self.layer(x, **given)
+        at = torch.arange(first, first + x.shape[1], device=x.device)[None]
         cos_sin = self.rotary(x, at) if self.kind is None else self.rotary(x, at, self.kind)
-        return self.layer(x, position_embeddings=cos_sin)
+        return self.layer(x, position_embeddings=cos_sin, **given)
 
 
 class Head(nn.Module):
