@@ -4,6 +4,9 @@ The same model, data, precision and update; the contestants take turns in one ru
 too. Figures are ratios of medians; on a GPU also absolute times.
 
     python -m benchmarks.step [--num-layers 6 --hidden-size 256 ...] [--json FILE_OR_FOLDER]
+
+With `--outside LAYERS,...` it times instead what `train_step` does outside the executor, for tiny models of as many
+layers: Python that should not grow with the number of parameters.
 """
 
 import argparse
@@ -164,6 +167,31 @@ def measure(config: GPTConfig, args: argparse.Namespace) -> list[dict[str, Any]]
     ]
 
 
+def outside(num_layers: int, turns: int) -> tuple[int, list[float]]:
+    """The number of parameters, and of each turn the seconds in train_step before and after the executor ran."""
+    config = GPTConfig(
+        vocab_size=64, seq_length=8, num_layers=num_layers, hidden_size=16, num_attention_heads=2
+    )
+    tied = {"out.weight": "embed.tok.weight"}
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in built(config)]
+    program = zfunc.compile(segments, precision="fp32", clip_norm=CLIP, device="cpu")
+    state, seconds = zfunc.init(program), list[float]()
+    tokens = torch.randint(config.vocab_size, (2, config.seq_length + 1))
+    for _ in range(turns):
+        start = time.perf_counter()
+        state, metrics = zfunc.train_step(program, state, (tokens[:, :-1], tokens[:, 1:]))
+        seconds.append(time.perf_counter() - start - metrics.seconds)
+    return len({p.name for s in segments for p in s.parameters}), seconds[3:]  # warm
+
+
+def print_outside(sizes: str, turns: int) -> None:
+    print(f"{'layers':>8}{'parameters':>12}{'best ms':>10}{'median ms':>11}  of a step outside the executor")
+    for num_layers in map(int, sizes.split(",")):
+        parameters, seconds = outside(num_layers, turns)
+        best, middle = (1e3 * of(seconds) for of in (min, median))
+        print(f"{num_layers:>8}{parameters:>12}{best:>10.2f}{middle:>11.2f}")
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--num-layers", type=int, default=6)
@@ -178,12 +206,18 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--compile-segments", action="store_true")
+    p.add_argument(
+        "--outside", metavar="LAYERS,...", help="time what a step does outside the executor instead"
+    )
     p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     return p
 
 
 def main() -> None:
     args = parser().parse_args()
+    if args.outside:
+        print_outside(args.outside, args.turns)
+        return
     config = GPTConfig(
         vocab_size=args.vocab_size,
         seq_length=args.seq_length,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zfunc
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
 from zfunc.loss_scale import LossScale
+from zfunc.state import regions
 
 # --- loss scaling ---------------------------------------------------------------------------------------
 
@@ -301,6 +302,32 @@ def test_nothing_keeps_a_dropped_state_alive() -> None:
     del state
     gc.collect()
     assert buffers() is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "speculate": 100}], ids=["plain", "speculative"])
+def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hundreds of parameters that takes longer than all else a step does in Python."""
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", **settings)
+    state, made = zfunc.init(program), list[str]()
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, data(i))
+    before = regions(state.buffers, program.layout)
+    for owner, name in (
+        (zfunc.layout.Span, "__hash__"),
+        (zfunc.state.FlatState, "of"),
+        (zfunc.state, "view"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: made.append(name) or 0)
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, data(i))
+    monkeypatch.undo()
+    assert made == []
+    after = regions(state.buffers, program.layout)
+    assert after is not before
+    assert {id(x) for x in after.values()} == {id(x) for x in before.values()}
 
 
 def test_batches_of_another_shape_are_planned_once_each() -> None:

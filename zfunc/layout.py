@@ -48,7 +48,7 @@ class Span:
     decay: bool
 
 
-@frozen
+@frozen(cache_hash=True)  # a key, of hundreds of spans
 class Bucket:
     """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments that fill it.
 

@@ -62,6 +62,9 @@ class Buffers:
     generation: int = 0
     lost: str = ""  # why no State can use it any more
     compared: bool = False  # with those of the other ranks
+    placed: dict[Region, Any] = field(
+        factory=dict[Region, Any], repr=False
+    )  # views, made once: see `regions`
 
     def kept(self, b: int) -> dict[str, Tensor]:
         """The optimizer's state of a bucket, wherever it is, by the names of `zfunc.moments`."""
@@ -69,16 +72,12 @@ class Buffers:
             return self.device.of(b)
         return (self.shadow if b in self.swapped else self.host).of(b)
 
-    def spare(self, b: int) -> dict[str, Tensor]:
-        """Of a bucket whose update is speculated: where its state is not."""
-        return (self.host if b in self.swapped else self.shadow).of(b)
-
     def settle(self, mem: Mapping[Region, Any]) -> None:
-        """Take over which shadows a step has swapped in."""
+        """Take over which shadows a step has swapped in; `mem` was made by `regions`."""
         for b in self.shadow.spans:
-            name, spare = next(iter(self.spare(b).items()))
-            if mem[Region(name, (b,))].data_ptr() == spare.data_ptr():
-                self.swapped ^= {b}
+            name = next(iter(self.shadow.flats))
+            in_shadow = mem[Region(name, (b,))] is self.placed[Region(SHADOW + name, (b,))]
+            self.swapped = self.swapped | {b} if in_shadow else self.swapped - {b}
 
 
 @frozen(eq=False)
@@ -168,16 +167,29 @@ def view(flat: Tensor, span: Span) -> Tensor:
 
 
 def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
-    """Where the regions of a State are: views of its buffers."""
+    """Where the regions of a State are: views of its buffers, in a dict of the caller's own."""
+    if not buffers.placed:
+        buffers.placed.update(_placed(buffers, layout))
+    mem = {**buffers.placed}
+    for b in buffers.swapped:
+        for name in buffers.shadow.flats:
+            state, spare = Region(name, (b,)), Region(SHADOW + name, (b,))
+            mem[state], mem[spare] = mem[spare], mem[state]
+    return mem
+
+
+def _placed(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
+    """All views of a State, with no shadow swapped in. One a parameter: they take milliseconds to make."""
     mem: dict[Region, Any] = {**buffers.waiting}
     for bucket in layout.buckets:
         index = (bucket.index,)
         views = {span.name: view(buffers.params, span) for span in bucket.spans}
         mem[Region("params", index)] = Flat(buffers.params[bucket.start : bucket.stop], views)
-        for name, kept in buffers.kept(bucket.index).items():
+        state = buffers.device if bucket.index in buffers.device.spans else buffers.host
+        for name, kept in state.of(bucket.index).items():
             mem[Region(name, index)] = kept
         if bucket.index in buffers.shadow.spans:
-            for name, spare in buffers.spare(bucket.index).items():
+            for name, spare in buffers.shadow.of(bucket.index).items():
                 mem[Region(SHADOW + name, index)] = spare
     frozen_views = {span.name: view(buffers.frozen, span) for span in layout.frozen}
     mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
