@@ -229,13 +229,6 @@ def test_compiled_segments_give_the_same_losses() -> None:
     assert losses(compile_segments=True) == pytest.approx(losses(), rel=1e-5)
 
 
-def test_compiled_dropout_needs_what_was_drawn_kept() -> None:
-    drops = zfunc.segment("drops", nn.Dropout(0.5))
-    program = compiled([*parts()[:1], drops, *parts()[1:]], compile_segments=True)
-    with pytest.raises(ValueError, match="segment 'drops': draws random numbers.*min-cut"):
-        zfunc.train_step(program, zfunc.init(program), regression(4)(0))
-
-
 def test_two_parameters_of_one_name_from_nested_segment_names() -> None:
     nested = nn.Module()
     nested.b = nn.Linear(8, 8)

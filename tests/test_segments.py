@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.gpt import GPTConfig, modules
-from zfunc.passes import Weights, passes
 
 
 class Rotary(nn.Module):
@@ -107,60 +106,3 @@ def test_alike_segments_share_one_trace() -> None:
     segments = [zfunc.segment(n, m) for n, m in modules(GPTConfig(num_layers=5, hidden_size=8, tied=False))]
     program = zfunc.compile(segments, device="cpu")
     assert len({id(call.passes) for call in program.calls}) == 3
-
-
-# --- passes ---------------------------------------------------------------------------------------------
-
-
-def branching(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Control flow on data: cannot be traced."""
-    return x @ params["w"] if float(x.detach().sum()) > 0 else x @ params["w"].T
-
-
-def smooth(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    y = torch.nn.functional.dropout(torch.tanh(x @ params["w"]), 0.3)
-    return y.clone().mul_(params["unused"].sum() * 0 + 2)
-
-
-@pytest.mark.parametrize("function", [smooth, branching])
-@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
-@pytest.mark.parametrize("wrt_input", [True, False])
-def test_gradients_are_those_of_vjp_to_the_bit(function: Any, recompute: Any, wrt_input: bool) -> None:
-    if function is branching and recompute == "min-cut":
-        return  # it says so: see below
-    g = torch.Generator().manual_seed(0)
-    w, x, ct = torch.randn(5, 5, generator=g), torch.randn(3, 5, generator=g), torch.randn(3, 5, generator=g)
-    params = {"w": w, "unused": torch.ones(2)}
-    torch.manual_seed(1)
-    y, pull = torch.func.vjp(function, params, x)
-    expected, below = pull(ct, retain_graph=False, create_graph=False)
-    pair = passes(function, recompute=recompute, wrt_input=wrt_input)
-    for _ in range(2):  # traced, then from the cache
-        torch.manual_seed(1)
-        mine, residuals = pair.forward(Weights(params, {}), (x,))
-        torch.manual_seed(1)
-        grads, moved = pair.backward(Weights(params, {}), (x,), residuals, [ct])
-        assert torch.equal(mine, y)
-        assert all(torch.equal(grads[k], expected[k]) for k in params)
-        assert [torch.equal(m, below) for m in moved] == [True] * wrt_input
-        assert pair.keeps == (residuals is not None)
-
-
-def test_min_cut_says_what_it_cannot_trace() -> None:
-    pair = passes(branching, recompute="min-cut", wrt_input=True)
-    with pytest.raises(Exception, match="meta tensors"):
-        pair.forward(Weights({"w": torch.ones(5, 5)}, {}), (torch.ones(3, 5),))
-
-
-def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() -> None:
-    def block(params: dict[str, Tensor], x: Tensor) -> Tensor:
-        return x + torch.relu(torch.sin(x @ params["w"]).exp()) @ params["w"]
-
-    params, x = {"w": torch.randn(64, 64)}, torch.randn(256, 64)
-    _, residuals = passes(block, recompute="min-cut", wrt_input=True).forward(Weights(params, {}), (x,))
-    assert all(isinstance(t, Tensor) for t in residuals)
-    own = sum(t.nbytes for t in residuals if t.data_ptr() not in (x.data_ptr(), params["w"].data_ptr()))
-    saved: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        block({"w": params["w"].clone().requires_grad_()}, x.clone().requires_grad_())
-    assert own < sum(t.nbytes for t in saved)

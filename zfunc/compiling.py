@@ -7,6 +7,7 @@ what to do; nothing below checks again.
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -243,10 +244,11 @@ def _calls(
         pair = next((p for other, seen, p in made if seen == settings and segment.like(other)), None)
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
-            plain = passes(function, recompute=keep, wrt_input=settings[1])
-            fast = (
-                passes(function, recompute=keep, wrt_input=settings[1], compiled=True) if compiled else plain
+            pair_of = partial(
+                passes, function, recompute=keep, wrt_input=settings[1], last=s == last, name=segment.name
             )
+            plain = pair_of()
+            fast = pair_of(compiled=True) if compiled else plain
             pair = fast, plain
             made.append((segment, settings, pair))
         names = segment.by_short

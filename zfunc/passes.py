@@ -19,12 +19,18 @@ import torch
 from attrs import frozen
 from functorch.compile import min_cut_rematerialization_partition
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.func import functionalize, vjp
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from zfunc.seeds import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
+from zfunc.tracing import shapes_of
 
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = ("all", "none", "min-cut")
+MAX_TRACES = 64  # kept of one segment: one for each set of shapes of its input
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
 log = logging.getLogger("zfunc")
@@ -39,7 +45,6 @@ class Weights:
 
 
 Pull = Callable[[Weights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
-Backward = Callable[[Weights, tuple[Any, ...], Sequence[Tensor]], Grads]
 
 
 @frozen
@@ -57,141 +62,47 @@ class Passes:
 
 
 def passes(
-    function: Callable[..., Any], *, recompute: Recompute, wrt_input: bool, compiled: bool = False
+    function: Callable[..., Any],
+    *,
+    recompute: Recompute,
+    wrt_input: bool,
+    last: bool = False,
+    compiled: bool = False,
+    name: str = "",
 ) -> Passes:
     """The pair for `function(params, *inputs)`. `wrt_input` is whether anything below needs a gradient.
 
-    With `compiled` both go through `torch.compile`, once for all that share the pair.
+    With `compiled` both go through `torch.compile`, once for all that share the pair. Where the segment called
+    `name` cannot be traced for "min-cut", it recomputes all instead, or nothing if it is the `last`; where not for
+    "all", it runs eagerly. That is logged.
     """
-    if recompute == "min-cut":
-        return _min_cut(function, wrt_input, compiled)
     pull = _pull(function, wrt_input)
+    keeping = Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
     if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
-        return Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
-
-    def forward(weights: Weights, inputs: tuple[Any, ...]) -> Any:
-        # Grad mode is on as in backward, for a function that asks; nothing here requires a gradient.
-        with torch.enable_grad():
-            return function({**weights.trained, **weights.fixed}, *inputs)
-
-    run = _compiled_forward(forward) if compiled else forward
-    backward = _retraced(pull, compiled)
-    return Passes(lambda w, i: (run(w, i), None), lambda w, i, _, c: backward(w, i, c), keeps=False)
+        return keeping
+    if recompute == "all":
+        otherwise = f"segment {name!r} runs without being traced"
+        return _traced(pull, compiled, _recomputing(pull), otherwise, keeps=False)
+    if last:
+        return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
+    other = passes(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
+    return _traced(pull, compiled, other, f"segment {name!r} runs with recompute='all'")
 
 
-def _pulled(pull: Pull) -> Backward:
-    """Recompute and pull back: the plain reference."""
+def _recomputing(pull: Pull) -> Passes:
+    """The plain reference of recompute="all"."""
 
-    def backward(weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]) -> Grads:
+    def backward(weights: Weights, inputs: tuple[Any, ...], _: Any, cotangents: Sequence[Tensor]) -> Grads:
         _, pullback = pull(weights, inputs)
         return pullback(cotangents)
 
-    return backward
-
-
-def _retraced(pull: Pull, compiled: bool) -> Backward:
-    """`_pulled` as a graph, traced once for each set of shapes: the same operations less those whose result
-    backward does not need (the end of the recomputed forward), and no autograd around them.
-
-    Where a function cannot be traced so (a custom autograd Function, say), `_pulled` itself serves: logged.
-    """
-    plain = _pulled(pull)
-
-    def make(leaves: list[Any], spec: Any, cotangents: Sequence[Tensor]) -> Callable[..., Any] | None:
-        graph = _trace_backward(pull, leaves, spec, list(cotangents))
-        return torch.compile(graph, dynamic=False) if graph and compiled else graph
-
-    graph_of = _traced_once(make)
-
-    def backward(weights: Weights, inputs: tuple[Any, ...], cotangents: Sequence[Tensor]) -> Grads:
-        leaves, graph = graph_of(weights, inputs, cotangents)
-        if graph is None:
-            return plain(weights, inputs, cotangents)
-        return _named(weights, graph(leaves, list(cotangents)))
-
-    return backward
-
-
-def _traced_once(make: Callable[..., Any]) -> Callable[..., tuple[list[Any], Any]]:
-    """`(weights, inputs, *more) -> (leaves, make(leaves, spec, *more))`, made once for all that trace alike."""
-    made: dict[Any, Any] = {}
-
-    def get(weights: Weights, inputs: tuple[Any, ...], *more: Any) -> tuple[list[Any], Any]:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = _key(leaves, spec)
-        if key not in made:
-            made[key] = make(leaves, spec, *more)
-        return leaves, made[key]
-
-    return get
-
-
-def _trace_backward(
-    pull: Pull, leaves: list[Any], spec: Any, cotangents: list[Tensor]
-) -> Callable[..., Any] | None:
-    def grads(primals: list[Any], tangents: list[Tensor]) -> list[Tensor]:
-        trained, fixed, inputs = tree_unflatten(primals, spec)
-        _, pullback = pull(Weights(trained, fixed), inputs)
-        of_weights, below = pullback(tangents)
-        return [*of_weights.values(), *below]
-
-    try:
-        graph = make_fx(functionalize(grads), tracing_mode="fake")(leaves, cotangents)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        log.warning("a segment's backward cannot be traced and runs through vjp itself: %s", error)
-        return None
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    return graph
-
-
-def _compiled_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` as a graph through `torch.compile`: traced first, so that it sees tensors and nothing else."""
-
-    def make(leaves: list[Any], spec: Any) -> tuple[Callable[..., Any], Any]:
-        specs: list[Any] = []
-
-        def flat(primals: list[Any]) -> list[Any]:
-            trained, fixed, inputs = tree_unflatten(primals, spec)
-            out, out_spec = tree_flatten(forward(Weights(trained, fixed), inputs))
-            specs[:] = [out_spec]
-            return out
-
-        graph = make_fx(functionalize(flat), tracing_mode="fake")(leaves)
-        return torch.compile(graph, dynamic=False), specs[0]
-
-    graph_of = _traced_once(make)
-
-    def run(weights: Weights, inputs: tuple[Any, ...]) -> Any:
-        leaves, (graph, out_spec) = graph_of(weights, inputs)
-        return tree_unflatten(graph(leaves), out_spec)
-
-    return run
-
-
-def _named(weights: Weights, grads: Sequence[Tensor]) -> Grads:
-    num = len(weights.trained)
-    return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
-
-
-def _key(leaves: list[Any], spec: Any) -> Any:
-    """What a trace depends on. A leaf that is no tensor is part of the program."""
-    return (
-        tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves),
-        spec,
-    )
-
-
-def _floating(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.is_floating_point()
+    return Passes(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to a tuple of views, never the flat buffer."""
 
-    def pull(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Any]]:
+    def pull(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
         leaves, spec = tree_flatten(inputs[0])
         moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
 
@@ -202,52 +113,192 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
             y = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
             return [t for t in tree_leaves(y) if _floating(t)], y
 
-        _, pullback, y = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
-        # retain_graph defaults to True there, and create_graph to the grad mode: both would keep residuals.
-        return y, lambda cotangents: pullback(list(cotangents), retain_graph=False, create_graph=False)
+        # Some operations keep what their backward needs only where grad mode is on: oneDNN's LSTM does.
+        with torch.enable_grad(), redirected():
+            if not weights.trained and not moving:
+                return call({}, [])[1], lambda _: ({}, [])
+            _, pullback, y = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
+
+        def pull_back(cotangents: Sequence[Tensor]) -> Grads:
+            enter_backward()
+            with redirected():
+                # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
+                grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
+            return grads, [_laid_out(g, _strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
+
+        return y, pull_back
 
     return pull
 
 
-def _min_cut(function: Callable[..., Any], wrt_input: bool, compiled: bool) -> Passes:
-    """Trace on first use for each set of shapes; the two graphs serve every segment that shares the pair."""
-    pull = _pull(function, wrt_input)
-    graphs_of = _traced_once(lambda leaves, spec: _trace(pull, leaves, spec, compiled))
+def _strides(x: Tensor) -> tuple[int, ...]:
+    """How a cotangent of `x` is laid out: as `x`, unless elements of that overlap.
 
-    def forward(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        leaves, (run, _, out_spec, num_out) = graphs_of(weights, inputs)
-        flat = run(*leaves)
-        return tree_unflatten(flat[:num_out], out_spec), list(flat[num_out:])
+    So what a segment is traced with, and what it costs, does not depend on the segment above it.
+    """
+    return torch.empty_like(x, device="meta").stride()
+
+
+def _laid_out(grad: Tensor, strides: tuple[int, ...]) -> Tensor:
+    if all(n <= 1 or a == b for n, a, b in zip(grad.shape, grad.stride(), strides, strict=True)):
+        return grad if grad.stride() == strides else grad.as_strided(grad.shape, strides)
+    return grad.new_empty_strided(grad.shape, strides).copy_(grad)
+
+
+def _floating(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+@frozen(eq=False)
+class _Joint:
+    """Forward and backward of a segment as one graph: `(*leaves, *cotangents) -> (*outputs, *gradients)`."""
+
+    module: GraphModule
+    num_leaves: int
+    num_forward: int  # nodes, the first of all
+    forward_draws: int
+    out_spec: Any
+    num_out: int
+    strides: list[tuple[int, ...]]  # of the cotangents
+
+
+def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps: bool = True) -> Passes:
+    """The passes as two graphs, made of the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
+    `backward(*residuals, *cotangents) -> gradients`, which is given the leaves where nothing is kept.
+
+    Traced once for each set of shapes, for every segment that shares the pair. `plain` serves where that fails.
+    """
+    made: dict[Any, tuple[_Joint, Any, Any] | None] = {}
+
+    def graphs_of(weights: Weights, inputs: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
+        key = _key(leaves, spec)
+        if key not in made:
+            if len(made) == MAX_TRACES:
+                del made[next(iter(made))]  # the oldest
+            made[key] = trace(leaves, spec)
+        return leaves, made[key]
+
+    def trace(leaves: list[Any], spec: Any) -> tuple[_Joint, Any, Any] | None:
+        try:
+            joint = _joint(pull, leaves, spec)
+            forward, backward = (_min_cut if keeps else _split)(joint)
+            return joint, _runnable(forward, compiled), _runnable(backward, compiled)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            log.warning("%s, because it cannot be traced: %s", otherwise, str(error).partition("\n")[0])
+            return None
+
+    def forward(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+        leaves, graphs = graphs_of(weights, inputs)
+        if graphs is None:
+            return plain.forward(weights, inputs)
+        joint, run, _ = graphs
+        with torch.enable_grad():  # as it was traced
+            flat = run(*leaves)
+        residuals = list(flat[joint.num_out :]) if keeps else None
+        return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
 
     def backward(
-        weights: Weights, inputs: tuple[Any, ...], residuals: list[Any], cotangents: Sequence[Tensor]
+        weights: Weights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
     ) -> Grads:
-        _, (_, run, _, _) = graphs_of(weights, inputs)
-        return _named(weights, run(*residuals, *cotangents))
+        leaves, graphs = graphs_of(weights, inputs)
+        if graphs is None:
+            return plain.backward(weights, inputs, residuals, cotangents)
+        joint, _, run = graphs
+        laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
+        with torch.enable_grad():
+            grads = run(*(residuals if keeps else leaves), *laid_out)
+        num = len(weights.trained)
+        return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
-    return Passes(forward, backward, keeps=True)
+    return Passes(forward, backward, keeps)
 
 
-def _trace(pull: Pull, leaves: list[Any], spec: Any, compiled: bool) -> tuple[Any, ...]:
-    specs: list[Any] = []
+def _key(leaves: list[Any], spec: Any) -> Any:
+    """What a trace depends on. A leaf that is no tensor is part of the program."""
+    return (
+        tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves),
+        spec,
+    )
+
+
+def _joint(pull: Pull, leaves: list[Any], spec: Any) -> _Joint:
+    num_forward = forward_draws = 0
+
+    def run(primals: list[Any]) -> tuple[Any, Callable[..., Grads]]:
+        trained, fixed, inputs = tree_unflatten(primals, spec)
+        return pull(Weights(trained, fixed), inputs)
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
-        trained, fixed, inputs = tree_unflatten(primals, spec)
-        y, pullback = pull(Weights(trained, fixed), inputs)
-        out, out_spec = tree_flatten(y)
-        specs[:] = [out_spec, len(out)]
-        if not tangents:
-            tangents += [torch.ones_like(t) for t in out if _floating(t)]
-            return out
+        nonlocal num_forward, forward_draws
+        y, pullback = run(primals)
+        mode = get_proxy_mode()
+        assert mode is not None
+        num_forward, forward_draws = len(mode.tracer.graph.nodes), count_draws(mode.tracer.graph)
         grads, below = pullback(tangents)
-        return [*out, *grads.values(), *below]
+        return [*tree_leaves(y), *grads.values(), *below]
 
-    empty = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), leaves)
-    tangents: list[Tensor] = []
-    joint(empty, tangents)  # on meta: what shapes the cotangents have
-    tangents = [torch.empty_like(t, device=leaves[0].device) for t in tangents]
-    graph = make_fx(functionalize(joint), tracing_mode="fake")(leaves, tangents)
-    forward, backward = min_cut_rematerialization_partition(graph, None, num_fwd_outputs=specs[1])
-    if compiled:
-        forward, backward = (torch.compile(g, dynamic=False) for g in (forward, backward))
-    return forward, backward, *specs
+    with seeded(None):
+        out, out_spec = tree_flatten(shapes_of(lambda primals: run(primals)[0], leaves))
+        tangents = [
+            torch.empty_strided(t.shape, _strides(t), dtype=t.dtype, device=t.device)
+            for t in out
+            if _floating(t)
+        ]
+        module = make_fx(joint, tracing_mode="fake")(leaves, tangents)
+    number_draws(module.graph, forward_draws)
+    strides = [t.stride() for t in tangents]
+    return _Joint(module, len(leaves), num_forward, forward_draws, out_spec, len(out), strides)
+
+
+def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
+    """Backward does again what it needs of forward."""
+    num = joint.num_leaves + len(joint.strides)
+    forward = _copied(
+        joint.module, [*range(joint.num_leaves), *range(num, joint.num_forward)], slice(joint.num_out)
+    )
+    return forward, _copied(joint.module, None, slice(joint.num_out, None))
+
+
+def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> GraphModule:
+    """The nodes `kept` of a graph, or all, with some of its `outputs`."""
+    copy, copies = Graph(), {}
+    nodes = list(module.graph.nodes)
+    for n in range(len(nodes) - 1) if kept is None else kept:
+        copies[nodes[n]] = copy.node_copy(nodes[n], copies.__getitem__)
+    copy.output([copies[node] for node in nodes[-1].args[0][outputs]])
+    return GraphModule(module, copy)
+
+
+def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
+    """Backward is handed what is cheapest to keep, as the min-cut partitioner sees it."""
+    module = joint.module
+    changes = [node for node in module.graph.nodes if _mutates(node.target)]
+    for node in changes:
+        changed = node.meta["val"]
+        if changed.stride() != _strides(changed):  # a vectorized kernel takes the result, but not the view
+            raise ValueError(f"{node.target} changes a view in place, and its bits as a function are others")
+    if changes:
+        pure = functionalize(module)
+        placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+        primals, tangents = placeholders[: joint.num_leaves], placeholders[joint.num_leaves :]
+        by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # as the partitioner knows them
+        module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
+        number_draws(module.graph, joint.forward_draws)
+    return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
+
+
+def _mutates(target: Any) -> bool:
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def _runnable(graph: GraphModule, compiled: bool) -> Callable[..., Any]:
+    """The graph without what it does for nothing, drawing from the pass that runs it."""
+    redirect_draws(graph.graph)
+    graph.graph.eliminate_dead_code(
+        lambda node: node.op in ("placeholder", "output") or _mutates(node.target)
+    )
+    graph.recompile()
+    return torch.compile(graph, dynamic=False) if compiled else graph

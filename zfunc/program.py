@@ -42,10 +42,6 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 Schedule = Callable[[Graph], Plan]
 Recipe = Callable[[Job], Iterable[Op]]
 
-RANDOM_COMPILED = (
-    "draws random numbers, and compiled code draws them in an order of its own: with compile_segments its "
-    "backward would recompute another dropout. Use recompute='min-cut', which keeps what was drawn"
-)
 log = logging.getLogger("zfunc")
 _identities = itertools.count(1)
 
@@ -393,10 +389,9 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
 
     try:
         random = is_random(function, *weights, inputs, device=device)
-        if random and call.passes is not call.plain and not call.passes.keeps:
-            raise ValueError(RANDOM_COMPILED)
         pulled = backward if s >= program.layout.first_trainable else None
-        return trace(forward, pulled, *weights, inputs, device=device), random
+        traced = trace(forward, pulled, *weights, inputs, device=device)
+        return traced, random or traced.random
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

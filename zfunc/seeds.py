@@ -1,17 +1,29 @@
-"""Seeds from what random numbers are for, and the default generators seeded with one for a while.
+"""Random numbers that depend on a key alone: on no other thread, and no other thread on them.
 
-The invariant: nothing depends on the state the generators are in, and they are given back as they were.
+The invariant: torch's default generators, which belong to every thread of the process, are neither seeded nor
+advanced. Each draw of a segment has a seed of its own, folded from a key, the pass it is made in (forward or
+backward) and its number there, so a recomputed forward draws the same numbers in whatever order they are needed.
+Eager code is redirected operation by operation (`redirected`); traced code names its draws (`number_draws`).
 """
 
 import hashlib
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain, count, zip_longest
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-_generators = threading.Lock()  # the default generators are everybody's
+BACKWARD = 1 << 32  # number of the first draw of a backward; those of its forward count from 0
+_default_generator = threading.Lock()
+_thread = (
+    threading.local()
+)  # .draws: those of the pass that this thread is in; .generators: one for each device
 
 
 def key(*parts: Any) -> int:
@@ -20,12 +32,168 @@ def key(*parts: Any) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class Draws:
+    """The draws of one pass of a segment: `count` of them were made; number n is seeded by (`key`, n)."""
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.count = 0
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """The generator of the next draw."""
+        self.count += 1
+        return self.generator_of(self.count - 1, device)
+
+    def generator_of(self, n: int, device: torch.device) -> torch.Generator:
+        """The generator of draw `n`."""
+        own: dict[torch.device, torch.Generator] = _thread.__dict__.setdefault("generators", {})
+        if device not in own:
+            own[device] = torch.Generator(device)
+        return own[device].manual_seed(key(self.key, n))
+
+
 @contextmanager
-def seeded(number: int, device: torch.device) -> Iterator[None]:
-    """The default generators seeded with `number`, for one thread at a time, and given back as they were."""
-    devices = [device] if device.type == "cuda" else []
-    with _generators, torch.random.fork_rng(devices=devices):
-        torch.default_generator.manual_seed(number)
-        if devices:
-            torch.cuda.default_generators[device.index].manual_seed(number)
+def seeded(number: int | None) -> Iterator[None]:
+    """In this thread, random operations of the passes inside draw what `number` determines; None: as torch does."""
+    before = getattr(_thread, "draws", None)
+    _thread.draws = None if number is None else Draws(number)
+    try:
         yield
+    finally:
+        _thread.draws = before
+
+
+def enter_backward() -> None:
+    """From here on, draws are the backward's: they have the same numbers whether the forward ran just now or long
+    ago."""
+    draws: Draws | None = getattr(_thread, "draws", None)
+    if draws is not None:
+        draws.count = BACKWARD
+
+
+def redirected() -> AbstractContextManager[Any]:
+    """A context in which random operations take the generator of the pass this thread is in."""
+    draws: Draws | None = getattr(_thread, "draws", None)
+    return nullcontext() if draws is None else _Redirect(draws.generator)
+
+
+def seeded_sequence(number: int) -> AbstractContextManager[Any]:
+    """A context in which random operations on the CPU share one generator, seeded with `number`."""
+    generator = torch.Generator().manual_seed(number)
+    return _Redirect(lambda _device: generator)
+
+
+class _Redirect(TorchDispatchMode):
+    """Hands every random operation a generator."""
+
+    def __init__(self, generator: Callable[[torch.device], torch.Generator]) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not is_draw(func, args, kwargs):
+            return func(*args, **kwargs)
+        return _draw(func, args, kwargs, self._generator(_device(args, kwargs)))
+
+
+def is_draw(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers; attention is only said to, and does not without dropout."""
+    if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
+        return False
+    for declared, given in zip_longest(func._schema.arguments, args, fillvalue=None):
+        if declared is not None and declared.name == "dropout_p":
+            value = given if given is not None else kwargs.get("dropout_p", declared.default_value)
+            return bool(value)
+    return True
+
+
+def count_draws(graph: Graph) -> int:
+    """How many random operations a traced graph has."""
+    return sum(_is_draw_node(node) for node in graph.nodes)
+
+
+def number_draws(graph: Graph, num_forward: int) -> None:
+    """Number the random operations of a traced graph as an eager run would count them: the first `num_forward` are
+    the forward's. A number stays with its node wherever that is copied or moved."""
+    numbers = chain(range(num_forward), count(BACKWARD))
+    for node in graph.nodes:
+        if _is_draw_node(node):
+            node.meta["draw"] = next(numbers)
+
+
+def _is_draw_node(node: Node) -> bool:
+    return node.op == "call_function" and is_draw(node.target, node.args, node.kwargs)
+
+
+def redirect_draws(graph: Graph) -> None:
+    """Have the numbered random operations of a graph draw from the pass that runs it."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "draw" in node.meta:
+            node.args = (node.meta.pop("draw"), node.target, *node.args)
+            node.target = _drawn
+
+
+@torch.compiler.disable
+def _drawn(n: int, func: Any, *args: Any, **kwargs: Any) -> Any:
+    draws: Draws | None = getattr(_thread, "draws", None)
+    if draws is None:  # while costs are traced
+        return func(*args, **kwargs)
+    return _draw(func, args, kwargs, draws.generator_of(n, _device(args, kwargs)))
+
+
+def _draw(func: Any, args: Any, kwargs: Any, generator: torch.Generator) -> Any:
+    """`func(*args, **kwargs)` with its random numbers from `generator`."""
+    if (overload := _with_generator(func)) is not None:
+        return overload(*args, **{**kwargs, "generator": generator})
+    if func is torch.ops.aten.native_dropout.default:
+        return _native_dropout(*args, generator=generator, **kwargs)
+    # Fused attention and cuDNN's recurrent layers take the default generator and no other. It is seeded for this
+    # one operation and given back: a draw that another thread makes in that moment is lost.
+    where = generator.device
+    on_cpu = where.type == "cpu"
+    shared = (
+        torch.default_generator if on_cpu else torch.get_device_module(where).default_generators[where.index]
+    )
+    with _default_generator:
+        before = shared.get_state()
+        shared.manual_seed(generator.initial_seed())
+        try:
+            return func(*args, **kwargs)
+        finally:
+            shared.set_state(before)
+
+
+def _with_generator(func: Any) -> Any:
+    """`func` if it takes a generator, else the overload that is the same with one, or None."""
+    names = [a.name for a in func._schema.arguments]
+    if "generator" in names:
+        return func
+    packet = func._overloadpacket
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        others = [(a.name, str(a.type)) for a in overload._schema.arguments if a.name != "generator"]
+        if len(others) < len(overload._schema.arguments) and others == [
+            (a.name, str(a.type)) for a in func._schema.arguments
+        ]:
+            return overload
+    return None
+
+
+def _native_dropout(
+    x: Tensor, p: float, train: bool | None = True, *, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """`aten.native_dropout`: the output, and the mask its backward takes."""
+    if train is False:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _device(args: Any, kwargs: Any) -> torch.device:
+    """Where an operation draws."""
+    if kwargs.get("device") is not None:
+        return torch.device(kwargs["device"])
+    for t in tree_leaves((args, kwargs)):
+        if isinstance(t, Tensor):
+            return t.device
+    return torch.device("cpu")

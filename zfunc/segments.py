@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.captured import Facts, captured
 from zfunc.layout import Parameter
+from zfunc.seeds import seeded_sequence
 
 Values = dict[str, Tensor]
 
@@ -279,11 +280,11 @@ def _skeleton(module: nn.Module) -> nn.Module:
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
     """Parameters and buffers of a meta module, made on the CPU and filled by `reset_parameters`."""
     real = copy.deepcopy(module).to_empty(device="cpu")
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+    with torch.no_grad():
         for t in (*real.parameters(), *real.buffers()):
             if t.is_floating_point():
                 t.fill_(math.nan)  # so that what reset_parameters leaves out is seen
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reseed CUDA as well
+    with torch.no_grad(), seeded_sequence(seed):
         for child in reversed([*real.modules()]):  # a module's own reset comes after its children's
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):

@@ -253,7 +253,7 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         if s not in special.random:
             return nullcontext()
         rank = (ranks.rank,) if ranks.rank else ()
-        return seeded(key(state.seed, state.batches, m, s, *rank), program.device)
+        return seeded(key(state.seed, state.batches, m, s, *rank))
 
     ranks = program.ranks
 

@@ -6,12 +6,12 @@ tensors, and what it would have kept alive is counted. So a plan's memory is kno
 
 import weakref
 from collections.abc import Callable
-from itertools import zip_longest
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
+from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zfunc.layout import round_up
 from zfunc.regions import ALLOCATION
+from zfunc.seeds import is_draw
 
 
 class InPlaceError(ValueError):
@@ -54,7 +55,7 @@ class Tracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
-        self.random = self.random or _draws(func, args, kwargs or {})
+        self.random = self.random or is_draw(func, args, kwargs or {})
         if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
@@ -106,23 +107,12 @@ class Tracker(TorchDispatchMode):
                 raise InPlaceError(func, t)
 
 
-def _draws(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether an operation draws random numbers; attention is only said to, and does not without dropout."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for declared, given in zip_longest(func._schema.arguments, args, fillvalue=None):
-        if declared is not None and declared.name == "dropout_p":
-            value = given if given is not None else kwargs.get("dropout_p", declared.default_value)
-            return bool(value)
-    return True
-
-
 @frozen
 class Trace:
     """What a segment costs for one micro-batch, in FLOPs and bytes, and what it returns (`out`, on meta).
 
     The peaks count what a pass allocates, its results included; `residual_bytes` is what is alive between the
-    two beside the output.
+    two beside the output. `random` is whether one of them draws random numbers.
     """
 
     out: Any
@@ -132,6 +122,7 @@ class Trace:
     residual_bytes: int
     forward_peak: int
     backward_peak: int
+    random: bool
 
 
 Forward = Callable[..., tuple[Any, Any]]
@@ -163,7 +154,7 @@ def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch
         with Tracker() as tracker:
             y, residuals = forward(*args)
             forward_flops = tracker.flops
-            forward_peak, after = tracker.peak, tracker.live
+            forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
             output_bytes = _storage_bytes(y)
         backward_peak = backward_flops = 0
         if backward is not None:
@@ -171,6 +162,7 @@ def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch
             with Tracker() as tracker:
                 backward(*args, residuals, cotangents)
             backward_peak, backward_flops = tracker.peak, tracker.flops
+            random_numbers = random_numbers or tracker.random
         return Trace(
             out=tree_map_only(Tensor, lambda t: like(t, "meta"), y),
             forward_flops=forward_flops,
@@ -179,7 +171,14 @@ def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch
             residual_bytes=max(0, after - output_bytes),
             forward_peak=forward_peak,
             backward_peak=backward_peak,
+            random=random_numbers,
         )
+
+
+def shapes_of(function: Callable[..., Any], leaves: list[Any]) -> Any:
+    """What `function(leaves)` returns, without its data, which is neither read nor computed."""
+    with detect_fake_mode(leaves) or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return function(tree_map_only(Tensor, lambda t: like(t, t.device), leaves))
 
 
 def _faked(args: Any, device: torch.device) -> Any:

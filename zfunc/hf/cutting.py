@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zfunc.hf.attention import Settings, register
 from zfunc.hf.families import Family, family_of
 from zfunc.hf.parts import Embed, Head, Layer
+from zfunc.seeds import seeded_sequence
 from zfunc.segments import Segment, Values, segment
 
 log = logging.getLogger("zfunc")
@@ -169,8 +170,7 @@ def _drawn(name: str, part: nn.Module, constants: Values, model: Any, seed: int)
     for full, t in constants.items():
         owner, _, short = full.rpartition(".")
         real.get_submodule(owner)._buffers[short] = t.clone()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
+    with seeded_sequence(seed):
         for module in reversed([*real.modules()]):  # children first
             model._init_weights(module)
     values = dict(real.named_parameters(remove_duplicate=False))
