@@ -263,3 +263,16 @@ def test_a_thread_that_draws_all_the_time_changes_nothing_and_is_not_disturbed(r
     torch.manual_seed(11)
     assert drawn == [float(torch.rand(())) for _ in drawn]
     assert len(drawn) > 100
+
+
+def test_a_segment_that_draws_in_evaluation_depends_on_the_state_alone() -> None:
+    class Drops(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5)  # also in eval mode
+
+    program = zfunc.compile([zfunc.segment("a", Drops(8, 8)), zfunc.segment("loss", Loss(8))], device="cpu")
+    state, before = zfunc.init(program), torch.get_rng_state()
+    assert zfunc.evaluate(program, state, regression(4)(0)) == zfunc.evaluate(
+        program, state, regression(4)(0)
+    )
+    assert torch.equal(torch.get_rng_state(), before)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.program import Program
+from zfunc.seeds import key, redirected, seeded
 from zfunc.state import Flat, State, regions
 from zfunc.weights import parameter_weights
 
@@ -32,7 +33,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     """Run the segments forward, without dropout, with the device's parameters.
 
     The last segment is called with `more` after its input: the targets for a loss, or nothing if it can do
-    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change.
+    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change. What a segment draws
+    all the same depends on the state alone.
     """
     state.check(program.identity, "apply")
     program.executor.check_process("apply")
@@ -57,7 +59,8 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
     for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
         weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-        with torch.no_grad():  # not around the yield, which would let it out
+        randomness = seeded(key(state.seed, state.batches, "apply", segment.name))
+        with torch.no_grad(), randomness, redirected():  # not around the yield, which would let it out
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
         yield x
 
