@@ -284,14 +284,51 @@ def test_what_cannot_be_cut_is_refused_with_what_to_do() -> None:
 
         mine = Mine(transformers.LlamaConfig(**SIZE))
     with pytest.raises(
-        ValueError, match=r"got a BloomForCausalLM, expected one of GPT2LMHeadModel.*zfunc\.segment\("
+        ValueError,
+        match=r"got a BloomForCausalLM, which is not supported, expected one of GPT2LMHeadModel.*zfunc\.segment\(",
     ):
         zfunc.hf.segments(bloom)
     with pytest.raises(ValueError, match="rotary positions of type 'dynamic': use one of default, linear"):
         zfunc.hf.segments(ropes)
     for other in (below, mine):
-        with pytest.raises(ValueError, match=f"got a {type(other).__name__}, expected one of"):
+        with pytest.raises(ValueError, match=f"got a {type(other).__name__}, which is not supported"):
             zfunc.hf.segments(other)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Mixtral": SIZE | {"num_local_experts": 2},
+    "GPTNeoX": {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "T5": {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_folder_of_another_family_is_not_supported_rather_than_damaged(kind: str, tmp_path: Path) -> None:
+    model = getattr(transformers, "T5Model" if kind == "T5" else f"{kind}ForCausalLM")(
+        config(kind, **OTHERS[kind])()
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"^model: got a {type(model).__name__}, which is not supported, expected"
+    ):
+        zfunc.hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B and name"),
+        ("gpt2", "hf download gpt2 --local-dir gpt2 and name"),
+        ("runs/of/last/week", "use a folder that save_pretrained"),
+        ("/nowhere", "use a folder that save_pretrained"),
+    ],
+)
+def test_a_name_on_the_hub_gets_the_command_that_downloads_it(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{name}: got no config.json in it.*{told}"):
+        zfunc.hf.load(name)
 
 
 def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:

@@ -43,18 +43,24 @@ def family_of(model: Any) -> Family:
 
     >>> family_of(object())  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    ValueError: model: got a object, expected one of GPT2LMHeadModel, ...
+    ValueError: model: got a object, which is not supported, expected one of GPT2LMHeadModel, ...
     """
     name = type(model).__name__
     if name not in FAMILIES or not type(model).__module__.startswith("transformers."):
-        raise ValueError(
-            f"model: got a {name}, expected one of {', '.join(FAMILIES)}, of transformers itself: cut another into "
-            "modules that run one after the other, with zfunc.segment(name, module) for each and the last one "
-            "returning the mean loss, or add its class to zfunc/hf/families.py if its parts are those of Llama"
-        )
+        raise unsupported(name)
     for flaw, mend in _flaws(model):
         raise ValueError(f"model: got a {name} with {flaw}: {mend}")
     return FAMILIES[name]
+
+
+def unsupported(name: str) -> ValueError:
+    """The error for a class of models there is no family for."""
+    return ValueError(
+        f"model: got a {name}, which is not supported, expected one of {', '.join(FAMILIES)}, of transformers "
+        "itself: cut another into modules that run one after the other, with zfunc.segment(name, module) for each "
+        "and the last one returning the mean loss, or add its class to zfunc/hf/families.py if its parts are those "
+        "of Llama"
+    )
 
 
 def _flaws(model: Any) -> list[tuple[str, str]]:

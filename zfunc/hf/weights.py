@@ -19,6 +19,7 @@ from torch import Tensor
 from zfunc.checkpoint import disk, strict_json
 from zfunc.errors import CheckpointError, nearest
 from zfunc.hf.cutting import check_transformers, segments
+from zfunc.hf.families import family_of, unsupported
 from zfunc.segments import Segment, Values
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -51,6 +52,7 @@ def load(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
     folder = Path(folder).expanduser()
     config = read_config(folder)
     model = empty_model(config)
+    family_of(model)  # first: files of another family have other names, which is no damage
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
@@ -64,15 +66,27 @@ def read_config(folder: Path) -> Any:
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: got no config.json in it, expected a local folder with one: {_NEXT}"
+            f"{folder}: got no config.json in it, expected a local folder with one: {_next(folder)}"
         )
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def empty_model(config: Any) -> Any:
-    """The causal language model of a config, on the meta device."""
-    from transformers import AutoModelForCausalLM
+def _next(folder: Path) -> str:
+    """What to do about a folder that is none of a model, or that is not there: it may be a name on the Hub."""
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
+        return _NEXT
+    return (
+        "there is no such folder. If it is a model's name on the Hugging Face Hub, which is not asked, type "
+        f"hf download {folder} --local-dir {folder.name} and name the folder {folder.name}"
+    )
 
+
+def empty_model(config: Any) -> Any:
+    """The causal language model of a config, on the meta device. Raises ValueError where transformers has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unsupported(next(iter(config.architectures or ()), config.model_type))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
