@@ -156,6 +156,43 @@ def test_what_was_read_before_is_read_as_before(tmp_path: Path) -> None:
         opened(tmp_path / "a.bin", tmp_path, BYTES)
 
 
+SHAPES: dict[str, Callable[[list[dict[str, str]]], str]] = {
+    "a.ndjson": lambda rows: "\n".join(map(json.dumps, rows)),
+    "a.JSONL": lambda rows: "\n".join(map(json.dumps, rows)) + "\n",
+    "array.json": json.dumps,
+    "indented.json": lambda rows: "\ufeff \n" + json.dumps(rows, indent=2) + "\n\n",
+    "lines.json": lambda rows: "\n".join(map(json.dumps, rows)) + "\n",
+    "objects.json": lambda rows: "\n".join(json.dumps(row, indent=1) for row in rows),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+@pytest.mark.parametrize("folder", [False, True])
+def test_records_are_the_same_in_every_shape(
+    name: str, chunk: int, folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [{"prompt": "p" * n, "completion": "größer [1, {" * n + "]}"} for n in range(12)]
+    expected = opened(write(tmp_path / "a.jsonl", *rows), tmp_path)
+    monkeypatch.setattr("zfunc.documents._CHUNK", chunk)
+    (tmp_path / "in").mkdir()
+    path = tmp_path / "in" / name
+    path.write_text(SHAPES[name](rows))
+    got = opened(path.parent if folder else path, tmp_path)
+    assert everything(got) == everything(expected)
+    assert got.learned is not None
+    assert got.learned.tolist() == expected.learned.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path: Path) -> None:
+    one = tmp_path / "one.json"
+    one.write_text('{"text": "just this"}')
+    assert everything(opened(one, tmp_path)) == [*b"just this", 0]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "package.json").write_text('{"name": "x", "scripts": []}')
+    assert everything(opened(tmp_path / "in", tmp_path)) == [*b'{"name": "x", "scripts": []}', 0]
+
+
 # --- what is refused --------------------------------------------------------------------------------------
 
 BROKEN = {
@@ -185,6 +222,32 @@ def test_a_broken_line_is_refused_with_file_and_line(name: str, tmp_path: Path) 
     with pytest.raises(ValueError, match=f"{path}, line 4.*{message}"):
         opened(path, tmp_path)
     assert not list((tmp_path / "cache").iterdir()), "nothing is left of it"
+
+
+BROKEN_JSON = {
+    "text": ("so it goes", "record 1: got no JSON .*Expecting value.*name it .txt"),
+    "numbers": ("[1, 2]", "record 1: got 1, expected .*write an object for each document"),
+    "another key": ('[{"text": "a"}, {"txt": "a"}]', "record 2: got an object with txt, expected"),
+    "cut off": ('[{"text": "a"}, {"text": "b"', "record 2: got no JSON"),
+    "no end": ('[{"text": "a"}', r"record 2: got no JSON \(the array has no end\)"),
+    "no comma": ('[{"text": "a"} {"text": "b"}]', "record 2: got no JSON .*where a comma"),
+    "comma": ('[{"text": "a"},]', "record 2: got no JSON"),
+    "two arrays": ('[{"text": "a"}][{"text": "b"}]', "record 2: got no JSON .*something after the array"),
+    "twice": ('[{"text": "a", "text": "b"}]', "record 1: .*'text' is there twice"),
+    "deep": ("[" * 100_000, "record 1: got no JSON"),
+    "no UTF-8": (b'[{"text": "\xff"}]', "record 1: got no JSON .*utf-8"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_JSON)
+def test_a_json_file_of_anything_else_is_refused_and_never_trained_on_as_text(
+    name: str, tmp_path: Path
+) -> None:
+    content, message = BROKEN_JSON[name]
+    path = tmp_path / "a.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=f"{path}, {message}"):
+        opened(path, tmp_path)
 
 
 def test_keys_that_are_not_used_are_counted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from zfunc.documents import Document
 from zfunc.saved_datasets import Tokens
 from zfunc.tokenizing import Tokenizer, Vocabulary
 
-FORM = 1  # of the file
+FORM = 2  # of the file, and of what is read as records
 _AT_ONCE = 64  # documents that are tokenized together
 _CHUNK = 1 << 20  # tokens
 _FOOTER = struct.Struct("<8Q")

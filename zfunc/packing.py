@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from zfunc.data import IGNORED, Corpus, Source, is_held_out, memory_map, open_corpus, stdlib_files, walk
-from zfunc.documents import JSONL, Document, records, whole
+from zfunc.documents import Document, holds_records, records, whole
 from zfunc.packed import FORM, Packed, Reading, pack
 from zfunc.saved_datasets import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
 from zfunc.tokenizing import BYTES, Tokenizer, Vocabulary
@@ -32,8 +32,10 @@ def open_data(
     """Open what is at `path` for training: what `zfunc.data.open_corpus` takes, and JSONL or a folder that
     `datasets.save_to_disk` wrote, with a tokenizer or as bytes.
 
-    - A `.jsonl` file has a document a line: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`, joined as
-      they are. Of a prompt no token is learned: its labels are -100. A folder may have such files and text files.
+    - A `.jsonl` or `.ndjson` file has a document a line: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`,
+      joined as they are. Of a prompt no token is learned: its labels are -100. A `.json` has an array of such
+      records, or one after another. A folder may have such files and text files; a `.json` in it that does not
+      begin with a record is text.
     - With a `tokenizer`, text files and records are its tokens; a text file is one document, in UTF-8. A `.bin`
       has tokens already and takes none.
     - A saved dataset has the columns of JSONL; or `input_ids`, tokens below `vocab_size`, as they are, but for
@@ -55,15 +57,17 @@ def open_data(
         )
     if saved is not None:
         below = Vocabulary(f"below {vocab_size}", vocab_size)
-        reading = _reading(below if saved.tokens else tokenizer or BYTES, saved)
+        reading = _reading_rows(below if saved.tokens else tokenizer or BYTES, saved)
         return _open(str(path), _rows_of(saved), Path(cache), reading, saved)
     if tokens or (path is not None and not path.exists()):
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
     sources = _sources(path)
-    if tokenizer is None and not any(name.endswith(JSONL) for name, _ in sources):
+    named = path is not None and path.is_file()
+    if tokenizer is None and not any(holds_records(file, named=named) for _, file in sources):
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
     name = "Python standard library" if path is None else str(path)
-    return _open(name, sources, Path(cache), _reading(tokenizer or BYTES))
+    read = partial(_documents, named=named)
+    return _open(name, sources, Path(cache), Reading(tokenizer or BYTES, read, is_held_out))
 
 
 def holds_tokens(path: Path) -> bool:
@@ -83,16 +87,14 @@ def _rows_of(saved: SavedDataset) -> list[Source]:
     return [(f"{path.parent.name}/{path.name}", path) for path in (*saved.train, *saved.held_out)]
 
 
-def _reading(vocabulary: Vocabulary, saved: SavedDataset | None = None) -> Reading:
-    if saved is None:
-        return Reading(vocabulary, _documents, is_held_out)
+def _reading_rows(vocabulary: Vocabulary, saved: SavedDataset) -> Reading:
     held_out = {path.parent.name for path in saved.held_out}
     read = partial(_rows, columns=saved.columns, vocab_size=vocabulary.vocab_size)
     return Reading(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
 
 
-def _documents(path: Path, unused: Counter[str]) -> Iterator[Document]:
-    if path.suffix == JSONL:
+def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document]:
+    if holds_records(path, named=named):
         yield from records(path, unused)
     elif (one := whole(path)) is not None:
         yield one
