@@ -135,7 +135,10 @@ def test_a_file_that_is_wrong_is_refused(
 
 def test_a_file_by_which_an_update_cannot_be_made_is_refused_before_the_first(capsys: Any) -> None:
     cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2, "decay_step_size": 1}
-    file = {"scheduler": {"type": "OneCycle", "params": {**cycle, "decay_mom_rate": 0.1}}}
+    file = {
+        "train_batch_size": 8,
+        "scheduler": {"type": "OneCycle", "params": {**cycle, "decay_mom_rate": 0.1}},
+    }
     Path("ds.json").write_text(json.dumps(file))
     assert train(steps=8) == 2
     assert "ds.json: betas at step 7: got (1.08, 0.99)" in capsys.readouterr().err
@@ -144,18 +147,26 @@ def test_a_file_by_which_an_update_cannot_be_made_is_refused_before_the_first(ca
 
 
 def test_flags_hold_where_the_file_says_nothing() -> None:
-    assert merged({}, read({}), 1) == {}
+    open_batch = {"train_batch_size": "auto"}
+    assert merged({}, read(open_batch), 1) == {}
+    assert merged({"micro_batches": 2}, read(open_batch), 1) == {"micro_batches": 2}
     flags = {"lr": 0.5, "batch_size": 12, "micro_batches": 3, "precision": "bf16", "clip": 2.0, "seed": 4}
     assert merged(flags, read({}), 1) == flags
     auto = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "gradient_clipping": "auto"}
     assert merged(flags, read(auto), 1) == {**flags, "weight_decay": 0.0}
     both = {**auto, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    assert "precision" not in merged({}, read(both), 1)
-    assert merged({}, read({"fp16": {"enabled": False}}), 1)["precision"] == "fp32"
+    assert "precision" not in merged({}, read(open_batch | both), 1)
+    assert merged({}, read(open_batch | {"fp16": {"enabled": False}}), 1)["precision"] == "fp32"
     assert merged({}, read({"train_micro_batch_size_per_gpu": 3}), 4)["batch_size"] == 12
-    assert (
-        merged({"lr": 1e-3}, read({"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}), 1)["lr"] == 1e-3
-    )
+    adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
+    assert merged({"lr": 1e-3}, read(open_batch | adam), 1)["lr"] == 1e-3
+
+
+def test_who_says_no_batch_at_all_is_told_so_as_there(capsys: Any) -> None:
+    Path("ds.json").write_text("{}")
+    assert train() == 2
+    assert "ds.json: got neither train_batch_size nor" in capsys.readouterr().err
+    assert merged({"batch_size": 6}, read("ds.json"), 1)["batch_size"] == 6
 
 
 @pytest.mark.parametrize(
@@ -163,6 +174,7 @@ def test_flags_hold_where_the_file_says_nothing() -> None:
     [{"bf16": {"bf16_optimizer_states": True}}, {"optimizer": {"params": {"fp32_optimizer_states": False}}}],
 )
 def test_how_exact_the_moments_are(file: dict[str, Any]) -> None:
+    file = {"train_batch_size": 8, **file}
     assert merged({}, read(file), 1)["moments"] == "16bit"
     assert merged({"moments": "8bit"}, read(file), 1)["moments"] == "8bit"
     with pytest.raises(ValueError, match="--moments: got fp32, and the dict says"):
@@ -171,7 +183,7 @@ def test_how_exact_the_moments_are(file: dict[str, Any]) -> None:
 
 def test_where_the_optimizers_state_is() -> None:
     def ratio(flags: dict[str, Any], **offload: Any) -> Any:
-        file = {"zero_optimization": {"stage": 2, "offload_optimizer": offload}}
+        file = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
         return merged(flags, read(file), 1).get("offload_ratio")
 
     assert ratio({}) is None

@@ -9,7 +9,7 @@ import pytest
 
 import zfunc
 from zfunc.adam import AdamW, matrices_only
-from zfunc.configured import Configured, from_deepspeed
+from zfunc.configured import Configured
 from zfunc.deepspeed import KEYS, check, read
 from zfunc.deepspeed.key import HONOURED, REFUSED, Key
 from zfunc.deepspeed.page import with_table
@@ -41,11 +41,20 @@ TUTORIAL = """{
 """
 
 
+def from_deepspeed(file: Any, **more: Any) -> Configured:
+    """What a file says; a dict that says nothing of the batch gets one."""
+    said = isinstance(file, dict) and any("batch" in name or "accumulation" in name for name in file)
+    return zfunc.from_deepspeed(file if said or not isinstance(file, dict) else {BATCH: 8, **file}, **more)
+
+
 def nested(name: str, value: Any) -> dict[str, Any]:
     """The file that has one key, by its dotted name."""
     for part in reversed(name.split(".")):
         value = {part: value}
     return value
+
+
+BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
 def optimizer(kind: str, **params: Any) -> AdamW:
@@ -238,8 +247,6 @@ def test_any_two_batch_sizes_give_the_third() -> None:
     assert batch_of(train=24, micro=4, steps=3, world=2) == (24, 3)
     assert batch_of(train=24, world=2) == (24, 1)
     assert batch_of(micro=4, world=2) == (8, 1)
-    assert batch_of(steps=3) == (None, 3)
-    assert batch_of() == (None, 1)
 
 
 @pytest.mark.parametrize(
@@ -257,6 +264,16 @@ def test_batch_sizes_that_contradict_each_other_are_an_error(
     with pytest.raises(ValueError, match="got train_batch_size") as caught:
         batch_of(**sizes)
     assert all(part in str(caught.value) for part in told)
+
+
+@pytest.mark.parametrize("file", [{}, {"gradient_accumulation_steps": 2}, {BATCH: None}, {MICRO: "auto"}])
+def test_a_file_without_a_batch_is_an_error_as_there(file: dict[str, Any]) -> None:
+    """DeepSpeed: 'Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided'."""
+    with pytest.raises(
+        ValueError, match="got neither train_batch_size nor train_micro_batch_size_per_gpu, exp"
+    ):
+        zfunc.from_deepspeed(file)
+    assert zfunc.from_deepspeed(file, given={BATCH: 8}).train_batch_size == 8
 
 
 def test_adam_is_what_it_is_there() -> None:
@@ -288,6 +305,19 @@ def test_loss_scales() -> None:
         consecutive_hysteresis=True,
     ) == LossScale(2.0**20, window=5, hysteresis=3, minimum=4.0, consecutive=True)
     assert from_deepspeed({"bf16": {"enabled": True}}).loss_scale is None
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "loss_scale_window"])
+def test_bounds_of_the_loss_scale_are_whole_numbers_as_there_and_0_only_where_the_scale_is_fixed(
+    name: str,
+) -> None:
+    """DeepSpeed 0.19 declares them as int, and since 0.19.6 refuses 0 for a scale that moves."""
+    for wrong in (0.5, 2.5, -1, float("inf")):
+        assert f"fp16.{name}: got {wrong}" in refusal(nested(f"fp16.{name}", wrong))
+    assert from_deepspeed({"fp16": {"enabled": True, name: 4.0}}).loss_scale is not None
+    assert f"fp16.{name}: got 0 for a loss scale that moves" in refusal({"fp16": {"enabled": True, name: 0}})
+    fixed = from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
+    assert fixed.loss_scale == LossScale(128.0, window=0)
 
 
 def test_the_other_settings() -> None:
@@ -379,7 +409,7 @@ def test_auto_is_what_is_given_or_the_default_there() -> None:
             "offload_optimizer": {"ratio": "auto"},
         },
     }
-    config = from_deepspeed(file)
+    config = from_deepspeed({**file, MICRO: 4})
     assert config.compile["optimizer"] == AdamW(1e-3, weight_decay=0.0)
     assert (config.compile["clip_norm"], config.compile["precision"]) == (1.0, "fp32")
     given = {

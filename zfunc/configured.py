@@ -37,14 +37,13 @@ class Configured:
     """What a file says.
 
     `compile` are arguments of `zfunc.compile`; `loss_scale` is one of `zfunc.init` (None but in fp16);
-    `train_batch_size` the sequences of a step over all ranks (None if the file says nothing of it). Every
-    `steps_per_print` steps a line is to be printed, with the parts of a step if `wall_clock_breakdown`. `said` is
-    what was said of the file, a line each.
+    `train_batch_size` the sequences of a step over all ranks. Every `steps_per_print` steps a line is to be
+    printed, with the parts of a step if `wall_clock_breakdown`. `said` is what was said of the file, a line each.
     """
 
     compile: Mapping[str, Any]
     loss_scale: LossScale | None
-    train_batch_size: int | None
+    train_batch_size: int
     steps_per_print: int | None
     wall_clock_breakdown: bool
     said: tuple[str, ...]
@@ -64,7 +63,8 @@ def from_deepspeed(
     program makes groups. What has no effect here is logged, once. docs/deepspeed.md has every key.
 
     Raises ValueError for keys that are not known, with the nearest that are, for values of another kind, for batch
-    sizes that contradict each other, for what there is not, and for `given` values that the file contradicts.
+    sizes that contradict each other or are not there, for what there is not, and for `given` values that the file
+    contradicts.
 
     >>> config = from_deepspeed({
     ...     "train_batch_size": 8,
@@ -86,7 +86,7 @@ def configure(
     values: Values, *, world: int, decay: Callable[[str, tuple[int, ...]], bool] = everything
 ) -> Configured:
     """What checked values say; see `from_deepspeed`, which logs it too."""
-    made, arguments = batch(values, world), adam(values)
+    arguments = adam(values)
     lr = values[LR]
     rate = schedule(values, lr=lr)
     if isinstance(rate, WarmupDecayLR | WarmupCosineLR) and rate.total_num_steps is None:
@@ -96,6 +96,7 @@ def configure(
         )
     chosen = precision(values) or "fp32"
     scale = loss_scale(values) if chosen == "fp16" else None
+    made = batch(values, world)
     compiled: dict[str, Any] = {
         "optimizer": AdamW(lr if rate is None else rate, decay=decay, **arguments),
         "precision": chosen,

@@ -13,11 +13,11 @@ _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "
 @frozen
 class Batch:
     """`train` sequences of a step, of all ranks together, in `accumulation` micro-batches of `micro` on each of
-    `world` ranks. None is what nobody says.
+    `world` ranks.
     """
 
-    train: int | None
-    micro: int | None
+    train: int
+    micro: int
     accumulation: int
     world: int = 1
 
@@ -27,7 +27,8 @@ class Batch:
 
 
 def batch(values: Values, world: int) -> Batch:
-    """The batch that the three keys say, on `world` ranks. Raises ValueError if they contradict each other.
+    """The batch that the three keys say, on `world` ranks. Raises ValueError if they contradict each other, or if
+    neither size is said, which is an error there too.
 
     >>> from zfunc.deepspeed import check, read
     >>> str(batch(check(read({"train_batch_size": 16, "gradient_accumulation_steps": 2})), world=4))
@@ -35,9 +36,14 @@ def batch(values: Values, world: int) -> Batch:
     """
     train, micro = values[_TRAIN], values[_MICRO]
     steps: int | None = values[_STEPS]
+    if train is None and micro is None:
+        raise ValueError(
+            f"{values.source}: got neither {_TRAIN} nor {_MICRO}, expected one of them, as DeepSpeed does: write "
+            f'one, or pass --batch-size, or from_deepspeed(..., given={{"{_TRAIN}": ...}})'
+        )
     if train is None:
         steps = steps or 1
-        return Batch(None if micro is None else micro * steps * world, micro, steps, world)
+        return Batch(micro * steps * world, micro, steps, world)
     if micro is None:
         steps = steps or 1
         _divides(values, train, steps * world, f"{_STEPS} {steps} x {world} ranks")
@@ -52,6 +58,12 @@ def batch(values: Values, world: int) -> Batch:
             "leave one out"
         )
     return Batch(train, micro, steps, world)
+
+
+def left_open(values: Values) -> bool:
+    """Whether the file leaves the batch to the command line in words, and nobody says it."""
+    sizes = _TRAIN, _MICRO
+    return any(name in values.auto for name in sizes) and not any(values.says(name) for name in sizes)
 
 
 def _divides(values: Values, train: int, parts: int, told: str) -> None:

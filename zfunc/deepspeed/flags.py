@@ -7,7 +7,7 @@ neither says is the command's default, but for what the file's own blocks have d
 from collections.abc import Mapping
 from typing import Any
 
-from zfunc.deepspeed.batch import batch
+from zfunc.deepspeed.batch import batch, left_open
 from zfunc.deepspeed.precision import ENABLED, precision
 from zfunc.deepspeed.rate import LR, MAX_LR, WARMUP, sets_lr_alone
 from zfunc.deepspeed.reading import Source
@@ -58,10 +58,10 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
     values = check(source, given(flags))
     _check_lr(values, flags)
     found = {
-        **_batch(values, world),
         **{name: values[FLAGS[name]] for name in _ALIKE if values.says(FLAGS[name])},
         **_optimizer(values),
         **_offload(values, flags),
+        **_batch(values, world),
     }
     if (chosen := precision(values)) is not None:
         found["precision"] = chosen
@@ -69,10 +69,11 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
 
 
 def _batch(values: Values, world: int) -> dict[str, Any]:
+    if left_open(values):
+        steps = FLAGS["micro_batches"]
+        return {"micro_batches": values[steps]} if values.says(steps) else {}
     made = batch(values, world)
-    if made.train is not None:
-        return {"batch_size": made.train, "micro_batches": made.accumulation}
-    return {"micro_batches": made.accumulation} if values.says(FLAGS["micro_batches"]) else {}
+    return {"batch_size": made.train, "micro_batches": made.accumulation}
 
 
 def _optimizer(values: Values) -> dict[str, Any]:

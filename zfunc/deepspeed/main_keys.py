@@ -6,7 +6,7 @@ The invariant: every default is the one there, also where zfunc's own differs.
 import math
 
 from zfunc.deepspeed.key import Key, honoured, idle, refused
-from zfunc.deepspeed.takes import COUNT, FLAG, LIST, MOMENTUM, NUMBER, PAIR, TEXT, number, one_of, whole
+from zfunc.deepspeed.takes import COUNT, FLAG, LIST, MOMENTUM, NUMBER, PAIR, SIZE, TEXT, number, one_of, whole
 
 SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR")
 _MEAN = "gradients are always divided by the ranks before they are added up, which is the same mean"
@@ -22,7 +22,8 @@ BATCH: tuple[Key, ...] = (
         COUNT,
         None,
         "sequences of a step, of all ranks together: `train_micro_batch_size_per_gpu` x "
-        "`gradient_accumulation_steps` x ranks; any two give the third, a contradiction is an error",
+        "`gradient_accumulation_steps` x ranks; any two give the third; a contradiction is an error, and so is a file "
+        "that says neither size",
     ),
     honoured("train_micro_batch_size_per_gpu", COUNT, None, "see `train_batch_size`"),
     honoured("gradient_accumulation_steps", COUNT, None, "`micro_batches`: all of them in one `train_step`"),
@@ -59,10 +60,10 @@ PRECISION: tuple[Key, ...] = (
     honoured(
         "fp16.initial_scale_power", whole(0, 126), 16, f"{_DYNAMIC}: the first `scale` is 2 to this power"
     ),
-    honoured("fp16.loss_scale_window", COUNT, 1000, f"{_DYNAMIC}: `window`"),
+    honoured("fp16.loss_scale_window", SIZE, 1000, f"{_DYNAMIC}: `window`"),
     honoured("fp16.hysteresis", COUNT, 2, f"{_DYNAMIC}: `hysteresis`"),
     honoured("fp16.consecutive_hysteresis", FLAG, False, f"{_DYNAMIC}: `consecutive`"),
-    honoured("fp16.min_loss_scale", COUNT, 1, f"{_DYNAMIC}: `minimum`"),
+    honoured("fp16.min_loss_scale", SIZE, 1, f"{_DYNAMIC}: `minimum`"),
     idle("fp16.fp16_master_weights_and_grads", FLAG, False, _MASTER),
     honoured("bf16.enabled", FLAG, False, _PRECISION),
     idle("bf16.immediate_grad_update", FLAG, False, "when gradients are added up is the plan's choice"),

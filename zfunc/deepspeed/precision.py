@@ -35,6 +35,12 @@ def loss_scale(values: Values) -> LossScale:
     fixed = values["fp16.loss_scale"]
     if fixed:
         return LossScale(scale=fixed, window=0)
+    for name in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
+        if not values[name]:
+            raise ValueError(
+                f"{values.source}: {name}: got 0 for a loss scale that moves, expected 1 or more: raise it, or fix "
+                "the scale with fp16.loss_scale"
+            )
     power, minimum = values["fp16.initial_scale_power"], values["fp16.min_loss_scale"]
     if 2.0**power < minimum:
         raise ValueError(

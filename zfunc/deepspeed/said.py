@@ -29,8 +29,7 @@ def names(values: Values) -> Iterator[str]:
 
 def decisions(values: Values, batch: Batch, rate: Schedule | None, scale: LossScale | None) -> Iterator[str]:
     """What decides how the training goes."""
-    if batch.train is not None:
-        yield f"train_batch_size: {batch}"
+    yield f"train_batch_size: {batch}"
     if rate is not None:
         yield f"scheduler: {rate}"
     if cycles(values):
