@@ -55,7 +55,7 @@ _FOUND, _ADVICE = r"^found|^  [a-z_]+ [\d,]+ instead|^as options|^  --[a-z-]+ \S
 
 OUTPUTS = {
     "plan-v100": None,
-    "plan-auto": f"^plan |^it |{_TIME}|{_FOUND}",
+    "plan-auto": f"^plan |^it |needed|^  device|{_TIME}|{_FOUND}",
     "plan-parts": f"{_FITS}|needed|{_TIME}|{_FOUND}|{_ADVICE}",
     "plan-h100": f"^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
@@ -73,8 +73,8 @@ OUTPUTS = {
 }
 """What is shown of a command's output: the lines with a match, or all of them."""
 
-CODES = {"plan-v100": (1,), "doctor": (0, 1)}
-"""Exit codes of the commands with these outputs, where it is not 0: what does not fit, what may be wrong."""
+CODES = {"doctor": (0, 1)}
+"""Exit codes of the commands with these outputs, where it is not 0: what may be wrong."""
 
 
 @frozen

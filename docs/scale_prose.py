@@ -33,6 +33,14 @@ LARGE = 500_000_000
 ITEM = re.compile(r"(- |\d\. )")
 
 
+def _fills(case: Case) -> str:
+    """How much of a card one step of this takes."""
+    made = simulated(case, LAST)
+    needed, there = made.memory["device"] / 1e9, made.room["device"] / 1e9
+    lacks = f", so {needed - there:.1f} GB are missing" if made.lacking else ""
+    return f"needs {needed:.1f} GB of the {there:.1f} that such a card has for tensors{lacks}"
+
+
 def setting() -> str:
     """What was planned, what is assumed, and what cannot be known."""
     tokens = LAST * H100.rows * SEQ_LENGTH / 1e6
@@ -42,9 +50,8 @@ No step of this page was run: all of it is simulated, by the code behind `zfunc 
 - **10 B**: {_shape(H100)}; {H100.rows} sequences of {SEQ_LENGTH:,} tokens a rank, on `h100`, `v100-32gb`, and
   `gh200`, whose nodes have one GPU.
 - **65 B**: {_shape(H200)}: the shape of models that are called 70 B, with the blocks of a GPT-2.
-  {H200.rows} sequences a rank on `h200`, the only card here that has room for it.
-- **70 B** to the letter, {_shape(FULL)}, lacks
-  {simulated(FULL, LAST).lacking["device"] / 1e9:.1f} GB on that card, on any number of ranks.
+  {H200.rows} sequences a rank on `h200`, the only card of this page that has room for it.
+- **70 B** to the letter, {_shape(FULL)}, {_fills(FULL)}.
 - The plain step: Overlapped, buckets of 50 M parameters, clipping, all of forward recomputed, ZeRO stage 2,
   and the
   16 bits the card is fast in.

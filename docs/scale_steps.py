@@ -28,6 +28,7 @@ from zfunc.search import search
 from zfunc.task import Task, precision_for
 
 SEQ_LENGTH = 1024
+VOCAB_SIZE = 50_257
 WORLDS = tuple(2**n for n in range(11))  # 1 to 1,024
 EVERY_BUCKET = 1_000_000  # more than there are: to speculate on all
 Network = Literal["all ports", "one port", "every hop"]
@@ -51,6 +52,7 @@ class Case:
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
             seq_length=SEQ_LENGTH,
+            vocab_size=VOCAB_SIZE,
         )
 
     @property

@@ -1,6 +1,7 @@
 """Profiles: those that come with zfunc hold together, files are read strictly and written as they read."""
 
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from random import Random
@@ -16,7 +17,11 @@ from zfunc.hardware import Measured
 from zfunc.profile import BOUNDS, NETWORKS, NONE_SENT, ORIGINS, PRECISIONS, RATES, TABLES, Figure, Profile
 from zfunc.profile_file import FOLDER, load, names, parse, text
 
-MADE = ("a100-80gb", "gh200", "h100", "h200", "rtx4090", "rtx5090", "v100-32gb")
+GB = {  # of each card, as it is sold
+    **{"a10": 24, "a100-80gb": 80, "a6000": 48, "gh200": 96, "h100": 80, "h200": 141, "l4": 24, "l40s": 48},
+    **{"mi300x": 192, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "t4": 16, "v100-32gb": 32},
+}
+MADE = tuple(GB)
 
 
 def toml(name: str = "v100-32gb") -> dict[str, Any]:
@@ -44,13 +49,14 @@ def test_every_figure_says_where_it_comes_from(name: str) -> None:
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_assumed_of_flops_follows_from_what_is_said_of_it(name: str) -> None:
-    """Products reach a share of the peak; the rest of a block waits for memory as long as on an A100 at 0.45."""
+    """Products reach the share that the words say; the rest of a block waits for memory as on an A100 at 0.45."""
     profile, a100 = load(name), load("a100-80gb")
     waits = (1 / 0.45 - 1 / 0.65) / a100.value("flops_per_s", "bf16")
     waits *= a100.value("bytes_per_s", "device_memory") / profile.value("bytes_per_s", "device_memory")
     for precision in profile.precisions:
         peak = profile.value("flops_per_s", precision)
-        product, times = (0.8, 2) if precision == "fp32" else (0.65, 1)
+        figure, times = profile.figures["reached"][precision], 2 if precision == "fp32" else 1
+        product = float(re.findall(r"products reach ([\d.]+) of this peak", figure.words)[0])
         reached = 1 / (peak * (1 / (product * peak) + times * waits))
         assert profile.value("reached", precision) == math.floor(100 * reached + 1e-9) / 100
 
@@ -70,9 +76,38 @@ def test_hardware_follows_from_the_figures(name: str) -> None:
         assert one.flops == profile.value("flops_per_s", precision) * profile.value("reached", precision)
         assert one.rates["d2h"] == profile.value("bytes_per_s", "d2h") * profile.value("reached", "d2h")
         assert one.rates["network"] == NONE_SENT
-        assert one.memory["device"] == profile.value("bytes", "device")
+        assert one.memory["device"] == int(profile.device_bytes)
         assert one.shared["host memory"]["host"] == 1.0
         assert not one.unified
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_device_has_what_its_driver_reports_less_a_margin_that_is_named(name: str) -> None:
+    """Drivers count in powers of 2: 24 GB are from 22.5 GiB, where error correction takes a share, to 24 GiB."""
+    profile = load(name)
+    reported, gib = profile.value("bytes", "device"), GB[name] * 2**30
+    assert 0.92 * gib < reported <= gib
+    assert profile.figures["bytes"]["device"].origin == ("assumed" if name == "gh200" else "source")
+    margin = reported - profile.device_bytes
+    assert 0.02 * reported < margin < 0.09 * reported
+    context = profile.figures["bytes"]["context"]
+    assert margin == pytest.approx(0.02 * reported + context.value)
+    assert "context" in context.words
+
+
+@pytest.mark.parametrize(
+    ("name", "measured"),
+    [("rtx4090", 0.29 * 312e12), ("rtx3090", 0.7421 * 71e12)],  # nanoGPT, issue 182; modula, pull request 1
+)
+def test_a_geforce_card_trains_as_fast_as_others_saw_it_train(name: str, measured: float) -> None:
+    assert load(name).reached("flops_per_s", "bf16") == pytest.approx(measured, rel=0.07)
+
+
+def test_a_context_larger_than_the_device_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"\[bytes\] context: got 3\.4e\+10, expected less than the device has"
+    ):
+        broken(put("bytes", "context", figure(3.4e10)))
 
 
 def test_the_ranks_of_a_node_share_its_host() -> None:

@@ -94,15 +94,17 @@ COMMANDS = {
         (
             (
                 "10 billion parameters on one V100",
-                "zfunc plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 \\\n      --batch-size 10",
+                "zfunc plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 \\\n"
+                "      --seq-length 1024 --vocab-size 50257 --batch-size 10",
             ),
             (
                 "the fastest settings that fit eight H100s",
-                "zfunc plan --hidden-size 4096 --hardware h100 --world 8 --schedule auto",
+                "zfunc plan --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 \\\n"
+                "      --vocab-size 50257 --hardware h100 --world 8 --schedule auto",
             ),
             (
                 "the most layers that fit this machine",
-                "zfunc plan --hidden-size 4096 --hardware machine.toml --max",
+                "zfunc plan --hidden-size 1024 --data texts --hardware machine.toml --max",
             ),
         ),
         "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",

@@ -16,7 +16,7 @@ from zfunc.hardware import ROUND
 from zfunc.options import AUTO, Option, count, flag, one_of, path, positive
 from zfunc.profile_file import load
 from zfunc.profile_file import names as profiles
-from zfunc.settings import COMMON, PRECISIONS, check_together
+from zfunc.settings import COMMON, PRECISIONS, TRAIN, check_together
 
 FORMATS = ("text", "svg", "chrome", "html")
 MOST_LAYERS = 10_000  # of what is planned: each takes time
@@ -42,13 +42,14 @@ def profile(name: str, value: Any) -> None:
 def check_paper(model: Any) -> None:
     """Refuse sizes that cannot be planned, by arithmetic: too many segments, or more elements than are counted."""
     layers, width, tokens = model.num_layers, model.hidden_size, model.batch_size * model.seq_length
-    widest = max(4 * width, model.vocab_size, model.num_attention_heads * model.seq_length)
+    vocab_size = model.vocab_size or 0
+    widest = max(4 * width, vocab_size, model.num_attention_heads * model.seq_length)
     for flags, what, got, most in (
         ("--num-layers", "layers", layers, MOST_LAYERS),
         (
             "--hidden-size, --num-layers, --vocab-size",
             "parameters",
-            (12 * layers * width + model.vocab_size) * width,
+            (12 * layers * width + vocab_size) * width,
             MOST_ELEMENTS,
         ),
         ("--batch-size, --seq-length", "elements of an activation", tokens * widest, MOST_ELEMENTS),
@@ -75,14 +76,31 @@ HARDWARE = Option(
     words=profiles(),
 )
 
+VOCABULARY = {
+    "vocab_size": Option(
+        "model",
+        "tokens there are (default: those of --data, as zfunc train has them; of bytes there are 256)",
+        count,
+    ),
+    "data": evolve(
+        TRAIN["data"],
+        help="what would be trained on, for its vocabulary alone: a .bin has 50257 tokens, text and JSONL those of "
+        "--tokenizer, or bytes (default: bytes)",
+    ),
+    "tokenizer": evolve(
+        TRAIN["tokenizer"], help="a local tokenizer.json, for text and JSONL (default: bytes)"
+    ),
+}
+"""What the vocabulary of a step that is not run follows from, as in `zfunc train`."""
+
 DRAW = {
     **COMMON,
+    **VOCABULARY,
     "precision": Option(
         "how it runs",
         f"{COMMON['precision'].help.partition(';')[0]}; {AUTO}: the 16 bits that the hardware is fast in",
         COMMON["precision"].check,
     ),
-    "vocab_size": Option("model", "tokens there are", count),
     "schedule": Option(
         "how it runs", f"{COMMON['schedule'].help}; or all", one_of((*schedules.__all__, "all"))
     ),
@@ -115,13 +133,15 @@ DRAW = {
 
 @frozen(kw_only=True)
 class Paper:
-    """A step that is not run. The defaults are a model large enough to see something."""
+    """A step that is not run. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
     num_layers: int = 4
-    hidden_size: int = 2048
-    num_attention_heads: int = 16
-    seq_length: int = 1024
-    vocab_size: int = 50257
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    seq_length: int = 128
+    vocab_size: int | None = None
+    data: Path | None = None
+    tokenizer: Path | None = None
     batch_size: int = 8
     micro_batches: int = 1
     clip: float = 1.0
@@ -155,7 +175,7 @@ class Sketch(Paper):
         if self.hardware is not None:
             self._check_alone("hardware", ("hardware",), "which has these figures")
         if self.compare is not None:
-            groups = "model", "step", "how it runs", "offload"
+            groups = "data", "model", "step", "how it runs", "offload"
             self._check_alone("compare", groups, "which draws the run's own plan")
 
     def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:

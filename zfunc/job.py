@@ -29,7 +29,7 @@ from zfunc.layout import ALIGNMENT
 from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.moments import BUFFERS
 from zfunc.options import share
-from zfunc.packing import open_data
+from zfunc.packing import holds_tokens, open_data
 from zfunc.plan_settings import Planning
 from zfunc.program import Program
 from zfunc.ranks import Ranks
@@ -38,7 +38,7 @@ from zfunc.room import check_room
 from zfunc.segments import Segment
 from zfunc.settings import Settings
 from zfunc.threads import local_ranks
-from zfunc.tokenizing import Tokenizer
+from zfunc.tokenizing import BYTES, Tokenizer, open_tokenizer
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
@@ -174,13 +174,22 @@ def _fast_precision() -> str:
 def config(settings: Settings | Sketch | Planning) -> GPTConfig:
     """The model of the settings."""
     return GPTConfig(
-        vocab_size=settings.vocab_size or GPT2_VOCAB_SIZE,
+        vocab_size=settings.vocab_size or vocabulary(settings),
         seq_length=settings.seq_length,
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
         num_attention_heads=settings.num_attention_heads,
         dropout=settings.dropout if isinstance(settings, Settings) else 0.0,
     )
+
+
+def vocabulary(settings: Settings | Sketch | Planning) -> int:
+    """Tokens there are of data that was not read yet, which `prepare` finds there too: GPT-2's in a file of tokens,
+    else those of the tokenizer, or bytes.
+    """
+    if settings.data is not None and holds_tokens(settings.data):
+        return GPT2_VOCAB_SIZE
+    return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
 
 
 def segments(settings: Settings | Sketch | Planning) -> tuple[Segment, ...]:

@@ -15,6 +15,7 @@ from zfunc.hardware import ROUND
 from zfunc.legend import in_words
 from zfunc.planner import Planned
 from zfunc.planning import Answer
+from zfunc.profile import Profile
 from zfunc.settings import AUTO
 
 LARGEST = 3  # buffers of a peak that are named
@@ -159,12 +160,21 @@ def _advice(p: Planned) -> Iterator[str]:
     yield from (f"  {in_flags(advice)}" for advice in p.suggestions)
 
 
+def _device_bytes(profile: Profile) -> str:
+    """What is counted on of those its driver reports."""
+    share, context = profile.figures["reached"]["device_bytes"], profile.figures["bytes"].get("context")
+    return f"{share.value:.0%}" + ("" if context is None else f" less {gigabytes(context.value)} of context")
+
+
 def _assumed(p: Planned) -> Iterator[str]:
     if p.profile is not None:
         shares = p.profile.figures["reached"]
         used = [k for k in shares if k in (p.setup.precision, "d2h", "h2d", "host_memory", "device_memory")]
         reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in used)
-        yield from wrap(f"assumed of the profile's peaks: {reached}; why is in the profile", WIDTH)
+        told = (
+            f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; "
+        )
+        yield from wrap(f"{told}why is in the profile", WIDTH, subsequent_indent="  ")
     yield from wrap(
         "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
         "attention is one of them; TFLOP/s counts forward, and twice as much for backward",

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc import schedules
-from zfunc.draw_settings import DRAW, HARDWARE, Paper, check_paper, check_precision
+from zfunc.draw_settings import DRAW, HARDWARE, VOCABULARY, Paper, check_paper, check_precision
 from zfunc.options import (
     AUTO,
     Option,
@@ -25,7 +25,7 @@ from zfunc.settings import COMMON
 
 PLAN = {
     **COMMON,
-    "vocab_size": Option("model", "tokens there are", count),
+    **VOCABULARY,
     "max": Option("model", "find the most layers that fit, whatever --num-layers says", anything),
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count

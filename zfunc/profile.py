@@ -28,8 +28,8 @@ NETWORKS = ("network_in_node", "network_between_nodes")
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
     "count": (("devices", "cores"), ()),
-    # of one device; of the node; of the node
-    "bytes": (("device", "host", "disk"), ()),
+    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor
+    "bytes": (("device", "host", "disk"), ("context",)),
     # the peak of one device, without sparsity
     "flops_per_s": ((), PRECISIONS),
     # the peak, one way: host_memory and disk of the node, all else of one device
@@ -115,6 +115,13 @@ class Profile:
         for key in NETWORKS:
             if key in self.figures["bytes_per_s"]:
                 self._figure("seconds", key)
+        if self.device_bytes <= 0:
+            self._refuse(
+                "bytes",
+                "context",
+                f"{self.value('bytes', 'context'):g}",
+                "less than the device has: lower it",
+            )
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -129,6 +136,12 @@ class Profile:
         """A peak times the share of it that is counted on."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
+
+    @property
+    def device_bytes(self) -> float:
+        """What tensors can have of a device: what is counted on of its bytes, less the process's own context."""
+        context = self.figures["bytes"].get("context")
+        return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
     def hardware(self, precision: str, world: int = 1) -> Hardware:
         """What one of `world` ranks gets, computing in `precision` ("fp32", "fp16" or "bf16").
@@ -186,7 +199,7 @@ class Profile:
         memory: dict[Tier, int] = {
             tier: int(self.reached("bytes", tier) / local) for tier in ("host", "disk")
         }
-        return memory if self.unified else {"device": int(self.reached("bytes", "device")), **memory}
+        return memory if self.unified else {"device": int(self.device_bytes), **memory}
 
     def _shared(self, rates: Mapping[Kind, float]) -> dict[str, dict[Kind, float]]:
         if self.shared or self.unified:

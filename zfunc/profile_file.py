@@ -25,7 +25,7 @@ def names() -> tuple[str, ...]:
     """The profiles that come with zfunc.
 
     >>> names()
-    ('a100-80gb', 'gh200', 'h100', 'h200', 'rtx4090', 'rtx5090', 'v100-32gb')
+    ('a10', 'a100-80gb', 'a6000', 'gh200', 'h100', 'h200', 'l4', ..., 'v100-32gb')
     """
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

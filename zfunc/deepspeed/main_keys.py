@@ -22,8 +22,8 @@ BATCH: tuple[Key, ...] = (
         COUNT,
         None,
         "sequences of a step, of all ranks together: `train_micro_batch_size_per_gpu` x "
-        "`gradient_accumulation_steps` x ranks; any two give the third; a contradiction is an error, and so is a file "
-        "that says neither size",
+        "`gradient_accumulation_steps` x ranks; any two give the third; a contradiction is an error, and so is "
+        "a file that says neither size",
     ),
     honoured("train_micro_batch_size_per_gpu", COUNT, None, "see `train_batch_size`"),
     honoured("gradient_accumulation_steps", COUNT, None, "`micro_batches`: all of them in one `train_step`"),
