@@ -339,6 +339,26 @@ def test_batches_of_another_shape_are_planned_once_each() -> None:
     assert len(program.cache.specialized) == 2
 
 
+def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step of a shape that was dropped is the same step: it is only traced again."""
+    monkeypatch.setattr(zfunc.program, "SHAPES", 2)
+    segments, _ = MODELS["odd sizes"]()
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    traced: list[int] = []
+    costed = zfunc.program.costed
+    monkeypatch.setattr(zfunc.program, "costed", lambda *a: traced.append(len(a[1][0])) or costed(*a))
+    state = zfunc.init(program)
+    for size in (4, 8, 4, 12, 4, 8, 16):
+        state, _ = zfunc.train_step(program, state, regression(size)(0))
+        assert len(program.cache.costs) <= 2
+        assert len(program.cache.specialized) <= 4
+    assert traced == [4, 8, 12, 8, 16]  # 4 was used in between
+    (said,) = [r.getMessage() for r in caplog.records if "more than 2 shapes" in r.getMessage()]
+    assert "Round lengths up" in said
+
+
 # --- many slots, few slots: device gradient memory ------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -25,7 +25,7 @@ from zfunc.execute import Executor, Prepared, prepare
 from zfunc.graph import Graph, Op, Region, Tier
 from zfunc.layout import Layout
 from zfunc.memory import Peak, memory
-from zfunc.passes import Recompute, Weights
+from zfunc.passes import MAX_TRACES, Recompute, Weights
 from zfunc.plan import Plan, PlanError
 from zfunc.purity import called_twice
 from zfunc.ranks import Ranks
@@ -41,7 +41,9 @@ Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Schedule = Callable[[Graph], Plan]
 Recipe = Callable[[Job], Iterable[Op]]
+T = TypeVar("T")
 
+SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are kept: a new one is traced
 log = logging.getLogger("zfunc")
 _identities = itertools.count(1)
 
@@ -99,13 +101,14 @@ class Specialized:
 
 @define(eq=False)
 class Cache:
-    """What a Program makes once: costs for each set of batch shapes, plans for those, and the staging buffers."""
+    """What a Program keeps: costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
 
     costs: dict[Any, tuple[Job, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, Specialized] = field(factory=dict)
     reached: dict[int, tuple[str, Facts]] = field(
         factory=dict
     )  # Python values that traced segments depend on
+    overflowed: bool = False  # more shapes have come than are kept
     staging: dict[Region, Tensor] | None = None
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
@@ -167,8 +170,9 @@ def steadily_delayed(job: Job) -> Iterable[Op]:
 def specialize(
     program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
 ) -> Specialized:
-    """The program for the shapes of `batch`; traced and planned the first time they are seen. With `save` its steps
-    write a checkpoint too. `recipe` is that of the program's plan, or another.
+    """The program for the shapes of `batch`; traced and planned the first time they are seen, and again if SHAPES
+    others have come since. With `save` its steps write a checkpoint too. `recipe` is that of the program's plan, or
+    another.
 
     Raises ValueError where a segment cannot take its input or the last one returns no scalar.
     """
@@ -179,11 +183,28 @@ def specialize(
     if key not in costs:
         if not costs:
             _say_changed(program.segments)
-        costs[key] = costed(program, split(batch, program.micro_batches)[0])
-    if (key, recipe, save) not in cached:
-        job, random = costs[key]
-        cached[key, recipe, save] = planned(program, evolve(job, save=save), random, recipe)
-    return cached[key, recipe, save]
+        if len(costs) == SHAPES and not program.cache.overflowed:
+            program.cache.overflowed = True
+            log.warning(
+                "batches of more than %d shapes: each that comes anew is traced and planned. Round lengths up to a "
+                "few (README, Batches of several lengths)",
+                SHAPES,
+            )
+    job, random = _recent(
+        costs, key, lambda: costed(program, split(batch, program.micro_batches)[0]), most=SHAPES
+    )
+    made = (key, recipe, save)
+    return _recent(
+        cached, made, lambda: planned(program, evolve(job, save=save), random, recipe), most=2 * SHAPES
+    )
+
+
+def _recent(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
+    """`cache[key]`, made if it is not there; of more than `most` the one longest unused is dropped."""
+    cache[key] = value = cache.pop(key) if key in cache else make()
+    while len(cache) > most:
+        del cache[next(iter(cache))]
+    return value
 
 
 def _say_changed(segments: Iterable[Segment]) -> None:
