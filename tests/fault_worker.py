@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from attrs import frozen
+from forked import fork, warm
 from models import MODELS
 
 import zfunc
@@ -29,7 +29,6 @@ from zfunc.ranks import Ranks
 
 LONG = 120.0  # a time-out that no scenario waits for
 SHORT = 6.0  # the one of ranks that do not come; their store has it too, and a busy disk takes its time
-ERROR = 3  # the exit code of a rank that has seen one
 PATIENCE = 60.0  # seconds for everything that is not under test
 
 
@@ -222,23 +221,6 @@ def run(scenario: Scenario, rank: int, out: Path) -> None:
         dist.destroy_process_group()
 
 
-def fork(work: Callable[[], Any], *, ends_as_python: bool) -> int:
-    """A process that does this. It takes a second or two to take a torch apart at the end; so only some do."""
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 0
-    try:
-        work()
-    except Exception:
-        traceback.print_exc()
-        code = ERROR
-    if ends_as_python:  # with destructors, which may wait for threads
-        sys.exit(code)
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def play(scenario: Scenario, out: Path) -> None:
     """Fork the ranks, and keep how each ended: its exit code, minus a signal, or "still there"."""
     out.mkdir()
@@ -273,8 +255,5 @@ def play_all(names: list[str], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    zfunc.program.specialize(
-        compiled()[0], compiled()[1](0)
-    )  # what is imported for it is so once, not by every rank
+    warm()
     play_all(sys.argv[2:] or list(SCENARIOS), Path(sys.argv[1]))

@@ -1,23 +1,23 @@
-"""What each rank of tests/test_ranks.py runs: `python rank_worker.py RANK WORLD FOLDER`. Not a test of its own."""
+"""What each rank of tests/test_ranks.py runs: `python rank_worker.py FOLDER`. Not a test of its own."""
 
 import json
-import subprocess
-import sys
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import play
 from models import MODELS, rows_of
 from test_gradients import RECIPES as GRADIENTS
 from test_gradients import check
 from torch import Tensor
+from zfunc.schedules import Interleaved, Overlapped, Serial
 
 import zfunc
 from zfunc.execute import Jitter
 from zfunc.loss_scale import LossScale
-from zfunc.program import Program
+from zfunc.program import Program, rescheduled
 
 STEPS = {"fp32": 50}  # of the first setting; FEWER of the others
 FEWER = 15
@@ -51,22 +51,31 @@ def train(
     *,
     steps: int,
     poison: int | None = None,
-    step: Any = None,
     **settings: Any,
 ) -> tuple[list[Any], dict[str, Tensor], Program]:
     """Losses, norms, skipped steps and final parameters of a few steps on `group`."""
+    program, data = compiled(model, group, **settings)
+    return trained(program, data, steps=steps, poison=poison)
+
+
+def compiled(model: str, group: Any, **settings: Any) -> tuple[Program, Any]:
     segments, data = MODELS[model]()
     moments = settings.pop("moments", "fp32")
     optimizer = zfunc.AdamW(lr=1e-3, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
     options = {"bucket_size": 20_000, **settings}
-    program = zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options)
+    return zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options), data
+
+
+def trained(
+    program: Program, data: Any, *, steps: int, poison: int | None = None, **more: Any
+) -> tuple[list[Any], dict[str, Tensor], Program]:
     state = zfunc.init(program, seed=1, loss_scale=LossScale(scale=2.0**15, window=1000))
     ranks, seen = program.ranks, []
     for i in range(steps):
         inputs, targets = rows_of(global_batch(data, i), ranks.rank, ranks.world)
         if poison == i and ranks.rank == ranks.world - 1 and inputs.is_floating_point():
             inputs = torch.full_like(inputs, 6e4)  # overflows in fp16, on this rank alone
-        state, m = zfunc.train_step(program, state, (inputs, targets), **(step or {}))
+        state, m = zfunc.train_step(program, state, (inputs, targets), **more)
         seen.append((m.loss, m.grad_norm, m.skipped, m.sent_bytes, m.loss_scale))
     return seen, zfunc.params(program, state), program
 
@@ -80,22 +89,17 @@ def compare(group: Any, world: int, out: Path) -> None:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
             sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))
-    for (recipe, more), schedule in product(RECIPES.items(), ("Serial", "Overlapped", "Interleaved")):
-        jitter = {"jitter": Jitter(rank, 1e-3)} if schedule != "Serial" else {}
-        seen, params, program = train(
-            "odd sizes",
-            group,
-            steps=4,
-            clip_norm=2.0,
-            schedule=schedule,
-            step=jitter,
-            bucket_size=600,
-            **more,
-        )
-        if rank == 0:
-            torch.save({"seen": seen, "params": params}, out / f"bits-{recipe}-{schedule}-{world}.pt")
-            sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
-            (out / f"bits-{recipe}-{schedule}-{world}.json").write_text(json.dumps(sizes))
+    for recipe, more in RECIPES.items():
+        program, data = compiled("odd sizes", group, clip_norm=2.0, bucket_size=600, **more)
+        for schedule in (Serial(), Overlapped(), Interleaved()):
+            jitter = {} if schedule == Serial() else {"jitter": Jitter(rank, 1e-3)}
+            program = rescheduled(program, schedule)  # what was traced is kept
+            seen, params, _ = trained(program, data, steps=4, **jitter)
+            if rank == 0:
+                name = f"bits-{recipe}-{type(schedule).__name__}-{world}"
+                torch.save({"seen": seen, "params": params}, out / f"{name}.pt")
+                sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
+                (out / f"{name}.json").write_text(json.dumps(sizes))
     seen, params, _ = train("frozen below", group, steps=6, poison=3, precision="fp16")
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 
@@ -125,22 +129,6 @@ def disagree(what: str, out: Path, rank: int) -> None:
         (out / f"disagree-{what}-{rank}.txt").write_text(str(error))
 
 
-def four_ranks(worker: Path, out: Path) -> Path:
-    """Run a worker as four processes that meet in `out`, and return that when all have ended well."""
-    command = [sys.executable, "-W", "error::FutureWarning", str(worker)]
-    ranks = [
-        subprocess.Popen([*command, str(r), "4", str(out)], stderr=subprocess.PIPE, text=True)
-        for r in range(4)
-    ]
-    try:
-        errors = [p.communicate(timeout=400)[1] for p in ranks]
-    finally:
-        for p in ranks:
-            p.kill()
-    assert [p.returncode for p in ranks] == [0] * 4, "\n".join(errors)
-    return out
-
-
 def groups_of(rank: int, world: int, out: Path) -> dict[int, Any]:
     """In one of those processes: a group of the first ranks for each size in WORLDS."""
     torch.set_num_threads(1)
@@ -162,4 +150,4 @@ def main(rank: int, world: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    play(main)

@@ -1,14 +1,14 @@
-"""What each rank of tests/test_saving_ranks.py runs: `python save_worker.py RANK WORLD FOLDER`."""
+"""What each rank of tests/test_saving_ranks.py runs: `python save_worker.py FOLDER`."""
 
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import play
 from rank_worker import MODELS, WORLDS, global_batch, groups_of, rows_of
 
 import zfunc
@@ -115,4 +115,4 @@ def main(rank: int, world: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    play(main)

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from fault_worker import CALLS, ERROR, LONG, SCENARIOS, SHORT
+from fault_worker import CALLS, LONG, SCENARIOS, SHORT
+from forked import ERROR
 
 from zfunc import rollcall
 from zfunc.errors import ExecutionError, RankError

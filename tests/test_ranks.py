@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from forked import played
 from models import MODELS
-from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SETTINGS, STEPS, WORLDS, four_ranks
+from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SETTINGS, STEPS, WORLDS
 from table import JOBS, Scattered
 
 import zfunc
@@ -28,7 +29,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that four ranks wrote to."""
-    return four_ranks(HERE / "rank_worker.py", tmp_path_factory.mktemp("ranks"))
+    return played(HERE / "rank_worker.py", tmp_path_factory.mktemp("ranks"))
 
 
 def read(out: Path, name: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from rank_worker import WORLDS, four_ranks
+from forked import played
+from rank_worker import WORLDS
 from save_worker import SAVED_AT, SETTINGS
 
 from zfunc.checkpoint import checkpoints
@@ -19,7 +20,7 @@ HERE = Path(__file__).parent
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that four ranks wrote to."""
-    return four_ranks(HERE / "save_worker.py", tmp_path_factory.mktemp("saving"))
+    return played(HERE / "save_worker.py", tmp_path_factory.mktemp("saving"))
 
 
 @pytest.mark.parametrize("world", WORLDS)
