@@ -1,6 +1,7 @@
 """GPU tests are skipped, with the reason, where there is no GPU. Hypothesis is quiet about slow machines."""
 
 import logging
+import os
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ from hypothesis import settings
 
 settings.register_profile("zfunc", deadline=None, derandomize=True)
 settings.load_profile("zfunc")
-torch.set_num_threads(1)  # these tensors are tiny; teams that spin on a busy machine would take all the time
+# These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
+torch.set_num_threads(1)
+os.environ["OMP_NUM_THREADS"] = "1"
 logging.getLogger(
     "torch.__trace"
 ).propagate = False  # it formats everything for whoever listens, at any level

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+Out = pytest.CaptureFixture[str]
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
 
@@ -91,13 +92,24 @@ PRINTS: dict[str, list[str]] = {
         r"^equal logits: True$\nafter friday comes saturday$\nafter sunday comes monday$\ndays\? 7$",
     ],
 }
+ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
 
 
-def run(*arguments: str, cwd: str = str(ROOT), **options: str) -> str:
-    """What a new Python prints, warnings being errors."""
-    command = [sys.executable, "-W", "error", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=cwd, **options)
+def run(code: str, path: Path, capsys: Out) -> str:
+    """What code prints as a program, warnings being errors, as everywhere here. In this process: a new one would
+    spend seconds on importing torch.
+    """
+    exec(compile(code, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
+    said, complained = capsys.readouterr()
+    assert not complained
+    return said
+
+
+def run_alone(path: Path) -> str:
+    """What a new Python prints."""
+    command = [sys.executable, "-W", "error", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert not done.stderr, done.stderr
     return done.stdout
@@ -112,10 +124,14 @@ def in_order(output: str, patterns: list[str]) -> None:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_prints_what_it_announces(path: Path) -> None:
+def test_an_example_prints_what_it_announces(
+    path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if path.name in NEEDS:
         pytest.importorskip(NEEDS[path.name])
-    in_order(run(str(path)), PRINTS[path.name])
+    monkeypatch.chdir(ROOT)
+    said = run_alone(path) if path.name in ALONE else run(path.read_text(), path, capsys)
+    in_order(said, PRINTS[path.name])
 
 
 def test_every_example_is_here_and_can_be_read_aloud() -> None:
@@ -129,8 +145,11 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
 
 
-def test_the_code_of_the_readme_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    output = run("-", input="\n".join(blocks("python")), cwd=str(tmp_path))
+def test_the_code_of_the_readme_runs_from_top_to_bottom(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = run("\n".join(blocks("python")), ROOT / "README.md", capsys)
     expected = [r"^loss \d\.\d{3}$", r"^lane copies$", r"^same bits: True$", r"^resumes after step 110$"]
     in_order(output, expected)
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000110\n"
