@@ -65,8 +65,8 @@ def resume(group: Any, world: int, name: str, out: Path) -> None:
 
 def reshard(group: Any, world: int, name: str, out: Path) -> None:
     """Load what every other world saved, and train on."""
+    program, data = program_of(group, **{**SETTINGS[name], "bucket_size": 900, "stage": 2})
     for other in WORLDS:
-        program, data = program_of(group, **{**SETTINGS[name], "bucket_size": 900, "stage": 2})
         state = zfunc.load(out / f"{name}-{other}", program)
         weights = zfunc.params(program, state)
         _, seen = go_on(program, state, data, SAVED_AT, SAVED_AT + 1)

@@ -201,6 +201,19 @@ def every_plan(test: Callable[..., None]) -> Callable[..., None]:
     return every_graph(under_every_schedule)
 
 
+def in_pairs(*axes: Iterable[Any]) -> list[Any]:
+    """Rows for parametrize: the product of the axes. A set of rows in which every two entries of two axes meet is
+    run always; the others, which repeat what those say of any two, are `slow`. The last axis is the shortest.
+    """
+    tables = [list(axis) for axis in axes]
+    rows = []
+    for at in product(*map(range, map(len, tables))):
+        always = sum(at[:-1]) % len(tables[-1]) == at[-1]
+        marks = () if always else (pytest.mark.slow,)
+        rows.append(pytest.param(*(table[i] for table, i in zip(tables, at, strict=True)), marks=marks))
+    return rows
+
+
 shapes = st.one_of(
     st.just(()),
     st.just((1,)),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 from models import MODELS, bits
-from table import Scattered
+from table import Scattered, in_pairs
 from torch import Tensor
 
 import zfunc
@@ -76,26 +76,24 @@ def program(model: str, settings: str, **more: Any) -> tuple[Program, Any]:
     return trained.compiled(model, **{**SETTINGS[settings], **more})
 
 
-_traced: dict[tuple[str, str], tuple[Program, Any]] = {}
+_traced: dict[tuple[str, str, str], tuple[Program, Any]] = {}
 
 
-def under(schedule: Any, model: str, settings: str) -> tuple[Program, Any]:
-    """That program under a schedule. Segments are traced once for all schedules: that takes most of the time."""
-    if (model, settings) not in _traced:
-        _traced[model, settings] = program(model, settings)
-    made, batch = _traced[model, settings]
+def under(schedule: Any, model: str, settings: str, recompute: str = "all") -> tuple[Program, Any]:
+    """That program under a schedule. Segments are traced once for all laws: that takes most of the time."""
+    key = (model, settings, recompute)
+    if key not in _traced:
+        _traced[key] = program(model, settings, recompute=recompute)
+    made, batch = _traced[key]
     return rescheduled(made, getattr(schedules, schedule)() if isinstance(schedule, str) else schedule), batch
 
 
-def result(
-    model: str, settings: str, *, schedule: Any = None, step: dict[str, Any] | None = None, **more: Any
-) -> tuple[Any, ...]:
+def result(made: Program, batch: Any, **step: Any) -> tuple[Any, ...]:
     """Losses, norms, scale, parameters and moments after a few steps: everything a step can change."""
-    made, batch = program(model, settings, **more) if schedule is None else under(schedule, model, settings)
     state = zfunc.init(made, seed=1)
     seen = []
     for i in range(STEPS):
-        state, m = zfunc.train_step(made, state, batch(i), **(step or {}))
+        state, m = zfunc.train_step(made, state, batch(i), **step)
         seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale))
     return seen, bits(state)
 
@@ -110,28 +108,25 @@ _serial: dict[tuple[str, str], tuple[Any, ...]] = {}
 def serial(model: str, settings: str) -> tuple[Any, ...]:
     """The reference result: the recipe, top to bottom."""
     if (model, settings) not in _serial:
-        _serial[model, settings] = result(model, settings, schedule="Serial")
+        _serial[model, settings] = result(*under("Serial", model, settings))
     return _serial[model, settings]
 
 
-@pytest.mark.parametrize(("model", "settings"), ROWS)
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+@pytest.mark.parametrize(("settings", "schedule", "model"), in_pairs(SETTINGS, SCHEDULES, MODELS))
 def test_2_any_schedule_gives_the_serial_bits(model: str, settings: str, schedule: Any) -> None:
-    assert same(result(model, settings, schedule=schedule), serial(model, settings))
+    assert same(result(*under(schedule, model, settings)), serial(model, settings))
 
 
-@pytest.mark.parametrize(("model", "settings"), ROWS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(("model", "settings", "seed"), in_pairs(MODELS, SETTINGS, [0, 1]))
 def test_3_random_delays_change_nothing(model: str, settings: str, seed: int) -> None:
     schedule = [schedules.Overlapped(), Scattered(seed)][seed % 2]
-    jitter = Jitter(seed, 3e-4)
-    assert same(result(model, settings, schedule=schedule, step={"jitter": jitter}), serial(model, settings))
+    delayed = result(*under(schedule, model, settings), jitter=Jitter(seed, 3e-4))
+    assert same(delayed, serial(model, settings))
 
 
-@pytest.mark.parametrize(("model", "settings"), ROWS)
-@pytest.mark.parametrize("recompute", RECOMPUTE[1:])
+@pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE[1:]))
 def test_what_is_kept_for_backward_changes_nothing(model: str, settings: str, recompute: str) -> None:
-    assert same(result(model, settings, recompute=recompute), serial(model, settings))
+    assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
 
 @pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
@@ -151,20 +146,19 @@ def test_the_size_of_buckets_changes_no_weight(model: str, moments: str) -> None
 
 @pytest.mark.parametrize(("model", "settings"), ROWS)
 def test_10_every_stage_does_with_what_it_declares(model: str, settings: str) -> None:
-    assert same(result(model, settings, step={"debug": True}), serial(model, settings))
+    assert same(result(*under("Overlapped", model, settings), debug=True), serial(model, settings))
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_bucket_or_many_is_the_same_but_for_the_order_of_the_norm(model: str) -> None:
-    whole = result(model, "fp32", bucket_size=10**6)
-    small = result(model, "fp32", bucket_size=64)
+    whole = result(*program(model, "fp32", bucket_size=10**6))
+    small = result(*program(model, "fp32", bucket_size=64))
     assert [loss for loss, *_ in whole[0]] == [loss for loss, *_ in small[0]]
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTE)
-@pytest.mark.parametrize(("model", "settings"), ROWS)
+@pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE))
 def test_9_measured_memory_stays_within_the_plan(model: str, settings: str, recompute: str) -> None:
-    made, batch = program(model, settings, schedule="Serial", recompute=recompute)
+    made, batch = under("Serial", model, settings, recompute)
     state = zfunc.init(made)
     state, _ = zfunc.train_step(made, state, batch(0))
     with Tracker() as measured:
@@ -232,18 +226,22 @@ def test_2_and_10_on_any_layout(
 ) -> None:
     x, y = torch.linspace(-1, 1, 24).view(6, 4), torch.linspace(1, 0, 24).view(6, 4)
     results = []
-    for schedule, debug in (("Serial", False), (Scattered(seed), False), ("Interleaved", True)):
-        made = zfunc.compile(
-            from_layout(layout),
-            schedule=schedule,
-            bucket_size=bucket_size,
-            micro_batches=micro_batches,
-            clip_norm=clip,
-            precision=precision,
-            device="cpu",
-            grad_slots=1 + seed % 2,
-            host_slots=1 + seed % 3,
-        )
+    made = zfunc.compile(
+        from_layout(layout),
+        bucket_size=bucket_size,
+        micro_batches=micro_batches,
+        clip_norm=clip,
+        precision=precision,
+        device="cpu",
+        grad_slots=1 + seed % 2,
+        host_slots=1 + seed % 3,
+    )
+    for schedule, debug in (
+        (schedules.Serial(), False),
+        (Scattered(seed), False),
+        (schedules.Interleaved(), True),
+    ):
+        made = rescheduled(made, schedule)
         state = zfunc.init(made, loss_scale=LossScale(2.0**10))
         for _ in range(2):
             state, m = zfunc.train_step(made, state, (x, y), debug=debug)

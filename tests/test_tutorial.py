@@ -94,6 +94,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[R
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr("zfunc.train.SAMPLE_TOKENS", 5)
         yield folder, [*steps()]
     logging.getLogger("zfunc").handlers.clear()
 
