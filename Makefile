@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures docs scale soak fuzz wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures docs scale nightly soak fuzz wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -55,6 +55,10 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.simulated
 	$(BIN)/python -m benchmarks.step
+
+# What `make test` leaves to the night: the rows that repeat what others say of any two settings, and all soaks.
+nightly: $(TOOLS) soak
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.
 soak: $(TOOLS)

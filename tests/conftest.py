@@ -1,7 +1,10 @@
-"""GPU tests are skipped, with the reason, where there is no GPU. Hypothesis is quiet about slow machines."""
+"""Which tests run, in what order, and what is said of the others. Hypothesis is quiet about slow machines."""
 
 import logging
 import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,17 +21,23 @@ logging.getLogger(
 
 
 LONGEST = (
-    "ranks",
-    "tutorial",
-    "resume",
-    "native",
-    "saving_ranks",
-    "faults",
-    "examples",
-    "tracking",
-    "soak",
     "laws",
+    "tutorial",
+    "ranks",
+    "resume",
+    "tracking",
+    "saving_ranks",
+    "hf",
+    "delayed",
+    "cli_plan",
+    "faults",
+    "cli",
+    "examples",
+    "native",
+    "gradients",
+    "parity",
 )
+SLOW = pytest.StashKey[int]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,3 +50,50 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+# --- what was left out, and why --------------------------------------------------------------------------
+
+
+def table(skipped: Iterable[tuple[str, str]], slow: int = 0) -> list[str]:
+    """A line for every reason, from pairs (file, reason), the most frequent first.
+
+    >>> print(*table([("a.py", "no GPU"), ("b.py", "no GPU"), ("c.py", "no browser")], 9), sep="\\n")
+        9  slow: make nightly runs them
+        2  no GPU (a.py, b.py)
+        1  no browser (c.py)
+    """
+    files: dict[str, list[str]] = {}
+    for file, reason in skipped:
+        files.setdefault(reason, []).append(file)
+    lines = [(len(told), f"{reason} ({', '.join(dict.fromkeys(told))})") for reason, told in files.items()]
+    if slow:
+        lines.append((slow, "slow: make nightly runs them"))
+    return [f"{count:5d}  {line}" for count, line in sorted(lines, key=lambda x: -x[0])]
+
+
+def pytest_deselected(items: Sequence[pytest.Item]) -> None:
+    """In each worker too, where all files are collected."""
+    for item in items:
+        if item.get_closest_marker("slow"):
+            item.config.stash[SLOW] = item.config.stash.get(SLOW, 0) + 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["slow"] = session.config.stash.get(SLOW, 0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any, error: Any) -> None:
+    """A worker of xdist has ended: all have left out the same."""
+    node.config.stash[SLOW] = getattr(node, "workeroutput", {}).get("slow", 0)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    reports = terminalreporter.stats.get("skipped", [])
+    skipped = [(Path(r.longrepr[0]).name, r.longrepr[2].removeprefix("Skipped: ")) for r in reports]
+    if lines := table(skipped, config.stash.get(SLOW, 0)):
+        terminalreporter.section("left out, and why")
+        for line in lines:
+            terminalreporter.write_line(line)

@@ -161,7 +161,7 @@ def job(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     data = tmp_path / "data.txt"
     data.write_text("Every rank reads its part of the batch. " * 400)
     arguments = ["--steps", "5", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL]
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "ZFUNC_TIMEOUT": "5"}
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "ZFUNC_TIMEOUT": "60"}
     return ["-m", "zfunc", "train", *arguments], environment
 
 
@@ -185,7 +185,7 @@ def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    more["ZFUNC_FAULTS"] = "rank=1,step=2,op=adam[0],do=hang"
+    more |= {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=hang", "ZFUNC_TIMEOUT": "5"}
     ranks = [
         subprocess.Popen(
             [sys.executable, *arguments],

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from browser import Shown, needs_browser, results, show
 from table import plan_of
-from test_page import HOSTILE, Elements, hostile, large, late
+from test_page import HOSTILE, WORD, Elements, hostile, large, late
 
 from zfunc.page import SCRIPTS, data, page
 from zfunc.simulate import simulate
@@ -85,7 +85,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     assert [text for _, text in elements.all("title")] == [HOSTILE]
     assert shown.attribute("data-ready") == "2"
     assert [text.strip() for _, text in elements.all("h2")] == [name]
-    assert HOSTILE in [text for _, text in elements.all("code")]
+    assert WORD in [text for _, text in elements.all("code")]
 
 
 def test_the_policy_stops_a_script_that_is_not_the_pages(tmp_path: Path) -> None:
