@@ -35,7 +35,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bucket_size": 1.5}, ValueError, "bucket_size: got 1.5"),
     ({"micro_batches": 0}, ValueError, "micro_batches: got 0"),
     ({"grad_slots": 0}, ValueError, "grad_slots: got 0"),
-    ({"clip_norm": 0.0}, ValueError, "clip_norm: got 0.0, expected a positive number, or None"),
+    (
+        {"clip_norm": 0.0},
+        ValueError,
+        "clip_norm: got 0.0, expected a finite number above 0: pass None not to clip",
+    ),
     ({"clip_norm": float("nan")}, ValueError, "clip_norm: got nan"),
     ({"recompute": "min_cut"}, ValueError, "recompute: got 'min_cut'.*did you mean 'min-cut'"),
     ({"recompute": "none", "compile_segments": True}, ValueError, "compile_segments"),

@@ -18,9 +18,19 @@ if TYPE_CHECKING:
     from zfunc.checkpointing import load, save
     from zfunc.compiling import compile
     from zfunc.configured import from_deepspeed
-    from zfunc.errors import CheckpointError, NonFiniteError
+    from zfunc.errors import (
+        CheckpointError,
+        DonatedStateError,
+        ExecutionError,
+        LaneTimeout,
+        NonFiniteError,
+        OutOfMemory,
+        RankError,
+        UndeclaredAccess,
+    )
     from zfunc.execute import Jitter
     from zfunc.loss_scale import LossScale
+    from zfunc.plan import PlanError
     from zfunc.planner import plan as plan
     from zfunc.reading import apply, evaluate, params
     from zfunc.saving import Save
@@ -31,11 +41,18 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamW": "adam",
     "CheckpointError": "errors",
+    "DonatedStateError": "errors",
+    "ExecutionError": "errors",
     "Jitter": "execute",
+    "LaneTimeout": "errors",
     "LossScale": "loss_scale",
     "NonFiniteError": "errors",
+    "OutOfMemory": "errors",
+    "PlanError": "plan",
+    "RankError": "errors",
     "Save": "saving",
     "Segment": "segments",
+    "UndeclaredAccess": "errors",
     "adam_update_": "sweeps",
     "apply": "reading",
     "compile": "compiling",
@@ -54,11 +71,18 @@ _HOMES = {
 __all__ = [
     "AdamW",
     "CheckpointError",
+    "DonatedStateError",
+    "ExecutionError",
     "Jitter",
+    "LaneTimeout",
     "LossScale",
     "NonFiniteError",
+    "OutOfMemory",
+    "PlanError",
+    "RankError",
     "Save",
     "Segment",
+    "UndeclaredAccess",
     "adam_update_",
     "apply",
     "compile",

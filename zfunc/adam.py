@@ -5,7 +5,8 @@ from typing import Any
 
 import attrs
 
-from zfunc.checks import checked_betas, checked_finite, refuse
+from zfunc.adam_reference import coefficients
+from zfunc.checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
 from zfunc.moments import BUFFERS, Moments
 
 
@@ -28,8 +29,21 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 Betas = tuple[float, float]
 
 
-def _pair(betas: Any) -> Any:
-    return tuple(betas) if isinstance(betas, list) else betas
+def _function(x: Any) -> bool:
+    """Whether it is called with the step: a tensor is not, and a class is not yet."""
+    return callable(x) and not isinstance(x, type)
+
+
+def _lr(lr: Any) -> Any:
+    return lr if _function(lr) else checked_finite("lr", lr, minimum=0.0)
+
+
+def _betas(betas: Any) -> Any:
+    return betas if _function(betas) else checked_betas(betas)
+
+
+def _decay(weight_decay: Any) -> float:
+    return checked_finite("weight_decay", weight_decay, minimum=0.0)
 
 
 @attrs.frozen
@@ -44,28 +58,23 @@ class AdamW:
     "16bit", 8 bytes (the master in two halves, exact, and both moments in bf16); "8bit", 6 bytes (the same master,
     both moments in 8 bits, with an exponent for every 64). Arithmetic is fp32 always (`zfunc.compact_reference`).
 
-    Values out of range raise ValueError or TypeError here, at birth.
+    Numbers may be NumPy's or tensors of one element, and are kept as floats. Values out of range, and a learning
+    rate that overflows fp32 in the first step, raise ValueError or TypeError here, at birth.
 
     >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
     0.0003
     """
 
-    lr: float | Callable[[int], float] = 1e-3
-    betas: Betas | Callable[[int], Betas] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_pair)
-    eps: float = attrs.field(default=1e-8, kw_only=True)
-    weight_decay: float = attrs.field(default=0.01, kw_only=True)
+    lr: float | Callable[[int], float] = attrs.field(default=1e-3, converter=_lr)
+    betas: Betas | Callable[[int], Betas] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_betas)
+    eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
+    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=_decay)
     decoupled: bool = attrs.field(default=True, kw_only=True)
     decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=everything, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         """Check every field."""
-        if not callable(self.lr):
-            checked_finite("lr", self.lr, minimum=0.0)
-        if not callable(self.betas):
-            checked_betas(self.betas)
-        checked_finite("eps", self.eps, minimum=0.0)
-        checked_finite("weight_decay", self.weight_decay, minimum=0.0)
         if not isinstance(self.decoupled, bool):
             refuse(
                 TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
@@ -76,12 +85,20 @@ class AdamW:
             refuse(
                 TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
             )
+        if not callable(self.lr) and not callable(self.betas):
+            self._check_factors(1, self.lr, self.betas)  # the largest of all steps
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1; ValueError where it is not finite or negative."""
-        if not callable(self.lr):
-            return self.lr
-        return checked_finite(f"lr at step {step}", self.lr(step), minimum=0.0)
+        """The learning rate of a step, counted from 1, as a float; TypeError or ValueError for no such number."""
+        lr = self.lr
+        if callable(lr):
+            lr = checked_finite(f"lr at step {step}", lr(step), minimum=0.0)
+        if callable(self.lr) or callable(self.betas):
+            self._check_factors(step, lr, self.betas_at(step))
+        return lr
+
+    def _check_factors(self, step: int, lr: float, betas: Betas) -> None:
+        check_factors(coefficients(step, lr, betas, self.eps, self.weight_decay, self.decoupled, 1.0))
 
     def betas_at(self, step: int) -> Betas:
         """The decay rates of both moments in a step, counted from 1; ValueError where one is not in [0, 1)."""

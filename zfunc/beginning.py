@@ -7,12 +7,15 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
+from zfunc.checks import no_inference_mode
 from zfunc.errors import nearest
 from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.memory import memory
-from zfunc.program import Program, check_memory, staging
+from zfunc.program import Program, check_memory, check_program, staging
 from zfunc.seeds import key
 from zfunc.state import Buffers, State, allocate, view
+from zfunc.values import of_type, whole
 from zfunc.weights import put_weights
 
 
@@ -26,9 +29,24 @@ def init(
     """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
 
     Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
-    Raises OutOfMemory before allocating anything if the plan does not fit, ValueError for names or shapes in
-    `params` that the program does not have.
+    Raises OutOfMemory before allocating anything if the plan does not fit, RuntimeError in inference mode, and
+    ValueError for names or shapes in `params` that the program does not have.
     """
+    no_inference_mode("init")
+    check_program(program, "init")
+    whole("init: seed", seed, -LARGEST_SEED, LARGEST_SEED)
+    of_type(
+        "init: params",
+        {} if params is None else params,
+        Mapping,
+        "{full name: tensor}: pass such as zfunc.params returns",
+    )
+    of_type(
+        "init: loss_scale",
+        loss_scale,
+        LossScale | None,
+        "a zfunc.LossScale or None: pass zfunc.LossScale(scale=...)",
+    )
     given = dict(params or {})
     _check_names(program, given)
     buffers = allocated(program, "init")

@@ -17,11 +17,12 @@ from zfunc.beginning import allocated
 from zfunc.checkpoint import checkpoints
 from zfunc.checkpoint.checkpoints import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, Position, check_model
+from zfunc.checks import no_inference_mode
 from zfunc.errors import CheckpointError
 from zfunc.execute import Options
 from zfunc.graph import Region
 from zfunc.loss_scale import UNSCALED, LossScale
-from zfunc.program import Program, between_steps, occupied
+from zfunc.program import Program, between_steps, check_program, check_state, occupied
 from zfunc.ranks import Ranks
 from zfunc.recipes import checkpoint
 from zfunc.saving import Save, Saved, Saving, together
@@ -45,7 +46,7 @@ def save(
     pass `save=` to `train_step`. Raises CheckpointError, on every rank, where it cannot be written: then the
     checkpoints before it are as they were.
     """
-    state.check(program.identity, "save")
+    check_state(program, state, "save")
     with occupied(
         program, "save", "got a program that is in a step, expected none: pass save= to train_step"
     ):
@@ -99,6 +100,8 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
 
 def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
     """`load`, and the checkpoint it was: its folder and manifest."""
+    no_inference_mode("load")
+    check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
     buffers: Buffers | None = None
     ranks.agree("load")

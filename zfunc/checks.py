@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
+from zfunc.adam_reference import SMALLEST_NORMAL, Coefficients
 from zfunc.kernel import cpu_adam
 from zfunc.threads import clamp, default_threads
+from zfunc.values import FLOAT32_MAX, number
 
-FLOAT32_MAX = 3.4028234663852886e38
 MOST_STEPS = 2**53  # a float64 counts no further
 
 
@@ -119,8 +120,8 @@ def checked_step(step: Any) -> int:
 def checked_betas(betas: Any, name: str = "betas") -> tuple[float, float]:
     """Two decay rates in [0, 1)."""
     try:
-        beta1, beta2 = betas
-        good = 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0
+        beta1, beta2 = (number(name, beta, least=0.0) for beta in betas)
+        good = beta1 < 1.0 and beta2 < 1.0
     except (TypeError, ValueError, RuntimeError):
         beta1 = beta2 = None
         good = False
@@ -130,15 +131,38 @@ def checked_betas(betas: Any, name: str = "betas") -> tuple[float, float]:
 
 
 def checked_finite(name: str, value: Any, minimum: float = -FLOAT32_MAX) -> float:
-    """A number at or above `minimum` that float32 can hold."""
+    """A number at or above `minimum` that float32 can hold, as a float."""
     try:
-        good = bool(minimum <= value <= FLOAT32_MAX)
-    except (TypeError, ValueError, RuntimeError):  # more than one number is none either
+        return number(name, value, least=minimum)
+    except TypeError:
         refuse(TypeError, name, repr(value), "a number", "pass a float")
-    if not good:
+    except ValueError:
         floor = " at or above 0" if minimum == 0.0 else ""
         refuse(ValueError, name, repr(value), f"a finite float32{floor}", "correct it, or skip this step")
-    return value
+
+
+def checked_eps(value: Any) -> float:
+    """0, or what float32 can hold as a normal number: the kernel takes all smaller ones for 0."""
+    eps = checked_finite("eps", value, minimum=0.0)
+    if 0.0 < eps < SMALLEST_NORMAL:
+        refuse(ValueError, "eps", repr(value), "a float32 of at least 1.2e-38, or 0", "pass such as 1e-8")
+    return eps
+
+
+def check_factors(factors: Coefficients) -> None:
+    """Raise ValueError where a factor of a step is too large for float32."""
+    for name, factor in factors._asdict().items():
+        if name not in ("grad_floor", "inv_sqrt_bias2"):
+            checked_finite(f"lr, betas and weight_decay (as {name})", factor)
+
+
+def no_inference_mode(action: str) -> None:
+    """Raise RuntimeError in inference mode: what is allocated there could not be written into outside of it."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{action}: got inference mode, expected it off: training writes into what is made here. Call it "
+            "outside of torch.inference_mode()"
+        )
 
 
 def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:

@@ -5,8 +5,9 @@ what to do; nothing below checks again.
 """
 
 import logging
+import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from zfunc import schedules
 from zfunc.adam import AdamW
+from zfunc.checks import no_inference_mode
 from zfunc.errors import nearest
 from zfunc.execute import Executor
 from zfunc.jobs import check_recipe, make_job, one_of
@@ -30,6 +32,7 @@ from zfunc.segments import Segment, check_memory_apart, gradient_hooks, refuse_h
 from zfunc.stage import SegmentCall, Stage
 from zfunc.stages import STAGES
 from zfunc.threads import default_threads
+from zfunc.values import number, of_type, truth
 
 log = logging.getLogger("zfunc")
 
@@ -89,13 +92,23 @@ def compile(
 
     Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
     """
+    no_inference_mode("compile")
     segments = _checked(segments)
-    optimizer = optimizer or AdamW()
+    optimizer = AdamW() if optimizer is None else optimizer
+    of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+    of_type(
+        "stages",
+        {} if stages is None else stages,
+        Mapping,
+        "a dict of functions by verb, or None: pass {verb: function}",
+    )
     one_of("recompute", recompute, list(RECOMPUTE))
+    truth("compile_segments", compile_segments)
+    patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     ranks = _ranks(group)
     if compile_segments and recompute == "none":
         raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
-    if recipe is not None and not callable(recipe):
+    if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):
         raise TypeError(
             f"recipe: got {recipe!r}, expected a function Job -> operations, as zfunc.recipes.zero_offload"
         )
@@ -135,7 +148,7 @@ def compile(
         optimizer=optimizer,
         schedule=chosen,
         precision=precision,
-        clip_norm=clip_norm,
+        clip_norm=None if clip_norm is None else float(clip_norm),
         micro_batches=micro_batches,
         device=where,
         recompute=recompute,
@@ -163,7 +176,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         return torch.device(found, torch.cuda.current_device()) if found == "cuda" else torch.device("cpu")
     try:
         where = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ValueError(
             f"device: got {device!r}, expected 'cpu' or 'cuda'{nearest(str(device), ['cpu', 'cuda'])}"
         ) from None
@@ -179,6 +192,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
 
 
 def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    of_type("segments", segments, Iterable, "a list of Segments: pass [segment, ...]")
     segments = tuple(segments)
     if not segments:
         raise ValueError("segments: got none, expected at least one: the last ends in the loss")
@@ -286,7 +300,13 @@ def _schedule(schedule: Schedule | str | None) -> Schedule:
         one_of("schedule", schedule, schedules.__all__)
         return getattr(schedules, schedule)()
     if isinstance(schedule, type):
-        schedule = schedule()
+        try:
+            schedule = schedule()
+        except TypeError as error:
+            raise TypeError(
+                f"schedule: got the class {schedule.__name__}, expected one that can be made without arguments, "
+                f"or an object: {error}"
+            ) from error
     if not callable(schedule):
         raise TypeError(
             f"schedule: got a {type(schedule).__name__}, expected something callable Graph -> Plan"

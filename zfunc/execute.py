@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from functools import partial
 from queue import SimpleQueue
 from random import Random
 from typing import Any
@@ -33,6 +34,7 @@ from zfunc.guard import Guard, tensors
 from zfunc.plan import Plan
 from zfunc.teams import take_seats
 from zfunc.timeline import Event, Timeline
+from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
@@ -43,8 +45,8 @@ HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never
 class Jitter:
     """Seeded random delays of up to `seconds` before every operation, to show what order does not promise."""
 
-    seed: int = 0
-    seconds: float = 1e-3
+    seed: int = field(default=0, converter=partial(whole, "Jitter: seed"))
+    seconds: float = field(default=1e-3, converter=partial(number, "Jitter: seconds", least=0.0, most=60.0))
 
 
 @frozen(eq=False)

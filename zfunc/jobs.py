@@ -19,6 +19,7 @@ from zfunc.program import DTYPES, Precision, Recipe, graph_of
 from zfunc.regions import WAITING, undecided
 from zfunc.segments import Segment
 from zfunc.tracing import nbytes
+from zfunc.values import number, whole
 
 
 def make_job(
@@ -48,9 +49,11 @@ def make_job(
         1, micro_batches=micro_batches, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size
     )
     _counts(0, speculate=speculate)
-    if clip_norm is not None and not 0 < clip_norm < float("inf"):
-        raise ValueError(f"clip_norm: got {clip_norm}, expected a positive number, or None not to clip")
-    if stage not in (1, 2):
+    if clip_norm is not None:
+        number("clip_norm", clip_norm, positive=True, hint="pass None not to clip")
+    if not isinstance(offload_ratio, str):
+        offload_ratio = number("offload_ratio", offload_ratio, least=0.0, most=1.0)
+    if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (1, 2):
         raise ValueError(f"stage: got {stage!r}, expected 1 or 2, as ZeRO numbers them")
     if delay_from is not None:
         _counts(1, delay_from=delay_from)
@@ -147,5 +150,4 @@ def one_of(what: str, got: Any, known: list[str]) -> None:
 
 def _counts(least: int, **counts: int) -> None:
     for what, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ValueError(f"{what}: got {value!r}, expected a whole number of at least {least}")
+        whole(what, value, least)

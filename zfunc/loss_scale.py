@@ -4,11 +4,23 @@ The semantics are those users of DeepSpeed have in their files: halve on overflo
 up, double after `window` steps without one, never below `minimum`.
 """
 
-from attrs import evolve, field, frozen, validators
+from functools import partial
+from typing import Any
+
+from attrs import evolve, field, frozen
 
 from zfunc.errors import NonFiniteError
+from zfunc.values import number, truth, whole
 
 UNHARMED = "the state is unharmed"
+
+
+def _above_0(name: str) -> Any:
+    return partial(number, f"LossScale: {name}", positive=True)
+
+
+def _whole(least: int) -> Any:
+    return lambda _, attribute, value: whole(f"LossScale: {attribute.name}", value, least)
 
 
 @frozen
@@ -23,14 +35,14 @@ class LossScale:
     2.0
     """
 
-    scale: float = field(default=2.0**16, validator=validators.gt(0))
-    window: int = field(default=1000, validator=validators.ge(0))
-    hysteresis: int = field(default=2, validator=validators.ge(1))
-    minimum: float = field(default=1.0, validator=validators.gt(0))
-    left: int = field(default=-1)  # overflows until the scale halves
-    steps: int = 0  # steps seen
-    last_overflow: int = -1  # the step of the last one
-    consecutive: bool = False
+    scale: float = field(default=2.0**16, converter=_above_0("scale"))
+    window: int = field(default=1000, validator=_whole(0))
+    hysteresis: int = field(default=2, validator=_whole(1))
+    minimum: float = field(default=1.0, converter=_above_0("minimum"))
+    left: int = field(default=-1, validator=_whole(-1))  # overflows until the scale halves
+    steps: int = field(default=0, validator=_whole(0))  # steps seen
+    last_overflow: int = field(default=-1, validator=_whole(-1))  # the step of the last one
+    consecutive: bool = field(default=False, validator=lambda _, a, x: truth(f"LossScale: {a.name}", x))
 
     def __attrs_post_init__(self) -> None:
         if self.left < 0:

@@ -33,8 +33,9 @@ from zfunc.recipes import delayed, zero_offload
 from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.segments import Segment
 from zfunc.stage import SegmentCall, Stage
-from zfunc.state import staging_buffer, waiting
+from zfunc.state import State, staging_buffer, waiting
 from zfunc.tracing import Trace, is_random, nbytes, trace
+from zfunc.values import of_type
 from zfunc.verify import verify
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -111,6 +112,18 @@ class Cache:
     overflowed: bool = False  # more shapes have come than are kept
     staging: dict[Region, Tensor] | None = None
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
+
+
+def check_program(program: Any, action: str) -> None:
+    """Raise TypeError for what is no Program."""
+    of_type(f"{action}: program", program, Program, "what zfunc.compile returns: pass that")
+
+
+def check_state(program: Any, state: Any, action: str) -> None:
+    """Raise unless `state` is one of `program`'s that may be used: TypeError, ValueError or DonatedStateError."""
+    check_program(program, action)
+    of_type(f"{action}: state", state, State, "what zfunc.init or the last step returned: pass that")
+    state.check(program.identity, action)
 
 
 def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Plan:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zfunc.program import Program
+from zfunc.program import Program, check_state
 from zfunc.seeds import key, redirected, seeded
 from zfunc.state import Flat, State, regions
 from zfunc.weights import parameter_weights
@@ -23,7 +23,7 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
     theirs are the values on the device, in the compute precision. Raises DonatedStateError for a state that a step
     has taken.
     """
-    state.check(program.identity, "params")
+    check_state(program, state, "params")
     program.ranks.agree("params")
     weights = parameter_weights(state.buffers, program.layout, program.ranks)
     return {name: values.clone() for name, values in weights}
@@ -33,14 +33,20 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     """Run the segments forward, without dropout, with the device's parameters.
 
     The last segment is called with `more` after its input: the targets for a loss, or nothing if it can do
-    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change. What a segment draws
-    all the same depends on the state alone.
+    without (as `zfunc.gpt.Head`, which then returns logits). No gradient, no change; where a segment returns a
+    parameter or a part of one, this returns a copy. What a segment draws all the same depends on the state alone.
     """
-    state.check(program.identity, "apply")
+    check_state(program, state, "apply")
     program.executor.check_process("apply")
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
         last = y  # without keeping those before it
-    return last
+    lent = [
+        state.buffers.params,
+        state.buffers.frozen,
+        *(t for c in program.calls for t in c.constants.values()),
+    ]
+    storages = {t.untyped_storage()._cdata for t in lent}
+    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, last)
 
 
 def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:

@@ -27,10 +27,16 @@ from zfunc.errors import CheckpointError, RankError
 from zfunc.layout import Layout
 from zfunc.moments import Moments
 from zfunc.ranks import Ranks
+from zfunc.values import of_type
 
 T = TypeVar("T")
 THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
 log = logging.getLogger("zfunc")
+
+
+def _folder(path: Any) -> Path:
+    of_type("Save: folder", path, str | os.PathLike, "a path: pass a string or a Path")
+    return Path(os.fspath(path)).expanduser()
 
 
 @frozen
@@ -41,7 +47,7 @@ class Save:
     `keep` below 1, and CheckpointError for an `extra` that is something else.
     """
 
-    folder: Path = field(converter=lambda path: Path(os.fspath(path)).expanduser())
+    folder: Path = field(converter=_folder)
     keep: int = field(default=2, kw_only=True)
     extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
 

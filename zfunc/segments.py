@@ -18,8 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zfunc.captured import Facts, captured
+from zfunc.checks import no_inference_mode
 from zfunc.layout import Parameter
 from zfunc.seeds import seeded_sequence
+from zfunc.values import of_type
 
 Values = dict[str, Tensor]
 
@@ -28,23 +30,24 @@ Values = dict[str, Tensor]
 class Segment:
     """A pure function with the names, shapes and initial values of its parameters.
 
-    `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
-    short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
-    change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
-    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
-    tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
-    tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
+        `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
+        short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
+        change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
+        of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
+        tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
+        tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
 
-    Usually made by `segment` from a module; made by hand from a function:
+        Usually made by `segment` from a module; made by hand from a function:
 
-    >>> from zfunc.layout import Parameter
-    >>> double = Segment(
-    ...     "double",
-    ...     lambda p, x: x * p["w"],
-    ...     (Parameter("double.w", ()),),
-    ...     ("w",),
-    ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
-    ... )
+        >>> from zfunc.layout import Parameter
+    from zfunc.values import of_type
+        >>> double = Segment(
+        ...     "double",
+        ...     lambda p, x: x * p["w"],
+        ...     (Parameter("double.w", ()),),
+        ...     ("w",),
+        ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
+        ... )
     """
 
     name: str
@@ -61,6 +64,13 @@ class Segment:
     _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        _check_name(self.name)
+        for what, function in (
+            ("function", self.function),
+            ("evaluate", self.evaluation),
+            ("initial", self.initial),
+        ):
+            of_type(f"segment {self.name!r}: {what}", function, Callable, "a function: pass one")
         for what, names in (("parameters", [p.name for p in self.parameters]), ("short names", self.short)):
             if repeated := sorted(name for name, times in Counter(names).items() if times > 1):
                 raise ValueError(
@@ -120,7 +130,20 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
+    no_inference_mode("segment")
+    _check_name(name)
+    of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: make a Segment by hand from a function")
+    of_type(
+        f"segment {name!r}: share",
+        {} if share is None else share,
+        Mapping,
+        "a dict: {'name in the module': 'segment.name'}",
+    )
     share = dict(share or {})
+    for full in share.values():
+        of_type(
+            f"segment {name!r}: share", full, str, "full names of other segments' parameters: give strings"
+        )
     own = _slots(module, "_parameters")
     _check_hooks(name, module)
     check_memory_apart(f"segment {name!r}", {**own, **_slots(module, "_buffers")})
@@ -181,6 +204,14 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         module=skeleton,
         source=(module, captured(module, tensors=True)),
     )
+
+
+def _check_name(name: Any) -> None:
+    of_type("segment: name", name, str, "a string, by which its parameters are called: pass such as 'head'")
+    if not name:
+        raise ValueError(
+            "segment: name: got '', expected a name: parameters are called by it. Pass such as 'head'"
+        )
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.agreement import agree
 from zfunc.checkpointing import begin
+from zfunc.checks import no_inference_mode
 from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.execute import Jitter, Options
 from zfunc.faults import Fault, check, due
@@ -29,6 +29,7 @@ from zfunc.program import (
     Specialized,
     between_steps,
     check_memory,
+    check_state,
     occupied,
     specialize,
     split,
@@ -43,6 +44,7 @@ from zfunc.seeds import key, seeded
 from zfunc.stage import Step
 from zfunc.state import Buffers, State, regions
 from zfunc.timeline import Timeline
+from zfunc.values import of_type, truth
 from zfunc.verdict import Verdict
 
 
@@ -108,20 +110,30 @@ def train_step(
     >>> metrics.step, zfunc.evaluate(program, state, batch) < metrics.loss
     (1, True)
     """
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError("train_step: got inference mode, expected none: gradients need it off")
+    no_inference_mode("train_step")
+    check_state(program, state, "train_step")
+    truth("train_step: trace", trace)
+    truth("train_step: debug", debug)
+    of_type(
+        "train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass zfunc.Jitter(seed=...)"
+    )
+    of_type("train_step: faults", faults, Sequence, "a list of zfunc.faults.Fault: pass [Fault(...), ...]")
+    faults = tuple(faults)
+    for fault in faults:
+        of_type(
+            "train_step: faults", fault, Fault, "a zfunc.faults.Fault: pass Fault(rank=..., step=..., ...)"
+        )
     refusal = (
         "got a program that is in a step already, expected one step at a time: its staging "
         "buffers are shared. Compile a second program for a second thread"
     )
     with occupied(program, "train_step", refusal):
-        return _train_step(program, state, batch, Options(jitter, debug, trace, tuple(faults)), _save(save))
+        return _train_step(program, state, batch, Options(jitter, debug, trace, faults), _save(save))
 
 
 def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: Options, save: Save | None
 ) -> tuple[State, Metrics]:
-    state.check(program.identity, "train_step")
     number = state.step + 1
     special = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
     options = _checked(program, special, state, batch, options)
@@ -229,7 +241,8 @@ def flush(program: Program, state: State) -> State:
     `state` is donated. With several ranks all of them have to call this. Training can go on from what is returned:
     the next step finds no gradient that waits.
     """
-    state.check(program.identity, "flush")
+    no_inference_mode("flush")
+    check_state(program, state, "flush")
     if state.pending is None:
         return state
     with occupied(program, "flush", "got a program that is in a step, expected none: call it after the step"):

@@ -12,7 +12,9 @@ from torch import Tensor
 from zfunc.adam_reference import Coefficients, coefficients
 from zfunc.checks import (
     check_disjoint,
+    check_factors,
     checked_betas,
+    checked_eps,
     checked_finite,
     checked_step,
     checked_threads,
@@ -143,14 +145,12 @@ def checked_coefficients(
         step,
         checked_finite("lr", lr, minimum=0.0),
         checked_betas(betas),
-        checked_finite("eps", eps, minimum=0.0),
+        checked_eps(eps),
         checked_finite("weight_decay", weight_decay, minimum=0.0),
         decoupled,
         checked_finite("grad_scale", grad_scale),
     )
-    for name, factor in factors._asdict().items():
-        if name not in ("grad_floor", "inv_sqrt_bias2"):
-            checked_finite(f"lr, betas and weight_decay (as {name})", factor)
+    check_factors(factors)
     return factors
 
 

@@ -21,7 +21,7 @@ from zfunc.errors import CheckpointError, nearest
 from zfunc.export import FORMATS, DType, Exported
 from zfunc.export import export as export_weights
 from zfunc.hf.weights import SINGLE, empty_model, read_config
-from zfunc.program import DTYPES, Program
+from zfunc.program import DTYPES, Program, check_state
 from zfunc.saving import as_bytes, together
 from zfunc.state import State
 from zfunc.weights import parameter_weights
@@ -61,7 +61,7 @@ def save(out: Path | str, program: Program, state: State, *, config: Any, dtype:
     bucket: no second copy of the model is made. `state` can be trained on. With several ranks all of them have to
     call this, and the first one writes. Raises ValueError and CheckpointError as `export` does.
     """
-    state.check(program.identity, "hf.save")
+    check_state(program, state, "hf.save")
     ranks = program.ranks
     ranks.agree("hf.save")
 

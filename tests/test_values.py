@@ -1,0 +1,295 @@
+"""Values of the wrong type or out of range are refused where they are given: got, expected, what to do."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+from models import Loss, regression
+from torch import nn
+
+import zfunc
+from zfunc import errors
+
+ODD = (None, True, False, -1, 0, 1, 0.5, math.nan, math.inf, "", "1", [1], {}, 1j, torch.tensor(1.0))
+ODD = (
+    *ODD,
+    torch.ones(2),
+    np.float32(1),
+    np.int64(1),
+    np.bool_(True),
+    torch.optim.SGD,
+    object(),
+    nn.Identity(),
+)
+
+
+def segments() -> list[zfunc.Segment]:
+    return [zfunc.segment("loss", Loss(8))]
+
+
+SEGMENTS = segments()
+
+
+def compiled(**settings: Any) -> Any:
+    return zfunc.compile(SEGMENTS, **{"device": "cpu", "precision": "fp32", **settings})
+
+
+PROGRAM = compiled()
+STATE = zfunc.init(PROGRAM)
+
+
+@frozen
+class Call:
+    """Something with arguments, and which of the odd values each of them takes."""
+
+    make: Callable[..., Any]
+    takes: dict[str, Callable[[Any], bool]]
+
+
+def none(x: Any) -> bool:
+    return x is None
+
+
+def real(x: Any) -> bool:
+    """A number, also of NumPy or in a tensor; no truth value."""
+    ok = isinstance(x, int | float | np.number) or (isinstance(x, torch.Tensor) and x.numel() == 1)
+    return ok and not isinstance(x, bool | np.bool_) and -math.inf < x < 3e38
+
+
+def positive(x: Any) -> bool:
+    return real(x) and x > 0
+
+
+def not_negative(x: Any) -> bool:
+    return real(x) and x >= 0
+
+
+def count(least: int) -> Callable[[Any], bool]:
+    return lambda x: type(x) is int and least <= x < 2**63
+
+
+def truth(x: Any) -> bool:
+    return type(x) is bool
+
+
+def maps(x: Any) -> bool:
+    return x in (None, {}) if isinstance(x, dict | None) else False
+
+
+def function(x: Any) -> bool:
+    return callable(x) and not isinstance(x, type)
+
+
+CALLS = {
+    "compile": Call(
+        compiled,
+        {
+            "optimizer": none,
+            "clip_norm": lambda x: x is None or positive(x),
+            "micro_batches": count(1),
+            "bucket_size": count(1),
+            "grad_slots": count(1),
+            "host_slots": count(1),
+            "speculate": count(0),
+            "delay_from": lambda x: x is None or count(1)(x),
+            "stage": count(1),
+            "device": none,
+            "group": none,
+            "precision": lambda _: False,
+            "recompute": lambda _: False,
+            "compile_segments": truth,
+            "offload_ratio": lambda x: real(x) and 0 <= x <= 1,
+            "example": none,
+            "stages": maps,
+            "patience": positive,
+            "schedule": none,
+            "recipe": none,
+        },
+    ),
+    "AdamW": Call(
+        zfunc.AdamW,
+        {
+            "lr": lambda x: not_negative(x) or function(x),
+            "betas": function,
+            "eps": not_negative,
+            "weight_decay": not_negative,
+            "decoupled": truth,
+            "decay": callable,
+            "moments": lambda _: False,
+        },
+    ),
+    "LossScale": Call(
+        zfunc.LossScale,
+        {
+            "scale": positive,
+            "minimum": positive,
+            "window": count(0),
+            "hysteresis": count(1),
+            "left": count(-1),
+            "steps": count(0),
+            "last_overflow": count(-1),
+            "consecutive": truth,
+        },
+    ),
+    "Jitter": Call(zfunc.Jitter, {"seed": count(-(2**63)), "seconds": not_negative}),
+    "Save": Call(
+        lambda **given: zfunc.Save(**{"folder": "x", **given}),
+        {"folder": lambda x: isinstance(x, str), "keep": count(1), "extra": lambda x: x == {}},
+    ),
+    "segment": Call(
+        lambda **given: zfunc.segment(**{"name": "a", "module": nn.Tanh(), **given}),
+        {
+            "name": lambda x: isinstance(x, str) and x != "",
+            "module": lambda x: isinstance(x, nn.Module),
+            "share": maps,
+        },
+    ),
+    "init": Call(
+        lambda **given: zfunc.init(**{"program": PROGRAM, **given}),
+        {"program": lambda _: False, "seed": count(1 - 2**63), "params": maps, "loss_scale": none},
+    ),
+    "train_step": Call(
+        lambda **given: zfunc.train_step(
+            **{"program": PROGRAM, "state": STATE, "batch": (torch.ones(2, 8), torch.ones(3)), **given}
+        ),
+        {
+            "program": lambda _: False,
+            "state": lambda _: False,
+            "batch": lambda _: False,
+            "trace": lambda _: False,  # what is right ends at the batch
+            "debug": lambda _: False,
+            "jitter": lambda _: False,
+            "faults": lambda _: False,
+            "save": lambda _: False,
+        },
+    ),
+}
+ARGUMENTS = [(name, argument) for name, call in CALLS.items() for argument in call.takes]
+
+
+@pytest.mark.parametrize(("name", "argument"), ARGUMENTS, ids=lambda x: x)
+def test_odd_values_are_taken_or_refused_with_what_to_do(name: str, argument: str) -> None:
+    call = CALLS[name]
+    for value in ODD:
+        if call.takes[argument](value):
+            call.make(**{argument: value})
+        else:
+            with pytest.raises((ValueError, TypeError, zfunc.PlanError), match="(?s)got.*expected"):
+                call.make(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"eps": 1e-46}, "eps: got 1e-46; expected a float32 of at least"),
+        ({"eps": 1e-40}, "eps: got 1e-40; expected a float32 of at least"),
+        ({"lr": 3e38}, r"lr.*got 3.0*6?e\+39; expected a finite float32"),
+        ({"lr": 1e3, "weight_decay": 1e37}, "weight_decay"),
+        ({"lr": torch.optim.SGD}, "lr: got"),
+        ({"lr": 10**400}, "lr: got 1000.*expected a finite float32"),
+    ],
+)
+def test_what_float32_cannot_hold_is_refused_at_birth(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        zfunc.AdamW(**settings)
+
+
+def test_a_learning_rate_too_large_in_some_step_is_refused_before_it() -> None:
+    program = compiled(optimizer=zfunc.AdamW(lr=lambda step: 3e38 if step == 2 else 1e-3))
+    state, _ = zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+    for _ in range(2):  # the state is unharmed
+        with pytest.raises(ValueError, match=r"lr.*expected a finite float32"):
+            zfunc.train_step(program, state, regression(4)(0))
+
+
+NUMBERS: list[Callable[[float], Any]] = [
+    torch.tensor,
+    np.float64,
+    lambda x: np.array([x]),
+    lambda x: torch.tensor([x], dtype=torch.float64, requires_grad=True),
+]
+
+
+@pytest.mark.parametrize("kind", NUMBERS, ids=["tensor", "float64", "array", "leaf"])
+@pytest.mark.parametrize("function", [False, True])
+def test_a_rate_of_another_kind_is_a_float_in_the_metrics(
+    kind: Callable[[float], Any], function: bool
+) -> None:
+    def given(x: Any) -> Any:
+        return (lambda step: x) if function else x
+
+    optimizer = zfunc.AdamW(lr=given(kind(0.25)), betas=given((kind(0.5), kind(0.75))))
+    assert [type(x) for x in (optimizer.lr_at(1), *optimizer.betas_at(1))] == [float] * 3
+    program = compiled(optimizer=optimizer)
+    _, metrics = zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+    assert type(metrics.lr) is float
+    assert metrics.lr == 0.25
+
+
+def test_every_error_is_importable_from_zfunc() -> None:
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and kind.__module__ == errors.__name__:
+            assert getattr(zfunc, name) is kind
+            assert name in zfunc.__all__
+    from zfunc.plan import PlanError
+
+    assert zfunc.PlanError is PlanError
+    assert "PlanError" in zfunc.__all__
+
+
+# --- inference mode --------------------------------------------------------------------------------------------
+
+
+def test_what_allocates_is_refused_in_inference_mode_and_poisons_nothing(tmp_path: Any) -> None:
+    program = compiled()
+    with torch.inference_mode():
+        for name, call in {
+            "segment": segments,
+            "compile": compiled,
+            "init": lambda: zfunc.init(program),
+            "load": lambda: zfunc.load(tmp_path, program),
+        }.items():
+            with pytest.raises(RuntimeError, match=f"{name}: got inference mode, expected it off"):
+                call()
+    state = zfunc.init(program)
+    with torch.inference_mode():
+        for name, call in {
+            "train_step": lambda: zfunc.train_step(program, state, regression(4)(0)),
+            "flush": lambda: zfunc.flush(program, state),
+        }.items():
+            with pytest.raises(RuntimeError, match=f"{name}: got inference mode, expected it off"):
+                call()
+        zfunc.params(program, state)  # these only read
+        zfunc.evaluate(program, state, regression(4)(0))
+        zfunc.save(tmp_path, program, state)
+    state, _ = zfunc.train_step(program, state, regression(4)(0))
+    zfunc.save(tmp_path, program, state)
+    zfunc.train_step(program, zfunc.load(tmp_path, program), regression(4)(0))
+
+
+class Returns(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("shift", torch.ones(8))
+
+    def forward(self, x: Any, targets: Any = None) -> Any:
+        if targets is None:
+            return {"x": x, "views": [self.weight[2:], self.frozen.view(2, 4), self.shift]}
+        return (x * self.weight - targets[:, None]).square().mean()
+
+
+def test_apply_hands_out_no_live_views() -> None:
+    program = zfunc.compile([zfunc.segment("r", Returns())], device="cpu", precision="fp32")
+    state = zfunc.init(program)
+    x, targets = regression(4)(0)
+    before = zfunc.evaluate(program, state, (x, targets))
+    for view in zfunc.apply(program, state, x)["views"]:
+        view.zero_()
+    assert zfunc.evaluate(program, state, (x, targets)) == before
+    assert zfunc.params(program, state)["r.frozen"].eq(1).all()

@@ -1,0 +1,67 @@
+"""Checks of plain values, made when a setting is born. Each returns the value as a plain Python one, or raises
+TypeError or ValueError with what was got, what was expected and what to do."""
+
+import math
+from typing import Any
+
+FLOAT32_MAX = 3.4028234663852886e38
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    least: float = -math.inf,
+    positive: bool = False,
+    most: float = FLOAT32_MAX,
+    hint: str = "pass a float in this range",
+) -> float:
+    """A finite number as a float: an int, a float, a scalar of NumPy, or a tensor of one element; no bool.
+
+    >>> number("clip_norm", 1, positive=True)
+    1.0
+    """
+    try:
+        plain = value.detach() if hasattr(value, "detach") else value
+        plain = plain.item() if hasattr(plain, "item") else plain
+    except (RuntimeError, ValueError):  # of several elements, or without values
+        plain = None
+    expected = _range(least, positive, most)
+    if isinstance(plain, bool) or not isinstance(plain, int | float):
+        raise TypeError(f"{name}: got {value!r}, expected {expected}: {hint}")
+    if not (least <= plain <= most and (plain > 0 or not positive)):
+        raise ValueError(f"{name}: got {value!r}, expected {expected}: {hint}")
+    return float(plain)
+
+
+def _range(least: float, positive: bool, most: float) -> str:
+    low = " above 0" if positive else "" if least == -math.inf else f" of at least {least:g}"
+    return f"a finite number{low}" + ("" if most == FLOAT32_MAX else f" and at most {most:g}")
+
+
+def whole(name: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """An int from `least` to `most`; no bool.
+
+    >>> whole("keep", 2, least=1)
+    2
+    """
+    good = isinstance(value, int) and not isinstance(value, bool)
+    if not good or (least is not None and value < least) or (most is not None and value > most):
+        low = "" if least is None else f" of at least {least}"
+        high = "" if most is None else f"{' and' if low else ' of'} at most {most}"
+        raise ValueError(f"{name}: got {value!r}, expected a whole number{low}{high}: pass an int")
+    return value
+
+
+def truth(name: str, value: Any) -> bool:
+    """True or False, and nothing that is only taken for one."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, expected True or False: pass one of them")
+    return value
+
+
+def of_type(name: str, value: Any, kind: Any, expected: str) -> None:
+    """Raise TypeError, with what is `expected`, unless `value` is of that type."""
+    if not isinstance(value, kind):
+        got = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+        raise TypeError(f"{name}: got {got}, expected {expected}")
