@@ -322,15 +322,15 @@ ERRORS = """\
 Bad arguments are plain `ValueError` and `TypeError`. What else can go wrong has a type, to be caught. Each
 message says what was got, what was expected and what to do.
 
-::: zfunc.plan.PlanError
-::: zfunc.errors.DonatedStateError
+::: zfunc.PlanError
+::: zfunc.DonatedStateError
 ::: zfunc.NonFiniteError
-::: zfunc.errors.OutOfMemory
-::: zfunc.errors.ExecutionError
-::: zfunc.errors.LaneTimeout
-::: zfunc.errors.RankError
+::: zfunc.OutOfMemory
+::: zfunc.ExecutionError
+::: zfunc.LaneTimeout
+::: zfunc.RankError
 ::: zfunc.CheckpointError
-::: zfunc.errors.UndeclaredAccess
+::: zfunc.UndeclaredAccess
 ::: zfunc.faults.InjectedFault
 """
 
