@@ -1,5 +1,6 @@
 """Bad arguments: what was got, what was expected, what to do; and nothing lost."""
 
+import logging
 import random
 from typing import Any
 
@@ -156,6 +157,21 @@ def test_a_segment_that_cannot_take_its_input() -> None:
     program = compiled([zfunc.segment("body", nn.Linear(9, 8)), zfunc.segment("loss", Loss(8))])
     with pytest.raises(ValueError, match=r"segment 'body': got an error on inputs of shape \[\(4, 8\)\]"):
         zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+
+
+def test_an_error_of_shapes_is_told_once_without_torchs_log() -> None:
+    told: list[logging.LogRecord] = []
+    handler, logger = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = told.append  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        program = compiled([zfunc.segment("body", nn.Linear(9, 8)), zfunc.segment("loss", Loss(8))])
+        with pytest.raises(ValueError, match="segment 'body': got an error"):
+            zfunc.train_step(program, zfunc.init(program), regression(4)(0))
+    finally:
+        logger.removeHandler(handler)
+    assert not told
+    assert not logger.filters
 
 
 def test_batches_that_cannot_be_split() -> None:

@@ -34,7 +34,7 @@ from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.segments import Segment
 from zfunc.stage import SegmentCall, Stage
 from zfunc.state import State, staging_buffer, waiting
-from zfunc.tracing import Trace, is_random, nbytes, trace
+from zfunc.tracing import Trace, is_random, nbytes, quiet, trace
 from zfunc.values import of_type
 from zfunc.verify import verify
 
@@ -399,6 +399,7 @@ def _fake(program: Program, t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
 
 
+@quiet()
 def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace, bool]:
     segment, call, device = program.segments[s], program.calls[s], program.device
     values = {

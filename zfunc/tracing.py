@@ -4,14 +4,18 @@ The invariant: nothing is allocated and nothing is computed; the same code runs 
 tensors, and what it would have kept alive is counted. So a plan's memory is known before it is run.
 """
 
+import logging
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -179,6 +183,21 @@ def shapes_of(function: Callable[..., Any], leaves: list[Any]) -> Any:
     """What `function(leaves)` returns, without its data, which is neither read nor computed."""
     with detect_fake_mode(leaves) or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return function(tree_map_only(Tensor, lambda t: like(t, t.device), leaves))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's log of errors in this thread's fake tensors: they are raised as well, and told shorter."""
+    logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
 
 
 def _faked(args: Any, device: torch.device) -> Any:
