@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -254,12 +255,18 @@ def test_a_gradient_that_may_not_fit_is_refused(tmp_path: Path) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------------------
 
 
+@cache
+def programs(settings: str) -> list[tuple[Program, Callable[[int], Any]]]:
+    """One that saves and one that resumes, for all that is tried of them."""
+    return [compiled(settings, 2) for _ in range(2)]
+
+
 @pytest.mark.parametrize("meanwhile", [False, True])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_a_resume_is_the_training_that_was_not_interrupted(
     settings: str, meanwhile: bool, tmp_path: Path
 ) -> None:
-    program, data = compiled(settings, 2)
+    (program, data), (again, _) = programs(settings)
     for at in (1, 4) if meanwhile else (2,):  # before the first delayed step, later; after the first
         state, _ = steps(program, zfunc.init(program, seed=5), data, 0, at)
         folder = tmp_path / str(at)
@@ -269,7 +276,6 @@ def test_a_resume_is_the_training_that_was_not_interrupted(
             zfunc.save(folder, program, state)
             state, first = steps(program, state, data, at, at + 1)
         state, rest = steps(program, state, data, at + 1, at + 3)
-        again, _ = compiled(settings, 2)
         resumed, seen = steps(again, zfunc.load(folder, again), data, at, at + 3)
         assert repr(seen) == repr(first + rest)
         assert resumed.pending == state.pending

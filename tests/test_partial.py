@@ -1,6 +1,7 @@
 """Partial offload: the share that was asked for, wherever it is updated the same bits, and what fits."""
 
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ def compiled(
     return trained.compiled(model, offload_ratio=ratio, **options)
 
 
+@cache
 def weights(
     settings: str, ratio: Any, model: str = "tied GPT", **more: Any
 ) -> tuple[list[float], dict[str, Any]]:
