@@ -10,7 +10,7 @@ import torch.distributed as dist
 from forked import play
 from models import MODELS, rows_of
 from test_gradients import RECIPES as GRADIENTS
-from test_gradients import check
+from test_gradients import check, program_of
 from torch import Tensor
 from zfunc.schedules import Interleaved, Overlapped, Serial
 
@@ -108,7 +108,7 @@ def gradients(group: Any, out: Path) -> None:
     """What reaches the optimizer on each of these ranks, against autograd's on the batches of all of them."""
     rows = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
     for recipe, precision in rows:
-        check("pairs", precision, 2, group=group, **GRADIENTS[recipe])
+        check(*program_of("pairs", precision, micro_batches=2, group=group, **GRADIENTS[recipe]))
     (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(rows))
 
 

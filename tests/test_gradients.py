@@ -4,6 +4,7 @@ Adam hides the scale of a gradient, and losses hide what is small; here both are
 rate is 0, so its first moment is the gradient it was given, to the bit, after the kernel has unscaled and clipped.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -11,12 +12,14 @@ import plain
 import pytest
 import trained
 from attrs import evolve
+from models import rows_of
+from threaded_ranks import ThreadedRanks
 
 import zfunc
-from zfunc import updates
+from zfunc import compiling, updates
 from zfunc.device_adam import device_adam_update_
 from zfunc.loss_scale import LossScale
-from zfunc.program import Cache, Program
+from zfunc.program import Program, specialize
 
 RECIPES: dict[str, dict[str, Any]] = {
     "no barrier": {"clip_norm": None},
@@ -39,20 +42,18 @@ _calls: dict[tuple[str, str], Any] = {}
 
 
 def program_of(model: str, precision: str, **settings: Any) -> tuple[Program, Any]:
-    """Traced once for each precision: what a step's recipe does is not in a trace."""
+    """One that clips, unless told otherwise, and remembers the gradient; on a CPU, in small buckets."""
     moments = settings.pop("moments", "fp32")
     settings = {"clip_norm": CLIPS[model], "bucket_size": 100, **settings}
     made, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
-    calls = _calls.setdefault((model, precision), made.calls)
-    optimizer = plain.remembering(made.optimizer)
-    return evolve(made, calls=calls, optimizer=optimizer, cache=Cache()), batch
+    return evolve(made, optimizer=plain.remembering(made.optimizer)), batch
 
 
-def check(model: str, precision: str, micro_batches: int, **settings: Any) -> None:
+def check(program: Program, batch: Any) -> None:
+    """Train it, and hold what reaches its optimizer against autograd."""
     # To the order of sums; where the first moment itself is rounded, to that.
-    tolerance = 2.0**-7 if "moments" in settings else 3e-6
-    program, batch = program_of(model, precision, micro_batches=micro_batches, **settings)
-    state = zfunc.init(program, seed=1, loss_scale=LossScale(SCALE) if precision == "fp16" else None)
+    tolerance = 3e-6 if program.optimizer.moments == "fp32" else 2.0**-7
+    state = zfunc.init(program, seed=1, loss_scale=LossScale(SCALE) if program.precision == "fp16" else None)
     parts = [plain.Part.of(s) for s in program.segments]
     norms = plain.follow(program, state, parts, batch, steps=STEPS, tolerance=tolerance)
     if program.clip_norm is not None:
@@ -65,7 +66,23 @@ def test_11_what_reaches_the_optimizer_is_the_gradient(
     recipe: str, precision: str, micro_batches: int
 ) -> None:
     for model in CLIPS if micro_batches == 3 else ["pairs"]:
-        check(model, precision, micro_batches, **RECIPES[recipe])
+        program, batch = program_of(model, precision, micro_batches=micro_batches, **RECIPES[recipe])
+        # Traced once for each precision: what a step's recipe does is not in a trace.
+        calls = _calls.setdefault((model, precision), program.calls)
+        check(evolve(program, calls=calls), batch)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_11_so_it_is_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: real ones do the same in test_ranks.py."""
+    made = []
+    for ranks in ThreadedRanks.all(2):
+        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
+        made.append(program_of("pairs", "bf16", micro_batches=2, **RECIPES[recipe]))
+    for program, batch in made:  # traced here: two threads must not trace at a time
+        specialize(program, rows_of(batch(0), 0, 2))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(check, *zip(*made, strict=True)))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -73,4 +90,4 @@ def test_11_so_it_is_with_the_update_a_device_makes(precision: str, monkeypatch:
     """The twin of the kernel, that a GPU runs, on the CPU."""
     monkeypatch.setattr(updates, "adam_update_", device_adam_update_)
     for recipe in ("all on the device", "half on the device"):
-        check("pairs", precision, 2, **RECIPES[recipe])
+        check(*program_of("pairs", precision, micro_batches=2, **RECIPES[recipe]))

@@ -1,0 +1,55 @@
+"""Ranks that are threads of one process: collectives without sockets, for laws that need more than one rank."""
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zfunc.ranks import Ranks
+
+PATIENCE = 60.0  # seconds for the other ranks to come
+
+
+@define(eq=False)
+class ThreadedRanks(Ranks):
+    """One of `world` ranks that meet at a barrier. Sums are in the order of the ranks, the same on each."""
+
+    barrier: Any = field(kw_only=True)
+    table: list[Any] = field(kw_only=True)
+
+    @classmethod
+    def all(cls, world: int) -> list["ThreadedRanks"]:
+        """Every rank of a new world."""
+        barrier, table = threading.Barrier(world, timeout=PATIENCE), [None] * world
+        members = tuple(range(world))
+        return [cls(None, r, world, members=members, barrier=barrier, table=table) for r in members]
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What every rank has, by rank."""
+        self.table[self.rank] = value
+        self.barrier.wait()
+        every = list(self.table)
+        self.barrier.wait()
+        return every
+
+    def leave(self, why: str) -> None:  # noqa: ARG002
+        self.barrier.abort()
+
+    def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
+        first, *others = self.exchange(full.clone())
+        mine.copy_(sum(others, first).view(self.world, -1)[self.rank])
+
+    def all_gather(self, full: Tensor, mine: Tensor) -> None:
+        full.copy_(torch.cat(self.exchange(mine.clone())))
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        return [sum(of_all) for of_all in zip(*self.exchange(list(values)), strict=True)]
+
+    def same(self, number: int) -> bool:
+        return len(set(self.exchange(number))) == 1
+
+    def texts(self, text: str) -> list[str]:
+        return self.exchange(text)
