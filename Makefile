@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures docs scale nightly soak fuzz wheel sanitize aarch64 clean
+.PHONY: train test gpu lint bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -56,9 +56,12 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.simulated
 	$(BIN)/python -m benchmarks.step
 
-# What `make test` leaves to the night: the rows that repeat what others say of any two settings, and all soaks.
+# What `make test` leaves to the night: the rows that repeat what others say of any two settings, all soaks, 300
+# random models, and a sample of mutants.
 nightly: $(TOOLS) soak
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python tests/fuzz.py --cases 300 --seed 0
+	$(BIN)/python tests/mutants.py --number 40 --seed 0
 
 # Trainings are killed and resumed, 200 times and for 25 minutes at most; prints what happened.
 soak: $(TOOLS)
@@ -68,6 +71,11 @@ soak: $(TOOLS)
 SECONDS ?= 3600
 fuzz: $(TOOLS)
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
+
+# Small changes of the package, one at a time, that its tests should notice: a sample, or NUMBER of them for hours.
+NUMBER ?= 40
+mutants: $(TOOLS)
+	$(BIN)/python tests/mutants.py --seconds $(SECONDS) --number $(NUMBER) $(if $(SEED),--seed $(SEED))
 
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py

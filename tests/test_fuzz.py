@@ -1,0 +1,20 @@
+"""The quick part of `make fuzz`: a few random models under random settings. CI's nightly form takes 300."""
+
+import fuzz
+import fuzz_models
+import pytest
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_a_random_model_trains_as_plain_pytorch_does(seed: int) -> None:
+    fuzz.run(fuzz.case(seed))
+
+
+def test_a_case_that_fails_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(case: fuzz.Case) -> None:
+        assert not ("lstm" in case.model.segments[0] and case.settings.get("stage") == 1)
+
+    monkeypatch.setattr(fuzz, "run", run)
+    model = fuzz_models.Model((("gelu", "lstm"), ("norm",)), ("dict", "tuple"), "sum", True, ((0, 1),))
+    least = fuzz.shrunk(fuzz.Case(model, {"stage": 1, "micro_batches": 3}), AssertionError())
+    assert least == fuzz.Case(fuzz_models.Model((("lstm",),), ("tensor",), "sum"), {"stage": 1})
