@@ -127,12 +127,15 @@ def _smaller(words: list[str]) -> Iterator[str]:
 
 
 def form(line: str) -> str:
-    """A line without what differs from run to run and from machine to machine: numbers, bars, hashes, paths.
+    """A line without what differs from run to run and machine to machine: numbers, bars, hashes, names.
 
+    >>> form("hardware   AMD EPYC, 2 cores") == form("hardware   Intel(R) Xeon(R) Processor, 64 cores")
+    True
     >>> form("step 20/24  loss 5.31  0:07 left") == form("step 3/60  loss 4.9e-1  1:00 left")
     True
     """
     line = re.sub(r"\([0-9a-f]{16}\)", "(hash)", line)
+    line = re.sub(r"^hardware .*(, \d+ cores)", r"hardware CPU\1", line)
     line = re.sub(r"[█▇▆▅▄▃▂▁░]+", "~", line)
     line = re.sub(r"\d[\d,.:]*(e[-+]?\d+)?", "#", line)
     line = re.sub(r"\b(B|KiB|MiB|GiB|kB|MB|GB|ns|us|ms|s)\b", "U", line)

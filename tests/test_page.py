@@ -221,9 +221,9 @@ def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
     num_ops: int, bytes_an_op: int
 ) -> None:
     plan, timeline = large(num_ops)
-    began = time.perf_counter()
+    began = time.process_time()  # a busy machine is not what is measured
     made = page([timeline, late(timeline)], plan=plan)
-    assert time.perf_counter() - began < 20 * num_ops / 100_000 + 2
+    assert time.process_time() - began < 20 * num_ops / 100_000 + 2
     assert len(made) < 60_000 + bytes_an_op * num_ops
     assert len(read_back(data(timeline, plan), 0)) == num_ops
 

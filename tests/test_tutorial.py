@@ -195,7 +195,7 @@ def test_a_command_without_a_rule_is_refused(command: str) -> None:
 
 
 def test_lines_are_compared_by_their_form() -> None:
-    assert doctest.testmod(make_tutorial) == (0, 1)
+    assert doctest.testmod(make_tutorial) == (0, 2)
 
 
 def test_figures_in_the_prose_are_those_of_the_outputs() -> None:
