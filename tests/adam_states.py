@@ -32,7 +32,7 @@ def on(state: State, change: Any) -> State:
     def one(x: Any) -> Any:
         if isinstance(x, SplitMaster):
             return SplitMaster(change(x.high), change(x.low))
-        return Codes(change(x.codes), change(x.exponents)) if isinstance(x, Codes) else change(x)
+        return Codes(change(x.codes), change(x.scales)) if isinstance(x, Codes) else change(x)
 
     master, exp_avg, exp_avg_sq = map(one, state)
     return master, exp_avg, exp_avg_sq
@@ -43,12 +43,12 @@ def copied(state: State, offset: int = 0) -> State:
 
 
 def buffers(state: Iterable[Any]) -> Iterator[Tensor]:
-    """High and low halves, codes and exponents each by itself."""
+    """High and low halves, codes and scales each by itself."""
     for x in state:
         if isinstance(x, SplitMaster):
             yield from (x.high, x.low)
         elif isinstance(x, Codes):
-            yield from (x.codes, x.exponents)
+            yield from (x.codes, x.scales)
         else:
             yield x
 
@@ -67,9 +67,8 @@ def of_floats(p: np.ndarray, m: np.ndarray, v: np.ndarray, moments: str) -> Stat
     master = SplitMaster(_bf16(kept.high), torch.from_numpy(kept.low))
     if moments == "16bit":
         return master, _bf16(kept.exp_avg), _bf16(kept.exp_avg_sq)
-    pairs = zip(kept[2:4], kept[4:], strict=True)
-    m, v = (Codes(*map(torch.from_numpy, pair)) for pair in pairs)
-    return master, m, v
+    m, codes, scales = map(torch.from_numpy, kept[2:])
+    return master, m, Codes(codes, scales)
 
 
 def fresh(n: int, moments: str, seed: int = 0) -> State:
@@ -130,12 +129,12 @@ def raw_update(
 
 
 def _addresses(state: State, start: int) -> list[int]:
-    """Master, low half, both moments and both exponents, from element `start` on; 0 for what there is not."""
+    """Master, low half, both moments and the scales, from element `start` on; 0 for what there is not."""
     master, m, v = state
     if not isinstance(master, SplitMaster):
-        return [master[start:].data_ptr(), 0, m[start:].data_ptr(), v[start:].data_ptr(), 0, 0]
+        return [master[start:].data_ptr(), 0, m[start:].data_ptr(), v[start:].data_ptr(), 0]
     halves = [master.high[start:].data_ptr(), master.low[start:].data_ptr()]
-    if not isinstance(m, Codes):
-        return [*halves, m[start:].data_ptr(), v[start:].data_ptr(), 0, 0]
-    codes = [x.codes[start:].data_ptr() for x in (m, v)]
-    return [*halves, *codes, *(x.exponents[start // BLOCK :].data_ptr() for x in (m, v))]
+    if not isinstance(v, Codes):
+        return [*halves, m[start:].data_ptr(), v[start:].data_ptr(), 0]
+    codes = v.codes[start:].data_ptr(), v.scales[start // BLOCK :].data_ptr()
+    return [*halves, m[start:].data_ptr(), *codes]

@@ -69,7 +69,7 @@ def run_kernel(buffers, grad, *, out, weight_decay=0.0, decoupled=True, threads=
     for start, stop in itertools.pairwise([0, *chunks, p.size]):
         parts = [x[start:stop].ctypes.data for x in (p, m, v, g)]
         to = 0 if copy is None else copy[start:stop].ctypes.data
-        state = [parts[0], 0, *parts[1:3], 0, 0, 0, 0]  # no low half, no exponents, no dither
+        state = [parts[0], 0, *parts[1:3], 0, 0, 0]  # no low half, no scales, no dither
         types = CODES[grad], CODES[out], mode
         kernel.adam_update(
             kernel.MOMENTS_FP32, *state, parts[3], to, stop - start, *types, *factors, threads, isa

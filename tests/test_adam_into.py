@@ -239,15 +239,15 @@ REFUSED = [
     ),
     (
         "16bit",
-        with_shadow(1, lambda _: Codes.zeros(128)),
+        with_shadow(2, lambda _: Codes.zeros(128)),
         TypeError,
-        "into exp_avg: got Codes; expected Tensor",
+        "into exp_avg_sq: got Codes; expected Tensor",
     ),
     (
         "8bit",
-        with_shadow(1, lambda _: Codes.zeros(129)),
+        with_shadow(2, lambda _: Codes.zeros(129)),
         ValueError,
-        r"into exp_avg.codes: got shape \[129\]",
+        r"into exp_avg_sq.codes: got shape \[129\]",
     ),
     (
         "16bit",

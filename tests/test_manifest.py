@@ -121,7 +121,7 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
         ),
         (Wanted("exp_avg", "embed.weight", 0, 131), "expected a slice of 130 elements"),
         (Wanted("exp_avg", "embed.weight", 2, 1), "expected a slice of 130 elements"),
-        (Wanted("exp_avg_exponent", "embed.weight", 0, 4), "expected a slice of 3 elements"),
+        (Wanted("exp_avg_sq_scale", "embed.weight", 0, 4), "expected a slice of 3 elements"),
         (Wanted("master", "embed.weight", 0, 1), r"got 'master' \(did you mean 'master_"),
     ],
 )
@@ -229,7 +229,7 @@ def test_the_manifest_is_readable(manifest: Manifest) -> None:
     assert fields["position"]["loss_scale"]["scale"] == 1024.0
     assert fields["optimizer"] == {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
     assert [x["name"] for x in fields["parameters"]] == ["embed.weight", "head.weight", "head.bias"]
-    assert fields["parameters"][0]["pieces"]["exp_avg_exponent"] == [
-        [0, 2, 0, "embed.weight/exp_avg_exponent", 0],
-        [2, 3, 1, "embed.weight/exp_avg_exponent", 0],
+    assert fields["parameters"][0]["pieces"]["exp_avg_sq_scale"] == [
+        [0, 2, 0, "embed.weight/exp_avg_sq_scale", 0],
+        [2, 3, 1, "embed.weight/exp_avg_sq_scale", 0],
     ]

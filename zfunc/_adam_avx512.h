@@ -26,7 +26,7 @@ typedef struct {
     __m512 scale, b1, c1, b2, c2, bias, eps, rate, decay;
     __m512i grad_floor, grad_floor_bf16, l2_floor, exp_avg_floor, exp_avg_sq_floor; /* bits of floats */
     __m512i size, size_bf16, low, high, half;
-    uint32_t dither[2][ZF_SHARED]; /* of m and of v, even and odd apart */
+    uint32_t dither[1 + ZF_NUM_SHIFTS][ZF_SHARED]; /* of m, and as many as zf_dithers has of v; even and odd apart */
 } zf512_call;
 
 ZF_512_INLINE __m512i zf512_int(__m512 x) { return _mm512_castps_si512(x); }
@@ -58,7 +58,8 @@ ZF_512_INLINE void zf512_prepare(zf512_call *k, const zf_adam_args *a, const zf_
     k->low = zf512_32(0xffff), k->high = zf512_32(0xffff0000), k->half = zf512_32(0x8000);
     for (int i = 0; i < ZF_SHARED; i++) {
         const int from = i / 16 % 2 * ZF_HALF + i % 16 * 2 + i / ZF_HALF;
-        k->dither[0][i] = d->exp_avg[from], k->dither[1][i] = d->exp_avg_sq[from];
+        k->dither[0][i] = d->exp_avg[from];
+        for (int choice = 0; choice < ZF_NUM_SHIFTS; choice++) k->dither[1 + choice][i] = d->exp_avg_sq[choice][from];
     }
 }
 

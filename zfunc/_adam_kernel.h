@@ -49,8 +49,7 @@ typedef struct {
     void *master;                 /* [n] fp32; bf16 in compact state: the high half */
     int16_t *low;                 /* [n], compact state only: the low half */
     void *exp_avg, *exp_avg_sq;   /* [n] fp32, bf16 or 8-bit codes */
-    uint8_t *exp_avg_exponent;    /* [ceil(n / ZF_SHARED)], 8-bit codes only */
-    uint8_t *exp_avg_sq_exponent; /* the same */
+    int16_t *exp_avg_sq_scale;    /* [ceil(n / ZF_SHARED)], 8-bit codes only */
 } zf_state;
 
 typedef struct {
@@ -214,13 +213,16 @@ ZF_INLINE void zf_adam_into_block(const zf_adam_args *a, size_t at, size_t n, in
 
 /* What rounding adds to each element of a block, shifted below the last bit kept. */
 typedef struct {
-    uint32_t exp_avg[ZF_SHARED], exp_avg_sq[ZF_SHARED];
+    uint32_t exp_avg[ZF_SHARED];
+    uint32_t exp_avg_sq[ZF_NUM_SHIFTS][ZF_SHARED]; /* for each choice of a scale; bfloat16 has the first */
 } zf_dithers;
 
-ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a, int shift) {
+ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a) {
+    const int bf16 = a->moments == ZF_MOMENTS_16BIT, m_cut = bf16 ? 16 : ZF_CUT, v_cut = bf16 ? 16 : ZF_MIN_SHIFT;
     for (uint32_t i = 0; i < ZF_SHARED; i++) {
-        d->exp_avg[i] = (a->exp_avg_dither + i * ZF_SPREAD) >> shift;
-        d->exp_avg_sq[i] = (a->exp_avg_sq_dither + i * ZF_SPREAD) >> shift;
+        d->exp_avg[i] = (a->exp_avg_dither + i * ZF_SPREAD) >> (32 - m_cut);
+        for (int k = 0; k < ZF_NUM_SHIFTS; k++)
+            d->exp_avg_sq[k][i] = (a->exp_avg_sq_dither + i * ZF_SPREAD) >> (32 - v_cut - k);
     }
 }
 
@@ -234,9 +236,8 @@ ZF_INLINE void zf_unpack(const zf_adam_args *a, float *m, float *v, size_t at, s
     }
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
-        zf_unpack_codes(m + i, (const uint8_t *)s->exp_avg + at + i, s->exp_avg_exponent[block], few, ZF_AVG_CODE);
-        zf_unpack_codes(v + i, (const uint8_t *)s->exp_avg_sq + at + i, s->exp_avg_sq_exponent[block], few,
-                        ZF_AVG_SQ_CODE);
+        zf_unpack_codes(m + i, v + i, (const uint8_t *)s->exp_avg + at + i, (const uint8_t *)s->exp_avg_sq + at + i,
+                        s->exp_avg_sq_scale[block], few);
     }
 }
 
@@ -247,12 +248,10 @@ ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
         if (moments == ZF_MOMENTS_16BIT) {
             zf_pack_bf16((uint16_t *)to_m + i, m + i, few, d->exp_avg);
-            zf_pack_bf16((uint16_t *)to_v + i, v + i, few, d->exp_avg_sq);
+            zf_pack_bf16((uint16_t *)to_v + i, v + i, few, d->exp_avg_sq[0]);
         } else {
-            a->into.exp_avg_exponent[block] =
-                zf_pack_codes((uint8_t *)to_m + i, m + i, few, d->exp_avg, ZF_AVG_CODE);
-            a->into.exp_avg_sq_exponent[block] =
-                zf_pack_codes((uint8_t *)to_v + i, v + i, few, d->exp_avg_sq, ZF_AVG_SQ_CODE);
+            a->into.exp_avg_sq_scale[block] = zf_pack_codes((uint8_t *)to_m + i, (uint8_t *)to_v + i, m + i, v + i,
+                                                            few, d->exp_avg, d->exp_avg_sq);
         }
     }
 }
@@ -325,13 +324,13 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_into_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_into_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
-        zf_spread(&d, a, 16);
+        zf_spread(&d, a);
 #if defined(__x86_64__)
         if (isa == ZF_AVX512) at = zf_16bit_avx512(a, &d, at, end);
 #endif
         zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_16BIT);
     } else {
-        zf_spread(&d, a, 32 - ZF_CUT);
+        zf_spread(&d, a);
 #if defined(__x86_64__)
         if (isa == ZF_AVX512) at = zf_8bit_avx512(a, &d, at, end);
 #endif

@@ -6,7 +6,7 @@ copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best 
 """
 
 from libc.stddef cimport size_t
-from libc.stdint cimport int16_t, uint8_t, uint16_t, uint32_t, uintptr_t
+from libc.stdint cimport int16_t, uint16_t, uint32_t, uintptr_t
 
 
 cdef extern from *:
@@ -33,8 +33,7 @@ cdef extern from "_adam_kernel.h" nogil:
         int16_t *low
         void *exp_avg
         void *exp_avg_sq
-        uint8_t *exp_avg_exponent
-        uint8_t *exp_avg_sq_exponent
+        int16_t *exp_avg_sq_scale
     ctypedef struct zf_adam_args:
         zf_state state
         zf_state into
@@ -63,7 +62,7 @@ cdef extern from "_adam_kernel.h" nogil:
 
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
-UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares an exponent
+UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares a scale
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))
@@ -97,26 +96,23 @@ cdef zf_state state_at(
     uintptr_t low,
     uintptr_t exp_avg,
     uintptr_t exp_avg_sq,
-    uintptr_t exp_avg_exponent,
-    uintptr_t exp_avg_sq_exponent,
+    uintptr_t exp_avg_sq_scale,
 ):
     cdef zf_state state
     state.master, state.low = <void *>master, <int16_t *>low
     state.exp_avg, state.exp_avg_sq = <void *>exp_avg, <void *>exp_avg_sq
-    state.exp_avg_exponent = <uint8_t *>exp_avg_exponent
-    state.exp_avg_sq_exponent = <uint8_t *>exp_avg_sq_exponent
+    state.exp_avg_sq_scale = <int16_t *>exp_avg_sq_scale
     return state
 
 
 def adam_update(
     int moments,             # IN    MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT
-    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next five: IN with `into`
+    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next four: IN with `into`
     uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
     uintptr_t exp_avg,       # INOUT [n] fp32, bf16 or codes
     uintptr_t exp_avg_sq,    # INOUT [n] as exp_avg
-    uintptr_t exp_avg_exponent,     # INOUT [ceil(n / 64)] uint8; 0 without codes
-    uintptr_t exp_avg_sq_exponent,  # INOUT [ceil(n / 64)] uint8; 0 without codes
-    uint32_t exp_avg_dither,        # IN    what rounding of compact moments adds, at a block's first element
+    uintptr_t exp_avg_sq_scale,  # INOUT [ceil(n / 64)] int16; 0 without codes
+    uint32_t exp_avg_dither,     # IN    what rounding of compact moments adds, at a block's first element
     uint32_t exp_avg_sq_dither,
     uintptr_t grad,          # IN    [n] of grad_type
     uintptr_t out,           # OUT   [n] of out_type, or 0
@@ -136,14 +132,14 @@ def adam_update(
     double decay,
     int threads,
     int isa=-1,
-    into=(),                 # OUT   six addresses as those from `master` on, for the new state; (): in place
+    into=(),                 # OUT   five addresses as those from `master` on, for the new state; (): in place
 ):
     """One Adam step; see adam_reference.py and compact_reference.py for what it computes."""
     cdef zf_adam_args args
     cdef int use = checked_isa(isa)
     args.moments = moments
-    args.state = state_at(master, low, exp_avg, exp_avg_sq, exp_avg_exponent, exp_avg_sq_exponent)
-    args.into = state_at(into[0], into[1], into[2], into[3], into[4], into[5]) if into else args.state
+    args.state = state_at(master, low, exp_avg, exp_avg_sq, exp_avg_sq_scale)
+    args.into = state_at(into[0], into[1], into[2], into[3], into[4]) if into else args.state
     args.exp_avg_dither, args.exp_avg_sq_dither = exp_avg_dither, exp_avg_sq_dither
     args.grad = <const void *>grad
     args.out = <void *>out

@@ -104,15 +104,19 @@ ZF_INLINE void zf_narrow_fp16(uint16_t *restrict h, const float *restrict p, siz
 
 /* ---- compact state: compact_reference.py ------------------------------------------------------------ */
 
-#define ZF_SHARED 64          /* elements that share an exponent, and the period of the dither */
+#define ZF_SHARED 64          /* elements that share a scale, and the period of the dither */
 #define ZF_SPREAD 0x9e3779b9u /* dither from an element to the next */
-#define ZF_NOT_FINITE 255     /* stored as the exponent of a block with an inf or a NaN in it */
 
-/* The two 8-bit codes as constants of inlined calls: exponent bits, sign, the lowest exponent of a block. */
-#define ZF_AVG_CODE 3, 1, 38
-#define ZF_AVG_SQ_CODE 4, 0, 26
-#define ZF_MANTISSA_BITS 4
-#define ZF_CUT (23 - ZF_MANTISSA_BITS) /* bits of a float below those that a code keeps */
+/* Codes of exp_avg_sq: bits of a float, `base` + code << shift, for codes that are neither zero nor infinite. */
+enum { ZF_MIN_SHIFT = 18, ZF_NUM_SHIFTS = 4, ZF_HIGHEST_CODE = 254, ZF_INFINITE = 255 };
+#define ZF_LIMIT 0x7f600000  /* bits of the largest that is not taken as infinite */
+#define ZF_INF 0x7f800000u
+
+/* Codes of exp_avg: floats of 4 mantissa bits, in units of a power of two near the root of exp_avg_sq. */
+#define ZF_CUT 19             /* bits of a float below those that a code keeps */
+#define ZF_NORMAL 0x3e800000u /* bits of the smallest that is not subnormal, 2^-2 */
+#define ZF_LARGEST 0x41f80000 /* bits of the largest, 31 */
+#define ZF_ROOT 0x1fc00000u   /* half the bits of x, and this, are near those of its root */
 
 ZF_INLINE void zf_join(float *restrict p, const uint16_t *restrict high, const int16_t *restrict low, size_t n) {
     for (size_t i = 0; i < n; i++) p[i] = zf_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i]);
@@ -136,54 +140,112 @@ ZF_INLINE void zf_pack_bf16(uint16_t *restrict h, const float *restrict x, size_
         h[i] = (uint16_t)(zf_select(x[i] != x[i], 0x7fc00000, zf_bits(x[i]) + dither[i]) >> 16);
 }
 
-/* A block of at most ZF_SHARED elements; of its exponent what is above `lowest` is stored. `normal` is the bits
- * of the smallest value that is not subnormal, that of a normal float: `lowest` is above `top`.
- *
- * A code is subnormal or not; both readings are computed, and which one holds is their order: below `normal`
- * the linear scale lies above the logarithmic one when packing, and beneath it when unpacking. */
-ZF_INLINE void zf_unpack_codes(float *restrict x, const uint8_t *restrict code, uint8_t stored, size_t n,
-                               int exponent_bits, int has_sign, int lowest) {
-    const uint32_t top = (1u << exponent_bits) - 1, most = ((top + 1) << ZF_MANTISSA_BITS) - 1;
-    const uint32_t normal = (stored + (uint32_t)lowest - top + 1) << 23;
-    for (size_t i = 0; i < n; i++) {
-        uint32_t c = has_sign ? (uint32_t)(int8_t)code[i] : code[i];
-        uint32_t shifted = ((c & most) << ZF_CUT) + normal;
-        int32_t linear = (int32_t)zf_bits(zf_float(shifted) - zf_float(normal));
-        int32_t size = (int32_t)(shifted - (1u << 23));
-        size = linear < size ? linear : size;
-        x[i] = zf_float((uint32_t)size | (has_sign ? c & 0x80000000u : 0));
-    }
-    if (stored + lowest >= 255)
-        for (size_t i = 0; i < n; i++) x[i] = zf_float(0x7fc00000);
+/* The scale of a block of exp_avg_sq, apart. */
+typedef struct {
+    uint32_t base;
+    int choice;
+} zf_scale;
+
+ZF_INLINE zf_scale zf_scale_of(int16_t stored) {
+    zf_scale s = {(uint32_t)(stored & 0x7ff8) << 16, stored & (ZF_NUM_SHIFTS - 1)};
+    return s;
 }
 
-/* Returns the stored exponent: of the largest after rounding up to what a code keeps, so no code overflows. */
-ZF_INLINE uint8_t zf_pack_codes(uint8_t *restrict code, const float *restrict x, size_t n,
-                                 const uint32_t *restrict dither, int exponent_bits, int has_sign, int lowest) {
-    const uint32_t top = (1u << exponent_bits) - 1;
-    int32_t largest = 0;
+ZF_INLINE int16_t zf_stored(zf_scale s) { return (int16_t)(s.base >> 16 | (uint32_t)s.choice); }
+
+/* A block of at most ZF_SHARED elements of both moments; `infinite` is a constant of the inlined call: whether an
+ * element of exp_avg_sq may be so.
+ *
+ * A code of exp_avg is subnormal or not; both readings are computed, and which one holds is their order: below
+ * ZF_NORMAL the linear scale lies above the logarithmic one when packing, and beneath it when unpacking. Its unit is
+ * the power of two at or below the root of exp_avg_sq, as that code and scale would be read if none was special. */
+ZF_INLINE void zf_decode(float *restrict m, float *restrict v, const uint8_t *restrict m_code,
+                         const uint8_t *restrict v_code, zf_scale s, size_t n, int infinite) {
+    const int shift = ZF_MIN_SHIFT + s.choice;
     for (size_t i = 0; i < n; i++) {
-        int32_t size = (int32_t)(zf_bits(x[i]) & 0x7fffffff);
+        const int32_t code = v_code[i];
+        const uint32_t bits = s.base + ((uint32_t)code << shift), unit = ((bits >> 1) + ZF_ROOT) & ZF_INF;
+        const uint32_t c = (uint32_t)(int8_t)m_code[i], shifted = ((c & 127) << ZF_CUT) + ZF_NORMAL;
+        int32_t linear = (int32_t)zf_bits(zf_float(shifted) - zf_float(ZF_NORMAL));
+        int32_t size = (int32_t)(shifted - (1u << 23));
+        size = linear < size ? linear : size;
+        m[i] = zf_float((uint32_t)size | (c & 0x80000000u)) * zf_float(unit);
+        v[i] = zf_float(zf_select(code == 0, 0, infinite ? zf_select(code == ZF_INFINITE, ZF_INF, bits) : bits));
+    }
+}
+
+ZF_INLINE void zf_unpack_codes(float *restrict m, float *restrict v, const uint8_t *restrict m_code,
+                               const uint8_t *restrict v_code, int16_t stored, size_t n) {
+    uint8_t most = 0;
+    for (size_t i = 0; i < n; i++) most = v_code[i] > most ? v_code[i] : most;
+    if (most == ZF_INFINITE) zf_decode(m, v, m_code, v_code, zf_scale_of(stored), n, 1);
+    else zf_decode(m, v, m_code, v_code, zf_scale_of(stored), n, 0);
+}
+
+/* The scale with which codes reach from the largest to the smallest; `reaches` is 0 if none does. */
+ZF_INLINE zf_scale zf_scale_for(int32_t largest, int32_t smallest, int *reaches) {
+    const int32_t coarsest = 1 << (ZF_MIN_SHIFT + ZF_NUM_SHIFTS - 1), reach = (ZF_HIGHEST_CODE - 1) << ZF_MIN_SHIFT;
+    const int32_t top = (largest + coarsest - 1) & -coarsest, span = top - smallest; /* top: the highest code's */
+    zf_scale s = {0, (span > reach) + (span > reach << 1) + (span > reach << 2)};
+    const int32_t base = top - (ZF_HIGHEST_CODE << (ZF_MIN_SHIFT + s.choice));
+    s.base = base > 0 ? (uint32_t)base : 0;
+    *reaches = span <= reach << 3;
+    return s;
+}
+
+/* `special`, a constant of the inlined call: an element of v may be infinite, or below what codes reach. */
+ZF_INLINE void zf_encode(uint8_t *restrict m_code, uint8_t *restrict v_code, const float *restrict m,
+                         const float *restrict v, size_t n, const uint32_t *restrict m_dither,
+                         const uint32_t *restrict v_dither, zf_scale s, int special) {
+    const int shift = ZF_MIN_SHIFT + s.choice;
+    const uint32_t half = (s.base >> 1) + ZF_ROOT + (1u << 23);
+    float inverse[ZF_SHARED] __attribute__((aligned(64))); /* of the unit, whose exponent is 254 less its own */
+    for (size_t i = 0; i < n; i++) {
+        const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff);
+        int32_t code = (int32_t)((uint32_t)size - s.base + v_dither[i]) >> shift;
+        code = code > 0 ? code : 0;
+        if (special) {
+            const int32_t least = size < 1 ? size : 1; /* what is above 0 stays there: it divides */
+            code = (int32_t)zf_select(size > ZF_LIMIT, ZF_INFINITE, (uint32_t)(code > least ? code : least));
+        }
+        v_code[i] = (uint8_t)code;
+        inverse[i] = zf_float(~(((uint32_t)code << (shift - 1)) + half) & ZF_INF);
+    }
+    for (size_t i = 0; i < n; i++) {
+        uint32_t x = zf_bits(m[i] * inverse[i]);
+        int32_t size = (int32_t)(x & 0x7fffffff);
+        if (special) x = zf_select(size > (int32_t)ZF_INF, 0, x); /* no CPU's sign of a NaN */
+        size = size < ZF_LARGEST ? size : ZF_LARGEST;
+        const int32_t linear = (int32_t)zf_bits(zf_float((uint32_t)size) + zf_float(ZF_NORMAL)), log = size + (1 << 23);
+        const uint32_t units = (uint32_t)(linear > log ? linear : log) - ZF_NORMAL + m_dither[i];
+        m_code[i] = (uint8_t)((units | (x >> 31 << (ZF_CUT + 7))) >> ZF_CUT);
+    }
+}
+
+/* Returns the stored scale. The dither of v is one for each choice of a scale. */
+ZF_INLINE int16_t zf_pack_codes(uint8_t *restrict m_code, uint8_t *restrict v_code, const float *restrict m,
+                                const float *restrict v, size_t n, const uint32_t *restrict m_dither,
+                                const uint32_t (*restrict v_dithers)[ZF_SHARED]) {
+    int32_t largest = 0, smallest = 0x7fffffff; /* moved down by 2^31, but for 0, which is above all then */
+    int reaches;
+    for (size_t i = 0; i < n; i++) {
+        const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff), moved = (int32_t)((uint32_t)size + 0x7fffffff);
         largest = size > largest ? size : largest;
+        smallest = moved < smallest ? moved : smallest;
     }
-    uint32_t exponent = ((uint32_t)largest + ((1u << ZF_CUT) - 1)) >> 23;
-    if (exponent < (uint32_t)lowest) exponent = (uint32_t)lowest;
-    if (exponent >= 255) {
-        memset(code, 0, n);
-        return ZF_NOT_FINITE;
+    smallest = smallest < 0 ? (int32_t)((uint32_t)smallest - 0x7fffffff) : 0x7fffffff;
+    const int finite = largest <= ZF_LIMIT;
+    if (!finite) {
+        largest = 0;
+        for (size_t i = 0; i < n; i++) {
+            const int32_t size = (int32_t)(zf_bits(v[i]) & 0x7fffffff);
+            if (size <= ZF_LIMIT && size > largest) largest = size;
+        }
     }
-    const uint32_t normal = (exponent - top + 1) << 23;
-    for (size_t i = 0; i < n; i++) {
-        int32_t size = (int32_t)(zf_bits(x[i]) & 0x7fffffff);
-        int32_t linear = (int32_t)(zf_bits(zf_float((uint32_t)size) + zf_float(normal)) - normal);
-        int32_t units = size - (int32_t)(normal - (1u << 23));
-        units = linear > units ? linear : units;
-        int32_t q = (int32_t)(((uint32_t)units + dither[i]) >> ZF_CUT), nonzero = size < 1 ? size : 1;
-        if (has_sign) q |= (int32_t)(zf_bits(x[i]) >> 24 & 0x80);
-        else q = q > nonzero ? q : nonzero;
-        code[i] = (uint8_t)q;
-    }
-    return (uint8_t)(exponent - (uint32_t)lowest);
+    const zf_scale s = zf_scale_for(largest, smallest, &reaches);
+    if (finite && reaches) zf_encode(m_code, v_code, m, v, n, m_dither, v_dithers[s.choice], s, 0);
+    else zf_encode(m_code, v_code, m, v, n, m_dither, v_dithers[s.choice], s, 1);
+    return zf_stored(s);
 }
 
 #endif

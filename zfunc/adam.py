@@ -56,7 +56,7 @@ class AdamW:
 
     `moments` says what the host keeps of a parameter between steps: "fp32", 12 bytes (master, exp_avg, exp_avg_sq);
     "16bit", 8 bytes (the master in two halves, exact, and both moments in bf16); "8bit", 6 bytes (the same master,
-    both moments in 8 bits, with an exponent for every 64). Arithmetic is fp32 always (`zfunc.compact_reference`).
+    both moments in 8 bits, with a scale for every 64). Arithmetic is fp32 always (`zfunc.compact_reference`).
 
     Numbers may be NumPy's or tensors of one element, and are kept as floats. Values out of range, and a learning
     rate that overflows fp32 in the first step, raise ValueError or TypeError here, at birth.

@@ -51,27 +51,29 @@ class SplitMaster:
 
 @frozen(eq=False)
 class Codes:
-    """A moment [n] in 8 bits an element, and an exponent for each block of 64 elements."""
+    """exp_avg_sq [n] in 8 bits an element, and a scale for each block of 64 elements.
+
+    The exp_avg beside it is [n] uint8 and needs no scale: its codes count in units that follow from these.
+    """
 
     codes: Tensor  # [n] uint8
-    exponents: Tensor  # [ceil(n / 64)] uint8
+    scales: Tensor  # [ceil(n / 64)] int16
 
     @classmethod
     def zeros(cls, n: int) -> "Codes":
-        """The moment before the first step."""
-        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.uint8))
+        """exp_avg_sq before the first step."""
+        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.int16))
 
 
 def optimizer_state(
     kept: Mapping[str, Tensor], start: int, stop: int
-) -> tuple[Tensor | SplitMaster, Tensor | Codes, Tensor | Codes]:
+) -> tuple[Tensor | SplitMaster, Tensor, Tensor | Codes]:
     """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
     part = slice(start, stop)
     if "master" in kept:
         return kept["master"][part], kept["exp_avg"][part], kept["exp_avg_sq"][part]
     master = SplitMaster(kept[HIGH_HALF][part], kept["master_low"][part])
-    if "exp_avg_exponent" not in kept:
-        return master, kept["exp_avg"][part], kept["exp_avg_sq"][part]
-    blocks = slice(start // BLOCK, -(-stop // BLOCK))
-    first, second = (Codes(kept[x][part], kept[f"{x}_exponent"][blocks]) for x in ("exp_avg", "exp_avg_sq"))
-    return master, first, second
+    exp_avg, exp_avg_sq = kept["exp_avg"][part], kept["exp_avg_sq"][part]
+    if "exp_avg_sq_scale" not in kept:
+        return master, exp_avg, exp_avg_sq
+    return master, exp_avg, Codes(exp_avg_sq, kept["exp_avg_sq_scale"][start // BLOCK : -(-stop // BLOCK)])

@@ -5,13 +5,19 @@ only what is kept between two steps is rounded, and its errors even out over the
 moment that changes by less than half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %)
 would stand still for ever.
 
-Three formats, each over blocks of 64 consecutive elements counted from the start of the buffer:
+Three formats:
 
 - the split master: the weight's bfloat16 (the copy that goes to the device) and the 16 bits it lacks; exact.
 - bfloat16 moments.
-- 8-bit moments: a code each and an exponent for the block. A code is a float of 4 mantissa bits, subnormals
-  included, whose largest binade is the block's: sign and 3 exponent bits for exp_avg, 4 exponent bits for
-  exp_avg_sq, whose values span twice as many binades. There a value above 0 never becomes 0: it divides.
+- 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
+  exp_avg_sq is a code each and a scale for the block. Codes 1 to 254 are floats without a sign whose last bit is the
+  block's choice: 5 mantissa bits over 8 binades, 4 over 16, 3 over 32 or 2 over 64, the most bits with which the
+  codes reach from the largest value of the block down to its smallest. 0 is zero and 255 infinity. What lies below
+  the 64 binades becomes code 1, because it divides.
+  exp_avg is a signed float of 3 exponent and 4 mantissa bits, subnormals included, in units of a power of two that
+  follows from the code of the element's own exp_avg_sq: the one at or below its root. So it needs no scale, and how
+  precise it is depends on no other element. It holds up to 31 units; beta1^2 < beta2 keeps exp_avg below
+  (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) roots, 7.3 by default, and whatever is above 31 is cut to that.
 
 Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
 frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because any regular
@@ -19,8 +25,8 @@ sequence would fall in step with some gradient or decay that is regular too. So 
 and no generator, and depends on nothing but i and t: not on threads, chunks, buckets or ranks.
 
 Sources: split master, in the spirit of Zamirai et al., "Revisiting BFloat16 Training" (2020); block-wise 8-bit
-moments, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared exponent for a block,
-the OCP Microscaling formats (2023).
+moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared scale for
+a block, the OCP Microscaling formats (2023).
 """
 
 from typing import Any, NamedTuple
@@ -30,39 +36,30 @@ from numpy.typing import NDArray
 
 from zfunc.adam_reference import Array, reference_update
 
-BLOCK = 64  # elements that share an exponent, and the period of the dither
-MANTISSA_BITS = 4  # that a code keeps
-CUT = 23 - MANTISSA_BITS  # bits of a float32 below them
+BLOCK = 64  # elements that share a scale, and the period of the dither
 SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio
-# Stored as the exponent where an element is inf, NaN or above 1.9375 * 2^127: all of the block are NaN then.
-NOT_FINITE = 255
 EXP_AVG, EXP_AVG_SQ = 0, 1  # the moments have dithers of their own
 
+# exp_avg_sq, as bits of a float32: a code counts units of 2^shift, the shift being MIN_SHIFT plus 0 to 3.
+MIN_SHIFT, NUM_SHIFTS = 18, 4
+SCALE_BITS = 0x7FF80000  # where a scale has the value of code 0; the number of the shift is in the bits below
+HIGHEST_CODE, INFINITE = 254, 255
+LIMIT = 0x7F600000  # 1.75 * 2^127: what is above counts as infinite
 
-class Code(NamedTuple):
-    """An 8-bit format: its exponent bits, whether it has a sign, and the lowest exponent of a block.
-
-    Below that exponent codes would reach under the floors of `adam_reference`, to products that are denormal.
-    What is stored is the exponent above it, so that zeroed bytes are the moments before the first step.
-    """
-
-    exponent_bits: int
-    signed: bool
-    lowest: int
-
-
-AVG_CODE, AVG_SQ_CODE = Code(3, True, 38), Code(4, False, 26)
+# exp_avg, in its units: 2^-6 below 2^-2, then 4 mantissa bits up to 31.
+CUT = 19  # bits of a float32 below those mantissa bits
+SMALLEST_NORMAL, LARGEST = 125 << 23, 0x41F80000  # bits of 2^-2 and of 31
+ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are near those of its root
 
 
 class Compact(NamedTuple):
-    """The compact state of n elements; the exponents are None where moments are bfloat16."""
+    """The compact state of n elements; the scale is None where moments are bfloat16."""
 
     high: Array  # [n] uint16, the bfloat16 half of the master
     low: Array  # [n] int16, what it lacks
     exp_avg: Array  # [n] uint16 holding bf16, or uint8 codes
     exp_avg_sq: Array  # [n] as exp_avg
-    exp_avg_exponent: Array | None = None  # [ceil(n / 64)] uint8
-    exp_avg_sq_exponent: Array | None = None  # [ceil(n / 64)] uint8
+    exp_avg_sq_scale: Array | None = None  # [ceil(n / 64)] int16
 
 
 def split(x: Array) -> tuple[Array, Array]:
@@ -104,43 +101,64 @@ def pack_bf16(x: Array, dither: Array) -> Array:
     return (np.where(np.isnan(x), np.uint32(0x7FC00000), rounded) >> np.uint32(16)).astype(np.uint16)
 
 
-def pack_codes(x: Array, dither: Array, code: Code) -> tuple[Array, Array]:
-    """Round float32 x [n] to codes [n] and the stored exponents [ceil(n / 64)] of their blocks, both uint8."""
+def pack_exp_avg_sq(x: Array, dither: Array) -> tuple[Array, Array]:
+    """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks."""
     size = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    largest = np.pad(size, (0, -x.size % BLOCK)).reshape(-1, BLOCK).max(axis=1, initial=0)
-    # After rounding up to what a code keeps, so no code overflows. What is that close to inf counts as inf.
-    exponent = np.maximum((largest + np.uint32((1 << CUT) - 1)) >> np.uint32(23), np.uint32(code.lowest))
-    finite = exponent < 255
-    normal = _smallest_normal(exponent, code)[: x.size]
-    # Below it, adding it lets the float adder line the bits up, as those of a subnormal.
+    finite = size <= LIMIT
+    blocks = np.pad(np.where(finite, size, 0), (0, -x.size % BLOCK)).astype(np.int64).reshape(-1, BLOCK)
+    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
+    top = -(-blocks.max(axis=1, initial=0) // coarsest) * coarsest  # the value of the highest code
+    least = np.where(blocks > 0, blocks, top[:, None]).min(axis=1, initial=EXPONENT)
+    reach = [HIGHEST_CODE - 1 << MIN_SHIFT + k for k in range(NUM_SHIFTS - 1)]  # down to code 1
+    choice = np.sum([top - least > x for x in reach], axis=0)
+    base = np.maximum(top - (HIGHEST_CODE << MIN_SHIFT + choice), 0)
+    scale = (base >> 16 | choice).astype(np.int16)
+    shift, base = (y.repeat(BLOCK)[: x.size] for y in (MIN_SHIFT + choice, base))
+    code = size.astype(np.int64) - base + (dither >> (32 - shift).astype(np.uint32)) >> shift
+    code = np.where(size == 0, 0, np.maximum(code, 1))
+    return np.where(finite, code, INFINITE).astype(np.uint8), scale
+
+
+def unpack_exp_avg_sq(codes: Array, scale: Array) -> Array:
+    """The float32 values of codes [n], given the scales [ceil(n / 64)] of their blocks; exact."""
+    bits = np.where(codes == INFINITE, np.uint32(EXPONENT), _plain_bits(codes, scale))
+    return np.where(codes == 0, np.uint32(0), bits).view(np.float32)
+
+
+def pack_exp_avg(x: Array, dither: Array, codes: Array, scale: Array) -> Array:
+    """Round float32 x [n] to codes [n] uint8, in units of the packed exp_avg_sq: `codes` and `scale`."""
     with np.errstate(all="ignore"):
-        small = (size.view(np.float32) + normal.view(np.float32)).view(np.uint32) - normal
+        x = x * (np.uint32(254 << 23) - _unit_bits(codes, scale)).view(np.float32)
+    x = np.where(np.isnan(x), np.float32(np.nan), x)  # without a sign
+    size = np.minimum(x.view(np.uint32) & np.uint32(0x7FFFFFFF), np.uint32(LARGEST))
+    # Below the smallest normal value, adding it lets the float adder line the bits up, as those of a subnormal.
+    normal = np.uint32(SMALLEST_NORMAL)
+    small = (size.view(np.float32) + normal.view(np.float32)).view(np.uint32) - normal
     units = np.where(size < normal, small, size - normal + np.uint32(1 << 23))
-    q = (units + (dither >> np.uint32(32 - CUT))) >> np.uint32(CUT)
-    q = q | (x.view(np.uint32) >> np.uint32(31) << np.uint32(7)) if code.signed else np.maximum(q, size != 0)
-    stored = np.where(finite, exponent - np.uint32(code.lowest), NOT_FINITE)
-    return np.where(finite.repeat(BLOCK)[: x.size], q, 0).astype(np.uint8), stored.astype(np.uint8)
+    code = (units + (dither >> np.uint32(32 - CUT))) >> np.uint32(CUT)
+    return (code | (x.view(np.uint32) >> np.uint32(31) << np.uint32(7))).astype(np.uint8)
 
 
-def unpack_codes(codes: Array, stored: Array, code: Code) -> Array:
-    """The float32 values of codes [n], given the stored exponents [ceil(n / 64)] of their blocks; exact."""
-    exponent = stored.astype(np.uint32) + np.uint32(code.lowest)
-    normal = _smallest_normal(exponent, code)[: codes.size]
-    shifted = (
-        codes.astype(np.uint32) & np.uint32((1 << (code.exponent_bits + MANTISSA_BITS)) - 1)
-    ) << np.uint32(CUT)
-    with np.errstate(all="ignore"):
-        small = (shifted + normal).view(np.float32) - normal.view(np.float32)
-    size = np.where(shifted < 1 << 23, small.view(np.uint32), shifted + normal - np.uint32(1 << 23))
-    bits = size | (codes.astype(np.uint32) >> np.uint32(7) << np.uint32(31) if code.signed else np.uint32(0))
-    finite = (exponent < 255).repeat(BLOCK)[: codes.size]
-    return np.where(finite, bits, np.uint32(0x7FC00000)).astype(np.uint32).view(np.float32)
+def unpack_exp_avg(x: Array, codes: Array, scale: Array) -> Array:
+    """The float32 values of exp_avg's codes x [n], given the packed exp_avg_sq; exact."""
+    size, normal = (x.astype(np.uint32) & np.uint32(127)) << np.uint32(CUT), np.uint32(SMALLEST_NORMAL)
+    small = (size + normal).view(np.float32) - normal.view(np.float32)
+    units = np.where(size < 1 << 23, small, (size + normal - np.uint32(1 << 23)).view(np.float32))
+    signed = units.view(np.uint32) | x.astype(np.uint32) >> np.uint32(7) << np.uint32(31)
+    return signed.view(np.float32) * _unit_bits(codes, scale).view(np.float32)
 
 
-def _smallest_normal(exponent: Array, code: Code) -> Array:
-    """For every element the bits of its block's smallest value that is not subnormal."""
-    top = (1 << code.exponent_bits) - 1
-    return ((exponent - np.uint32(top - 1)) << np.uint32(23)).repeat(BLOCK)
+def _plain_bits(codes: Array, scale: Array) -> Array:
+    """The bits that codes [n] of exp_avg_sq would stand for if none of them was special."""
+    bits = scale.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    base, choice = bits & np.uint32(SCALE_BITS), bits >> np.uint32(16) & np.uint32(NUM_SHIFTS - 1)
+    base, shift = (y.repeat(BLOCK)[: codes.size] for y in (base, choice + np.uint32(MIN_SHIFT)))
+    return base + (codes.astype(np.uint32) << shift)
+
+
+def _unit_bits(codes: Array, scale: Array) -> Array:
+    """The bits of exp_avg's unit: the power of two at or below the root of exp_avg_sq."""
+    return (_plain_bits(codes, scale) >> np.uint32(1)) + np.uint32(ROOT) & np.uint32(EXPONENT)
 
 
 def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
@@ -150,21 +168,17 @@ def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step
     second = dither(master.size, step, EXP_AVG_SQ)
     if moments == "16bit":
         return Compact(high, low, pack_bf16(exp_avg, first), pack_bf16(exp_avg_sq, second))
-    m, m_exponent = pack_codes(exp_avg, first, AVG_CODE)
-    v, v_exponent = pack_codes(exp_avg_sq, second, AVG_SQ_CODE)
-    return Compact(high, low, m, v, m_exponent, v_exponent)
+    v, scale = pack_exp_avg_sq(exp_avg_sq, second)
+    return Compact(high, low, pack_exp_avg(exp_avg, first, v, scale), v, scale)
 
 
 def unpack(state: Compact) -> tuple[Array, Array, Array]:
     """The float32 master, exp_avg and exp_avg_sq of a compact state; exact."""
     master = join(state.high, state.low)
-    if state.exp_avg_exponent is None or state.exp_avg_sq_exponent is None:
+    if state.exp_avg_sq_scale is None:
         return master, *((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in state[2:4])
-    return (
-        master,
-        unpack_codes(state.exp_avg, state.exp_avg_exponent, AVG_CODE),
-        unpack_codes(state.exp_avg_sq, state.exp_avg_sq_exponent, AVG_SQ_CODE),
-    )
+    packed = state.exp_avg_sq, state.exp_avg_sq_scale
+    return master, unpack_exp_avg(state.exp_avg, *packed), unpack_exp_avg_sq(*packed)
 
 
 def reference_compact_update(
@@ -174,6 +188,6 @@ def reference_compact_update(
 
     Returns the next state, and the copy where `out` asks for one beside the high half.
     """
-    moments = "16bit" if state.exp_avg_exponent is None else "8bit"
+    moments = "16bit" if state.exp_avg_sq_scale is None else "8bit"
     new = reference_update(*unpack(state), grad, step=step, out=out, **settings)
     return pack(new.master, new.exp_avg, new.exp_avg_sq, moments=moments, step=step), new.out

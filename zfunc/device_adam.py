@@ -21,16 +21,19 @@ from torch import Tensor
 from zfunc.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.checks import check_disjoint, checked_step, refuse
 from zfunc.compact import DTYPES, Codes, SplitMaster
-from zfunc.compact_reference import AVG_CODE, AVG_SQ_CODE, BLOCK, CUT
+from zfunc.compact_reference import BLOCK
 from zfunc.device_formats import (
+    CODES_CUTS,
     Scratch,
     dithers,
     join_,
     load_,
     pack_bf16_,
-    pack_codes_,
+    pack_exp_avg_,
+    pack_exp_avg_sq_,
     split_,
-    unpack_codes_,
+    unpack_exp_avg_,
+    unpack_exp_avg_sq_,
 )
 from zfunc.layout import round_up
 from zfunc.moments import BUFFERS, HIGH_HALF, Moments
@@ -52,7 +55,7 @@ def workspace(numel: int, moments: Moments) -> int:
 
 def device_adam_update_(
     master: Tensor | SplitMaster,
-    exp_avg: Tensor | Codes,
+    exp_avg: Tensor,
     exp_avg_sq: Tensor | Codes,
     grad: Tensor,
     *,
@@ -110,8 +113,8 @@ def _update_(
     most = min(round_up(n, BLOCK), PIECE)
     floats = torch.empty(_num_floats(moments) * most, device=device)  # fp32
     mask = torch.empty(most, dtype=torch.bool, device=device)
-    shift = 32 - CUT if moments == "8bit" else 16
-    rounding = () if moments == "fp32" else dithers(step.number, shift, device)
+    cuts = CODES_CUTS if moments == "8bit" else (16, 16)
+    rounding = () if moments == "fp32" else dithers(step.number, cuts, device)
     for start in range(0, n, PIECE):
         stop = min(n, start + PIECE)
         shared = {buffer.name: buffer.shared for buffer in BUFFERS[moments]}
@@ -139,8 +142,8 @@ def _unpack(
         load_(m, parts["exp_avg"])
         load_(v, parts["exp_avg_sq"])
     else:
-        unpack_codes_(m, parts["exp_avg"], parts["exp_avg_exponent"], AVG_CODE, scratch)
-        unpack_codes_(v, parts["exp_avg_sq"], parts["exp_avg_sq_exponent"], AVG_SQ_CODE, scratch)
+        unpack_exp_avg_sq_(v, parts["exp_avg_sq"], parts["exp_avg_sq_scale"], scratch)
+        unpack_exp_avg_(m, parts["exp_avg"], v, scratch)
     return room
 
 
@@ -155,8 +158,8 @@ def _pack_(
         pack_bf16_(parts["exp_avg"], m, first, scratch)
         pack_bf16_(parts["exp_avg_sq"], v, second, scratch)
     else:
-        pack_codes_(parts["exp_avg"], parts["exp_avg_exponent"], m, first, AVG_CODE, scratch)
-        pack_codes_(parts["exp_avg_sq"], parts["exp_avg_sq_exponent"], v, second, AVG_SQ_CODE, scratch)
+        pack_exp_avg_sq_(parts["exp_avg_sq"], parts["exp_avg_sq_scale"], v, second, scratch)
+        pack_exp_avg_(parts["exp_avg"], m, first, v, scratch)
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------
@@ -192,13 +195,10 @@ def _named(master: Any, exp_avg: Any, exp_avg_sq: Any) -> tuple[Moments, dict[st
     if not isinstance(master, SplitMaster):
         return "fp32", {"master": master, **moments}
     halves = {HIGH_HALF: master.high, "master_low": master.low}
-    if not isinstance(exp_avg, Codes):
-        return "16bit", {**halves, **moments}
     if not isinstance(exp_avg_sq, Codes):
-        got = type(exp_avg_sq).__name__
-        refuse(TypeError, "exp_avg_sq", got, "Codes, as exp_avg", "keep both moments alike")
-    codes = {name: x.codes for name, x in moments.items()}
-    return "8bit", {**halves, **codes, **{f"{name}_exponent": x.exponents for name, x in moments.items()}}
+        return "16bit", {**halves, **moments}
+    codes = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
+    return "8bit", {**halves, **codes}
 
 
 def _check(moments: Moments, kept: dict[str, Any], grad: Any, out: Any) -> None:

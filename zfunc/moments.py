@@ -41,8 +41,7 @@ BUFFERS: dict[Moments, tuple[Buffer, ...]] = {
         *_SPLIT,
         Buffer("exp_avg", "uint8"),
         Buffer("exp_avg_sq", "uint8"),
-        Buffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
-        Buffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
+        Buffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
     ),
 }
 """The state kept for each choice of moments: 12, 8 and 6.03 bytes a parameter."""

@@ -31,12 +31,12 @@ FLOATS: Types = {torch.float32: cpu_adam.FP32, torch.bfloat16: cpu_adam.BF16, to
 
 def adam_update_(
     master: Tensor | SplitMaster,
-    exp_avg: Tensor | Codes,
+    exp_avg: Tensor,
     exp_avg_sq: Tensor | Codes,
     grad: Tensor,
     *,
     out: Tensor | None = None,
-    into: tuple[Tensor | SplitMaster, Tensor | Codes, Tensor | Codes] | None = None,
+    into: tuple[Tensor | SplitMaster, Tensor, Tensor | Codes] | None = None,
     step: int,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -49,7 +49,7 @@ def adam_update_(
     """One Adam step over 1-D contiguous host buffers, in place or `into` others, in one sweep.
 
     master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
-    with two Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
+    with [n] uint8 and Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
     (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
     master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at a
     multiple of 64. into: (master, exp_avg, exp_avg_sq) of the same kinds and sizes; they receive the new state, the
@@ -157,7 +157,7 @@ def checked_coefficients(
 # ---- the buffers of a state ------------------------------------------------------------------------
 
 _INTO = "into "
-_BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg.exponents", "exp_avg_sq.exponents")
+_BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg_sq.scales")
 
 
 class _State(NamedTuple):
@@ -185,14 +185,13 @@ def _state(
         f"{to}master": span("master.high", master.high, torch.bfloat16),
         f"{to}master.low": span("master.low", master.low, torch.int16),
     }
-    if not isinstance(exp_avg, Codes):
+    if not isinstance(exp_avg_sq, Codes):
         spans |= {to + x: span(x, t, torch.bfloat16) for x, t in moments.items()}
         return _State(cpu_adam.MOMENTS_16BIT, spans)
-    for x, codes in moments.items():
-        if not isinstance(codes, Codes):
-            refuse(TypeError, to + x, type(codes).__name__, "Codes, as exp_avg", "keep both moments alike")
-        spans[to + x] = span(f"{x}.codes", codes.codes, torch.uint8)
-        spans[f"{to}{x}.exponents"] = span(f"{x}.exponents", codes.exponents, torch.uint8, -(-n // BLOCK))
+    spans[f"{to}exp_avg"] = span("exp_avg", exp_avg, torch.uint8)
+    spans[f"{to}exp_avg_sq"] = span("exp_avg_sq.codes", exp_avg_sq.codes, torch.uint8)
+    scales = span("exp_avg_sq.scales", exp_avg_sq.scales, torch.int16, -(-n // BLOCK))
+    spans[f"{to}exp_avg_sq.scales"] = scales
     return _State(cpu_adam.MOMENTS_8BIT, spans)
 
 

@@ -118,7 +118,7 @@ def compact_step(
     for field, old, new in zip(Compact._fields, before, after, strict=True):
         if old is not None:
             role = "master" if field == "high" else field
-            found.append(Buffer(role, old, new, BLOCK if field.endswith("exponent") else 1))
+            found.append(Buffer(role, old, new, BLOCK if field.endswith("scale") else 1))
     return found, copy
 
 

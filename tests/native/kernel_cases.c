@@ -9,9 +9,9 @@
 #include "_adam_kernel.h"
 
 #define ROLES(each)                                                                                           \
-    each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_exponent) each(exp_avg_sq_exponent)     \
-    each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_exponent)      \
-    each(into_exp_avg_sq_exponent) each(grad) each(out) each(acc)
+    each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_sq_scale)                                \
+    each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_sq_scale)      \
+    each(grad) each(out) each(acc)
 #define AS_ENUM(name) ROLE_##name,
 #define AS_TEXT(name) #name,
 enum { ROLES(AS_ENUM) NUM_ROLES };
@@ -63,8 +63,7 @@ static zf_state state_at(const zf_case *c, uint32_t master, size_t begin) {
         .low = at(c, master + ROLE_low - ROLE_master, begin),
         .exp_avg = at(c, master + ROLE_exp_avg - ROLE_master, begin),
         .exp_avg_sq = at(c, master + ROLE_exp_avg_sq - ROLE_master, begin),
-        .exp_avg_exponent = at(c, master + ROLE_exp_avg_exponent - ROLE_master, begin),
-        .exp_avg_sq_exponent = at(c, master + ROLE_exp_avg_sq_exponent - ROLE_master, begin),
+        .exp_avg_sq_scale = at(c, master + ROLE_exp_avg_sq_scale - ROLE_master, begin),
     };
     return s;
 }

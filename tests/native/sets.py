@@ -124,12 +124,12 @@ def conversions() -> Iterator[Case]:
 
 
 def codes() -> Iterator[Case]:
-    """Every code of both 8-bit formats under many exponents, one of them that of a block that is not finite."""
-    exponents = np.array([45, 46, 60, 100, 127, 200, 254, 255], np.uint8)
+    """Every code of both 8-bit formats under many scales, some of them of no state; each in many blocks' company."""
+    scales = np.array([0, 8, 3, 0x1001, 0x2002, 0x33F3, 0x3F80, 0x5F41, 0x7F22, 0x7FFB, -1, -32768], np.int16)
     code = np.arange(256, dtype=np.uint8)
-    every, blocks = np.tile(code, exponents.size), exponents.repeat(code.size // BLOCK)
+    every, blocks = np.tile(code, scales.size), scales.repeat(code.size // BLOCK)
     high, low = split(np.ones(every.size, np.float32))
-    state = Compact(high, low, every, every, blocks, blocks)
+    state = Compact(high, low, np.random.default_rng(0).permutation(every), every, blocks)
     yield adam_case(state, random_grad(every.size, "fp32"), "fp32", moments="8bit", out="fp32")
 
 
