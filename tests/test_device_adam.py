@@ -138,14 +138,14 @@ def test_any_bytes_in_a_state(device, data, moments, n, seed):
 
 
 @every_device
-def test_every_code_under_every_exponent(device):
-    """Also those under which a block is not finite, and betas that leave no room for an exponent."""
-    exponents = torch.arange(256, dtype=torch.uint8)
-    n = 64 * 256
+def test_every_code_under_many_scales(device):
+    """Also infinite ones and scales that no state has, and betas that leave no room for an exponent."""
+    scales = torch.arange(-32768, 32768, 128, dtype=torch.int16) + torch.arange(512, dtype=torch.int16) % 16
+    n = 64 * scales.numel()
     codes = torch.arange(251, dtype=torch.uint8).repeat(n // 251 + 1)[:n]
     master = fresh(n, "8bit")[0]
     for betas in ((0.9, 0.999), (0.0, 0.5), (1e-40, 2.0**-126)):
-        state = master, Codes(codes, exponents), Codes(codes.clone(), exponents.clone())
+        state = master, codes, Codes(codes.flip(0) + 5, scales)
         check(state, [gradient(n, torch.bfloat16)], device, betas=betas, step=2)
 
 
@@ -249,11 +249,12 @@ REFUSED = [
     ),
     ("fp32", {"out": torch.ones(128).int()}, TypeError, "out: got int32"),
     ("fp32", {"exp_avg": Codes.zeros(128)}, TypeError, "exp_avg: got Codes; expected a torch.Tensor"),
+    ("8bit", {"exp_avg": Codes.zeros(128)}, TypeError, "exp_avg: got Codes; expected a torch.Tensor"),
     ("16bit", {"exp_avg": torch.zeros(128)}, TypeError, "exp_avg: got float32; expected bfloat16"),
-    ("16bit", {"exp_avg_sq": Codes.zeros(128)}, TypeError, "exp_avg_sq: got Codes"),
+    ("16bit", {"exp_avg_sq": Codes.zeros(128)}, TypeError, "exp_avg: got bfloat16; expected uint8"),
     ("16bit", {"master": torch.zeros(128)}, TypeError, "exp_avg: got bfloat16; expected float32"),
-    ("8bit", {"exp_avg_sq": torch.zeros(128)}, TypeError, "exp_avg_sq: got Tensor; expected Codes"),
-    ("8bit", {"exp_avg": Codes(uint8(128), uint8(3))}, ValueError, r"exp_avg_exponent: got shape \[3\]"),
+    ("8bit", {"exp_avg_sq": torch.zeros(128)}, TypeError, "exp_avg: got uint8; expected bfloat16"),
+    ("8bit", {"exp_avg_sq": Codes(uint8(128), LOW[:3])}, ValueError, r"exp_avg_sq_scale: got shape \[3\]"),
     ("8bit", {"master": SplitMaster(torch.zeros(64).bfloat16(), LOW)}, ValueError, r"master_low: got shape"),
     ("fp32", {"step": 0}, ValueError, "step"),
     ("fp32", {"lr": -1.0}, ValueError, "lr"),

@@ -29,16 +29,15 @@ from zfunc.device_formats import (
     join_,
     load_,
     pack_bf16_,
-    pack_exp_avg_,
-    pack_exp_avg_sq_,
+    pack_codes_,
     split_,
-    unpack_exp_avg_,
-    unpack_exp_avg_sq_,
+    unpack_codes_,
 )
 from zfunc.layout import round_up
 from zfunc.moments import BUFFERS, HIGH_HALF, Moments
 from zfunc.sweeps import FLOATS, checked_coefficients
 
+_CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
 PIECE = 1 << 22  # elements that go through together: much for a device, little beside a bucket
 
 
@@ -142,8 +141,7 @@ def _unpack(
         load_(m, parts["exp_avg"])
         load_(v, parts["exp_avg_sq"])
     else:
-        unpack_exp_avg_sq_(v, parts["exp_avg_sq"], parts["exp_avg_sq_scale"], scratch)
-        unpack_exp_avg_(m, parts["exp_avg"], v, scratch)
+        unpack_codes_(m, v, *(parts[name] for name in _CODES), scratch)
     return room
 
 
@@ -158,8 +156,7 @@ def _pack_(
         pack_bf16_(parts["exp_avg"], m, first, scratch)
         pack_bf16_(parts["exp_avg_sq"], v, second, scratch)
     else:
-        pack_exp_avg_sq_(parts["exp_avg_sq"], parts["exp_avg_sq_scale"], v, second, scratch)
-        pack_exp_avg_(parts["exp_avg"], m, first, v, scratch)
+        pack_codes_(*(parts[name] for name in _CODES), m, v, rounding, scratch)
 
 
 # ---- arithmetic ---------------------------------------------------------------------------------------

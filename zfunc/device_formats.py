@@ -101,83 +101,70 @@ def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
 # ---- 8-bit moments ------------------------------------------------------------------------------------
 # A code of exp_avg is subnormal or not. Both readings are computed, and which one holds is their order: below the
 # smallest normal value the linear scale lies above the logarithmic one when packing, and beneath it when unpacking.
-# exp_avg_sq comes first both ways: the unit of exp_avg follows from what is kept of it.
+# Its unit follows from the code of exp_avg_sq, read as if none was special: so that one comes first both ways, and
+# its infinities and zeros last.
 
 CODES_CUTS = CUT, MIN_SHIFT + NUM_SHIFTS - 1  # of the dithers: exp_avg_sq's has the bits of its coarsest codes
 
 
-def unpack_exp_avg_sq_(x: Tensor, codes: Tensor, scales: Tensor, scratch: Scratch) -> None:
-    """x = the values of codes [n] uint8, given the scales [ceil(n / 64)] int16 of their blocks."""
-    base = scales[:, None].int() & (SCALE_BITS >> 16)
-    shift = (scales[:, None].int() & (NUM_SHIFTS - 1)).add_(MIN_SHIFT)
-    load_(bits_of(x), codes)
-    _decode_(bits_of(x), base.bitwise_left_shift_(16), shift, scratch)
-
-
-def pack_exp_avg_sq_(codes: Tensor, scales: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
-    """codes [n] uint8 and scales [ceil(n / 64)] int16 = x, rounded; x is then the values of its codes."""
-    bits, finite = _blocks(bits_of(x)), _blocks(bits_of(scratch.a))
-    bits.bitwise_and_(SIZE)
-    finite.copy_(bits)
-    finite.masked_fill_(torch.gt(bits, LIMIT, out=_blocks(scratch.mask)), 0)
-    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
-    top = finite.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
-    finite.sub_(1).bitwise_and_(SIZE)  # 0 becomes the largest of all
-    span = top - finite.amin(dim=1, keepdim=True) - 1
-    choice = torch.zeros_like(span)
-    for k in range(NUM_SHIFTS - 1):
-        choice.add_(span > HIGHEST_CODE - 1 << MIN_SHIFT + k)
-    shift = choice + MIN_SHIFT
-    base = top.sub_(shift.new_full(shift.shape, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
-    units = finite.copy_(dither).bitwise_right_shift_(NUM_SHIFTS - 1 - choice).sub_(base).add_(bits)
-    units.bitwise_right_shift_(shift).clamp_(min=1)  # what is above 0 stays there: it divides
-    units.masked_fill_(torch.eq(bits, 0, out=_blocks(scratch.mask)), 0)
-    units.masked_fill_(torch.gt(bits, LIMIT, out=_blocks(scratch.mask)), INFINITE)
-    bits.copy_(units)
-    codes.copy_(bits_of(x)[: codes.numel()])
-    scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])
-    _decode_(bits_of(x), base, shift, scratch)
-
-
-def unpack_exp_avg_(x: Tensor, codes: Tensor, exp_avg_sq: Tensor, scratch: Scratch) -> None:
-    """x = the values of codes [n] uint8, given the unpacked exp_avg_sq."""
-    bits, log, linear = (bits_of(y) for y in (x, scratch.a, scratch.b))
-    load_(bits, codes)
+def unpack_codes_(
+    m: Tensor, v: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, scratch: Scratch
+) -> None:
+    """m, v = the values of codes [n] uint8, given the scales [ceil(n / 64)] int16 of exp_avg_sq."""
+    bits, log, linear = (bits_of(y) for y in (m, scratch.a, scratch.b))
+    load_(bits, exp_avg)
     torch.bitwise_and(bits, 127, out=log)
     log.bitwise_left_shift_(CUT).add_(SMALLEST_NORMAL)
     torch.sub(_floats(log), _float(SMALLEST_NORMAL), out=_floats(linear))
     torch.minimum(log.sub_(BINADE), linear, out=linear)
     linear.bitwise_or_(bits.bitwise_and_(128).bitwise_left_shift_(24))
-    _unit_(log, exp_avg_sq)
-    torch.mul(_floats(linear), _floats(log), out=x)
+    base = (scales[:, None].int() & (SCALE_BITS >> 16)).bitwise_left_shift_(16)
+    shift = (scales[:, None].int() & (NUM_SHIFTS - 1)).add_(MIN_SHIFT)
+    load_(bits_of(v), exp_avg_sq)
+    _blocks(bits_of(v)).bitwise_left_shift_(shift).add_(base)
+    _unit_(log, bits_of(v))
+    torch.mul(_floats(linear), _floats(log), out=m)
+    load_(log, exp_avg_sq)
+    bits_of(v).masked_fill_(torch.eq(log, 0, out=scratch.mask), 0)
+    bits_of(v).masked_fill_(torch.eq(log, INFINITE, out=scratch.mask), INFINITY)
 
 
-def pack_exp_avg_(codes: Tensor, x: Tensor, dither: Tensor, exp_avg_sq: Tensor, scratch: Scratch) -> None:
-    """codes [n] uint8 = x, rounded, given the values of exp_avg_sq's new codes; the contents of x are lost."""
-    bits, log, linear = (bits_of(y) for y in (x, scratch.a, scratch.b))
-    _unit_(log, exp_avg_sq)
-    x.mul_(_floats(log.neg_().add_(254 << 23)))
-    bits.masked_fill_(torch.ne(x, x, out=scratch.mask), NAN)  # without a sign
-    torch.bitwise_and(bits, SIZE, out=log)
-    log.clamp_(max=LARGEST)
+def pack_codes_(
+    exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, m: Tensor, v: Tensor,
+    dithers: tuple[Tensor, Tensor], scratch: Scratch,
+) -> None:  # fmt: skip
+    """Codes [n] uint8 and the scales [ceil(n / 64)] int16 of exp_avg_sq = m and v, whose contents are lost."""
+    bits, log, linear = (_blocks(bits_of(y)) for y in (v, scratch.a, scratch.b))
+    bits.bitwise_and_(SIZE)
+    mask = _blocks(scratch.mask)
+    torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # what is infinite counts as 0
+    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
+    top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
+    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)  # the smallest less 1: of 0, above all
+    choice = torch.zeros_like(top)
+    for k in range(NUM_SHIFTS - 1):
+        choice.add_(top - below - 1 > HIGHEST_CODE - 1 << MIN_SHIFT + k)
+    shift = choice + MIN_SHIFT
+    base = top.sub_(torch.full_like(shift, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
+    torch.bitwise_right_shift(dithers[1], NUM_SHIFTS - 1 - choice, out=log)
+    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)  # above 0 stays above 0: it divides
+    log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, LIMIT, out=mask), INFINITE)
+    exp_avg_sq.copy_(log.view(-1)[: exp_avg_sq.numel()])
+    scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])
+    _unit_(bits, log.bitwise_left_shift_(shift).add_(base))
+    m.mul_(_floats(bits.neg_().add_(254 << 23)).view(-1))
+    bits = _blocks(bits_of(m))
+    bits.masked_fill_(torch.ne(_blocks(m), _blocks(m), out=mask), NAN)  # without a sign
+    torch.bitwise_and(bits, SIZE, out=log).clamp_(max=LARGEST)
     torch.add(_floats(log), _float(SMALLEST_NORMAL), out=_floats(linear))
-    torch.maximum(linear.sub_(SMALLEST_NORMAL), log.sub_(SMALLEST_NORMAL - BINADE), out=linear)
-    _blocks(linear).add_(dither)
+    torch.maximum(linear, log.add_(BINADE), out=linear).sub_(SMALLEST_NORMAL).add_(dithers[0])
     linear.bitwise_right_shift_(CUT).bitwise_or_(bits.bitwise_right_shift_(24).bitwise_and_(128))
-    codes.copy_(linear[: codes.numel()])
+    exp_avg.copy_(linear.view(-1)[: exp_avg.numel()])
 
 
-def _decode_(bits: Tensor, base: Tensor, shift: Tensor, scratch: Scratch) -> None:
-    """The bits of values where the codes of exp_avg_sq were."""
-    zero, rows = _blocks(scratch.mask), _blocks(bits)
-    infinite = rows == INFINITE
-    torch.eq(rows, 0, out=zero)
-    rows.bitwise_left_shift_(shift).add_(base).masked_fill_(zero, 0).masked_fill_(infinite, INFINITY)
-
-
-def _unit_(to: Tensor, exp_avg_sq: Tensor) -> None:
-    """to = the bits of exp_avg's unit."""
-    torch.bitwise_right_shift(bits_of(exp_avg_sq), 1, out=to)
+def _unit_(to: Tensor, bits: Tensor) -> None:
+    """to = the bits of exp_avg's unit, given those of exp_avg_sq; `bits` may be more than a float's 31."""
+    torch.bitwise_right_shift(bits, 1, out=to)
     to.bitwise_and_(SIZE).add_(ROOT).bitwise_and_(INFINITY)
 
 
