@@ -10,7 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import saved as checkpoint_of
 import torch
 import trained
 from models import MODELS
@@ -18,9 +20,11 @@ from torch import Tensor
 from trained import steps
 
 import zfunc
+from zfunc import loading
 from zfunc.checkpoint import disk
+from zfunc.checkpoint.checkpoints import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
-from zfunc.compact_reference import AVG_CODE, AVG_SQ_CODE, unpack_codes
+from zfunc.compact_reference import unpack_exp_avg, unpack_exp_avg_sq, unpack_first_codes
 from zfunc.errors import CheckpointError
 from zfunc.execute import Jitter
 from zfunc.program import Program
@@ -121,19 +125,30 @@ def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_pa
     for name, x in again.buffers.host.flats.items():
         if name.startswith("master") or moments == saved or (saved, moments) == ("16bit", "fp32"):
             assert torch.equal(x, kept[name]), name
-    if (saved, moments) == ("8bit", "fp32"):  # a block may get a lower exponent, for the same values
-        for name, code in (("exp_avg", AVG_CODE), ("exp_avg_sq", AVG_SQ_CODE)):
-            before, after = (
-                unpack_codes(x[name].numpy(), x[f"{name}_exponent"].numpy(), code)
-                for x in (kept, again.buffers.host.flats)
-            )
-            assert (before == after).all()
+    if (saved, moments) == ("8bit", "fp32"):  # a block may get another scale, for the same values
+        names = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
+        before, after = ([x[name].numpy() for name in names] for x in (kept, again.buffers.host.flats))
+        assert (unpack_exp_avg(*before) == unpack_exp_avg(*after)).all()
+        assert (unpack_exp_avg_sq(*before[1:]) == unpack_exp_avg_sq(*after[1:])).all()
     if (saved, moments) == ("fp32", "16bit"):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
                 again.buffers.host.flats[name], state.buffers.host.flats[name], rtol=2**-7, atol=0
             )
     steps(other, loaded, data, 3, 5)
+
+
+def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tmp_path: Path) -> None:
+    path = checkpoint_of.save(tmp_path / "first", moments="8bit-1")
+    assert json.loads((path / FILE).read_text())["moments"] == "8bit"
+    with loading.Files(open_checkpoint(path)) as files:
+        got = loading._unpacked(files, "embed.weight", 0, 130)
+    sizes = {"exp_avg": 130, "exp_avg_sq": 130, "exp_avg_exponent": 3, "exp_avg_sq_exponent": 3}
+    kept = (np.frombuffer(checkpoint_of.content("embed.weight", *x), np.uint8) for x in sizes.items())
+    for mine, expected in zip(got[1:], unpack_first_codes(*kept), strict=True):
+        np.testing.assert_array_equal(mine, expected)
+    path = checkpoint_of.save(tmp_path / "now", moments="8bit")
+    assert json.loads((path / FILE).read_text())["moments"] == "8bit-2"
 
 
 def test_what_the_device_has_after_a_load_is_what_a_step_would_have_sent_it(tmp_path: Path) -> None:

@@ -161,6 +161,31 @@ def _unit_bits(codes: Array, scale: Array) -> Array:
     return (_plain_bits(codes, scale) >> np.uint32(1)) + np.uint32(ROOT) & np.uint32(EXPONENT)
 
 
+def unpack_first_codes(
+    exp_avg: Array, exp_avg_sq: Array, exp_avg_exponent: Array, exp_avg_sq_exponent: Array
+) -> tuple[Array, Array]:
+    """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit moments, which checkpoints may still hold.
+
+    Their codes [n] are floats of 4 mantissa bits below an exponent [ceil(n / 64)] for each block, which counts from
+    the lowest there is. 3 exponent bits and a sign for exp_avg, 4 for exp_avg_sq; a block of exponent 255 is NaN.
+
+    >>> m, v = unpack_first_codes(*np.uint8([[0x70, 0xF0], [0xF0, 1]]), *np.uint8([[89], [101]]))
+    >>> m, v == [1.0, 2.0**-18]
+    (array([ 1., -1.], dtype=float32), array([False,  True]))
+    """
+
+    def unpacked(codes: Array, stored: Array, exponent_bits: int, lowest: int) -> Array:
+        size = codes & np.uint8((16 << exponent_bits) - 1)
+        binade = np.maximum(size >> 4, 1).astype(np.int32)
+        units = np.where(size < 16, size, size % 16 + 16).astype(np.float64)
+        exponent = stored.astype(np.int32).repeat(BLOCK)[: codes.size] + lowest
+        values = np.ldexp(units, binade + exponent - (127 + 3 + (1 << exponent_bits)))
+        return np.where(exponent < 255, values, np.nan).astype(np.float32)
+
+    m = unpacked(exp_avg, exp_avg_exponent, 3, 38)
+    return np.where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)
+
+
 def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
     """Compact state ("16bit" or "8bit") of float32 buffers [n], its moments rounded as step `step` does."""
     high, low = split(master)

@@ -104,7 +104,10 @@ def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
 # Its unit follows from the code of exp_avg_sq, read as if none was special: so that one comes first both ways, and
 # its infinities and zeros last.
 
-CODES_CUTS = CUT, MIN_SHIFT + NUM_SHIFTS - 1  # of the dithers: exp_avg_sq's has the bits of its coarsest codes
+CODES_CUTS = (
+    CUT,
+    MIN_SHIFT + NUM_SHIFTS - 1,
+)  # of the dithers: exp_avg_sq's has the bits of its coarsest codes
 
 
 def unpack_codes_(

@@ -28,7 +28,7 @@ from zfunc.checkpoint.shard_writer import Writer, create
 from zfunc.checkpoint.shards import Stored
 from zfunc.compact_reference import join
 from zfunc.errors import CheckpointError, nearest
-from zfunc.moments import BUFFERS
+from zfunc.moments import STORED
 
 DType = Literal["fp32", "bf16", "fp16"]
 SUFFIX = ".safetensors"
@@ -49,7 +49,7 @@ FORMATS: dict[DType, Format] = {
 }
 _MASTER = {  # one buffer, or the two halves that `join` takes
     moments: tuple(x.name for x in buffers if x.name.startswith("master"))
-    for moments, buffers in BUFFERS.items()
+    for moments, buffers in STORED.items()
 }
 _NUMPY = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "I16": np.int16}
 log = logging.getLogger("zfunc")

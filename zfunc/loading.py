@@ -20,10 +20,10 @@ from zfunc.checkpoint.reads import Read, Wanted, plan_reads
 from zfunc.checkpoint.shard_reader import Reader, open_shard
 from zfunc.checkpoint.slices import slices_of
 from zfunc.compact import DTYPES
-from zfunc.compact_reference import Compact, pack, unpack
+from zfunc.compact_reference import Compact, join, pack, unpack, unpack_first_codes
 from zfunc.graph import Region
 from zfunc.layout import Layout
-from zfunc.moments import BUFFERS, Moments
+from zfunc.moments import STORED, Moments
 from zfunc.ranks import Ranks
 from zfunc.saving import as_bytes, in_parallel
 from zfunc.state import Buffers, regions
@@ -31,7 +31,7 @@ from zfunc.weights import send_weights
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
-TYPES = {moments: {x.name: DTYPES[x.dtype] for x in kept} for moments, kept in BUFFERS.items()}
+TYPES = {moments: {x.name: DTYPES[x.dtype] for x in kept} for moments, kept in STORED.items()}
 FILE_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -109,7 +109,10 @@ def _unpacked(files: "Files", parameter: str, start: int, stop: int) -> tuple[An
     files.read(targets)
     if moments == "fp32":
         return tuple(x.numpy() for _, x in targets)
-    return unpack(Compact(*(_array(x) for _, x in targets)))
+    arrays = [_array(x) for _, x in targets]
+    if moments == "8bit-1":
+        return join(*arrays[:2]), *unpack_first_codes(*arrays[2:])
+    return unpack(Compact(*arrays))
 
 
 def _packed(values: tuple[Any, ...], moments: Moments, step: int) -> list[Tensor]:

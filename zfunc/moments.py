@@ -46,5 +46,18 @@ BUFFERS: dict[Moments, tuple[Buffer, ...]] = {
 }
 """The state kept for each choice of moments: 12, 8 and 6.03 bytes a parameter."""
 
+Stored = Literal["fp32", "16bit", "8bit", "8bit-1"]
+STORED: dict[Stored, tuple[Buffer, ...]] = {
+    **BUFFERS,
+    "8bit-1": (
+        *_SPLIT,
+        Buffer("exp_avg", "uint8"),
+        Buffer("exp_avg_sq", "uint8"),
+        Buffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
+        Buffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
+    ),
+}
+"""What a checkpoint may hold: these, and the first 8-bit moments, which are read and no longer written."""
+
 HIGH_HALF = _SPLIT[0].name
 """Of a split master: the bf16 that goes to the device, where that computes in bf16."""

@@ -19,7 +19,8 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.errors import CheckpointError, nearest
 from zfunc.layout import Parameter
 from zfunc.loss_scale import LossScale
-from zfunc.moments import BUFFERS, Moments, SizedType
+from zfunc.moments import STORED, SizedType
+from zfunc.moments import Stored as StoredMoments
 from zfunc.verdict import Verdict
 
 FILE = "manifest.json"
@@ -42,9 +43,9 @@ class Kind:
         return -(-parameter // self.shared)
 
 
-KINDS: dict[Moments, dict[str, Kind]] = {
+KINDS: dict[StoredMoments, dict[str, Kind]] = {
     moments: {x.name: Kind((DTYPES[x.dtype],), x.shared) for x in buffers}
-    for moments, buffers in BUFFERS.items()
+    for moments, buffers in STORED.items()
 }
 """The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of `zfunc.moments`."""
 _FLOATS = Kind(("F32", "BF16", "F16"))
@@ -100,7 +101,7 @@ class Manifest:
     """
 
     world: int
-    moments: Moments
+    moments: StoredMoments
     shards: tuple[Shard, ...]
     parameters: tuple[Kept, ...]
     position: Position

@@ -7,7 +7,7 @@ allocated by what it says. Names and types are checked here, how the parts fit t
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import attrs
 
@@ -18,10 +18,13 @@ from zfunc.checkpoint.shards import Shard, read_shape, read_stored
 from zfunc.checkpoint.strict_json import MAX_INT, Node
 from zfunc.errors import CheckpointError
 from zfunc.loss_scale import LossScale
-from zfunc.moments import Moments
+from zfunc.moments import Stored
 from zfunc.verdict import Verdict
 
 VERSION = 1
+# What a file calls the moments: "8bit" are the first ones, so that a zfunc that knows no others refuses the new.
+MOMENTS: dict[str, Stored] = {"fp32": "fp32", "16bit": "16bit", "8bit": "8bit-1", "8bit-2": "8bit"}
+_WRITTEN = {moments: name for name, moments in MOMENTS.items()}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _CRC = 2**32 - 1
 _PENDING = ("skip", "grad_scale", "number", "lr", "betas")  # of a verdict, what an update needs
@@ -32,7 +35,7 @@ def to_json(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "version": VERSION,
         "world": manifest.world,
-        "moments": manifest.moments,
+        "moments": _WRITTEN[manifest.moments],
         "position": position_fields(manifest.position),
         "optimizer": manifest.optimizer,
         "extra": manifest.extra,
@@ -60,7 +63,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     )
     parts = (
         world.integer(1, 1 << 20),
-        cast("Moments", moments.choice(get_args(Moments))),
+        MOMENTS[moments.choice(tuple(MOMENTS))],
         tuple(read_shard(x) for x in shards.items()),
         tuple(_read_kept(x) for x in parameters.items()),
         _read_position(position),
