@@ -474,7 +474,7 @@ def test_a_gradient_that_is_nan_in_every_bit(grad, isa):
     "betas", [(0.0, 0.0), (0.0, 0.999), (1e-45, 1e-40), (2.0**-126, 0.999), (0.9, 2.0**-126), (2.0**-46, 0.5)]
 )
 def test_betas_that_leave_no_room_for_a_unit(betas, isa):
-    """Under many scales: a kernel may move the power of two of a unit to beta only where that stays a normal number."""
+    """A kernel may move the power of two of a unit to beta only where that stays a normal number."""
     scales = (
         np.arange(-32768, 32768, 128, dtype=np.int32).astype(np.int16) + np.arange(512, dtype=np.int16) % 16
     )

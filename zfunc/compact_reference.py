@@ -10,14 +10,13 @@ Three formats:
 - the split master: the weight's bfloat16 (the copy that goes to the device) and the 16 bits it lacks; exact.
 - bfloat16 moments.
 - 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
-  exp_avg_sq is a code each and a scale for the block. Codes 1 to 254 are floats without a sign whose last bit is the
-  block's choice: 5 mantissa bits over 8 binades, 4 over 16, 3 over 32 or 2 over 64, the most bits with which the
-  codes reach from the largest value of the block down to its smallest. 0 is zero and 255 infinity. What lies below
-  the 64 binades becomes code 1, because it divides.
-  exp_avg is a signed float of 3 exponent and 4 mantissa bits, subnormals included, in units of a power of two that
-  follows from the code of the element's own exp_avg_sq: the one at or below its root. So it needs no scale, and how
-  precise it is depends on no other element. It holds up to 31 units; beta1^2 < beta2 keeps exp_avg below
-  (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) roots, 7.3 by default, and whatever is above 31 is cut to that.
+  exp_avg_sq has codes and a scale for each block. Codes 1 to 254 are unsigned floats with as many mantissa bits as
+  let the codes reach from the largest value of the block down to its smallest: 5 bits over 8 binades, 4 over 16,
+  3 over 32 or 2 over 64. Code 0 is zero and 255 infinity. A value below all 64 binades gets code 1: it is a divisor.
+  exp_avg is a signed float of 3 exponent and 4 mantissa bits with subnormals, in units of the power of two at or
+  below the root of the element's own exp_avg_sq. So it needs no scale, and its precision depends on no other
+  element. It holds up to 31 units; larger values are cut to that. With beta1^2 < beta2, exp_avg is at most
+  (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) roots: 7.3 with the default betas.
 
 Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
 frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because any regular
@@ -25,8 +24,8 @@ sequence would fall in step with some gradient or decay that is regular too. So 
 and no generator, and depends on nothing but i and t: not on threads, chunks, buckets or ranks.
 
 Sources: split master, in the spirit of Zamirai et al., "Revisiting BFloat16 Training" (2020); block-wise 8-bit
-moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared scale for
-a block, the OCP Microscaling formats (2023).
+moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared scale
+for a block, the OCP Microscaling formats (2023).
 """
 
 from typing import Any, NamedTuple

@@ -124,7 +124,7 @@ def conversions() -> Iterator[Case]:
 
 
 def codes() -> Iterator[Case]:
-    """Every code of both 8-bit formats under many scales, some of them of no state; each in many blocks' company."""
+    """Every code of both 8-bit formats under many scales, some of which no state has."""
     scales = np.array([0, 8, 3, 0x1001, 0x2002, 0x33F3, 0x3F80, 0x5F41, 0x7F22, 0x7FFB, -1, -32768], np.int16)
     code = np.arange(256, dtype=np.uint8)
     every, blocks = np.tile(code, scales.size), scales.repeat(code.size // BLOCK)

@@ -7,7 +7,7 @@ allocated by what it says. Names and types are checked here, how the parts fit t
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 
