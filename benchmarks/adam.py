@@ -58,7 +58,7 @@ class Memory:
         self.grad, self.out = new(bf16), new(bf16)
         self.split = SplitMaster(new(bf16), new(torch.int16))
         self.bf16 = new(bf16), new(bf16)
-        self.codes = tuple(Codes(new(uint8), new(uint8, -(-n // 64))) for _ in range(2))
+        self.codes = new(uint8), Codes(new(uint8), new(torch.int16, -(-n // 64)))
         self.shadow = tuple(new(fp32) for _ in range(3))
         self.master.normal_(generator=generator)
         self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
@@ -72,8 +72,8 @@ class Memory:
         split = SplitMaster(high[:n], high[n:].view(torch.int16))
         if moments == "16bit":
             return split, m[:n], v[:n]
-        codes, end = (x.view(torch.uint8) for x in self.shadow[1:]), n + -(-n // 64)
-        return split, *(Codes(x[:n], x[n:end]) for x in codes)
+        m, v = (x.view(torch.uint8) for x in self.shadow[1:])
+        return split, m[:n], Codes(v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)])
 
     def fill(self, *, idle: bool) -> None:
         """Moments of a training under way, or those that thousands of steps without a gradient have made small."""
@@ -82,9 +82,10 @@ class Memory:
             torch.square(self.grad, out=self.bf16[1])
             self.exp_avg_sq.copy_(self.bf16[1])
             self.bf16[0].copy_(self.exp_avg)
-            for codes, value, exponent in zip(self.codes, (0x48, 0xA0), (75, 65), strict=True):
-                codes.codes.fill_(value)
-                codes.exponents.fill_(exponent)
+            exp_avg, exp_avg_sq = self.codes
+            exp_avg.fill_(0x10)  # a quarter of the root
+            exp_avg_sq.codes.fill_(0xA0)
+            exp_avg_sq.scales.fill_(0x3188)  # 5 mantissa bits, up to some 1e-6
         else:
             for x in (self.exp_avg, self.exp_avg_sq, *self.bf16):
                 x.fill_(DENORMAL)
@@ -155,7 +156,7 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
     table = {
         YARDSTICK: Contender(skeleton(m, fp32, m.out, threads)),
         "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
-        "skeleton 8bit": Contender(skeleton(m, (*halves, *(c.codes for c in m.codes)), None, threads)),
+        "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1].codes), None, threads)),
         **{f"zfunc {name}": Contender(zfunc_step(m, state, threads)) for name, state in states.items()},
         **{
             f"zfunc {name}, into": Contender(zfunc_step(m, state, threads, into=m.elsewhere(name)))

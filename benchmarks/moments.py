@@ -5,6 +5,7 @@ The job is that of `zfunc train`: the sources of Python's standard library as by
 
     python -m benchmarks.moments --steps 2000 --seeds 0,1,2 --json benchmarks/results
     python -m benchmarks.moments --from benchmarks/results/moments-....json --plot docs/moments.svg
+    python -m benchmarks.moments --range     (seconds: what moves far below the largest of a block)
 """
 
 import argparse
@@ -14,13 +15,39 @@ from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import torch
 
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
+from zfunc.adam_reference import reference_update
+from zfunc.compact_reference import pack, reference_compact_update, unpack
 from zfunc.moments import BUFFERS
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
+
+
+def show_range(steps: int = 300, n: int = 64 * 16) -> None:
+    """The share of fp32's update, and the error beside it, of what is 2^-k below the largest of its block."""
+    rng = np.random.default_rng(0)
+    noise, small = 1 + 2 * rng.standard_normal((steps, n)), np.arange(n) % 64 != 0
+    print(f"{'below the largest':<20}{'16bit: share':>14}{'error':>8}{'8bit: share':>14}{'error':>8}")
+    for octaves in (0, 9, 10, 12, 14, 17, 20, 24, 30):
+        scale = np.where(small, 2.0**-octaves, 1.0) * np.exp2(rng.uniform(-0.5, 0.5, n))
+        zero = np.zeros(n, np.float32)
+        exact: Any = (zero, zero, zero)
+        kept = {x: pack(zero, zero, zero, moments=x, step=1) for x in ("16bit", "8bit")}
+        for step in range(1, steps + 1):
+            grad = (scale * noise[step - 1]).astype(np.float32)
+            exact = reference_update(*exact, grad, step=step, lr=1e-3)[:3]
+            for x, state in kept.items():
+                kept[x], _ = reference_compact_update(state, grad, step=step, lr=1e-3)
+        true = exact[0][small].astype(np.float64)
+        row = ""
+        for state in kept.values():
+            got = unpack(state)[0][small].astype(np.float64)
+            row += f"{(true @ got) / (true @ true):>14.3f}{np.abs(got - true).mean() / np.abs(true).mean():>8.3f}"
+        print(f"{f'2^-{octaves}':<20}{row}")
 
 
 def run(moments: str, seed: int, steps: int, cache: Path) -> dict[str, Any]:
@@ -89,7 +116,11 @@ def main() -> None:
         help="results to show and plot, instead of training",
     )
     parser.add_argument("--plot", metavar="SVG", help="draw the curves; needs matplotlib")
+    parser.add_argument("--range", action="store_true", help="no training: the range inside a block")
     options = parser.parse_args()
+    if options.range:
+        show_range()
+        return
     torch.set_num_threads(options.threads)
     if options.given:  # of the same run in several files the last counts
         kept = (x for path in options.given for x in json.loads(Path(path).read_text())["results"]["runs"])

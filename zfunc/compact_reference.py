@@ -12,7 +12,7 @@ Three formats:
 - 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
   exp_avg_sq has codes and a scale for each block. Codes 1 to 254 are unsigned floats with as many mantissa bits as
   let the codes reach from the largest value of the block down to its smallest: 5 bits over 8 binades, 4 over 16,
-  3 over 32 or 2 over 64. Code 0 is zero and 255 infinity. A value below all 64 binades gets code 1: it is a divisor.
+  3 over 32 or 2 over 64. Code 0 is zero and 255 infinity. A value below all 64 binades gets code 1.
   exp_avg is a signed float of 3 exponent and 4 mantissa bits with subnormals, in units of the power of two at or
   below the root of the element's own exp_avg_sq. So it needs no scale, and its precision depends on no other
   element. It holds up to 31 units; larger values are cut to that. With beta1^2 < beta2, exp_avg is at most
