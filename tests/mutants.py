@@ -38,9 +38,9 @@ WATCHED: dict[str, list[list[str]]] = {
     "recipes": [["tests/test_recipe.py", "tests/test_graph.py"], GRADIENTS],
     "emit": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_memory.py"], GRADIENTS],
     "passes": [GRADIENTS, ["tests/test_laws.py", "-k", "kept_for_backward and pairs"]],
-    "sweeps": [["tests/test_adam.py", "tests/test_adam_into.py"]],
+    "sweeps": [["zfunc/sweeps.py", "tests/test_adam.py", "tests/test_adam_into.py"]],
     "loss_scale": [["zfunc/loss_scale.py"], ["tests/test_train_step.py"]],
-    "layout": [["tests/test_layout.py"]],
+    "layout": [["zfunc/layout.py", "tests/test_layout.py"]],
     "checkpoint/shards": [["tests/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/test_shards.py"]],
     "checkpoint/slices": [["tests/test_shards.py", "tests/test_checkpoints.py"]],
@@ -300,16 +300,17 @@ def main() -> int:
                 bounds[str(tests)] = 30 + 4 * seconds
                 print(f"{seconds:5.1f} s  pytest {' '.join(tests)}", flush=True)
     tried, left = 0, list[str]()
-    for mutant in sample:
-        if time.monotonic() - began > args.seconds:
-            break
-        tried += 1
-        if survives(mutant, bounds):
-            left.append(mutant.name)
-            print(f"SURVIVED {mutant.name}", flush=True)
-    print(
-        f"{tried} mutants in {time.monotonic() - began:.0f} s, seed {args.seed}: {tried - len(left)} noticed"
-    )
+    try:
+        for mutant in sample:
+            if time.monotonic() - began > args.seconds:
+                break
+            if survives(mutant, bounds):
+                left.append(mutant.name)
+                print(f"SURVIVED {mutant.name}", flush=True)
+            tried += 1
+    finally:  # also where it is stopped
+        took = time.monotonic() - began
+        print(f"{tried} mutants in {took:.0f} s, seed {args.seed}: {tried - len(left)} noticed", flush=True)
     return 1 if left else 0
 
 
