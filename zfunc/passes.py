@@ -173,10 +173,9 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
     def graphs_of(weights: Weights, inputs: tuple[Any, ...]) -> tuple[list[Any], Any]:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         key = _key(leaves, spec)
-        if key not in made:
-            if len(made) == MAX_TRACES:
-                del made[next(iter(made))]  # the oldest
-            made[key] = trace(leaves, spec)
+        if key not in made and len(made) == MAX_TRACES:
+            del made[next(iter(made))]  # the longest unused
+        made[key] = made.pop(key) if key in made else trace(leaves, spec)
         return leaves, made[key]
 
     def trace(leaves: list[Any], spec: Any) -> tuple[_Joint, Any, Any] | None:
