@@ -53,12 +53,14 @@ class Passes:
     returns the gradients of `weights.trained` by name and those of the input's floating-point leaves.
 
     `inputs` is `(x,)` or `(x, targets)`. `cotangents` has one tensor for each floating-point leaf of `y`.
-    `keeps` is False where residuals are always None and backward recomputes.
+    `keeps` is False where residuals are always None and backward recomputes. `prepare(weights, inputs)` does now
+    what the first call for such shapes would do once.
     """
 
     forward: Callable[[Weights, tuple[Any, ...]], tuple[Any, Any]]
     backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
     keeps: bool
+    prepare: Callable[[Weights, tuple[Any, ...]], None] = lambda _weights, _inputs: None
 
 
 def passes(
@@ -212,7 +214,11 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
-    return Passes(forward, backward, keeps)
+    def prepare(weights: Weights, inputs: tuple[Any, ...]) -> None:
+        if graphs_of(weights, inputs)[1] is None:
+            plain.prepare(weights, inputs)
+
+    return Passes(forward, backward, keeps, prepare)
 
 
 def _key(leaves: list[Any], spec: Any) -> Any:

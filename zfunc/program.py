@@ -416,6 +416,9 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
         program.cache.reached.setdefault(id(call.passes), (segment.name, facts))
         return y
 
+    def prepare(trained: Any, fixed: Any, inputs: Any) -> None:
+        call.plain.prepare(Weights(trained, fixed), inputs)
+
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
         return call.plain.forward(Weights(trained, fixed), inputs)
 
@@ -425,7 +428,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
     try:
         random = is_random(function, *weights, inputs, device=device)
         pulled = backward if s >= program.layout.first_trainable else None
-        traced = trace(forward, pulled, *weights, inputs, device=device)
+        traced = trace(forward, pulled, *weights, inputs, device=device, prepare=prepare)
         return traced, random or traced.random
     except ValueError as error:
         if f"{segment.name!r}" in str(error):

@@ -142,19 +142,22 @@ def is_random(function: Callable[..., Any], *args: Any, device: torch.device) ->
     return tracker.random
 
 
-def trace(forward: Forward, backward: Backward | None, *args: Any, device: torch.device) -> Trace:
+def trace(
+    forward: Forward,
+    backward: Backward | None,
+    *args: Any,
+    device: torch.device,
+    prepare: Callable[..., None] = lambda *_: None,
+) -> Trace:
     """Trace one segment: `forward(*args)` returns `(y, residuals)`, `backward(*args, residuals, cotangents)`
-    what is handed down; None where nothing below is trained.
+    what is handed down; None where nothing below is trained. `prepare(*args)` does before what they do only
+    the first time (tracing themselves), which is no cost of training.
 
-    `args` are pytrees of tensors, of which only shape, strides and dtype count. Both run twice, because what
-    they do only the first time (tracing themselves) is not a cost of training.
+    `args` are pytrees of tensors, of which only shape, strides and dtype count.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args = _faked(args, device)
-        y, residuals = forward(*args)
-        if backward is not None:
-            backward(*args, residuals, _cotangents(y))
-        del y, residuals
+        prepare(*args)
         with Tracker() as tracker:
             y, residuals = forward(*args)
             forward_flops = tracker.flops
