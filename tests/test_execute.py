@@ -81,9 +81,9 @@ def test_a_region_is_dropped_after_its_last_access() -> None:
 def test_threads_end_with_the_executor() -> None:
     executor = Executor(CPU)
     stages = {"make": lambda *_: None, "use": lambda *_: None}
-    plan = build(two_lanes().graph, {"gpu": [0], "of its own": [1]})
+    plan = build(two_lanes().graph, {"gpu": [0], "its-own": [1]})
     executor.run(prepare(plan, stages, CPU), {}, None, Options(), set())
-    (thread,) = (t for t in threading.enumerate() if t.name == "zfunc of its own")
+    (thread,) = (t for t in threading.enumerate() if t.name == "zfunc its-own")
     del executor
     thread.join(5)
     assert not thread.is_alive()

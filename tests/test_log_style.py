@@ -132,7 +132,8 @@ def test_what_was_skipped_before_counts_where_a_run_goes_on(capsys: Out) -> None
     tiny, styled = TINY[: TINY.index("--batch-size")], ["--log-style", "deepspeed"]
     overflows = {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}, "steps_per_print": 1}
     cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 20}
-    Path("ds.json").write_text(json.dumps({**overflows, "scheduler": {"type": "OneCycle", "params": cycle}}))
+    scheduler = {"scheduler": {"type": "OneCycle", "params": cycle}, "train_batch_size": 4}
+    Path("ds.json").write_text(json.dumps({**overflows, **scheduler}))
     said = {}
     for run, lives in (("whole", (20,)), ("parts", (16, 20))):
         for steps in lives:

@@ -239,14 +239,14 @@ def test_a_digit_that_has_changed_in_the_manifest_is_seen(tmp_path: Path) -> Non
         zfunc.load(tmp_path / "step-00000009", program)
 
 
-@pytest.mark.parametrize(
-    "bad", [{"seed": 2**70}, {"extra": {"path": os.fsdecode(b"a\xff")}}, {"extra": {"loss": float("nan")}}]
-)
-def test_what_cannot_be_written_down_is_refused_before_the_step(bad: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [{"path": os.fsdecode(b"a\xff")}, {"loss": float("nan")}])
+def test_what_cannot_be_written_down_is_refused_before_the_step(
+    extra: dict[str, Any], tmp_path: Path
+) -> None:
     program, data = compiled("odd sizes", precision="fp32")
-    state = zfunc.init(program, seed=bad.get("seed", 0))
-    with pytest.raises(CheckpointError, match="position.seed|extra"):
-        zfunc.train_step(program, state, data(0), save=zfunc.Save(tmp_path / "a", extra=bad.get("extra", {})))
+    state = zfunc.init(program)
+    with pytest.raises(CheckpointError, match="extra"):
+        zfunc.train_step(program, state, data(0), save=zfunc.Save(tmp_path / "a", extra=extra))
     assert not (tmp_path / "a").exists()
     steps(program, state, data, 0, 1)
 

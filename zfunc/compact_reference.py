@@ -170,7 +170,7 @@ def unpack_first_codes(
 
     >>> m, v = unpack_first_codes(*np.uint8([[0x70, 0xF0], [0xF0, 1]]), *np.uint8([[89], [101]]))
     >>> m, v == [1.0, 2.0**-18]
-    (array([ 1., -1.], dtype=float32), array([False,  True]))
+    (array([ 1., -1.], dtype=float32), array([ True,  True]))
     """
 
     def unpacked(codes: Array, stored: Array, exponent_bits: int, lowest: int) -> Array:

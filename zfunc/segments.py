@@ -30,24 +30,23 @@ Values = dict[str, Tensor]
 class Segment:
     """A pure function with the names, shapes and initial values of its parameters.
 
-        `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
-        short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
-        change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
-        of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
-        tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
-        tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
+    `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
+    short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
+    change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
+    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
+    tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
+    tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
 
-        Usually made by `segment` from a module; made by hand from a function:
+    Usually made by `segment` from a module; made by hand from a function:
 
-        >>> from zfunc.layout import Parameter
-    from zfunc.values import of_type
-        >>> double = Segment(
-        ...     "double",
-        ...     lambda p, x: x * p["w"],
-        ...     (Parameter("double.w", ()),),
-        ...     ("w",),
-        ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
-        ... )
+    >>> from zfunc.layout import Parameter
+    >>> double = Segment(
+    ...     "double",
+    ...     lambda p, x: x * p["w"],
+    ...     (Parameter("double.w", ()),),
+    ...     ("w",),
+    ...     initial=lambda seed: {"double.w": torch.tensor(2.0)},
+    ... )
     """
 
     name: str

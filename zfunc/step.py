@@ -100,7 +100,7 @@ def train_step(
     makes the updates wait for its norm. With delayed updates the one before has been made by then; the error's
     `state` is the one to go on from.
 
-    >>> import zfunc
+    >>> import torch, zfunc
     >>> class Loss(torch.nn.Linear):
     ...     def forward(self, x, targets):
     ...         return torch.nn.functional.mse_loss(super().forward(x), targets)

@@ -180,7 +180,8 @@ def _read_loss_scale(node: Node) -> LossScale:
     try:
         return LossScale(**real, **counts, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
-        node.refuse("the counters of a loss scale", str(error).partition(":")[0])
+        name, _, value = str(error).removeprefix("LossScale: ").partition(", expected")[0].partition(": got ")
+        node.refuse("the counters of a loss scale", f"{name} {value}")
 
 
 def _read_object(node: Node) -> dict[str, Any]:
