@@ -136,7 +136,7 @@ def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCapt
             expected, below = pull(laid_out, retain_graph=False, create_graph=False)
     for recompute in RECOMPUTE:
         caplog.clear()
-        for wrt_input in (True, False):
+        for wrt_input in (True, False) if name in FUNCTIONS else (True,):
             pair = passes(function, recompute=recompute, wrt_input=wrt_input, name="this one")
             for _ in range(2):  # traced, then from the cache
                 with torch.no_grad(), seeded(5):
@@ -171,24 +171,23 @@ def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() 
 # --- a whole step ---------------------------------------------------------------------------------------
 
 
-def chain(middle: Callable[[], nn.Module]) -> list[zfunc.Segment]:
+def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
     class Last(Loss):
         def forward(self, x: Tensor, targets: Tensor) -> Tensor:
             return super().forward(x.sum(1), targets)
 
     torch.manual_seed(0)
-    modules = [nn.Linear(8, 8), middle(), middle(), Last(8)]
-    return [zfunc.segment(f"m{i}", m) for i, m in enumerate(modules)]
+    made = [nn.Linear(8, 8), *(make() for make in modules), Last(8)]
+    return [zfunc.segment(f"m{i}", m) for i, m in enumerate(made)]
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"), [*((name, "fp32") for name in MODULES), ("convolution", "bf16")]
-)
-def test_ordinary_modules_train_alike_whatever_is_kept(name: str, precision: Any) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ordinary_modules_train_alike_whatever_is_kept(precision: Any) -> None:
     results = []
     for recompute in RECOMPUTE:
+        segments = chain(*MODULES.values())
         program = zfunc.compile(
-            chain(MODULES[name]), precision=precision, recompute=recompute, device="cpu", bucket_size=64
+            segments, precision=precision, recompute=recompute, device="cpu", bucket_size=64
         )
         state = zfunc.init(program)
         for i in range(2):
@@ -202,14 +201,13 @@ def test_ordinary_modules_train_alike_whatever_is_kept(name: str, precision: Any
 
 
 def test_a_segment_that_min_cut_cannot_take_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    program = zfunc.compile(chain(MODULES["GRU"]), precision="fp32", recompute="min-cut", device="cpu")
+    segments = chain(MODULES["convolution"], MODULES["GRU"])
+    program = zfunc.compile(segments, precision="fp32", recompute="min-cut", device="cpu")
     with caplog.at_level(logging.WARNING):
         x, y = regression(4)(0)
         zfunc.train_step(program, zfunc.init(program), (x[:, None].expand(-1, 3, -1), y))
-    lines = {r.getMessage().partition(": aten")[0] for r in caplog.records}
-    assert lines == {
-        f"segment '{m}' runs with recompute='all', because it cannot be traced" for m in ("m1", "m2")
-    }
+    (line,) = (r.getMessage() for r in caplog.records)
+    assert line.startswith("segment 'm2' runs with recompute='all', because it cannot be traced: aten.")
 
 
 # --- randomness -----------------------------------------------------------------------------------------
