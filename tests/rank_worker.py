@@ -20,7 +20,7 @@ from zfunc.loss_scale import LossScale
 from zfunc.program import Program, rescheduled
 
 STEPS = {"fp32": 50}  # of the first setting; FEWER of the others
-FEWER = 15
+FEWER = 6
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},

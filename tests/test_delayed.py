@@ -11,7 +11,7 @@ import torch
 import trained
 from attrs import evolve
 from models import bits, regression
-from table import chain, job
+from table import chain, in_pairs, job
 from torch import Tensor, nn
 from trained import injecting, steps
 from zfunc.schedules import Overlapped
@@ -261,8 +261,7 @@ def programs(settings: str) -> list[tuple[Program, Callable[[int], Any]]]:
     return [compiled(settings, 2) for _ in range(2)]
 
 
-@pytest.mark.parametrize("meanwhile", [False, True])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("settings", "meanwhile"), in_pairs(SETTINGS, [False, True]))
 def test_a_resume_is_the_training_that_was_not_interrupted(
     settings: str, meanwhile: bool, tmp_path: Path
 ) -> None:

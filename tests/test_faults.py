@@ -176,6 +176,7 @@ def test_torchrun_ends_with_1_and_the_message_when_a_rank_dies(job: tuple[list[s
     assert "expected all 2 ranks: rank 1 is gone" in ran.stderr
 
 
+@pytest.mark.slow
 def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
     job: tuple[list[str], dict[str, str]],
 ) -> None:

@@ -129,8 +129,7 @@ def test_what_is_kept_for_backward_changes_nothing(model: str, settings: str, re
     assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
 
-@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "moments"), in_pairs(MODELS, ["fp32", "16bit", "8bit"]))
 def test_the_size_of_buckets_changes_no_weight(model: str, moments: str) -> None:
     """A block of compact state begins with its parameter, wherever that lies. (The norm is summed by bucket.)"""
     made = []

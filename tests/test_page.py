@@ -216,7 +216,9 @@ def large(num_ops: int) -> tuple[Plan, Timeline]:
     return plan, simulate(plan)
 
 
-@pytest.mark.parametrize(("num_ops", "bytes_an_op"), [(10_000, 160), (100_000, 160)])
+@pytest.mark.parametrize(
+    ("num_ops", "bytes_an_op"), [(10_000, 160), pytest.param(100_000, 160, marks=pytest.mark.slow)]
+)
 def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
     num_ops: int, bytes_an_op: int
 ) -> None:

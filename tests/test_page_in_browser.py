@@ -69,6 +69,7 @@ def test_a_page_of_10_000_operations_opens_and_paints_fast(tmp_path: Path) -> No
     assert shown.seconds < 30
 
 
+@pytest.mark.slow
 def test_a_page_of_100_000_operations_opens(tmp_path: Path) -> None:
     plan, timeline = large(100_000)
     shown = opened(page(timeline, plan=plan), tmp_path)

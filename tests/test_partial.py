@@ -12,7 +12,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from models import MODELS, bits
-from table import chain, job, layouts
+from table import chain, in_pairs, job, layouts
 
 import zfunc
 from zfunc import partial
@@ -53,8 +53,7 @@ def weights(
     return losses, zfunc.params(program, state)
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.3, 0.75])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("settings", "ratio"), in_pairs(SETTINGS, [0.0, 0.3, 0.75]))
 def test_where_a_bucket_is_updated_changes_no_bit(settings: str, ratio: float) -> None:
     """Of one layout: with another the norm is summed up in another order."""
     whole, some = (weights(settings, r, bucket_size=400) for r in (1.0, ratio))

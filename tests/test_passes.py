@@ -1,5 +1,6 @@
 """Forward and backward of a segment: the bits of `torch.func.vjp` however much is kept, and randomness of a key."""
 
+import functools
 import logging
 import threading
 from collections.abc import Callable
@@ -213,13 +214,16 @@ def test_a_segment_that_min_cut_cannot_take_is_named(caplog: pytest.LogCaptureFi
 # --- randomness -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_compiled_or_not_a_segment_draws_the_same(compiled: bool) -> None:
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_or_not_a_segment_draws_the_same(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     segments, data = tied_gpt(0.3)
     losses = []
     for recompute in ("all", "min-cut"):
         program = zfunc.compile(
-            segments, device="cpu", precision="fp32", recompute=recompute, compile_segments=compiled
+            segments, device="cpu", precision="fp32", recompute=recompute, compile_segments=bool(backend)
         )
         state, m = zfunc.train_step(program, zfunc.init(program), data(0))
         losses += [m.loss, zfunc.train_step(program, state, data(1))[1].loss]

@@ -118,6 +118,7 @@ def test_ranks_that_disagree_are_all_told_who_and_where(results: Path, what: str
     assert DISAGREE[what] in text
 
 
+@pytest.mark.slow
 def test_torchrun_trains_as_one_process_does(tmp_path: Path) -> None:
     """The same batches in the same order, whatever the number of ranks; rank 0 alone keeps the run."""
     small = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"]

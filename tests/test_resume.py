@@ -461,6 +461,7 @@ def test_the_store_of_a_new_life_has_nothing_of_the_last() -> None:
         fresh(shared, 0, 3)
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3)
     more = ("--save-every", 10, "--steps", 60, "--eval-every", 25, "--resume", "auto")

@@ -423,7 +423,9 @@ print(saving / kept, loading / kept)
 """
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("fp32", "fp32"), ("8bit", "16bit")])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [("fp32", "fp32"), pytest.param("8bit", "16bit", marks=pytest.mark.slow)]
+)
 def test_saving_and_loading_take_no_more_than_a_tenth_of_the_state_beside_it(
     saved: str, loaded: str, tmp_path: Path
 ) -> None:

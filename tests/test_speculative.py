@@ -9,7 +9,7 @@ import torch
 import trained
 from attrs import evolve
 from models import bits
-from table import chain, job
+from table import chain, in_pairs, job
 from trained import injecting
 from zfunc.schedules import Overlapped
 
@@ -61,8 +61,7 @@ def run(
     return repr(seen), bits(state), swaps
 
 
-@pytest.mark.parametrize("speculate", [1, 3, 1000])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("settings", "speculate"), in_pairs(SETTINGS, [1, 3, 1000]))
 def test_the_bits_are_those_of_the_plain_recipe(settings: str, speculate: int) -> None:
     plain, speculative = run(settings, 0), run(settings, speculate)
     assert speculative[0] == plain[0]

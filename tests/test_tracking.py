@@ -171,6 +171,7 @@ def test_a_run_that_failed_goes_on_without_a_point_twice(step: int, monkeypatch:
     }
 
 
+@pytest.mark.slow
 def test_so_does_one_that_was_killed() -> None:
     pytest.importorskip("tensorboard")
     killed(9, "--tensorboard", "--out", "run")
@@ -195,6 +196,7 @@ def test_another_run_from_a_checkpoint_has_its_own_steps() -> None:
     assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [10, 11, 12]
 
 
+@pytest.mark.slow
 def test_wandb_goes_on_as_the_same_run_without_a_step_twice() -> None:
     pytest.importorskip("wandb")
     killed(8, "--wandb", "--out", "run")
@@ -363,7 +365,10 @@ def points_of(*runs: str) -> Scalars:
     return found
 
 
-@pytest.mark.parametrize("step", [1, 2, 8])  # before any loss is there; before the first checkpoint; after it
+# before any loss is there; before the first checkpoint; after it
+@pytest.mark.parametrize(
+    "step", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 8]
+)
 def test_lines_of_another_run_stay_where_one_goes_on(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = config(csv_monitor=PLACE)
     assert train(*shared, "--out", "one") == 0

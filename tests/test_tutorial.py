@@ -108,18 +108,21 @@ def said(ran: tuple[Path, list[Ran]], output: str) -> str:
 # --- laws ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_runs_and_ends_as_the_page_says(ran: tuple[Path, list[Ran]]) -> None:
     assert [one.told for one in ran[1] if one.told != "python"] == TOLD
     for one in ran[1]:
         assert one.code in CODES.get(one.output, (0,)), f"{one.told}\n{one.said}"
 
 
+@pytest.mark.slow
 def test_what_is_planned_is_printed_as_on_the_page(ran: tuple[Path, list[Ran]]) -> None:
     for name in PLANNED:
         (block,) = (b for b in BLOCKS if b.output == name)
         assert said(ran, name) == block.body, f"{name}: run python docs/make_tutorial.py"
 
 
+@pytest.mark.slow
 def test_what_depends_on_the_machine_has_the_lines_of_the_page(ran: tuple[Path, list[Ran]]) -> None:
     """But for their numbers. What the doctor finds is the machine's, so of it only one line has to be there. Some
     lines are said once by a process, and here many commands are one.
@@ -145,6 +148,7 @@ def test_what_depends_on_the_machine_has_the_lines_of_the_page(ran: tuple[Path, 
             assert not lost, f"{block.output}: {lost} is not in\n{now}"
 
 
+@pytest.mark.slow
 def test_flags_and_file_are_the_same_training(ran: tuple[Path, list[Ran]]) -> None:
     def losses(name: str) -> list[float]:
         lines = (ran[0] / "runs" / name / "metrics.jsonl").read_text().splitlines()
@@ -155,6 +159,7 @@ def test_flags_and_file_are_the_same_training(ran: tuple[Path, list[Ran]]) -> No
     assert len(losses("ten")) == 24
 
 
+@pytest.mark.slow
 def test_what_the_page_makes_is_there(ran: tuple[Path, list[Ran]]) -> None:
     for name in (
         "step.html",
