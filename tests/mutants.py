@@ -31,9 +31,14 @@ ALREADY_IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis, be
 EXPLAINED = Path(__file__).with_suffix(".txt")
 
 GRADIENTS = ["tests/test_gradients.py", "-k", "bf16 or two_ranks or clipped and fp16"]
+RESUMED = ["tests/test_saving.py", "-k", "any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
     "stages": [GRADIENTS, ["tests/test_train_step.py"]],
-    "updates": [GRADIENTS, ["tests/test_speculative.py", "-k", "some or never or partial"]],
+    "updates": [
+        GRADIENTS,
+        ["tests/test_partial.py", "-k", "changes_no_bit"],
+        ["tests/test_speculative.py", "-k", "some or never or partial"],
+    ],
     "stage": [GRADIENTS],
     "recipes": [["tests/test_recipe.py", "tests/test_graph.py"], GRADIENTS],
     "emit": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_memory.py"], GRADIENTS],
@@ -43,8 +48,8 @@ WATCHED: dict[str, list[list[str]]] = {
     "layout": [["zfunc/layout.py", "tests/test_layout.py"]],
     "checkpoint/shards": [["tests/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/test_shards.py"]],
-    "checkpoint/slices": [["tests/test_shards.py", "tests/test_checkpoints.py"]],
-    "checkpoint/reads": [["tests/test_shards.py", "tests/test_checkpoints.py"]],
+    "checkpoint/slices": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
+    "checkpoint/reads": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""
 

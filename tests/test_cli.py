@@ -202,7 +202,7 @@ def test_on_a_terminal_there_is_a_panel(texts: Path) -> None:
     os.close(theirs)
     shown = b"".join(_read(ours)).decode()
     assert running.wait(timeout=60) == 0
-    for told in ("╭", "gradient norm", "host Adam", "of the step", "held out", "all steps done", "sample: "):
+    for told in ("╭", "gradient norm", "host Adam", "of a step", "held out", "all steps done", "sample: "):
         assert told in shown
     assert "Traceback" not in shown
 

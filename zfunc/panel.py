@@ -157,7 +157,7 @@ class Living:
         yield "held out", value(f"{held_out:.4f}", f"bits per {self.unit}") if held_out else unknown
         yield "gradient norm", value(f"{s.grad_norm:.3f}") if s else unknown
         yield "speed", value(f"{s.tokens_per_second:,.0f}", "tokens/s") if s else unknown
-        yield "host Adam", value(f"{words.adam_share(s):.1%}", "of the step") if s else unknown
+        yield "host Adam", value(f"{words.adam_share(s):.1%}", "of a step") if s else unknown
         on_device = bool(s and s.device_bytes)
         yield "device memory", value(words.size(s.device_bytes)) if s and on_device else Text("no GPU", "dim")
         yield "host memory", value(words.size(s.host_bytes)) if s else unknown
