@@ -11,11 +11,10 @@ from attrs import evolve
 import zfunc
 from zfunc.cli import main
 from zfunc.console import Plain
-from zfunc.events import Evaluated, Event, Finished, Sampled, Saved, Stepped, Working
+from zfunc.events import INTERRUPT, TERMINATED, Evaluated, Event, Finished, Sampled, Saved, Stepped, Working
 from zfunc.job import Job, prepare
 from zfunc.resuming import Start
 from zfunc.settings import Settings
-from zfunc.terminal import INTERRUPT, TERMINATED
 from zfunc.train import TEMPERATURE, sample, train
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}

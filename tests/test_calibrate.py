@@ -15,8 +15,8 @@ from table import graph_of, hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.calibrate import calibrate, measure, measure_disk, traced_steps
-from zfunc.calibrate_settings import CALIBRATE, Calibrate
+from zfunc.calibrate import calibrate, measure_disk, traced_steps
+from zfunc.calibrate_settings import CALIBRATE, Calibrate, measure
 from zfunc.calibrated import Machine, described
 from zfunc.cli import main
 from zfunc.fitting import Costs, Line, Step, costs, fit, handoff, middle
@@ -273,7 +273,7 @@ def test_steps_that_an_overflow_cuts_short_do_not_count(monkeypatch: pytest.Monk
         seen.append(evolve(metrics, skipped=len(seen) in (8, 9)))
         return state, seen[-1]
 
-    monkeypatch.setattr(zfunc, "train_step", skipping)
+    monkeypatch.setattr("zfunc.calibrate.train_step", skipping)
     alone, beside = traced_steps((program, rescheduled(program, schedules.Overlapped())), batch, 3)
     assert len(alone) == len(beside) == 3
     assert len(seen) == 2 * (3 + 1 + 3)  # warm-up, two overflows in one turn, what counts
@@ -288,7 +288,7 @@ def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None
         state, metrics = real(*args, **more)
         return state, evolve(metrics, skipped=True)
 
-    monkeypatch.setattr(zfunc, "train_step", skipping)
+    monkeypatch.setattr("zfunc.calibrate.train_step", skipping)
     with pytest.raises(ValueError, match="got 61 overflows in a row, expected steps that count: use bf16"):
         traced_steps((program,), batch, 1)
 

@@ -19,9 +19,10 @@ from hypothesis import settings as hypothesis
 from hypothesis import strategies as st
 
 from zfunc.cli import main
+from zfunc.events import INTERRUPT, TERMINATED
 from zfunc.progress import WARM_STEPS, Length
 from zfunc.settings import Settings
-from zfunc.terminal import INTERRUPT, TERMINATED, interrupts, printable
+from zfunc.terminal import interrupts, printable
 
 
 def model(*sizes: int) -> list[str]:
@@ -286,7 +287,7 @@ def test_a_terminal_that_is_closed_ends_a_command_gently() -> None:
 def test_stopped_at_once_is_130(
     texts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("zfunc.train_step", _raises(KeyboardInterrupt()), raising=False)
+    monkeypatch.setattr("zfunc.train.train_step", _raises(KeyboardInterrupt()))
     assert train("--data", texts, "--steps", 3, "--out", "run") == 130
     assert capsys.readouterr().err == "zfunc train: stopped at once\n"
     assert summary(Path("run"))["ended"] == "stopped at once"

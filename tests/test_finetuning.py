@@ -16,8 +16,8 @@ import zfunc
 import zfunc.hf
 from zfunc.batches import batch, held_out_parts
 from zfunc.cli import main
-from zfunc.data import IGNORED
 from zfunc.job import Job, prepare
+from zfunc.loss import IGNORE_INDEX
 from zfunc.settings import FINE_TUNING_LR, Settings
 from zfunc.train import evaluate
 
@@ -110,7 +110,7 @@ def test_first_loss_and_step_are_the_models_own_however_the_batch_is_cut() -> No
     for parts in (1, 2, 4):
         made = job(micro_batches=parts)
         ids, (labels, weights) = made.batch(8)
-        counts = (labels != IGNORED).sum(1)
+        counts = (labels != IGNORE_INDEX).sum(1)
         assert len(set(counts.tolist())) > 1, "rows hold unequally many"
         own = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
         gradients = torch.autograd.grad(own, list(model.parameters()))
@@ -129,14 +129,14 @@ def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
     assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
     assert torch.equal(torch.cat([x for _, (x, _) in parts]), labels)
     assert torch.equal(torch.cat([x for _, (_, x) in parts]), weights)
-    assert len({int((x != IGNORED).sum()) for _, (x, _) in parts}) == 2, "they hold unequally many"
+    assert len({int((x != IGNORE_INDEX).sum()) for _, (x, _) in parts}) == 2, "they hold unequally many"
 
 
 def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
     pairs = [{"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40)]
     Path("long.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
     made = job(data=Path("long.jsonl"), batch_size=1)
-    at = next(n for n in range(50) if (made.batch(n)[1][0] == IGNORED).all())
+    at = next(n for n in range(50) if (made.batch(n)[1][0] == IGNORE_INDEX).all())
     assert zfunc.evaluate(made.program, zfunc.init(made.program), made.batch(at)) == 0
 
 
@@ -157,7 +157,7 @@ def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
         for ids, (labels, _) in made.held_out:
             logits = model(ids).logits.flatten(0, 1)
             total += float(torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"))
-            count += int((labels != IGNORED).sum())
+            count += int((labels != IGNORE_INDEX).sum())
     found = held_out(made)
     assert found == pytest.approx(total / count / np.log(2), rel=1e-5)
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom up: a module imports from the floors below its own, never from its own or one above.
 TORCH_FREE = (
-    {"values"},
+    {"values", "_version"},
     {"layout", "graph", "errors", "lr", "topology", "rollcall", "verdict", "sinks"},
     {"moments", "loss_scale", "placement", "options"},
     {"regions", "pages", "threads", "checkpoint", "deepspeed"},
@@ -27,8 +27,7 @@ TORCH_FREE = (
     {"search", "advice"},
     {"settings", "terminal"},
     {"draw_settings"},
-    {"progress", "calibrate_settings", "plan_settings", "report_settings", "events"}
-    | {"arguments", "completion"},
+    {"progress", "plan_settings", "report_settings", "events"} | {"arguments", "completion"},
     {"pictures", "report_tables"},
     {"report", "following", "sensors"},
 )
@@ -51,7 +50,7 @@ WITH_TORCH = (
     {"agreement"},
     {"step"},
     {INDEX},
-    {"data"},
+    {"data", "loss"},
     {"gpt", "hf", "documents", "tokenizing"},
     {"saved_datasets"},
     {"packed"},
@@ -66,6 +65,7 @@ WITH_TORCH = (
     {"top"},
     {"devices"},
     {"doctor"},
+    {"calibrate_settings"},
     {"commands"},
     {"catalogue"},
     {"cli"},

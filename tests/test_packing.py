@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from zfunc.data import IGNORED, Corpus, batch_at, held_out_batches
+from zfunc.data import Corpus, batch_at, held_out_batches
+from zfunc.loss import IGNORE_INDEX
 from zfunc.packing import open_data
 from zfunc.tokenizing import BYTES, Tokenizer, Vocabulary, open_tokenizer
 
@@ -88,15 +89,15 @@ def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
     trained = batch_at(corpus.train, 5, **sizes, seed=3, learned=corpus.learned)
     held_out = held_out_batches(corpus.held_out, **sizes, limit=8, learned=corpus.held_out_learned)
     for inputs, targets in (trained, *held_out):
-        assert set(targets.unique().tolist()) == {IGNORED, 0, ord("X"), ord("Y")}
+        assert set(targets.unique().tolist()) == {IGNORE_INDEX, 0, ord("X"), ord("Y")}
         assert torch.equal(
-            targets[:, :-1] == IGNORED, (inputs[:, 1:] == ord("a")) | (inputs[:, 1:] == ord("b"))
+            targets[:, :-1] == IGNORE_INDEX, (inputs[:, 1:] == ord("a")) | (inputs[:, 1:] == ord("b"))
         )
     plain = batch_at(corpus.train, 5, **sizes, seed=3)
     assert torch.equal(plain[0], trained[0])
     one = batch_at(corpus.train, 5, batch_size=1, seq_length=7, seed=3, learned=corpus.learned)
     assert all(torch.equal(x, y[:1]) for x, y in zip(one, trained, strict=True))
-    kept = trained[1] != IGNORED
+    kept = trained[1] != IGNORE_INDEX
     assert torch.equal(plain[1][kept], trained[1][kept])
     later = batch_at(corpus.train, 9, batch_size=4, seq_length=7, seed=3, learned=corpus.learned)
     assert torch.equal(later[1], trained[1][4:]), "position is all there is to resume from"

@@ -81,11 +81,11 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]
     def at(number: int, happen: Callable[[], Any]) -> None:
         def step(program: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
             if state.batches + 1 == number:
-                monkeypatch.setattr(zfunc, "train_step", train_step)
+                monkeypatch.setattr("zfunc.train.train_step", train_step)
                 happen()
             return train_step(program, state, *args, **kwargs)
 
-        monkeypatch.setattr(zfunc, "train_step", step)
+        monkeypatch.setattr("zfunc.train.train_step", step)
 
     return at
 

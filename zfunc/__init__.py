@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from zfunc._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from zfunc import lr as lr
     from zfunc import schedules as schedules
@@ -100,7 +102,6 @@ __all__ = [
     "segment",
     "train_step",
 ]
-__version__ = "0.1.0"
 
 
 class _Callable(ModuleType):

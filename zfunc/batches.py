@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from zfunc.data import IGNORED, Corpus, batch_at, held_out_batches
+from zfunc.data import Corpus, batch_at, held_out_batches
 from zfunc.hf import batch as weighed
+from zfunc.loss import IGNORE_INDEX
 from zfunc.ranks import Ranks
 from zfunc.settings import Settings
 
@@ -39,7 +40,7 @@ def batch(settings: Settings, corpus: Corpus, position: int, ranks: Ranks) -> Ba
 
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:
     """Of all these rows; above 0, so that where nothing is learned loss and gradient are 0."""
-    counted = sum(int((x != IGNORED).sum()) for x in labels)
+    counted = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
     return max(1, counted) / sum(len(x) for x in labels)
 
 
@@ -63,7 +64,7 @@ def held_out_parts(settings: Settings, corpus: Corpus, ranks: Ranks) -> tuple[Ba
         raise ValueError(f"the held-out part of {corpus.name}: {error}") from error
     if corpus.held_out_learned is None:
         return found
-    if all((labels == IGNORED).all() for _, labels in found):
+    if all((labels == IGNORE_INDEX).all() for _, labels in found):
         raise ValueError(
             f"the held-out part of {corpus.name}: got no token that is learned in the windows of "
             f"--seq-length {settings.seq_length}, expected one: give more data"

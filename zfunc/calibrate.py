@@ -9,6 +9,7 @@ The invariant: what is timed is what a training runs: the same program, the same
 
 import logging
 import os
+import platform
 import shutil
 import time
 from collections.abc import Sequence
@@ -16,46 +17,32 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
-import zfunc
 from zfunc.bandwidth import clocks, others
-from zfunc.calibrate_settings import Calibrate
+from zfunc.beginning import init
 from zfunc.calibrated import Machine, described
 from zfunc.fitting import Line, Step, costs, fit, handoff, middle
 from zfunc.graph import Kind
-from zfunc.job import Batch, build, check_rows, check_size, machine, resolve
 from zfunc.profile import Profile
 from zfunc.program import Program, rescheduled, specialize
-from zfunc.ranks import Ranks
 from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.schedules import Overlapped
+from zfunc.step import train_step
 from zfunc.threads import allowed_cpus, default_threads, local_ranks
 from zfunc.timeline import Timeline
-from zfunc.topology import physical_cores
+from zfunc.topology import cpu_model, physical_cores
 
 log = logging.getLogger("zfunc")
+
+Batch = tuple[Any, Any]
 
 WARM_UP = 3  # steps that begin threads, trace, and fill caches
 PATIENCE = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
 CROWDED = 0.1  # of the cores, busy with something else, is worth a warning
 SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk, and how often
-
-
-def measure(asked: Calibrate) -> Profile:
-    """The Profile of this machine, by a GPT as `asked`, as `zfunc train` would run it. All ranks call it together.
-
-    Raises what `calibrate` does, and ValueError for a batch that cannot be dealt out to the ranks.
-    """
-    settings = resolve(asked.training())
-    ranks = Ranks.of()
-    check_rows(settings, ranks)
-    check_size(settings, ranks)
-    shape = settings.batch_size // ranks.world, settings.seq_length
-    tokens = torch.randint(0, asked.vocab_size, shape, generator=torch.Generator().manual_seed(0))
-    batch = tokens, tokens
-    return calibrate(build(settings, batch), batch, turns=asked.turns, folder=asked.folder)
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
@@ -94,12 +81,12 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
     """`turns` measured steps of each of `programs`, which take turns at one fresh State. A turn in which a gradient
     overflowed, so that a step was cut short, does not count."""
     plans = [specialize(program, batch).plan for program in programs]
-    state, skipped = zfunc.init(programs[0]), 0
+    state, skipped = init(programs[0]), 0
     kept: list[list[Step]] = [[] for _ in programs]
     for n in count():
         seen = []
         for program in programs:
-            state, metrics = zfunc.train_step(program, state, batch, trace=True)
+            state, metrics = train_step(program, state, batch, trace=True)
             seen.append(metrics)
         skipped = skipped + 1 if any(m.skipped for m in seen) else 0
         if skipped > PATIENCE:
@@ -135,9 +122,9 @@ def look_up(program: Program, folder: Path) -> Machine:
     """What the operating system tells of this machine, before the program takes any memory."""
     device, cuda = program.device, program.device.type == "cuda"
     cores, host = physical_cores(allowed_cpus()), available_host_bytes()
-    facts = machine(device)
+    gpu = torch.cuda.get_device_name(device) if cuda else None
     return Machine(
-        title=", ".join(str(x) for x in (facts["gpu"], facts["cpu"], f"{cores} cores") if x),
+        title=", ".join(str(x) for x in (gpu, cpu_model() or platform.machine(), f"{cores} cores") if x),
         precision=program.precision,
         devices=torch.cuda.device_count() if cuda else cores,
         cores=cores,

@@ -1,15 +1,19 @@
-"""Settings of `zfunc calibrate`: the model whose segments are measured, where the profile goes. No torch here.
+"""`zfunc calibrate`: its settings, and what it measures. Torch is imported when it runs.
 
 The invariant: as in settings.py, what exists can be run, as far as that can be told without the machine.
 """
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import attrs
 from attrs import frozen
 
 from zfunc.options import Option, anything, count, path
-from zfunc.settings import COMMON, TRAIN, Settings, check_together
+from zfunc.settings import COMMON, TRAIN, Settings, check_rows, check_together
+
+if TYPE_CHECKING:
+    from zfunc.profile import Profile
 
 CALIBRATE = {
     **{
@@ -73,3 +77,24 @@ class Calibrate:
             if f.name in CALIBRATE and f.name != "out"
         }
         return Settings(**model, schedule="Serial", lr=1e-5, warmup=0)
+
+
+def measure(asked: Calibrate) -> "Profile":
+    """The Profile of this machine, by a GPT as `asked`, as `zfunc train` would run it. All ranks call it together.
+
+    Raises what `zfunc.calibrate.calibrate` does, and ValueError for a batch that cannot be dealt out to the ranks.
+    """
+    import torch
+
+    from zfunc.calibrate import calibrate
+    from zfunc.job import build, check_size, resolve
+    from zfunc.ranks import Ranks
+
+    settings = resolve(asked.training())
+    ranks = Ranks.of()
+    check_rows(settings.batch_size, ranks.world, settings.micro_batches)
+    check_size(settings, ranks)
+    shape = settings.batch_size // ranks.world, settings.seq_length
+    tokens = torch.randint(0, asked.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = tokens, tokens
+    return calibrate(build(settings, batch), batch, turns=asked.turns, folder=asked.folder)

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zfunc.calibrate_settings import Calibrate
+from zfunc.calibrate_settings import Calibrate, measure
 from zfunc.draw_settings import Sketch
 from zfunc.plan_settings import Planning
 from zfunc.report_settings import Doctor, Export, Report, Watch
@@ -197,7 +197,6 @@ def plan(asked: Planning) -> int:
 
 def calibrate(asked: Calibrate) -> int:
     """`zfunc calibrate`: all ranks measure, one writes."""
-    from zfunc.calibrate import measure
     from zfunc.launch import launched
     from zfunc.profile_file import text
 

@@ -11,9 +11,21 @@ import attrs
 from attrs import define
 
 from zfunc.checkpoint.checkpoints import FOLDER
-from zfunc.events import Evaluated, Event, Finished, Said, Sampled, Saved, Started, Stepped, Working
+from zfunc.events import (
+    INTERRUPT,
+    TERMINATED,
+    Evaluated,
+    Event,
+    Finished,
+    Said,
+    Sampled,
+    Saved,
+    Started,
+    Stepped,
+    Working,
+)
 from zfunc.runs import Run, sample_text
-from zfunc.terminal import INTERRUPT, TERMINATED, printable, size
+from zfunc.terminal import printable, size
 from zfunc.train import TEMPERATURE
 
 EVERY = 5.0  # seconds from one plain line to the next

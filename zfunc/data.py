@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zfunc.loss import IGNORE_INDEX
+
 __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
 
-IGNORED = -100  # the target of a token that is not learned: torch's cross entropy leaves it out
 _BYTE_VOCAB_SIZE = 256
 _HELD_OUT_PERCENT = 8
 _CHUNK = 1 << 20  # bytes read at a time
@@ -383,5 +384,5 @@ def _read(
     if learned is not None:
         kept = np.array([learned[start + 1 : start + seq_length + 1] for start in starts])
         # Not in place: of one row, inputs and targets are the same memory.
-        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORED)
+        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
     return inputs, targets

@@ -12,6 +12,8 @@ from zfunc.plan import Plan
 from zfunc.settings import Settings
 from zfunc.timeline import Timeline
 
+INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a training was asked to end
+
 
 @frozen
 class Started:

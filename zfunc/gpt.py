@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.data import IGNORED
 from zfunc.kv_cache import Cache
+from zfunc.loss import next_token_loss
 
 __all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
 
@@ -173,14 +173,7 @@ class Head(nn.Module):
         all are has no mean: NaN). Or it is those and weights [batch], as `zfunc.hf.batch` makes them.
         """
         logits = self.logits(x)
-        if targets is None:
-            return logits
-        labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
-        reduction = "mean" if weights is None else "none"
-        losses = F.cross_entropy(
-            logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction=reduction
-        )
-        return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
+        return logits if targets is None else next_token_loss(logits, targets)
 
 
 def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:

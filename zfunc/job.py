@@ -9,19 +9,18 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import attrs
 import torch
 from attrs import evolve, field, frozen
 
-import zfunc
-from zfunc import plan_settings
+from zfunc._version import __version__
+from zfunc.adam import AdamW, matrices_only
 from zfunc.batches import Batch, batch, held_out_parts
-from zfunc.compiling import pick_device
+from zfunc.compiling import compile, pick_device
 from zfunc.configured import beside, told
 from zfunc.data import Corpus
-from zfunc.draw_settings import Sketch
 from zfunc.errors import OutOfMemory
 from zfunc.finetuning import Pretrained, pretrained, tokenizer
 from zfunc.gpt import GPTConfig, modules, num_parameters
@@ -30,15 +29,15 @@ from zfunc.lr import linear_warmup, warmup_cosine
 from zfunc.moments import BUFFERS
 from zfunc.options import share
 from zfunc.packing import holds_tokens, open_data
-from zfunc.plan_settings import Planning
 from zfunc.program import Program
 from zfunc.ranks import Ranks
 from zfunc.resources import available_host_bytes
 from zfunc.room import check_room
-from zfunc.segments import Segment
-from zfunc.settings import Settings
+from zfunc.segments import Segment, segment
+from zfunc.settings import Settings, check_rows
 from zfunc.threads import local_ranks
 from zfunc.tokenizing import BYTES, Tokenizer, open_tokenizer
+from zfunc.topology import cpu_model
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
@@ -54,6 +53,25 @@ FASTEST = {  # why a precision was chosen
 }
 
 log = logging.getLogger("zfunc")
+
+
+class ModelSettings(Protocol):
+    """What a GPT follows from, of the settings of any command; with `dropout`, where the command trains."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def seq_length(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def data(self) -> Path | None: ...  # noqa: D102
+    @property
+    def tokenizer(self) -> Path | None: ...  # noqa: D102
 
 
 @frozen(eq=False)
@@ -99,7 +117,7 @@ def prepare(settings: Settings, *, cache: Path) -> Job:
     ranks = Ranks.of()
     for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
         log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
-    check_rows(settings, ranks)
+    check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
     program = build(settings, example, None if model is None else model.segments)
@@ -148,11 +166,6 @@ def check_size(settings: Settings, ranks: Ranks) -> None:
             )
 
 
-def check_rows(settings: Settings, ranks: Ranks) -> None:
-    """Raise ValueError unless the batch can be dealt out to the ranks in micro-batches."""
-    plan_settings.check_rows(settings.batch_size, ranks.world, settings.micro_batches)
-
-
 def resolve(settings: Settings) -> Settings:
     """The settings with device, precision and bucket size chosen for this machine."""
     device = pick_device(None if settings.device == "auto" else settings.device)
@@ -171,7 +184,7 @@ def _fast_precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def config(settings: Settings | Sketch | Planning) -> GPTConfig:
+def config(settings: ModelSettings) -> GPTConfig:
     """The model of the settings."""
     return GPTConfig(
         vocab_size=settings.vocab_size or vocabulary(settings),
@@ -179,11 +192,11 @@ def config(settings: Settings | Sketch | Planning) -> GPTConfig:
         num_layers=settings.num_layers,
         hidden_size=settings.hidden_size,
         num_attention_heads=settings.num_attention_heads,
-        dropout=settings.dropout if isinstance(settings, Settings) else 0.0,
+        dropout=getattr(settings, "dropout", 0.0),
     )
 
 
-def vocabulary(settings: Settings | Sketch | Planning) -> int:
+def vocabulary(settings: ModelSettings) -> int:
     """Tokens there are of data that was not read yet, which `prepare` finds there too: GPT-2's in a file of tokens,
     else those of the tokenizer, or bytes.
     """
@@ -192,22 +205,22 @@ def vocabulary(settings: Settings | Sketch | Planning) -> int:
     return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
 
 
-def segments(settings: Settings | Sketch | Planning) -> tuple[Segment, ...]:
+def segments(settings: ModelSettings) -> tuple[Segment, ...]:
     """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
     with torch.device("meta"):
         built = modules(config(settings))
     tied = {"out.weight": "embed.tok.weight"}
-    return tuple(zfunc.segment(name, m, share=tied if name == "head" else None) for name, m in built)
+    return tuple(segment(name, m, share=tied if name == "head" else None) for name, m in built)
 
 
 def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
     """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
-    return zfunc.compile(
+    return compile(
         segments(settings) if model is None else model,
-        optimizer=zfunc.AdamW(
+        optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,
-            decay=zfunc.matrices_only,
+            decay=matrices_only,
             moments=settings.moments,
             **beside(settings).adam,
         ),
@@ -252,20 +265,11 @@ def paced(program: Program, settings: Settings, total: int | None) -> Program:
 def machine(device: torch.device) -> dict[str, Any]:
     """What this runs on and with, for the record."""
     return {
-        "cpu": _cpu(),
+        "cpu": cpu_model() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "zfunc": zfunc.__version__,
+        "zfunc": __version__,
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.machine()

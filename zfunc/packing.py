@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from zfunc.data import IGNORED, Corpus, Source, is_held_out, memory_map, open_corpus, stdlib_files, walk
+from zfunc.data import Corpus, Source, is_held_out, memory_map, open_corpus, stdlib_files, walk
 from zfunc.documents import Document, holds_records, records, whole
+from zfunc.loss import IGNORE_INDEX
 from zfunc.packed import FORM, Packed, Reading, pack
 from zfunc.saved_datasets import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
 from zfunc.tokenizing import BYTES, Tokenizer, Vocabulary
@@ -149,7 +150,7 @@ def _lines(
         yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
     if learned is not None:
         count = f"{np.count_nonzero(learned):,} {unit}"
-        of_ids = f"the labels of the others, in {got.pairs:,} documents, are {IGNORED}"
+        of_ids = f"the labels of the others, in {got.pairs:,} documents, are {IGNORE_INDEX}"
         pairs = f"completions and texts; the prompts of {got.pairs:,} are given"
         yield f"learned: {count}, {of_ids if saved is not None and saved.tokens else pairs}"
     how = f"{got.held_out_files:,} of the files, by a hash of their names"

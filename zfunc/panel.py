@@ -16,9 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from zfunc import console as words
-from zfunc.events import Evaluated, Event, Finished, Said, Sampled, Saved, Started, Stepped, Working
+from zfunc.events import (
+    TERMINATED,
+    Evaluated,
+    Event,
+    Finished,
+    Said,
+    Sampled,
+    Saved,
+    Started,
+    Stepped,
+    Working,
+)
 from zfunc.runs import Run, sample_text
-from zfunc.terminal import TERMINATED, printable
+from zfunc.terminal import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16  # bars of the loss curve

@@ -21,7 +21,7 @@ from zfunc.options import (
     share,
     zero_or_more,
 )
-from zfunc.settings import COMMON
+from zfunc.settings import COMMON, check_rows
 
 PLAN = {
     **COMMON,
@@ -52,22 +52,6 @@ PLAN = {
     "world": Option("hardware", "ranks that train together, one on a device", count),
     "json": Option("output", "print one JSON object, for programs", anything),
 }
-
-
-def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
-    """Raise ValueError unless the batch can be dealt out to `world` ranks in so many micro-batches each.
-
-    >>> check_rows(10, 4, 2)
-    Traceback (most recent call last):
-    ValueError: --batch-size: got 10 for 4 ranks with 2 micro-batches each, expected ...
-    """
-    parts = world * micro_batches
-    if batch_size % parts:
-        each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
-        raise ValueError(
-            f"--batch-size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
-            f"--batch-size {max(parts, batch_size // parts * parts)}"
-        )
 
 
 @frozen(kw_only=True)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-from zfunc.data import IGNORED
 from zfunc.documents import Document
+from zfunc.loss import IGNORE_INDEX
 
 DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
 TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
@@ -206,12 +206,12 @@ def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
             )
     ids, ends = flat[IDS][0], np.cumsum(lengths)
     kept = flat[MASK][0] != 0 if MASK in flat else None  # padding goes
-    learned = flat[LABELS][0] != IGNORED if LABELS in flat else None
+    learned = flat[LABELS][0] != IGNORE_INDEX if LABELS in flat else None
     if learned is not None and (bad := np.flatnonzero(learned & (flat[LABELS][0] != ids))).size:
         row = first + int(np.searchsorted(ends, bad[0], side="right"))
         raise ValueError(
             f"{path}, row {row}: got the label {flat[LABELS][0][bad[0]]} for the token {ids[bad[0]]}, expected the "
-            f"token itself, or {IGNORED} where it is not learned: labels are not to be shifted"
+            f"token itself, or {IGNORE_INDEX} where it is not learned: labels are not to be shifted"
         )
     for start, end in zip(ends - lengths, ends, strict=True):
         chosen = slice(start, end) if kept is None else start + np.flatnonzero(kept[start:end])

@@ -307,6 +307,22 @@ class Settings:
             )
 
 
+def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
+    """Raise ValueError unless the batch can be dealt out to `world` ranks in so many micro-batches each.
+
+    >>> check_rows(10, 4, 2)
+    Traceback (most recent call last):
+    ValueError: --batch-size: got 10 for 4 ranks with 2 micro-batches each, expected ...
+    """
+    parts = world * micro_batches
+    if batch_size % parts:
+        each = f" with {micro_batches} micro-batches each" if micro_batches > 1 else ""
+        raise ValueError(
+            f"--batch-size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
+            f"--batch-size {max(parts, batch_size // parts * parts)}"
+        )
+
+
 def check_together(settings: Any, options: dict[str, Option]) -> None:
     """Check every field, and what has to divide what."""
     check_each(settings, options)

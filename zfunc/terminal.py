@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import define
 
-INTERRUPT, TERMINATED = "interrupt", "terminated"
+from zfunc.events import INTERRUPT, TERMINATED
 
 
 def printable(text: str) -> str:

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from attrs import define, field
 
-import zfunc
-from zfunc.checkpointing import restore
+from zfunc.beginning import init
+from zfunc.checkpointing import restore, save
 from zfunc.configured import beside
 from zfunc.errors import CheckpointError
 from zfunc.events import (
+    INTERRUPT,
+    TERMINATED,
     Evaluated,
     Event,
     Finished,
@@ -45,8 +47,7 @@ from zfunc.resuming import Start
 from zfunc.saving import Save
 from zfunc.settings import LOG_EVERY
 from zfunc.state import State
-from zfunc.step import Metrics
-from zfunc.terminal import INTERRUPT, TERMINATED
+from zfunc.step import Metrics, flush, train_step
 
 TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
 SAMPLE_TOKENS, TEMPERATURE = 320, 0.8
@@ -190,7 +191,7 @@ class _Loop:
         wait for it has everything else.
         """
         if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
-            self.state, self.saved_step = zfunc.flush(self.program, self.state), None
+            self.state, self.saved_step = flush(self.program, self.state), None
         job, state, at = self.job, self.state, self.state.batches
         if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
             yield self._save(self.start.folder)
@@ -232,7 +233,7 @@ class _Loop:
         job, start = self.job, self.start
         if start.origin is None:
             self.program, self.progress = job.program, Progress.new(job.settings)
-            self.state = zfunc.init(
+            self.state = init(
                 self.program, seed=job.settings.seed, loss_scale=beside(job.settings).loss_scale
             )
             return None
@@ -249,11 +250,11 @@ class _Loop:
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """The next step; while it goes on, a checkpoint of the one before is written if it is due."""
-        save, at, failure = self._due(), self.state.batches, ""
-        if save is not None:
+        due, at, failure = self._due(), self.state.batches, ""
+        if due is not None:
             try:
-                self.state, metrics = zfunc.train_step(
-                    self.program, self.state, batch, trace=traced, save=save, faults=self.faults
+                self.state, metrics = train_step(
+                    self.program, self.state, batch, trace=traced, save=due, faults=self.faults
                 )
                 assert metrics.saved is not None
                 return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
@@ -261,10 +262,8 @@ class _Loop:
                 failure = str(error)
                 if not self.job.ranks.rank:
                     log.warning("checkpoint: none was saved of step %d: %s", at, failure)
-        self.state, metrics = zfunc.train_step(
-            self.program, self.state, batch, trace=traced, faults=self.faults
-        )
-        return metrics, None if save is None else self._saved(at, None, failure, None)
+        self.state, metrics = train_step(self.program, self.state, batch, trace=traced, faults=self.faults)
+        return metrics, None if due is None else self._saved(at, None, failure, None)
 
     def _due(self) -> Save | None:
         settings, at = self.job.settings, self.state.batches
@@ -278,9 +277,7 @@ class _Loop:
         begun, at = time.perf_counter(), self.state.batches
         path, failure = None, ""
         try:
-            path = zfunc.save(
-                folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra()
-            )
+            path = save(folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra())
         except CheckpointError as error:
             failure = str(error)
         return self._saved(at, path, failure, time.perf_counter() - begun)

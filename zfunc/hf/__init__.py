@@ -10,9 +10,9 @@ The invariant: a parameter has in a program, and so in its checkpoints, the name
 is imported when one of these is called: `pip install "zfunc[hf]"`.
 """
 
-from zfunc.hf.batches import batch
 from zfunc.hf.cutting import segments
 from zfunc.hf.folders import export, save
 from zfunc.hf.weights import load
+from zfunc.loss import batch
 
 __all__ = ["batch", "export", "load", "save", "segments"]

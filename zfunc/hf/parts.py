@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from zfunc.data import IGNORED
 from zfunc.kv_cache import Cache
+from zfunc.loss import next_token_loss
 
 
 class Embed(nn.Module):
@@ -68,21 +67,4 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor, targets: Any = None) -> Tensor:
         """Give the mean loss in nats, an fp32 scalar; without targets, the logits."""
-        return self.logits(x) if targets is None else loss(self.logits(x).float(), targets)
-
-
-def loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
-
-    `targets` is the labels, each the token that follows: then it is the mean over those of this micro-batch that
-    count. Or it is the labels and weights [batch], as `zfunc.hf.batch` makes them: then it is the mean over rows of
-    weight times the sum of a row's losses.
-
-    >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
-    >>> torch.isclose(loss(logits, labels), loss(logits, (labels, torch.full((2,), 2 / 4))))
-    tensor(True)
-    """
-    labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
-    flat, reduction = logits.flatten(0, 1), "mean" if weights is None else "none"
-    losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction=reduction)
-    return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
+        return self.logits(x) if targets is None else next_token_loss(self.logits(x).float(), targets)
