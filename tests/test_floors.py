@@ -28,6 +28,7 @@ TORCH_FREE = (
     {"settings"},
     {"draw_settings"},
     {"progress", "plan_settings", "report_settings", "events"} | {"arguments", "completion"},
+    {"terminal"},
     {"pictures", "report_tables"},
     {"report", "following", "sensors"},
 )
