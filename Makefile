@@ -81,11 +81,10 @@ pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
 	$(BIN)/python docs/make_one_bucket.py
 
-# docs/api from the docstrings, and the same as a site in build/docs.
+# The API reference from the docstrings, as a site in build/docs.
 docs: $(TOOLS)
 	$(BIN)/pip install --quiet --constraint constraints.txt pdoc
 	$(BIN)/python docs/make_api.py
-	$(BIN)/python docs/make_site.py
 
 # docs/scale.md: some minutes of simulation.
 scale: $(TOOLS)
