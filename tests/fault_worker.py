@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from attrs import frozen
 from forked import fork, warm
-from models import MODELS
+from small_models import MODELS
 
 import zfunc
 from zfunc import faults, ranks, rollcall

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from models import MODELS
+from small_models import MODELS
 
 import zfunc
 from zfunc.program import specialize

@@ -23,7 +23,7 @@ import plain
 import torch
 from attrs import evolve, field, frozen
 from fuzz_models import Model, draw
-from models import bits
+from small_models import bits
 from table import Scattered
 
 import zfunc

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from models import rows_of
+from small_models import rows_of
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 

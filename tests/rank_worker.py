@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked import play
-from models import MODELS, rows_of
-from test_gradients import RECIPES as GRADIENTS
-from test_gradients import check, program_of
+from gradient_law import RECIPES as GRADIENTS
+from gradient_law import check, program_of
+from small_models import MODELS, rows_of
 from torch import Tensor
 from zfunc.schedules import Interleaved, Overlapped, Serial
 

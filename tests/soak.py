@@ -28,8 +28,8 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from attrs import define, field
-from models import MODELS
 from rank_worker import global_batch, rows_of
+from small_models import MODELS
 
 import zfunc
 from zfunc.checkpoint import checkpoints

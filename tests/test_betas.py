@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, bits
+from small_models import MODELS, bits
 
 import zfunc
 from zfunc.program import Program

@@ -10,7 +10,7 @@ import torch
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from models import MODELS
+from small_models import MODELS
 from table import graph_of, hardware, plan_of
 
 import zfunc

@@ -14,10 +14,10 @@ from xml.etree import ElementTree
 
 import pytest
 from attrs import evolve
+from html_pages import Elements, late, shown_data
 from hypothesis import given
 from hypothesis import strategies as st
 from table import plan_of, plans
-from test_page import Elements, late, shown_data
 from zfunc.schedules import CriticalPath, Serial
 
 from zfunc.choices import scheduled

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from models import Loss, regression, tied_gpt
+from small_models import Loss, regression, tied_gpt
 from torch import Tensor, nn
 
 import zfunc

@@ -10,7 +10,7 @@ import pytest
 import torch
 import trained
 from attrs import evolve
-from models import bits, regression
+from small_models import bits, regression
 from table import chain, in_pairs, job
 from torch import Tensor, nn
 from trained import injecting, steps

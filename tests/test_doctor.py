@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_topology import tree, two_sockets
+from fake_machines import tree, two_sockets
 
 from zfunc import bandwidth, devices, machine, topology
 from zfunc.bandwidth import Bandwidth

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from models import MODELS, tied_gpt
+from small_models import MODELS, tied_gpt
 
 import zfunc
 from zfunc.errors import LaneTimeout, UndeclaredAccess

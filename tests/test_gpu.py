@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
+from small_models import MODELS
 from torch import nn
 
 import zfunc

@@ -12,7 +12,7 @@ import trained
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
-from models import MODELS, bits
+from small_models import MODELS, bits
 from table import Scattered, in_pairs
 from torch import Tensor
 

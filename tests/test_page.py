@@ -1,68 +1,24 @@
 """Laws of the page: it holds the whole step and nothing foreign, however hostile the names, and stays usable."""
 
-import json
 import re
 import time
 from base64 import b64encode
-from functools import cache
 from hashlib import sha256
-from html.parser import HTMLParser
 from importlib.resources import files
-from random import Random
 from typing import Any
 
 import pytest
-from attrs import evolve
+from html_pages import HOSTILE, WORD, Elements, contrast, hostile, large, late, shown_data
 from hypothesis import given
 from table import every_plan, plan_of, plans
 
 from zfunc.critical import critical
-from zfunc.graph import Graph, Op, Region
+from zfunc.graph import Graph
 from zfunc.legend import PALETTE
 from zfunc.page import data, page
-from zfunc.plan import Plan, build
+from zfunc.plan import Plan
 from zfunc.simulate import simulate
 from zfunc.timeline import Event, Timeline
-
-VOID = {"meta", "input", "br", "link", "img"}
-HOSTILE = (
-    "</script><script>document.title='broken'</script><!-- \\u003c/script> ]]> & \" ' ${x} $style \u2028"
-)
-WORD = "".join(HOSTILE.split())  # as the name of an operation, a region or a lane may be
-
-
-class Elements(HTMLParser):
-    """The elements of a page: raises where tags do not match; `text` by the number of the element."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
-        self.text: dict[int, str] = {}
-        self._open: list[int] = []
-        self.feed(page)
-        self.close()
-        assert not self._open
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self._open.append(len(self.found) - 1)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.found[self._open.pop()][0] == tag
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.text[self._open[-1]] = self.text.get(self._open[-1], "") + data
-
-    def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(of, self.text.get(n, "")) for n, (name, of) in enumerate(self.found) if name == tag]
-
-
-def shown_data(made: str) -> dict[str, Any]:
-    """The data in a page."""
-    (text,) = (text for of, text in Elements(made).all("script") if of.get("type") == "application/json")
-    return json.loads(text)
 
 
 def read_back(data: dict[str, Any], n: int) -> list[Event]:
@@ -78,17 +34,6 @@ def read_back(data: dict[str, Any], n: int) -> list[Event]:
             )
             events.append(Event(lane["name"], name, data["kinds"][ops["kind"][i]], start, end))
     return events
-
-
-def late(timeline: Timeline, seed: int = 0) -> Timeline:
-    """A step like it, measured: everything takes longer, and begins late."""
-    random = Random(seed)
-    scale = [1 + random.random() for _ in timeline.events]
-    events = [
-        evolve(e, start=2.1 * e.start, end=2.1 * e.start + s * e.seconds)
-        for e, s in zip(timeline.events, scale, strict=True)
-    ]
-    return Timeline(events, "measured")
 
 
 def check(plan: Plan, timelines: list[Timeline]) -> None:
@@ -143,13 +88,6 @@ def test_only_its_own_script_and_style_may_run() -> None:
     assert policy == f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}"
 
 
-def hostile() -> tuple[Plan, Timeline]:
-    x = Region(WORD)
-    ops = Op(f"{WORD}a", (), "compute", writes=(x,)), Op(f"{WORD}b", (1, 2), "host", reads=(x,))
-    plan = build(Graph(ops), {f"{WORD}gpu": [0], "cpu": [1]})
-    return plan, evolve(simulate(plan), source=HOSTILE)
-
-
 def test_hostile_names_are_text() -> None:
     plan, timeline = hostile()
     made = page(timeline, plan=plan, title=HOSTILE)
@@ -196,26 +134,6 @@ def test_a_step_of_nothing_is_a_page() -> None:
 # --- large ones ------------------------------------------------------------------------------------------
 
 
-@cache
-def large(num_ops: int) -> tuple[Plan, Timeline]:
-    """A pipeline over five lanes, and its step: operations hand a region on, to another lane."""
-    kinds = "compute", "d2h", "host", "h2d", "network"
-    regions = tuple(Region("slot", (n,)) for n in range(num_ops))
-    ops = [
-        Op(
-            f"verb{n % 13}",
-            (n,),
-            kinds[n % 5],
-            regions[max(0, n - 6) : n][:1],
-            (regions[n],),
-            nbytes=10**6 * (n % 7),
-        )
-        for n in range(num_ops)
-    ]
-    plan = build(Graph(tuple(ops)), {kind: range(k, num_ops, 5) for k, kind in enumerate(kinds)})
-    return plan, simulate(plan)
-
-
 @pytest.mark.parametrize(
     ("num_ops", "bytes_an_op"), [(10_000, 160), pytest.param(100_000, 160, marks=pytest.mark.slow)]
 )
@@ -231,18 +149,6 @@ def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
 
 
 # --- colours ---------------------------------------------------------------------------------------------
-
-
-def luminance(colour: str) -> float:
-    """Relative, of #rrggbb (WCAG 2.2)."""
-    parts = [int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    dark, light = sorted((luminance(one), luminance(other)))
-    return (light + 0.05) / (dark + 0.05)
 
 
 def test_text_can_be_read_in_light_and_in_dark() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from browser import Shown, needs_browser, results, show
+from html_pages import HOSTILE, WORD, Elements, hostile, large, late
 from table import plan_of
-from test_page import HOSTILE, WORD, Elements, hostile, large, late
 
 from zfunc.page import SCRIPTS, data, page
 from zfunc.simulate import simulate

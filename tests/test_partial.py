@@ -11,7 +11,7 @@ import trained
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from models import MODELS, bits
+from small_models import MODELS, bits
 from table import chain, in_pairs, job, layouts
 
 import zfunc

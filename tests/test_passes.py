@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import Loss, regression, tied_gpt
+from small_models import Loss, regression, tied_gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
 

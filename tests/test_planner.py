@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from models import tied_gpt
+from small_models import tied_gpt
 
 import zfunc
 from zfunc import room

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import Loss, regression
+from small_models import Loss, regression
 from torch import Tensor, nn
 from torch.nn import functional as F
 

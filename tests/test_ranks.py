@@ -14,8 +14,8 @@ import pytest
 import torch
 from attrs import evolve
 from forked import played
-from models import MODELS
 from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SETTINGS, STEPS, WORLDS
+from small_models import MODELS
 from table import JOBS, Scattered
 
 import zfunc

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from models import MODELS
+from small_models import MODELS
 
 import zfunc
 from zfunc.emit import Job

@@ -12,51 +12,17 @@ from typing import Any
 
 import pytest
 from browser import needs_browser, show
+from html_pages import HOSTILE, Elements, contrast
 from hypothesis import given
 from hypothesis import strategies as st
+from run_folders import STEPS, Row, row, written
 from table import plan_of
-from test_page import HOSTILE, Elements, contrast, late
 
 from zfunc.charts import PLACES, placed, rounds, smoothed
 from zfunc.cli import main
-from zfunc.draw import chrome_trace
 from zfunc.history import History, history, rows_of
 from zfunc.page import part
 from zfunc.report import ENDED, report
-from zfunc.simulate import simulate
-
-Row = dict[str, Any]
-
-
-def row(step: int, **more: Any) -> Row:
-    told = {"step": step, "total": 9, "loss": 5 / step, "lr": 1e-3, "grad_norm": 1.5, "skipped": False}
-    speed = {"tokens_per_second": 900.0, "seconds": 0.2, "host_seconds": 0.05}
-    return told | speed | {"loss_scale": 1.0, "device_bytes": 0, "host_bytes": 3 << 20} | more
-
-
-def written(folder: Path, rows: list[Row], *, step: bool = False, name: str = "run", **summary: Any) -> Path:
-    """A run folder."""
-    run = folder / name
-    run.mkdir()
-    settings = {"num_layers": 2, "clip": 1.0, "schedule": "Overlapped", "precision": "fp32", "seed": 7}
-    config = {
-        "settings": settings,
-        "data": ["30 files"],
-        "unit": "byte",
-        "parameters": 1234,
-        "plan": {"digest": "abc", "planned_bytes": {"device": 1 << 20, "pinned": 0, "host": 2 << 20}},
-        "machine": {"cpu": "a processor", "cores": 2, "gpu": None, "ranks": 1},
-        "resumed_from": None,
-    }
-    (run / "config.json").write_text(json.dumps(config))
-    (run / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    if summary:
-        (run / "summary.json").write_text(json.dumps(summary))
-    if step:
-        plan = plan_of("zero_offload", "tied", "Overlapped")
-        (run / "plan.txt").write_text(plan.text())
-        (run / "timeline.json").write_text(chrome_trace(late(simulate(plan))))
-    return run
 
 
 def tables(made: str) -> dict[str, list[list[str]]]:
@@ -68,7 +34,6 @@ def tables(made: str) -> dict[str, list[list[str]]]:
     return found
 
 
-STEPS = [{"step": 0, "held_out_bits_per_byte": 8.0}, *(row(n) for n in range(1, 9))]
 LAST = row(9, held_out_bits_per_byte=4.25, saved="step-00000009")
 
 

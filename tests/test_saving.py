@@ -15,7 +15,7 @@ import pytest
 import saved as checkpoint_of
 import torch
 import trained
-from models import MODELS
+from small_models import MODELS
 from torch import Tensor
 from trained import steps
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trained
 from attrs import evolve
-from models import bits
+from small_models import bits
 from table import chain, in_pairs, job
 from trained import injecting
 from zfunc.schedules import Overlapped

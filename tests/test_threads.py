@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS
-from test_topology import tree, two_sockets
+from fake_machines import tree, two_sockets
+from small_models import MODELS
 
 import zfunc
 import zfunc.threads as threads

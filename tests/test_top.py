@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 from attrs import evolve
+from html_pages import HOSTILE
 from hypothesis import given
 from hypothesis import strategies as st
-from test_page import HOSTILE
-from test_report import STEPS, row, written
+from run_folders import STEPS, row, written
 
 from zfunc.cli import main
 from zfunc.following import Following, typical

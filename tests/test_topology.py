@@ -4,37 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
+from fake_machines import PAGE, tree, two_sockets
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zfunc import topology
 from zfunc.placement import Seat, Touch, first_touches, seats
 from zfunc.topology import Node, cpu_list, cpu_quota, huge_page_mode, nodes, physical_cores
-
-PAGE = 4096
-
-
-def tree(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text + "\n")
-    return root
-
-
-def two_sockets(root: Path) -> Path:
-    """Two nodes of four CPUs, which are two cores each: CPU n and n + 4 are hyperthreads of one."""
-    siblings = {
-        f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list": f"{cpu % 4},{cpu % 4 + 4}"
-        for cpu in range(8)
-    }
-    memory = "Node {0} MemTotal:  1000 kB\nNode {0} MemFree:  {1} kB\nNode {0} HugePages_Total: 0"
-    folders = {
-        f"sys/devices/system/node/node{n}/{name}": text
-        for n, cpus, free in ((0, "0-1,4-5", 300), (1, "2-3,6-7", 700))
-        for name, text in (("cpulist", cpus), ("meminfo", memory.format(n, free)))
-    }
-    return tree(root, {**siblings, **folders})
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import MODELS, Loss, regression, tied_gpt
+from small_models import MODELS, Loss, regression, tied_gpt
 from torch import Tensor, nn
 
 import zfunc

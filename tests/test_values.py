@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from attrs import frozen
-from models import Loss, regression
+from small_models import Loss, regression
 from torch import nn
 
 import zfunc

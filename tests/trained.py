@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from models import MODELS, Batch
+from small_models import MODELS, Batch
 
 import zfunc
 from zfunc.program import Program

@@ -1,0 +1,51 @@
+"""Law 11, element by element: a training whose optimizer remembers what reaches it, held against autograd."""
+
+from typing import Any
+
+import plain
+import trained
+from attrs import evolve
+
+import zfunc
+from zfunc.loss_scale import LossScale
+from zfunc.program import Program
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "no barrier": {"clip_norm": None},
+    "clipped": {},
+    "stage 1": {"stage": 1},
+    "stage 1, no barrier": {"stage": 1, "clip_norm": None},
+    "speculative": {"speculate": 2},
+    "half on the device": {"offload_ratio": 0.5},
+    "all on the device": {"offload_ratio": 0.0, "clip_norm": None},
+    "delayed": {"delay_from": 2},
+    "moments in 16 bits": {"moments": "16bit"},
+}
+
+
+CLIPS = {"odd sizes": 3.0, "pairs": 8.0}  # of each model: some steps have a larger norm, some a smaller one
+
+
+STEPS = 3
+
+
+SCALE = 2.0**7
+
+
+def program_of(model: str, precision: str, **settings: Any) -> tuple[Program, Any]:
+    """One that clips, unless told otherwise, and remembers the gradient; on a CPU, in small buckets."""
+    moments = settings.pop("moments", "fp32")
+    settings = {"clip_norm": CLIPS[model], "bucket_size": 100, **settings}
+    made, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
+    return evolve(made, optimizer=plain.remembering(made.optimizer)), batch
+
+
+def check(program: Program, batch: Any) -> None:
+    """Train it, and hold what reaches its optimizer against autograd."""
+    # To the order of sums; where the first moment itself is rounded, to that.
+    tolerance = 3e-6 if program.optimizer.moments == "fp32" else 2.0**-7
+    state = zfunc.init(program, seed=1, loss_scale=LossScale(SCALE) if program.precision == "fp16" else None)
+    parts = [plain.Part.of(s) for s in program.segments]
+    norms = plain.follow(program, state, parts, batch, steps=STEPS, tolerance=tolerance)
+    if program.clip_norm is not None:
+        assert min(norms) < program.clip_norm < max(norms)
