@@ -351,6 +351,36 @@ def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: J
             assert read == set(job.layout.buckets_of(op.index[1])), op.name
 
 
+MOVING = {"pack", "add", "hold", "square_sum", "accumulate", "adam", "speculate", "adam_on_device"}
+SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
+
+
+@of_any_job
+def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(recipe: Recipe, job: Job) -> None:
+    """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
+
+    def moved(region: Region) -> int:
+        if region.buffer in ("verdict", "squares", "host_squares"):
+            return 0  # one number
+        return share if region.buffer.endswith("_slot") or region.buffer == "grads" else region.nbytes
+
+    for op in recipe(job):
+        if op.verb == "load":
+            assert op.nbytes == sum(r.nbytes for r in op.writes)
+        if op.verb not in MOVING | SENDING:
+            continue
+        share = job.layout.buckets[op.index[min(1, len(op.index) - 1)]].numel * job.element_bytes
+        share //= 1 if op.verb in ("pack", "add") else job.world
+        if op.verb in SENDING:
+            assert op.nbytes == share * (job.world - 1 if op.kind == "network" else 1), op.name
+            continue
+        reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
+        expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
+        if op.verb == "adam_on_device" and not job.send_high_half:
+            expected += share  # the weights: written
+        assert op.nbytes == expected, op.name
+
+
 @of_any_job
 def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
     recipe: Recipe, job: Job

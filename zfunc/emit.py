@@ -94,7 +94,7 @@ class Emit(Regions):
     def accumulate(self, m: int, b: int, d: int, host_slot: int, *, first: bool) -> Op:
         """Add a delivered gradient to the bucket's fp32 sum, and square the new sum in the same sweep."""
         total, slot = self._waiting(b), self._host_slot(host_slot)
-        nbytes = slot.nbytes + (1 if first else 2) * total.nbytes
+        nbytes = self._shard_bytes(b, self.job.element_bytes) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self._host_squares(b)), nbytes=nbytes)
 
