@@ -31,25 +31,42 @@ ALREADY_IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis, be
 EXPLAINED = Path(__file__).with_suffix(".txt")
 
 GRADIENTS = ["tests/test_gradients.py", "-k", "bf16 or two_ranks or clipped and fp16"]
+SKIPPED = ["tests/test_train_step.py", "-k", "overflow or scale or finite"]
+SAVED = [
+    "tests/test_saving.py",
+    "-k",
+    "step_that_saves and Serial and tied or what_the_device or first_8_bit",
+]
 RESUMED = ["tests/test_saving.py", "-k", "any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
-    "stages": [GRADIENTS, ["tests/test_train_step.py"]],
+    "stages": [GRADIENTS, SKIPPED, SAVED],
     "updates": [
         GRADIENTS,
         ["tests/test_partial.py", "-k", "changes_no_bit"],
         ["tests/test_speculative.py", "-k", "some or never or partial"],
+        ["tests/test_parity.py", "-k", "weight_decay"],
     ],
     "stage": [GRADIENTS],
     "recipes": [["tests/test_recipe.py", "tests/test_graph.py"], GRADIENTS],
     "emit": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_memory.py"], GRADIENTS],
     "passes": [GRADIENTS, ["tests/test_laws.py", "-k", "kept_for_backward and pairs"]],
     "sweeps": [["zfunc/sweeps.py", "tests/test_adam.py", "tests/test_adam_into.py"]],
-    "loss_scale": [["zfunc/loss_scale.py"], ["tests/test_train_step.py"]],
+    "loss_scale": [
+        [
+            "zfunc/loss_scale.py",
+            "tests/test_deepspeed_curves.py",
+            "tests/test_deepspeed_config.py",
+            "-k",
+            "scal",
+        ],
+        SKIPPED,
+    ],
     "layout": [["zfunc/layout.py", "tests/test_layout.py"]],
     "checkpoint/shards": [["tests/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/test_shards.py"]],
     "checkpoint/slices": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
     "checkpoint/reads": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
+    "loading": [SAVED, RESUMED, ["tests/test_partial.py", "-k", "any_ratio_loads"]],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""
 
@@ -143,7 +160,9 @@ def _fields(node: ast.AST) -> list[tuple[ast.AST, str, Any]]:
 
 
 def _left_alone(parent: ast.AST, name: str, node: ast.AST) -> bool:
-    """What a program does not do: annotations, decorators, the words of errors and of the log."""
+    """What a program does not do: annotations, decorators, words of errors and of the log; checks and hints."""
+    if isinstance(node, ast.keyword) and node.arg in ("strict", "non_blocking"):
+        return True
     if name in ("annotation", "returns", "decorator_list", "bases", "slice_annotation"):
         return True
     if isinstance(node, (ast.Raise, ast.JoinedStr, ast.Import, ast.ImportFrom, ast.Assert)):
