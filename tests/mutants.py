@@ -37,9 +37,10 @@ SAVED = [
     "-k",
     "step_that_saves and Serial and tied or what_the_device or first_8_bit",
 ]
-RESUMED = ["tests/test_saving.py", "-k", "any_program_loads"]
+WAITS = ["tests/test_delayed.py", "-k", "reads_what_waits"]
+RESUMED = ["tests/test_saving.py", "-k", "so_do_two or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
-    "stages": [GRADIENTS, SKIPPED, SAVED],
+    "stages": [GRADIENTS, SKIPPED, SAVED, WAITS],
     "updates": [
         GRADIENTS,
         ["tests/test_partial.py", "-k", "changes_no_bit"],
@@ -64,9 +65,9 @@ WATCHED: dict[str, list[list[str]]] = {
     "layout": [["zfunc/layout.py", "tests/test_layout.py"]],
     "checkpoint/shards": [["tests/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/test_shards.py"]],
-    "checkpoint/slices": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
-    "checkpoint/reads": [["tests/test_manifest.py", "tests/test_shards.py"], RESUMED],
-    "loading": [SAVED, RESUMED, ["tests/test_partial.py", "-k", "any_ratio_loads"]],
+    "checkpoint/slices": [SAVED, WAITS, RESUMED],
+    "checkpoint/reads": [["tests/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"], RESUMED],
+    "loading": [SAVED, WAITS, RESUMED, ["tests/test_partial.py", "-k", "any_ratio_loads"]],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""
 
@@ -268,7 +269,11 @@ def notices(module: str, source: str, tests: list[str], seconds: float) -> tuple
 def _test(module: str, source: str, tests: list[str]) -> None:
     """In the fork: never returns."""
     import pytest
+    from hypothesis import Phase
+    from hypothesis import settings as hypothesis
 
+    found = (Phase.explicit, Phase.generate)  # no time is spent on a smaller example
+    hypothesis.register_profile("mutants", deadline=None, derandomize=True, phases=found)
     code = 1
     try:
         os.setpgid(0, 0)
@@ -279,7 +284,8 @@ def _test(module: str, source: str, tests: list[str]) -> None:
         plain = (
             "--assert=plain"  # or pytest would read a module with doctests from the disk, to rewrite asserts
         )
-        code = pytest.main(["-x", "-q", plain, "-p", "no:cacheprovider", "-W", ALREADY_IMPORTED, *tests])
+        options = ["-x", "-q", plain, "-p", "no:cacheprovider", "--hypothesis-profile=mutants"]
+        code = pytest.main([*options, "-W", ALREADY_IMPORTED, *tests])
     finally:
         os._exit(int(code))
 

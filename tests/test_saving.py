@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import saved as checkpoint_of
 import torch
 import trained
 from small_models import MODELS
+from threaded_ranks import ThreadedRanks
 from torch import Tensor
 from trained import steps
 
 import zfunc
-from zfunc import loading
+from zfunc import compiling, loading
 from zfunc.checkpoint import disk
 from zfunc.checkpoint.checkpoints import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
@@ -136,6 +138,42 @@ def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_pa
                 again.buffers.host.flats[name], state.buffers.host.flats[name], rtol=2**-7, atol=0
             )
     steps(other, loaded, data, 3, 5)
+
+
+def test_so_do_two_ranks_and_one_reads_what_they_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts smaller than a parameter, and of slices that begin in one."""
+    monkeypatch.setattr(loading, "PART", 64)
+    program, data = compiled("odd sizes", precision="bf16", bucket_size=200)
+    state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 1)
+    path = zfunc.save(tmp_path / "fp32", program, state)
+    for moments in ("16bit", "8bit", "fp32"):
+        one, _ = compiled("odd sizes", precision="fp32", moments=moments)
+        alone, ranks = zfunc.load(path, one), []
+        for rank in ThreadedRanks.all(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(compiling, "_ranks", lambda group, rank=rank: rank)
+                ranks.append(compiled("odd sizes", precision="fp32", moments=moments, bucket_size=300)[0])
+        with ThreadPoolExecutor(2) as threads:
+            shares = list(threads.map(zfunc.load, [path] * 2, ranks))
+            path, _ = threads.map(zfunc.save, [tmp_path / f"{moments} of two"] * 2, ranks, shares)
+        together = kept(*zip(ranks, shares, strict=True))
+        again = kept((one, zfunc.load(path, one)))
+        for what, x in kept((one, alone)).items():
+            assert torch.equal(together[what], x), what
+            assert torch.equal(again[what], x), what
+        assert all(torch.equal(x.buffers.frozen, alone.buffers.frozen) for x in shares)
+
+
+def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
+    """What all ranks together have of every parameter, by its name and the kind of its state."""
+    pieces: dict[tuple[str, str], list[Tensor]] = {}
+    for program, state in loaded:
+        moments = program.optimizer.moments
+        for wanted, x in loading._own(state.buffers, program.layout, moments, program.ranks):
+            pieces.setdefault((wanted.parameter, wanted.kind), []).append(x)
+    return {what: torch.cat(x) for what, x in pieces.items()}
 
 
 def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zfunc
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
-from zfunc.loss_scale import LossScale
+from zfunc.loss_scale import UNSCALED, LossScale
 from zfunc.state import regions
 
 # --- loss scaling ---------------------------------------------------------------------------------------
@@ -104,6 +104,7 @@ def reference_scaler(overflows: list[bool], window: int, hysteresis: int) -> lis
 
 
 def test_loss_scale_follows_the_reference() -> None:
+    assert UNSCALED.update(overflow=False).update(overflow=False).update(overflow=False).scale == 1.0
     g = torch.Generator().manual_seed(0)
     for window, hysteresis in ((5, 2), (3, 1), (10, 3)):
         overflows = (torch.rand(200, generator=g) < 0.12).tolist()
