@@ -130,6 +130,13 @@ def test_what_is_not_there_is_not_planned(manifest: Manifest, wanted: Wanted, me
         plan_reads(manifest, [wanted])
 
 
+def test_of_a_parameter_without_elements_nothing_is_planned() -> None:
+    manifest = partition(make_layout([[Parameter("a", (0,)), Parameter("b", (3,))]], bucket_size=64), 1)
+    assert plan_reads(manifest, [Wanted("master", "a", 0, 0)]) == ()
+    with pytest.raises(ValueError, match="expected a slice of 0 elements"):
+        plan_reads(manifest, [Wanted("master", "a", 0, 1)])
+
+
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_what_is_written_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
     found = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))

@@ -76,7 +76,7 @@ def delayed(job: Job) -> Iterator[Op]:
 
 def flush(job: Job) -> Iterator[Op]:
     """The end of delayed updates: the gradient that waits is applied, and none does any more."""
-    job = evolve(job, delayed=True, barrier=True, shadows=0)
+    job = evolve(job, delayed=True)
     emit = Emit(job)
     yield from (emit.adam(b, None) for b in reversed(job.offloaded))
     yield from _send(job, emit)

@@ -174,13 +174,13 @@ def write(op: Op, mem: Memory, step: Step) -> None:
     names = {r: PENDING if r.buffer in WAITING else r.buffer for r in op.reads if r.buffer != "checkpoint"}
     kept = {name: mem[r] for r, name in names.items()}
     mem[op.read("checkpoint")].write(b, kept)
-    mem[op.write("written")] = True
+    mem[op.write("written")] = None
 
 
 def write_frozen(op: Op, mem: Memory, step: Step) -> None:
     """Write the parameters that are not trained; only rank 0's file has room for them."""
     mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
-    mem[op.write("written_frozen")] = True
+    mem[op.write("written_frozen")] = None
 
 
 def publish(op: Op, mem: Memory, step: Step) -> None:

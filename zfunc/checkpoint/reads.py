@@ -50,8 +50,9 @@ def _reads(manifest: Manifest, wanted: Wanted, number: int) -> list[Read]:
         name = wanted.parameter if kept is None else wanted.kind
         raise ValueError(f"got {name!r}{nearest(name, known)}, expected what the checkpoint has of {wanted}")
     pieces = kept.pieces[wanted.kind]
-    if not 0 <= wanted.start <= wanted.stop <= (pieces[-1].stop if pieces else 0):
-        raise ValueError(f"got {wanted}, expected a slice of {pieces[-1].stop if pieces else 0} elements")
+    numel = pieces[-1].stop if pieces else 0
+    if not 0 <= wanted.start <= wanted.stop <= numel:
+        raise ValueError(f"got {wanted}, expected a slice of {numel} elements")
     reads: list[Read] = []
     at = wanted.start
     first = bisect_right(pieces, at, key=lambda x: x.start) - 1
