@@ -48,15 +48,16 @@ def slices_of(
                 continue
             for name, kind in KINDS[moments].items():
                 start, stop = piece.start // kind.shared, kind.numel(piece.stop)
-                whole = kind.shared == 1 and stop - start == span.stop - span.start
-                shape = span.shape if whole else (stop - start,)
+                shape = _shape(span, start, stop) if kind.shared == 1 else (stop - start,)
                 stored = Stored(f"{span.name}/{name}", kind.dtypes[0], shape)
                 yield Slice(span.name, bucket.index, name, start, stop, piece.at // kind.shared, stored)
             if dtype := pending.get(bucket.index):
-                whole = piece.stop - piece.start == span.stop - span.start
-                shape = span.shape if whole else (piece.stop - piece.start,)
-                stored = Stored(f"{span.name}/{PENDING}", dtype, shape)
+                stored = Stored(f"{span.name}/{PENDING}", dtype, _shape(span, piece.start, piece.stop))
                 yield Slice(span.name, bucket.index, PENDING, piece.start, piece.stop, piece.at, stored)
+
+
+def _shape(span: Span, start: int, stop: int) -> tuple[int, ...]:
+    return span.shape if (start, stop) == (0, span.stop - span.start) else (stop - start,)
 
 
 def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
