@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 from attrs import frozen
-from functorch.compile import min_cut_rematerialization_partition
+
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.func import functionalize, vjp
@@ -292,6 +292,8 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # as the partitioner knows them
         module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
+    from functorch.compile import min_cut_rematerialization_partition
+
     return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
 
 
@@ -301,7 +303,7 @@ def _mutates(target: Any) -> bool:
 
 def _runnable(graph: GraphModule, compiled: bool) -> Callable[..., Any]:
     """The graph without what it does for nothing, drawing from the pass that runs it."""
-    redirect_draws(graph.graph)
+    redirect_draws(graph.graph, compiled=compiled)
     graph.graph.eliminate_dead_code(
         lambda node: node.op in ("placeholder", "output") or _mutates(node.target)
     )

@@ -126,15 +126,17 @@ def _is_draw_node(node: Node) -> bool:
     return node.op == "call_function" and is_draw(node.target, node.args, node.kwargs)
 
 
-def redirect_draws(graph: Graph) -> None:
-    """Have the numbered random operations of a graph draw from the pass that runs it."""
-    for node in graph.nodes:
-        if node.op == "call_function" and "draw" in node.meta:
-            node.args = (node.meta.pop("draw"), node.target, *node.args)
-            node.target = _drawn
+def redirect_draws(graph: Graph, *, compiled: bool) -> None:
+    """Have the numbered random operations of a graph draw from the pass that runs it, through torch.compile or
+    not."""
+    numbered = [node for node in graph.nodes if node.op == "call_function" and "draw" in node.meta]
+    # Naming torch.compiler.disable imports Dynamo, which takes a second: not before something is compiled.
+    drawn = torch.compiler.disable(_drawn) if numbered and compiled else _drawn
+    for node in numbered:
+        node.args = (node.meta.pop("draw"), node.target, *node.args)
+        node.target = drawn
 
 
-@torch.compiler.disable
 def _drawn(n: int, func: Any, *args: Any, **kwargs: Any) -> Any:
     draws: Draws | None = getattr(_thread, "draws", None)
     if draws is None:  # while costs are traced
