@@ -35,6 +35,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"bucket_size": 0}, ValueError, "bucket_size: got 0, expected a whole number of at least 1"),
     ({"bucket_size": 1.5}, ValueError, "bucket_size: got 1.5"),
     ({"micro_batches": 0}, ValueError, "micro_batches: got 0"),
+    ({"micro_batches": 10**400}, ValueError, "micro_batches: got 1000.* and at most 65536"),
     ({"grad_slots": 0}, ValueError, "grad_slots: got 0"),
     (
         {"clip_norm": 0.0},

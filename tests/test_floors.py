@@ -147,6 +147,12 @@ def test_the_lower_floors_work_where_there_is_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_dynamo_is_not_imported_before_something_is_traced() -> None:
+    """That takes longer than torch itself, and `zfunc --help`, `init` and `load` need none of it."""
+    code = "import sys, zfunc.compiling, zfunc.train, zfunc.cli; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def literals(path: Path) -> set[str]:
     return {
         n.value

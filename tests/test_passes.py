@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.passes import RECOMPUTE, Weights, passes
+from zfunc.program import specialize
 from zfunc.seeds import redirected, seeded
 
 Params = dict[str, Tensor]
@@ -278,3 +279,41 @@ def test_a_segment_that_draws_in_evaluation_depends_on_the_state_alone() -> None
         program, state, regression(4)(0)
     )
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("recompute", ["all", "min-cut"])
+def test_the_shapes_that_tracing_is_told_may_be_wrong(recompute: Any) -> None:
+    """What a segment returns is a guess: with any other the graphs are those that are traced without one."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    parameters, x = dict(module.named_parameters()), torch.randn(3, 4)
+    weights = Weights({name: p.detach() for name, p in parameters.items()}, {})
+    results: list[Any] = []
+    for guess in (
+        torch.empty(3, 6),
+        torch.empty(6, 3).T,
+        torch.empty(3, 6).half(),
+        [torch.empty(3)] * 2,
+        None,
+    ):
+        pair = passes(
+            lambda p, x: torch.func.functional_call(module, p, x), recompute=recompute, wrt_input=True
+        )
+        pair.prepare(weights, (x,), guess)
+        y, residuals = pair.forward(weights, (x,))
+        grads, below = pair.backward(weights, (x,), residuals, [torch.ones_like(y)])
+        results.append([y, *grads.values(), *below])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice to see that it is pure, once to trace it: what that takes grows with its operations."""
+    plain, calls = nn.Linear.forward, list[int]()
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
+    segments = [zfunc.segment("body", nn.Linear(8, 16)), zfunc.segment("loss", Loss(16))]
+    program = zfunc.compile(segments, device="cpu", precision="bf16")
+    calls.clear()
+    x, targets = regression()(0)
+    specialize(program, (x, targets))
+    # The last segment keeps its pullback: it is checked twice and costed, and never traced.
+    assert len(calls) == 3 + 3

@@ -21,6 +21,8 @@ from zfunc.segments import Segment
 from zfunc.tracing import nbytes
 from zfunc.values import number, whole
 
+MOST_MICRO_BATCHES = 1 << 16  # each is planned, operation by operation
+
 
 def make_job(
     segments: Sequence[Segment],
@@ -45,14 +47,14 @@ def make_job(
     Raises ValueError for values that cannot work, alone or together.
     """
     one_of("precision", precision, list(DTYPES))
-    _counts(
-        1, micro_batches=micro_batches, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size
-    )
+    whole("micro_batches", micro_batches, 1, MOST_MICRO_BATCHES)
+    _counts(1, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size)
     _counts(0, speculate=speculate)
     if clip_norm is not None:
         number("clip_norm", clip_norm, positive=True, hint="pass None not to clip")
-    if not isinstance(offload_ratio, str):
-        offload_ratio = number("offload_ratio", offload_ratio, least=0.0, most=1.0)
+    if offload_ratio != "auto":
+        hint = "pass the share of the optimizer's state that is on the host, such as 0.75"
+        offload_ratio = number("offload_ratio", offload_ratio, least=0.0, most=1.0, hint=hint)
     if isinstance(stage, bool) or not isinstance(stage, int) or stage not in (1, 2):
         raise ValueError(f"stage: got {stage!r}, expected 1 or 2, as ZeRO numbers them")
     if delay_from is not None:

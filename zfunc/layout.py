@@ -10,7 +10,6 @@ No torch here: a layout can be made, printed and tested without it.
 from collections.abc import Sequence
 from functools import cached_property
 from math import prod
-from typing import Any
 
 from attrs import field, frozen, validators
 
@@ -224,18 +223,12 @@ def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
     """The buckets whose optimizer state stays on the device if `offload_ratio` of it, 0 to 1, is to be on the host.
 
     As near to that as whole buckets come, and among them the last to arrive: their way to the host and back is what
-    backward does not hide. Raises ValueError for a ratio outside [0, 1].
+    backward does not hide.
 
     >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
     ([0, 1], [])
     """
-    given: Any = offload_ratio  # by whoever calls compile
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise ValueError(
-            f"offload_ratio: got {offload_ratio!r}, expected 0 (nothing is on the host) to 1 (all of the "
-            "optimizer's state is): pass such as 0.75"
-        )
     left = (1 - offload_ratio) * layout.numel
     chosen: set[int] = set()
     for bucket in layout.buckets:

@@ -17,16 +17,14 @@ from typing import Any, Literal
 
 import torch
 from attrs import frozen
-
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.func import functionalize, vjp
 from torch.fx import Graph, GraphModule
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zfunc.seeds import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
-from zfunc.tracing import shapes_of
 
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = ("all", "none", "min-cut")
@@ -53,14 +51,14 @@ class Passes:
     returns the gradients of `weights.trained` by name and those of the input's floating-point leaves.
 
     `inputs` is `(x,)` or `(x, targets)`. `cotangents` has one tensor for each floating-point leaf of `y`.
-    `keeps` is False where residuals are always None and backward recomputes. `prepare(weights, inputs)` does now
-    what the first call for such shapes would do once.
+    `keeps` is False where residuals are always None and backward recomputes. `prepare(weights, inputs, y)` does now
+    what the first call for such shapes would do once; to know the shapes of `y`, or to guess them, saves time.
     """
 
     forward: Callable[[Weights, tuple[Any, ...]], tuple[Any, Any]]
     backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
     keeps: bool
-    prepare: Callable[[Weights, tuple[Any, ...]], None] = lambda _weights, _inputs: None
+    prepare: Callable[[Weights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
 
 
 def passes(
@@ -172,17 +170,20 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
     """
     made: dict[Any, tuple[_Joint, Any, Any] | None] = {}
 
-    def graphs_of(weights: Weights, inputs: tuple[Any, ...]) -> tuple[list[Any], Any]:
+    def graphs_of(weights: Weights, inputs: tuple[Any, ...], guess: Any = None) -> tuple[list[Any], Any]:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         key = _key(leaves, spec)
         if key not in made and len(made) == MAX_TRACES:
             del made[next(iter(made))]  # the longest unused
-        made[key] = made.pop(key) if key in made else trace(leaves, spec)
+        made[key] = made.pop(key) if key in made else trace(leaves, spec, guess)
         return leaves, made[key]
 
-    def trace(leaves: list[Any], spec: Any) -> tuple[_Joint, Any, Any] | None:
+    def trace(leaves: list[Any], spec: Any, guess: Any) -> tuple[_Joint, Any, Any] | None:
         try:
-            joint = _joint(pull, leaves, spec)
+            try:
+                joint = _joint(pull, leaves, spec, _cotangents_of(guess))
+            except _OtherOutputError as error:
+                joint = _joint(pull, leaves, spec, error.cotangents)
             forward, backward = (_min_cut if keeps else _split)(joint)
             return joint, _runnable(forward, compiled), _runnable(backward, compiled)
         except torch.OutOfMemoryError:
@@ -214,9 +215,9 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
-    def prepare(weights: Weights, inputs: tuple[Any, ...]) -> None:
-        if graphs_of(weights, inputs)[1] is None:
-            plain.prepare(weights, inputs)
+    def prepare(weights: Weights, inputs: tuple[Any, ...], y: Any) -> None:
+        if graphs_of(weights, inputs, y)[1] is None:
+            plain.prepare(weights, inputs, y)
 
     return Passes(forward, backward, keeps, prepare)
 
@@ -229,33 +230,51 @@ def _key(leaves: list[Any], spec: Any) -> Any:
     )
 
 
-def _joint(pull: Pull, leaves: list[Any], spec: Any) -> _Joint:
-    num_forward = forward_draws = 0
+class _OtherOutputError(Exception):
+    """A segment returns what has other `cotangents` than those it was being traced with."""
+
+    def __init__(self, cotangents: list[tuple[Any, ...]]) -> None:
+        super().__init__("got another output than expected")
+        self.cotangents = cotangents
+
+
+def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
+    """Shape, strides, dtype and device of each."""
+    return [(t.shape, _strides(t), t.dtype, t.device) for t in tree_leaves(y) if _floating(t)]
+
+
+def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]) -> _Joint:
+    """Raises _OtherOutputError, with what they are, where the segment's cotangents are others."""
+    num_forward = forward_draws = num_out = 0
+    out_spec: Any = None
 
     def run(primals: list[Any]) -> tuple[Any, Callable[..., Grads]]:
         trained, fixed, inputs = tree_unflatten(primals, spec)
         return pull(Weights(trained, fixed), inputs)
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
-        nonlocal num_forward, forward_draws
+        nonlocal num_forward, forward_draws, num_out, out_spec
         y, pullback = run(primals)
+        with disable_proxy_modes_tracing():
+            if (found := _cotangents_of(y)) != cotangents:
+                raise _OtherOutputError(found)
+        out, out_spec = tree_flatten(y)
+        num_out = len(out)
         mode = get_proxy_mode()
         assert mode is not None
         num_forward, forward_draws = len(mode.tracer.graph.nodes), count_draws(mode.tracer.graph)
         grads, below = pullback(tangents)
-        return [*tree_leaves(y), *grads.values(), *below]
+        return [*out, *grads.values(), *below]
 
     with seeded(None):
-        out, out_spec = tree_flatten(shapes_of(lambda primals: run(primals)[0], leaves))
         tangents = [
-            torch.empty_strided(t.shape, _strides(t), dtype=t.dtype, device=t.device)
-            for t in out
-            if _floating(t)
+            torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            for shape, strides, dtype, device in cotangents
         ]
         module = make_fx(joint, tracing_mode="fake")(leaves, tangents)
     number_draws(module.graph, forward_draws)
     strides = [t.stride() for t in tangents]
-    return _Joint(module, len(leaves), num_forward, forward_draws, out_spec, len(out), strides)
+    return _Joint(module, len(leaves), num_forward, forward_draws, out_spec, num_out, strides)
 
 
 def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:

@@ -34,7 +34,7 @@ from zfunc.resources import available_device_bytes, available_host_bytes
 from zfunc.segments import Segment
 from zfunc.stage import SegmentCall, Stage
 from zfunc.state import State, staging_buffer, waiting
-from zfunc.tracing import Trace, is_random, nbytes, quiet, trace
+from zfunc.tracing import Trace, nbytes, on_fakes, quiet, trace
 from zfunc.values import of_type
 from zfunc.verify import verify
 
@@ -362,7 +362,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCo
 def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], frozenset[int]]:
     """Trace every segment on what its predecessor hands it, alike segments with alike inputs once; and find
     which draw random numbers."""
-    seen: dict[Any, tuple[Trace, bool]] = {}
+    seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
     random: set[int] = set()
     x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
@@ -374,10 +374,9 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
         key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,))
-        trace_of, draws = seen[key]
-        traces.append(trace_of)
-        random |= {s} if draws else set()
-        x = trace_of.out
+        traces.append(seen[key])
+        random |= {s} if seen[key].random else set()
+        x = seen[key].out
     return traces, frozenset(random)
 
 
@@ -400,7 +399,7 @@ def _fake(program: Program, t: Tensor) -> Tensor:
 
 
 @quiet()
-def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace, bool]:
+def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
     values = {
         short: torch.empty(p.shape, dtype=program.dtype, device="meta")
@@ -411,13 +410,14 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
         {**{short: values[short] for short in call.fixed}, **call.constants},
     )
 
-    def function(trained: Any, fixed: Any, inputs: Any) -> Any:
+    def check(trained: Any, fixed: Any, inputs: Any) -> Any:
         y, facts = called_twice(segment, {**trained, **fixed}, inputs)
         program.cache.reached.setdefault(id(call.passes), (segment.name, facts))
-        return y
+        last = s == len(program.segments) - 1
+        return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
 
     def prepare(trained: Any, fixed: Any, inputs: Any) -> None:
-        call.plain.prepare(Weights(trained, fixed), inputs)
+        call.plain.prepare(Weights(trained, fixed), inputs, y)
 
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
         return call.plain.forward(Weights(trained, fixed), inputs)
@@ -426,10 +426,9 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> tuple[Trace
         return call.plain.backward(Weights(trained, fixed), inputs, residuals, cotangents)
 
     try:
-        random = is_random(function, *weights, inputs, device=device)
+        y = on_fakes(check, *weights, inputs, device=device)
         pulled = backward if s >= program.layout.first_trainable else None
-        traced = trace(forward, pulled, *weights, inputs, device=device, prepare=prepare)
-        return traced, random or traced.random
+        return trace(forward, pulled, *weights, inputs, device=device, prepare=prepare)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

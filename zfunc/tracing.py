@@ -9,12 +9,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import frozen
 from torch import Tensor
-from torch._guards import detect_fake_mode
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,6 +23,8 @@ from torch.utils.flop_counter import flop_registry
 from zfunc.layout import round_up
 from zfunc.regions import ALLOCATION
 from zfunc.seeds import is_draw
+
+T = TypeVar("T")
 
 
 class InPlaceError(ValueError):
@@ -133,13 +134,10 @@ Forward = Callable[..., tuple[Any, Any]]
 Backward = Callable[..., Any]
 
 
-def is_random(function: Callable[..., Any], *args: Any, device: torch.device) -> bool:
-    """Whether `function(*args)` draws random numbers. Raises ValueError if it changes what it did not make."""
+def on_fakes(function: Callable[..., T], *args: Any, device: torch.device) -> T:
+    """`function(*args)`, on tensors without data in the place of those in `args`."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        args = _faked(args, device)
-        with Tracker(pure=True) as tracker:
-            function(*args)
-    return tracker.random
+        return function(*_faked(args, device))
 
 
 def trace(
@@ -180,12 +178,6 @@ def trace(
             backward_peak=backward_peak,
             random=random_numbers,
         )
-
-
-def shapes_of(function: Callable[..., Any], leaves: list[Any]) -> Any:
-    """What `function(leaves)` returns, without its data, which is neither read nor computed."""
-    with detect_fake_mode(leaves) or FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return function(tree_map_only(Tensor, lambda t: like(t, t.device), leaves))
 
 
 @contextmanager
