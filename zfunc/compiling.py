@@ -68,7 +68,7 @@ def compile(
     - `precision`: of parameters and gradients on the device; master weights are fp32 always. "fp16" trains with
       dynamic loss scaling.
     - `clip_norm`: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; a barrier before Adam.
-    - `micro_batches`: equal parts of a batch, accumulated in fp32.
+    - `micro_batches`: equal parts of a batch, accumulated in fp32; 65,536 at most.
     - `bucket_size`: elements of a bucket; `grad_slots` of them are on the device, `host_slots` in pinned memory.
     - `recompute`: what backward computes again: "all" (a segment keeps only its input), "none" (it keeps all
       that autograd would), or "min-cut" (it keeps the residuals that are cheapest to keep).
