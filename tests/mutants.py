@@ -46,7 +46,6 @@ WATCHED: dict[str, list[list[str]]] = {
         GRADIENTS,
         ["tests/test_partial.py", "-k", "changes_no_bit"],
         ["tests/test_speculative.py", "-k", "some or never or partial"],
-        ["tests/test_parity.py", "-k", "weight_decay"],
     ],
     "stage": [GRADIENTS],
     "recipes": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_plan.py"], GRADIENTS],

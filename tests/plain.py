@@ -5,7 +5,7 @@ gives is compared element by element, and a clip or a scale that is off by a tho
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import zfunc
+from zfunc.adam_reference import reference_update
 from zfunc.compact import SplitMaster
+from zfunc.layout import Span
 from zfunc.program import Program, split
 from zfunc.state import State
 
@@ -119,18 +121,23 @@ def remembering(optimizer: zfunc.AdamW) -> zfunc.AdamW:
     return evolve(optimizer, betas=(0.0, 0.9))
 
 
-def reached(program: Program, state: State) -> dict[str, tuple[slice, Tensor]]:
-    """The gradient that reached the optimizer last, by name: this rank's elements of the flat parameter."""
-    found: dict[str, tuple[slice, Tensor]] = {}
+def _kept(program: Program, state: State) -> Iterator[tuple[Span, slice, Values]]:
+    """Every parameter's place, this rank's elements of it, and what is kept of them."""
     for bucket in program.layout.buckets:
         start, stop = bucket.slice_of(program.ranks.rank, program.ranks.world)
         start, stop = bucket.start + start, bucket.start + stop
-        exp_avg = state.buffers.kept(bucket.index)["exp_avg"]
         for span in bucket.spans:
             a, z = max(span.start, start), min(span.stop, stop)
             if a < z:
-                found[span.name] = slice(a - span.start, z - span.start), exp_avg[a - start : z - start]
-    return found
+                kept = {
+                    kind: x[a - start : z - start] for kind, x in state.buffers.kept(bucket.index).items()
+                }
+                yield span, slice(a - span.start, z - span.start), kept
+
+
+def reached(program: Program, state: State) -> dict[str, tuple[slice, Tensor]]:
+    """The gradient that reached the optimizer last, by name: this rank's elements of the flat parameter."""
+    return {span.name: (where, kept["exp_avg"]) for span, where, kept in _kept(program, state)}
 
 
 def assert_reached(program: Program, state: State, expected: Values, tolerance: float) -> None:
@@ -164,6 +171,7 @@ def follow(
     these only with a tolerance, relative to the tensor's largest. Returns the norms.
     """
     ranks, trained = program.ranks, {span.name for span in program.layout.spans}
+    exact = program.optimizer.moments == "fp32" and tolerance is not None
     waits, grads, norms = None, {}, []
     for i in range(steps):
         batches = [rows_of(batch(i), rank, ranks.world) for rank in range(ranks.world)]
@@ -178,11 +186,13 @@ def follow(
             loss_scale=state.loss_scale.scale,
         )
         norm, grads = clipped(grads, program.clip_norm)
+        kept = {x.name: {k: t.clone() for k, t in of.items()} for x, _, of in _kept(program, state)}
         state, metrics = zfunc.train_step(program, state, batches[ranks.rank])
         got, expected = (metrics.loss, metrics.grad_norm), (loss, norm)
         assert got == pytest.approx(expected, rel=1e-6, abs=1e-7), f"loss and norm {got}, expected {expected}"
         norms.append(norm)
-        _assert_norm_of_what_reached(program, state, metrics.grad_norm)
+        if exact and state.pending is None:
+            _assert_updated(program, kept, state, metrics)
         before, waits = waits, grads if state.pending is not None else None
         if tolerance is not None:
             _assert_all_reached(program, state, grads, before, tolerance)
@@ -191,13 +201,25 @@ def follow(
     return norms
 
 
-def _assert_norm_of_what_reached(program: Program, state: State, norm: float) -> None:
-    """In double, where nothing is clipped, rounded or delayed in between."""
-    exact = program.optimizer.moments == "fp32" and program.optimizer.betas[0] == 0.0
-    if exact and program.ranks.world == 1 and program.clip_norm is None and state.pending is None:
+def _assert_updated(program: Program, before: dict[str, Values], state: State, metrics: Any) -> None:
+    """Every element was updated once, with its own gradient and its own decay, to the bit."""
+    optimizer = program.optimizer
+    for span, _, kept in _kept(program, state):
+        made = reference_update(
+            **{kind: x.numpy(force=True) for kind, x in before[span.name].items()},
+            grad=kept["exp_avg"].numpy(force=True),
+            step=metrics.step,
+            lr=metrics.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay if span.decay else 0.0,
+        )
+        for kind in ("master", "exp_avg_sq"):
+            assert (kept[kind].numpy(force=True) == getattr(made, kind)).all(), f"{kind} of {span.name}"
+    if program.ranks.world == 1 and program.clip_norm is None:  # what reached it is what was measured
         squares = [float(x.double().square().sum()) for _, x in reached(program, state).values()]
         precise = 1e-12 if program.device.type == "cpu" else 1e-6
-        assert norm == pytest.approx(math.sqrt(sum(squares)), rel=precise)
+        assert metrics.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=precise)
 
 
 def _sent(program: Program, values: Values) -> Values:
