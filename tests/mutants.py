@@ -35,7 +35,7 @@ SKIPPED = ["tests/test_train_step.py", "-k", "overflow or scale or finite"]
 SAVED = [
     "tests/test_saving.py",
     "-k",
-    "step_that_saves and Serial and tied or what_the_device or first_8_bit",
+    "step_that_saves and Serial and tied or what_the_device or first_8_bit or resume and fp16",
 ]
 WAITS = ["tests/test_delayed.py", "-k", "reads_what_waits or never_applied"]
 DROPOUT = ["tests/test_laws.py", "-k", "kept_for_backward and dropout and fp32"]
@@ -50,7 +50,11 @@ WATCHED: dict[str, list[list[str]]] = {
     "stage": [GRADIENTS],
     "recipes": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_plan.py"], GRADIENTS],
     "emit": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_memory.py"], GRADIENTS],
-    "passes": [GRADIENTS, ["tests/test_laws.py", "-k", "kept_for_backward and pairs"]],
+    "passes": [
+        GRADIENTS,
+        ["tests/test_laws.py", "-k", "kept_for_backward and pairs"],
+        ["tests/test_passes.py", "-k", "vjp_to_the_bit"],
+    ],
     "sweeps": [["zfunc/sweeps.py", "tests/test_adam.py", "tests/test_adam_into.py"]],
     "loss_scale": [
         [

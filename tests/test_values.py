@@ -14,7 +14,7 @@ from torch import nn
 import zfunc
 from zfunc import errors
 
-ODD = (None, True, False, -1, 0, 1, 0.5, math.nan, math.inf, "", "1", [1], {}, 1j, torch.tensor(1.0))
+ODD = (None, True, False, -2, -1, 0, 1, 0.5, math.nan, math.inf, "", "1", [1], {}, 1j, torch.tensor(1.0))
 ODD = (
     *ODD,
     torch.ones(2),

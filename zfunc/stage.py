@@ -57,7 +57,7 @@ class Step:
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: Ranks
-    applies_pending: bool = False  # the gradient of the step before
+    applies_pending: bool  # the gradient of the step before
 
     def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> Verdict:
         """What is decided of this step, which clips by `factor`."""
