@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two stamps: zfunc alone, which is all that training needs, and what tests and linters need on top.
 STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
-NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/*.h) setup.py pyproject.toml constraints.txt
+NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyproject.toml constraints.txt
 
 .PHONY: train test gpu lint bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
 
@@ -92,7 +92,7 @@ scale: $(TOOLS)
 
 WHEEL := build/wheel
 WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin
-KERNEL_TESTS := tests/test_adam.py tests/test_compact.py
+KERNEL_TESTS := tests/optim/test_adam.py tests/optim/test_compact.py
 IS_INSTALLED := import re, sys, torch, zfunc; \
 	zfunc.adam_update_(*torch.zeros(4, 1 << 17), step=1, lr=1e-3, threads=2); \
 	found = sorted(set(re.findall(r"/\S*/lib(?:gomp|iomp|omp)\S*", open("/proc/self/maps").read()))); \

@@ -13,7 +13,7 @@ import sysconfig
 from glob import glob
 from pathlib import Path
 
-from setuptools import Extension, setup
+from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 try:
@@ -112,8 +112,8 @@ class BuildKernel(build_ext):
 kernel = Extension(
     "zfunc._cpu_adam",
     ["zfunc/_cpu_adam.pyx"],
-    depends=sorted(glob("zfunc/*.h")),
-    include_dirs=["zfunc"],
+    depends=sorted(glob("zfunc/optim/csrc/*.h")),
+    include_dirs=["zfunc/optim/csrc"],
     define_macros=[("Py_LIMITED_API", "0x{:02X}{:02X}0000".format(*OLDEST_PYTHON))] if STABLE_ABI else [],
     py_limited_api=STABLE_ABI,
     extra_compile_args=COMPILE_ARGS,
@@ -121,9 +121,9 @@ kernel = Extension(
 )
 
 setup(
-    packages=["zfunc", "zfunc.checkpoint", "zfunc.deepspeed", "zfunc.hf", "zfunc.schedules"],
+    packages=[*find_packages(include=["zfunc", "zfunc.*"]), "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
-    package_data={"zfunc": ["py.typed", "profiles/*.toml", "web/*"]},
+    package_data={"zfunc": ["py.typed"], "zfunc.planner": ["profiles/*.toml"], "zfunc.viz": ["web/*"]},
     include_package_data=False,  # the kernel's sources are for the sdist
     ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build"),
     cmdclass={"build_ext": BuildKernel},

@@ -23,11 +23,11 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, write
-from zfunc.compact import Codes, SplitMaster
-from zfunc.kernel import cpu_adam
-from zfunc.resources import host_buffer
-from zfunc.sweeps import adam_update_
-from zfunc.threads import default_threads
+from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.host_adam import adam_update_
+from zfunc.optim.kernel import cpu_adam
+from zfunc.runtime.host_memory import host_buffer
+from zfunc.runtime.thread_budget import default_threads
 
 SCALE, LR, DECAY, STEP = 0.5, 1e-4, 0.1, 10
 DENORMAL = 1e-40  # what moments decay to in thousands of steps without a gradient

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from benchmarks.machine import describe, write
-from zfunc.sweeps import adam_update_
-from zfunc.threads import default_threads
+from zfunc.optim.host_adam import adam_update_
+from zfunc.runtime.thread_budget import default_threads
 
 PARAMETERS = 1 << 20
 

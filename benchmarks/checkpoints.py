@@ -25,9 +25,9 @@ from torch import nn
 import zfunc
 from benchmarks.adam import size
 from benchmarks.machine import describe, gpt, write
-from zfunc.draw import svg
-from zfunc.program import Program, specialize
-from zfunc.state import State
+from zfunc.engine.program import Program, specialize
+from zfunc.engine.state import State
+from zfunc.viz.draw import svg
 
 WIDTH = 2048
 

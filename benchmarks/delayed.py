@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
-from zfunc.job import LONGEST_WARMUP
-from zfunc.settings import Settings
+from zfunc.train.settings import Settings
+from zfunc.train.setup import LONGEST_WARMUP
 
 ON_TIME = "on time"
 FROM: dict[str, int | None] = {

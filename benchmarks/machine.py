@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from zfunc.draw_settings import Sketch
-from zfunc.job import segments
-from zfunc.segments import Segment
+from zfunc.cli.draw_settings import Sketch
+from zfunc.engine.segment import Segment
+from zfunc.train.setup import segments
 
 
 def describe() -> dict[str, Any]:

@@ -20,9 +20,9 @@ import torch
 
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
-from zfunc.adam_reference import reference_update
-from zfunc.compact_reference import pack, reference_compact_update, unpack
-from zfunc.moments import BUFFERS
+from zfunc.core.optimizer_state import BUFFERS
+from zfunc.optim.compact_reference import pack, reference_compact_update, unpack
+from zfunc.optim.reference import reference_update
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
 

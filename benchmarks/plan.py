@@ -16,15 +16,15 @@ import torch
 
 from benchmarks.machine import write
 from zfunc import schedules
-from zfunc.emit import Job, SegmentCost
-from zfunc.execute import Executor, Options, prepare
-from zfunc.graph import Graph
-from zfunc.layout import Parameter, make_layout
-from zfunc.memory import memory
-from zfunc.plan import Plan, parse
-from zfunc.recipes import zero_offload
-from zfunc.simulate import simulate
-from zfunc.verify import verify
+from zfunc.core.graph import Graph
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.memory_model import memory
+from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.plan import Plan, parse
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.verifier import verify
+from zfunc.runtime.executor import Executor, Options, prepare
 
 SIZES = "1000,3000,10000,30000,100000"
 TARGET_OPS, TARGET_SECONDS = 100_000, 5.0

@@ -25,15 +25,15 @@ from attrs import evolve, frozen
 import zfunc
 from benchmarks.machine import gpt, write
 from zfunc import schedules
-from zfunc.bandwidth import clocks, others
-from zfunc.calibrate import look_up, measure_disk
-from zfunc.calibrated import described
-from zfunc.fitting import Step, costs, handoff, middle
-from zfunc.hardware import Hardware
-from zfunc.program import Program, specialize
-from zfunc.simulate import simulate
-from zfunc.state import State
-from zfunc.tracing import Tracker
+from zfunc.core.hardware import Hardware
+from zfunc.core.simulator import simulate
+from zfunc.engine.cost_trace import Tracker
+from zfunc.engine.program import Program, specialize
+from zfunc.engine.state import State
+from zfunc.planner.bandwidth import clocks, others
+from zfunc.planner.calibrate import look_up, measure_disk
+from zfunc.planner.calibrated_profile import described
+from zfunc.planner.fit_rates import Step, costs, handoff, middle
 
 MODELS = "4x256x4x64x2,4x512x8x64x2,6x768x8x64x2"
 TRACED = {"alone": "Serial", "beside": "Overlapped"}  # what the calibration runs

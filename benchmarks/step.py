@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zfunc
 from benchmarks.machine import describe, ratios, write
-from zfunc.gpt import GPTConfig, modules
+from zfunc.models.gpt import GPTConfig, modules
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

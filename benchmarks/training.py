@@ -8,10 +8,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from zfunc.events import Evaluated, Finished, Stepped
-from zfunc.job import prepare
-from zfunc.settings import Settings
-from zfunc.train import train
+from zfunc.train.events import Evaluated, Finished, Stepped
+from zfunc.train.loop import train
+from zfunc.train.settings import Settings
+from zfunc.train.setup import prepare
 
 WINDOW = 50  # steps a training loss is averaged over
 

@@ -31,13 +31,13 @@ from one_bucket_step import (
 from one_bucket_tables import code, events, in_letters, named, tables, waits
 from one_bucket_timelines import Panel, lanes
 
-from zfunc.graph import Op
-from zfunc.hardware import ROUND
-from zfunc.legend import in_words
-from zfunc.moments import BUFFERS
-from zfunc.plan import Plan, PlanError
-from zfunc.simulate import simulate
-from zfunc.verify import verify
+from zfunc.core.graph import Op
+from zfunc.core.hardware import ROUND
+from zfunc.core.optimizer_state import BUFFERS
+from zfunc.core.plan import Plan, PlanError
+from zfunc.core.simulator import simulate
+from zfunc.core.verifier import verify
+from zfunc.viz.legend import in_words
 
 HERE = Path(__file__).parent
 PAGE = HERE / "one_bucket.md"

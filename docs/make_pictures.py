@@ -6,13 +6,13 @@ One step of a small model on two ranks, on round-number hardware, under each sch
 from pathlib import Path
 
 from zfunc import schedules
-from zfunc.draw import svg, text
-from zfunc.emit import Job, SegmentCost
-from zfunc.graph import Graph
-from zfunc.layout import Parameter, make_layout
-from zfunc.recipes import zero_offload
-from zfunc.simulate import simulate
-from zfunc.verify import verify
+from zfunc.core.graph import Graph
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.verifier import verify
+from zfunc.viz.draw import svg, text
 
 WIDTH = 2048
 BLOCK = 12 * WIDTH * WIDTH

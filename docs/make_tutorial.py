@@ -2,8 +2,8 @@
 
 The invariant: no output of the page is written by hand. A block that `<!-- output NAME -->` announces is what the
 command before it printed here, without the lines that OUTPUTS leaves out; "..." stands for those. Commands that
-plan run as they are; those that train or measure run in the sizes of SMALL. tests/test_tutorial.py runs the page
-by the same rules.
+plan run as they are; those that train or measure run in the sizes of SMALL. tests/docs/test_tutorial.py runs the
+page by the same rules.
 """
 
 import json

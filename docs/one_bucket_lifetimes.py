@@ -11,10 +11,10 @@ from one_bucket_step import BUCKET, Value, boxes, owners, planned, size, values
 from one_bucket_timelines import BAR, LEFT, SMALL, STYLE, TOP, WIDTH, Axis, heading
 from scale_charts import text
 
-from zfunc.graph import Graph, Region
-from zfunc.legend import verb_of
-from zfunc.simulate import simulate
-from zfunc.timeline import Event
+from zfunc.core.graph import Graph, Region
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event
+from zfunc.viz.legend import verb_of
 
 
 def lifetimes(title: str, subtitle: str, graph: Graph, schedule: str) -> str:

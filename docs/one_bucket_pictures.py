@@ -11,8 +11,8 @@ from attrs import frozen
 from one_bucket_step import BLOCK, BUCKET, GRAPHS, WORDS, boxes, size, values, walk, writer_before
 from scale_charts import STYLE, text
 
-from zfunc.graph import Graph, Op, Region, Tier
-from zfunc.legend import PALETTE
+from zfunc.core.graph import Graph, Op, Region, Tier
+from zfunc.viz.legend import PALETTE
 
 COLUMNS: dict[Tier, str] = {"device": "device", "pinned": "host, pinned", "host": "host"}
 MARGIN, COLUMN, GUTTER, HEAD, GAP = 18.0, 180.0, 162.0, 92.0, 8.0

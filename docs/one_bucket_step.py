@@ -11,13 +11,13 @@ from typing import Any
 from attrs import evolve, frozen
 
 from zfunc import schedules
-from zfunc.emit import Job, SegmentCost
-from zfunc.graph import Graph, Op, Region
-from zfunc.hardware import ROUND
-from zfunc.layout import Parameter, make_layout
-from zfunc.plan import Plan
-from zfunc.recipes import delayed, zero_offload
-from zfunc.verify import verify
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.hardware import ROUND
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.plan import Plan
+from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.verifier import verify
 
 BLOCKS, BUCKET = 5, 2  # the page follows the one in the middle
 WIDTH, HIDDEN = 2_000, 8_500

@@ -19,12 +19,12 @@ from one_bucket_step import (
     walk,
 )
 
-from zfunc.graph import Graph, Kind, Op, Region, Tier
-from zfunc.hardware import ROUND
-from zfunc.legend import in_words
-from zfunc.plan import Plan
-from zfunc.simulate import simulate
-from zfunc.timeline import Event
+from zfunc.core.graph import Graph, Kind, Op, Region, Tier
+from zfunc.core.hardware import ROUND
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event
+from zfunc.viz.legend import in_words
 
 SCHEDULES = ("Serial", "Overlapped", "Interleaved", "CriticalPath")
 

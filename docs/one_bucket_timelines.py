@@ -11,11 +11,11 @@ from one_bucket_pictures import COLOURS, LETTER, MARGIN, svg
 from one_bucket_step import owners, walk
 from scale_charts import text
 
-from zfunc.hardware import ROUND, Hardware
-from zfunc.legend import in_words, ticks, verb_of
-from zfunc.plan import Plan
-from zfunc.simulate import simulate
-from zfunc.timeline import Event, Timeline
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.legend import in_words, ticks, verb_of
 
 WIDTH, LEFT, TOP, BAR, STRIP, PANEL = 900.0, 128.0, 84.0, 24.0, 22.0, 40.0
 ORDER = ("compute", "network", "d2h", "host", "h2d")

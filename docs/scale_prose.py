@@ -25,7 +25,7 @@ from scale_steps import (
 )
 from scale_tables import CASES, GH200, H100, H200, V100, constant_batch, four, gain
 
-from zfunc.profile_file import load
+from zfunc.planner.profile_toml import load
 
 LAST = WORLDS[-1]
 FULL = evolve(H200, num_layers=86)  # 70 B to the letter
@@ -58,7 +58,7 @@ No step of this page was run: all of it is simulated, by the code behind `zfunc 
 
 **What is assumed.** Peaks are from data sheets. Which share of them is reached is a figure of the profile,
 most often
-an assumption with its reason beside it (`zfunc/profiles/*.toml`): {_reached(H100)} of the H100's 16-bit
+an assumption with its reason beside it (`zfunc/planner/profiles/*.toml`): {_reached(H100)} of the H100's 16-bit
 arithmetic,
 {_reached(V100)} of the V100's, 80 % of copies, host memory and network, on the GH200 what others
 measured. A collective is a ring. Inside a node

@@ -11,21 +11,21 @@ from typing import Any, Literal
 import torch
 from attrs import evolve, frozen
 
-from zfunc.alternatives import Space
-from zfunc.choices import Choice, Setup, Step, step
-from zfunc.critical import bound_by, critical
-from zfunc.gpt import num_parameters
-from zfunc.graph import Graph, Tier
-from zfunc.hardware import Hardware
-from zfunc.job import config, segments
-from zfunc.largest import largest
+from zfunc.cli.plan_settings import Planning
+from zfunc.core.critical_path import bound_by, critical
+from zfunc.core.graph import Graph, Tier
+from zfunc.core.hardware import Hardware
+from zfunc.core.plan import Plan, build
+from zfunc.models.gpt import num_parameters
 from zfunc.options import AUTO
-from zfunc.plan import Plan, build
-from zfunc.plan_settings import Planning
-from zfunc.profile import Profile
-from zfunc.profile_file import load
-from zfunc.search import search
-from zfunc.task import Task, precision_for
+from zfunc.planner.candidate import Choice, Setup, Step, step
+from zfunc.planner.cost_model import Task, precision_for
+from zfunc.planner.max_layers import largest
+from zfunc.planner.profile import Profile
+from zfunc.planner.profile_toml import load
+from zfunc.planner.search import search
+from zfunc.planner.search_space import Space
+from zfunc.train.setup import config, segments
 
 SEQ_LENGTH = 1024
 VOCAB_SIZE = 50_257

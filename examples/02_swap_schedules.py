@@ -13,13 +13,13 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc import schedules
-from zfunc.draw import text
-from zfunc.emit import Job, SegmentCost
-from zfunc.graph import Graph
-from zfunc.hardware import Hardware
-from zfunc.layout import Parameter, make_layout
-from zfunc.recipes import zero_offload
-from zfunc.simulate import critical_path, simulate
+from zfunc.core.graph import Graph
+from zfunc.core.hardware import Hardware
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import critical_path, simulate
+from zfunc.viz.draw import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512

@@ -9,15 +9,15 @@
 import sys
 
 from zfunc import schedules
-from zfunc.draw import text
-from zfunc.emit import Emit, Job, SegmentCost
-from zfunc.graph import Graph
-from zfunc.layout import Parameter, make_layout
-from zfunc.memory import memory
-from zfunc.plan import Plan, PlanError, build
-from zfunc.recipes import zero_offload
-from zfunc.simulate import simulate
-from zfunc.verify import verify
+from zfunc.core.graph import Graph
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.memory_model import memory
+from zfunc.core.ops import Emit, Job, SegmentCost
+from zfunc.core.plan import Plan, PlanError, build
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.verifier import verify
+from zfunc.viz.draw import text
 
 # ## A graph without a model
 #

@@ -11,10 +11,10 @@ from attrs import evolve
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.execute import prepare
-from zfunc.plan import Plan, PlanError
-from zfunc.program import Program, specialize
-from zfunc.verify import races, verify
+from zfunc.core.plan import Plan, PlanError
+from zfunc.core.verifier import races, verify
+from zfunc.engine.program import Program, specialize
+from zfunc.runtime.executor import prepare
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.draw import text
-from zfunc.hardware import Hardware
-from zfunc.memory import memory
-from zfunc.program import Program
-from zfunc.simulate import simulate
+from zfunc.core.hardware import Hardware
+from zfunc.core.memory_model import memory
+from zfunc.core.simulator import simulate
+from zfunc.engine.program import Program
+from zfunc.viz.draw import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512
@@ -107,7 +107,7 @@ for name, (losses, weights) in results.items():
 
 # ## What they mean
 #
-# The whole of it is in `zfunc/recipes.py`, which reads like the loop it stands for. Here is the graph of the
+# The whole of it is in `zfunc/core/recipes.py`, which reads like the loop it stands for. Here is the graph of the
 # delayed step, in serial order, by verb: every bucket's `adam` comes first, with a gradient that this step did
 # not compute, and `to_device` comes after the backward that still needs the old parameters.
 

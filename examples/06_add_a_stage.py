@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.draw import text
-from zfunc.emit import Job
-from zfunc.graph import Op, Region
-from zfunc.hardware import Hardware
-from zfunc.program import Program
-from zfunc.recipes import zero_offload
-from zfunc.simulate import simulate
+from zfunc.core.graph import Op, Region
+from zfunc.core.hardware import Hardware
+from zfunc.core.ops import Job
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.engine.program import Program
+from zfunc.viz.draw import text
 
 torch.set_num_threads(1)  # the tensors here are small
 BLOCK, WIDTH, ROWS = 64, 256, 128

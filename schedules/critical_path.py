@@ -8,9 +8,9 @@ after all it depends on has, so no such order can deadlock, and all ranks that a
 Of compute, operations that touch anything that comes and goes keep their order in the graph, or every micro-batch's
 forward would come first and fill the device. Only those between regions that are there anyway are free.
 
-A greedy order can lose to a plain one. What is guaranteed: on the hardware given, as `zfunc.simulate` has it, the
-plan is as fast as those of `Overlapped` and `Interleaved`, and on no tier does it need more memory than both. Where
-the order found does not keep that, the faster of theirs is returned.
+A greedy order can lose to a plain one. What is guaranteed: on the hardware given, as `zfunc.core.simulator` has it,
+the plan is as fast as those of `Overlapped` and `Interleaved`, and on no tier does it need more memory than both.
+Where the order found does not keep that, the faster of theirs is returned.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from itertools import pairwise
 
 from attrs import define, field, frozen
 
-from zfunc.graph import Graph, Kind
-from zfunc.hardware import ROUND, Hardware
-from zfunc.memory import memory
-from zfunc.plan import Plan, build
-from zfunc.simulate import simulate
+from zfunc.core.graph import Graph, Kind
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import memory
+from zfunc.core.plan import Plan, build
+from zfunc.core.simulator import simulate
 
 from .interleaved import Interleaved
 from .overlapped import Overlapped

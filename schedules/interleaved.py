@@ -9,8 +9,8 @@ deadlock.
 
 from attrs import frozen
 
-from zfunc.graph import Graph
-from zfunc.plan import Plan, build
+from zfunc.core.graph import Graph
+from zfunc.core.plan import Plan, build
 
 
 @frozen

@@ -5,8 +5,8 @@ Backward, the copies to the host, Adam and the copies back run at the same time,
 
 from attrs import frozen
 
-from zfunc.graph import Graph
-from zfunc.plan import Plan, build
+from zfunc.core.graph import Graph
+from zfunc.core.plan import Plan, build
 
 
 @frozen

@@ -2,18 +2,18 @@
 
 The invariant: of the plans tried, none that fits the hardware's memory is faster on it than the one returned; where
 none fits, none is short of fewer bytes. The same graph gives the same plan, so ranks agree. What else could be
-chosen besides the schedule (bucket size, slots, recipe) is not in a graph: `zfunc.search` varies that.
+chosen besides the schedule (bucket size, slots, recipe) is not in a graph: `zfunc.planner.search` varies that.
 """
 
 from collections.abc import Callable
 
 from attrs import field, frozen
 
-from zfunc.graph import Graph
-from zfunc.hardware import ROUND, Hardware
-from zfunc.memory import memory
-from zfunc.plan import Plan
-from zfunc.simulate import simulate
+from zfunc.core.graph import Graph
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import memory
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
 
 from .critical_path import CriticalPath
 from .interleaved import Interleaved

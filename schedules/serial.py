@@ -2,8 +2,8 @@
 
 from attrs import frozen
 
-from zfunc.graph import Graph
-from zfunc.plan import Plan, build
+from zfunc.core.graph import Graph
+from zfunc.core.plan import Plan, build
 
 
 @frozen

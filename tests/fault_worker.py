@@ -1,4 +1,4 @@
-"""The ranks of tests/test_faults.py: `python fault_worker.py FOLDER`. Not a test of its own.
+"""The ranks of tests/runtime/test_faults.py: `python fault_worker.py FOLDER`. Not a test of its own.
 
 It forks the ranks of one scenario after the other, so that torch is imported once. Each rank leaves a file about
 the error it has seen; the parent one about how each process ended.
@@ -23,9 +23,11 @@ from forked import fork, warm
 from small_models import MODELS
 
 import zfunc
-from zfunc import faults, ranks, rollcall
 from zfunc.errors import RankError
-from zfunc.ranks import Ranks
+from zfunc.runtime import collectives as ranks
+from zfunc.runtime import failure_detection as rollcall
+from zfunc.runtime import fault_injection as faults
+from zfunc.runtime.collectives import Ranks
 
 LONG = 120.0  # a time-out that no scenario waits for
 SHORT = 6.0  # the one of ranks that do not come; their store has it too, and a busy disk takes its time

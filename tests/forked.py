@@ -15,7 +15,7 @@ import torch
 from small_models import MODELS
 
 import zfunc
-from zfunc.program import specialize
+from zfunc.engine.program import specialize
 
 ERROR = 3  # the exit code of a process that has seen one
 

@@ -25,11 +25,12 @@ from typing import Any
 from attrs import frozen
 from saved import everything, fill, save
 
-from zfunc.checkpoint import manifest_file, strict_json
-from zfunc.checkpoint.checkpoints import open_checkpoint
+from zfunc.checkpoint import manifest_json as manifest_file
+from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
+from zfunc.checkpoint.safetensors_file import Shard
 from zfunc.checkpoint.shard_reader import open_shard
-from zfunc.checkpoint.shards import Shard
 from zfunc.errors import CheckpointError
 
 SECONDS = 10  # an input that takes longer is taken for a hang

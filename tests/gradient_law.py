@@ -7,8 +7,8 @@ import trained
 from attrs import evolve
 
 import zfunc
-from zfunc.loss_scale import LossScale
-from zfunc.program import Program
+from zfunc.engine.program import Program
+from zfunc.optim.loss_scale import LossScale
 
 RECIPES: dict[str, dict[str, Any]] = {
     "no barrier": {"clip_norm": None},

@@ -8,10 +8,10 @@ from typing import Any
 
 from attrs import evolve
 
-from zfunc.graph import Graph, Op, Region
-from zfunc.plan import Plan, build
-from zfunc.simulate import simulate
-from zfunc.timeline import Timeline
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.plan import Plan, build
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Timeline
 
 VOID = {"meta", "input", "br", "link", "img"}
 

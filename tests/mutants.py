@@ -30,49 +30,60 @@ ROOT = Path(__file__).parents[1]
 ALREADY_IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis, before the forks
 EXPLAINED = Path(__file__).with_suffix(".txt")
 
-GRADIENTS = ["tests/test_gradients.py", "-k", "bf16 or two_ranks or clipped and fp16"]
-SKIPPED = ["tests/test_train_step.py", "-k", "overflow or scale or finite"]
+GRADIENTS = ["tests/engine/test_gradients.py", "-k", "bf16 or two_ranks or clipped and fp16"]
+SKIPPED = ["tests/engine/test_train_step.py", "-k", "overflow or scale or finite"]
 SAVED = [
-    "tests/test_saving.py",
+    "tests/engine/test_saving.py",
     "-k",
     "step_that_saves and Serial and tied or what_the_device or first_8_bit or resume and fp16",
 ]
-WAITS = ["tests/test_delayed.py", "-k", "reads_what_waits or never_applied"]
-DROPOUT = ["tests/test_laws.py", "-k", "kept_for_backward and dropout and fp32"]
-RESUMED = ["tests/test_saving.py", "-k", "so_do_two or any_program_loads"]
+WAITS = ["tests/engine/test_delayed.py", "-k", "reads_what_waits or never_applied"]
+DROPOUT = ["tests/engine/test_laws.py", "-k", "kept_for_backward and dropout and fp32"]
+RESUMED = ["tests/engine/test_saving.py", "-k", "so_do_two or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
-    "stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
-    "updates": [
+    "engine/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
+    "engine/update_stages": [
         GRADIENTS,
-        ["tests/test_partial.py", "-k", "changes_no_bit"],
-        ["tests/test_speculative.py", "-k", "some or never or partial"],
+        ["tests/engine/test_partial.py", "-k", "changes_no_bit"],
+        ["tests/engine/test_speculative.py", "-k", "some or never or partial"],
     ],
-    "stage": [GRADIENTS],
-    "recipes": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_plan.py"], GRADIENTS],
-    "emit": [["tests/test_recipe.py", "tests/test_graph.py", "tests/test_memory.py"], GRADIENTS],
-    "passes": [
+    "engine/stage_context": [GRADIENTS],
+    "core/recipes": [
+        ["tests/core/test_recipe.py", "tests/core/test_graph.py", "tests/core/test_plan.py"],
         GRADIENTS,
-        ["tests/test_laws.py", "-k", "kept_for_backward and pairs"],
-        ["tests/test_passes.py", "-k", "vjp_to_the_bit"],
     ],
-    "sweeps": [["zfunc/sweeps.py", "tests/test_adam.py", "tests/test_adam_into.py"]],
-    "loss_scale": [
+    "core/ops": [
+        ["tests/core/test_recipe.py", "tests/core/test_graph.py", "tests/core/test_memory.py"],
+        GRADIENTS,
+    ],
+    "engine/vjp": [
+        GRADIENTS,
+        ["tests/engine/test_laws.py", "-k", "kept_for_backward and pairs"],
+        ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
+    ],
+    "optim/host_adam": [
+        ["zfunc/optim/host_adam.py", "tests/optim/test_adam.py", "tests/optim/test_adam_into.py"]
+    ],
+    "optim/loss_scale": [
         [
-            "zfunc/loss_scale.py",
-            "tests/test_deepspeed_curves.py",
-            "tests/test_deepspeed_config.py",
+            "zfunc/optim/loss_scale.py",
+            "tests/train/test_deepspeed_curves.py",
+            "tests/train/test_deepspeed_config.py",
             "-k",
             "scal or tutorials",
         ],
         SKIPPED,
         ["tests/test_values.py", "-k", "LossScale"],
     ],
-    "layout": [["zfunc/layout.py", "tests/test_layout.py"]],
-    "checkpoint/shards": [["tests/test_shards.py"]],
-    "checkpoint/shard_reader": [["tests/test_shards.py"]],
+    "core/layout": [["zfunc/core/layout.py", "tests/core/test_layout.py"]],
+    "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
+    "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/slices": [SAVED, WAITS, RESUMED],
-    "checkpoint/reads": [["tests/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"], RESUMED],
-    "loading": [SAVED, WAITS, RESUMED, ["tests/test_partial.py", "-k", "any_ratio_loads"]],
+    "checkpoint/read_plan": [
+        ["tests/checkpoint/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"],
+        RESUMED,
+    ],
+    "engine/restore": [SAVED, WAITS, RESUMED, ["tests/engine/test_partial.py", "-k", "any_ratio_loads"]],
 }
 """Modules by their path in the package, and the tests that should notice, the quickest first, in turn."""
 

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import zfunc
-from zfunc.adam_reference import reference_update
-from zfunc.compact import SplitMaster
-from zfunc.layout import Span
-from zfunc.program import Program, split
-from zfunc.state import State
+from zfunc.core.layout import Span
+from zfunc.engine.program import Program, split
+from zfunc.engine.state import State
+from zfunc.optim.compact import SplitMaster
+from zfunc.optim.reference import reference_update
 
 Values = dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/test_ranks.py runs: `python rank_worker.py FOLDER`. Not a test of its own."""
+"""What each rank of tests/runtime/test_ranks.py runs: `python rank_worker.py FOLDER`. Not a test of its own."""
 
 import json
 from itertools import product
@@ -15,9 +15,9 @@ from torch import Tensor
 from zfunc.schedules import Interleaved, Overlapped, Serial
 
 import zfunc
-from zfunc.execute import Jitter
-from zfunc.loss_scale import LossScale
-from zfunc.program import Program, rescheduled
+from zfunc.engine.program import Program, rescheduled
+from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.executor import Jitter
 
 STEPS = {"fp32": 50}  # of the first setting; FEWER of the others
 FEWER = 6

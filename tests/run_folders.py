@@ -7,8 +7,8 @@ from typing import Any
 from html_pages import late
 from table import plan_of
 
-from zfunc.draw import chrome_trace
-from zfunc.simulate import simulate
+from zfunc.core.simulator import simulate
+from zfunc.viz.draw import chrome_trace
 
 Row = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What each rank of tests/test_saving_ranks.py runs: `python save_worker.py FOLDER`."""
+"""What each rank of tests/engine/test_saving_ranks.py runs: `python save_worker.py FOLDER`."""
 
 import errno
 import json
@@ -12,10 +12,10 @@ from forked import play
 from rank_worker import MODELS, WORLDS, global_batch, groups_of, rows_of
 
 import zfunc
-from zfunc.checkpoint import disk
+from zfunc.checkpoint import durable_files as disk
+from zfunc.engine.program import Program
+from zfunc.engine.state import State
 from zfunc.errors import CheckpointError
-from zfunc.program import Program
-from zfunc.state import State
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "clipped, accumulated": {"model": "pairs", "precision": "fp32", "clip_norm": 0.5, "micro_batches": 3},

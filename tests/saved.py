@@ -9,17 +9,17 @@ from pathlib import Path
 
 import numpy as np
 
-from zfunc.checkpoint import checkpoints
-from zfunc.checkpoint.checkpoints import Pending
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint.directory import Pending
 from zfunc.checkpoint.manifest import KINDS, Kept, Kind, Manifest, Piece, Position
-from zfunc.checkpoint.reads import Wanted, plan_reads
+from zfunc.checkpoint.read_plan import Wanted, plan_reads
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
 from zfunc.checkpoint.shard_reader import Reader, open_shard
 from zfunc.checkpoint.shard_writer import create
-from zfunc.checkpoint.shards import BYTES, Shard, Stored
+from zfunc.core.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
+from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError
-from zfunc.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
-from zfunc.loss_scale import LossScale
-from zfunc.moments import Moments
+from zfunc.optim.loss_scale import LossScale
 
 CHUNK = 64  # bytes: several chunks in a tensor, and slices that begin inside of one
 MODEL = [

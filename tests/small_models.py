@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
-from zfunc.gpt import GPTConfig, modules
-from zfunc.layout import Parameter
-from zfunc.state import State
+from zfunc.core.layout import Parameter
+from zfunc.engine.state import State
+from zfunc.models.gpt import GPTConfig, modules
 
 Batch = tuple[Any, Any]
 

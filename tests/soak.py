@@ -32,9 +32,9 @@ from rank_worker import global_batch, rows_of
 from small_models import MODELS
 
 import zfunc
-from zfunc.checkpoint import checkpoints
-from zfunc.faults import Fault
-from zfunc.program import specialize
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.engine.program import specialize
+from zfunc.runtime.fault_injection import Fault
 
 STEPS, EVERY, KEEP = 60, 2, 2  # of a training; from one save to the next; checkpoints kept
 PHASES = ("starting", "loading", "in a step", "in a step that saves", "ending")

@@ -15,12 +15,12 @@ from attrs import evolve, frozen
 from hypothesis import strategies as st
 
 from zfunc import schedules
-from zfunc.emit import Job, SegmentCost
-from zfunc.graph import Graph, Op
-from zfunc.hardware import ROUND, Hardware
-from zfunc.layout import Parameter, make_layout
-from zfunc.plan import Plan, build
-from zfunc.recipes import checkpoint, delayed, flush, zero_offload
+from zfunc.core.graph import Graph, Op
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.plan import Plan, build
+from zfunc.core.recipes import checkpoint, delayed, flush, zero_offload
 
 Segments = list[list[Parameter]]
 

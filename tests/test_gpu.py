@@ -12,11 +12,11 @@ from torch import nn
 
 import zfunc
 from zfunc import schedules
-from zfunc.execute import Jitter
-from zfunc.gpt import GPTConfig, modules
-from zfunc.program import specialize
-from zfunc.resources import host_buffer
-from zfunc.timeline import Timeline
+from zfunc.core.timeline import Timeline
+from zfunc.engine.program import specialize
+from zfunc.models.gpt import GPTConfig, modules
+from zfunc.runtime.executor import Jitter
+from zfunc.runtime.host_memory import host_buffer
 
 pytestmark = pytest.mark.gpu
 LIBRARIES = 96 << 20  # bytes; what cuBLAS and its kin allocate through torch for their own workspaces

@@ -235,7 +235,7 @@ def test_every_error_is_importable_from_zfunc() -> None:
         if isinstance(kind, type) and kind.__module__ == errors.__name__:
             assert getattr(zfunc, name) is kind
             assert name in zfunc.__all__
-    from zfunc.plan import PlanError
+    from zfunc.core.plan import PlanError
 
     assert zfunc.PlanError is PlanError
     assert "PlanError" in zfunc.__all__

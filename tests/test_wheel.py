@@ -209,8 +209,11 @@ def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) 
     schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
     inits = (ROOT / "zfunc").glob("*/__init__.py")
     packages = {f"zfunc/{p.parent.name}/{x.name}" for p in inits for x in p.parent.glob("*.py")}
-    profiles = {f"zfunc/profiles/{path.name}" for path in (ROOT / "zfunc" / "profiles").glob("*.toml")}
-    web = {f"zfunc/web/{path.name}" for path in (ROOT / "zfunc" / "web").iterdir()}
+    profiles = {
+        f"zfunc/planner/profiles/{path.name}"
+        for path in (ROOT / "zfunc" / "planner" / "profiles").glob("*.toml")
+    }
+    web = {f"zfunc/viz/web/{path.name}" for path in (ROOT / "zfunc" / "viz" / "web").iterdir()}
     assert listing(tmp_path) == modules | schedules | packages | profiles | web | {"zfunc/py.typed"}
 
 

@@ -8,7 +8,7 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from zfunc.ranks import Ranks
+from zfunc.runtime.collectives import Ranks
 
 PATIENCE = 60.0  # seconds for the other ranks to come
 

@@ -6,9 +6,9 @@ from typing import Any
 from small_models import MODELS, Batch
 
 import zfunc
-from zfunc.program import Program
-from zfunc.stages import STAGES
-from zfunc.state import State
+from zfunc.engine.program import Program
+from zfunc.engine.stages import STAGES
+from zfunc.engine.state import State
 
 
 def compiled(

@@ -1,25 +1,39 @@
 """zfunc: train models bigger than the GPU they run on. ZeRO-Offload as pure functions, the schedule an object.
 
-The calls of a training loop are here; see README.md for one. Names are looked up when they are first used, so
-the torch-free floors (`zfunc.graph`, `zfunc.plan`, `zfunc.verify`, `zfunc.schedules`, ...) need no torch.
+The calls of a training loop are here; see README.md for one. Names are looked up when they are first used, so what
+plans, verifies, simulates and draws a step needs no torch. From the ground up, each package imports only from those
+before it:
+
+    errors options values   what everything may use
+    core                    what a training step is, and when its parts run
+    schedules               one schedule a file
+    runtime                 the machine: executor, threads, memory, ranks
+    optim                   the optimizer on host and device
+    checkpoint              checkpoints as files
+    engine                  compile, init, train_step, save, load
+    viz                     pictures of a step
+    planner                 before you run: does it fit, how long does it take
+    models                  GPT-2 and Hugging Face models as segments
+    train                   the application behind `zfunc train`
+    cli                     the command line
 """
 
-import sys
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from zfunc._version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from zfunc import lr as lr
     from zfunc import schedules as schedules
-    from zfunc.adam import AdamW, matrices_only
-    from zfunc.beginning import init
-    from zfunc.checkpointing import load, save
-    from zfunc.compiling import compile
-    from zfunc.configured import from_deepspeed
+    from zfunc.checkpoint.writer import Save
+    from zfunc.core.plan import PlanError
+    from zfunc.engine.compile import compile
+    from zfunc.engine.evaluate import apply, evaluate, params
+    from zfunc.engine.init import init
+    from zfunc.engine.save_load import load, save
+    from zfunc.engine.segment import Segment, segment
+    from zfunc.engine.train_step import flush, train_step
     from zfunc.errors import (
         CheckpointError,
         DonatedStateError,
@@ -30,45 +44,45 @@ if TYPE_CHECKING:
         RankError,
         UndeclaredAccess,
     )
-    from zfunc.execute import Jitter
-    from zfunc.loss_scale import LossScale
-    from zfunc.plan import PlanError
-    from zfunc.planner import plan as plan
-    from zfunc.reading import apply, evaluate, params
-    from zfunc.saving import Save
-    from zfunc.segments import Segment, segment
-    from zfunc.step import flush, train_step
-    from zfunc.sweeps import adam_update_
+    from zfunc.optim import lr as lr
+    from zfunc.optim.adamw import AdamW, matrices_only
+    from zfunc.optim.host_adam import adam_update_
+    from zfunc.optim.loss_scale import LossScale
+    from zfunc.planner.plan_step import plan as plan
+    from zfunc.runtime.executor import Jitter
+    from zfunc.train.deepspeed.convert import from_deepspeed
 
 _HOMES = {
-    "AdamW": "adam",
+    "AdamW": "optim.adamw",
     "CheckpointError": "errors",
     "DonatedStateError": "errors",
     "ExecutionError": "errors",
-    "Jitter": "execute",
+    "Jitter": "runtime.executor",
     "LaneTimeout": "errors",
-    "LossScale": "loss_scale",
+    "LossScale": "optim.loss_scale",
     "NonFiniteError": "errors",
     "OutOfMemory": "errors",
-    "PlanError": "plan",
+    "PlanError": "core.plan",
     "RankError": "errors",
-    "Save": "saving",
-    "Segment": "segments",
+    "Save": "checkpoint.writer",
+    "Segment": "engine.segment",
     "UndeclaredAccess": "errors",
-    "adam_update_": "sweeps",
-    "apply": "reading",
-    "compile": "compiling",
-    "evaluate": "reading",
-    "flush": "step",
-    "from_deepspeed": "configured",
-    "init": "beginning",
-    "load": "checkpointing",
-    "matrices_only": "adam",
-    "params": "reading",
-    "save": "checkpointing",
-    "segment": "segments",
-    "train_step": "step",
+    "adam_update_": "optim.host_adam",
+    "apply": "engine.evaluate",
+    "compile": "engine.compile",
+    "evaluate": "engine.evaluate",
+    "flush": "engine.train_step",
+    "from_deepspeed": "train.deepspeed.convert",
+    "init": "engine.init",
+    "load": "engine.save_load",
+    "matrices_only": "optim.adamw",
+    "params": "engine.evaluate",
+    "save": "engine.save_load",
+    "plan": "planner.plan_step",
+    "segment": "engine.segment",
+    "train_step": "engine.train_step",
 }
+_MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 
 __all__ = [
     "AdamW",
@@ -104,26 +118,11 @@ __all__ = [
 ]
 
 
-class _Callable(ModuleType):
-    """`zfunc.plan` is a module, of plans, and a call: `zfunc.plan(segments, example, hardware="h100")`.
-
-    Importing a submodule puts it on its package, whatever was there under that name, so a function called `plan`
-    would last until somebody's `from zfunc.plan import build`. The module itself is what can be called, in any
-    order of imports; Python lets a module have a class of its own for such ends.
-    """
-
-    def __call__(self, *args: Any, **given: Any) -> Any:
-        """`zfunc.planner.plan`, which says what it takes and gives."""
-        return import_module("zfunc.planner").plan(*args, **given)
-
-
-import_module("zfunc.plan")
-sys.modules["zfunc.plan"].__class__ = _Callable
-
-
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"zfunc.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        return import_module(f"zfunc.{_MODULES[name]}")
     if not name.startswith("_") and find_spec(f"zfunc.{name}"):
         return import_module(f"zfunc.{name}")
     raise AttributeError(f"module 'zfunc' has no attribute {name!r}")

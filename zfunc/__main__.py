@@ -2,6 +2,6 @@
 
 import sys
 
-from zfunc.cli import main
+from zfunc.cli.main import main
 
 sys.exit(main())

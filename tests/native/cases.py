@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from zfunc.adam_reference import Array, coefficients, reference_update, round_to, to_float32
-from zfunc.compact_reference import (
+from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
     EXP_AVG_SQ,
@@ -18,6 +17,7 @@ from zfunc.compact_reference import (
     pack,
     reference_compact_update,
 )
+from zfunc.optim.reference import Array, coefficients, reference_update, round_to, to_float32
 
 from .stream import Buffer, Case
 

@@ -101,7 +101,7 @@ def compile_args() -> tuple[str, ...]:
 def command(variant: Variant, source: Path, program: Path) -> list[str]:
     """The compiler call."""
     args = [flag for flag in compile_args() if variant.openmp or flag != "-fopenmp"]
-    include = f"-I{ROOT / 'zfunc'}"
+    include = f"-I{ROOT / 'zfunc/optim/csrc'}"
     return [variant.compiler, *args, *variant.flags, include, str(source), "-o", str(program), "-lm"]
 
 
@@ -139,7 +139,7 @@ def _run(words: list[str], env: Mapping[str, str] | None = None) -> subprocess.C
 
 def build(variant: Variant) -> Path:
     """Compile the program, or find it compiled from the same sources by the same command."""
-    sources = [SOURCE, *sorted((ROOT / "zfunc").glob("*.h"))]
+    sources = [SOURCE, *sorted((ROOT / "zfunc/optim/csrc").glob("*.h"))]
     told = " ".join(command(variant, SOURCE, Path("program"))).encode()
     digest = hashlib.sha256(told + b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
     program = BUILDS / f"{variant.compiler}-{digest}"

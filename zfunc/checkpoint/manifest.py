@@ -14,14 +14,14 @@ from typing import Any, cast
 from attrs import frozen
 
 from zfunc.checkpoint.checksums import CHUNK_LIMIT, num_chunks
-from zfunc.checkpoint.shards import Shard, Stored
+from zfunc.checkpoint.safetensors_file import Shard, Stored
 from zfunc.checkpoint.strict_json import MAX_INT
+from zfunc.core.decision import Verdict
+from zfunc.core.layout import Parameter
+from zfunc.core.optimizer_state import STORED, SizedType
+from zfunc.core.optimizer_state import Stored as StoredMoments
 from zfunc.errors import CheckpointError, nearest
-from zfunc.layout import Parameter
-from zfunc.loss_scale import LossScale
-from zfunc.moments import STORED, SizedType
-from zfunc.moments import Stored as StoredMoments
-from zfunc.verdict import Verdict
+from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
 FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
@@ -47,7 +47,8 @@ KINDS: dict[StoredMoments, dict[str, Kind]] = {
     moments: {x.name: Kind((DTYPES[x.dtype],), x.shared) for x in buffers}
     for moments, buffers in STORED.items()
 }
-"""The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of `zfunc.moments`."""
+"""The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of
+`zfunc.core.optimizer_state`."""
 _FLOATS = Kind(("F32", "BF16", "F16"))
 _FROZEN_KINDS = {FROZEN: _FLOATS}
 

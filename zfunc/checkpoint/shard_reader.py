@@ -12,9 +12,18 @@ from typing import Any
 
 from attrs import define, field
 
-from zfunc.checkpoint import disk
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.checksums import CHUNK, cut
-from zfunc.checkpoint.shards import BYTES, LENGTH, Header, Shard, Stored, header_length, named, read_header
+from zfunc.checkpoint.safetensors_file import (
+    BYTES,
+    LENGTH,
+    Header,
+    Shard,
+    Stored,
+    header_length,
+    named,
+    read_header,
+)
 from zfunc.errors import CheckpointError
 
 

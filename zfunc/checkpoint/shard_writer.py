@@ -12,9 +12,9 @@ from typing import Any
 
 from attrs import define, field
 
-from zfunc.checkpoint import disk
+from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.checksums import CHUNK, CHUNK_LIMIT, Collected, cut
-from zfunc.checkpoint.shards import BYTES, Header, Shard, Stored, make_header, named
+from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, Stored, make_header, named
 from zfunc.errors import CheckpointError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from attrs import frozen
 
 from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING, Kept, Manifest, Piece, Position
-from zfunc.checkpoint.shards import Shard, Stored
-from zfunc.layout import Layout, Span
-from zfunc.moments import Moments
+from zfunc.checkpoint.safetensors_file import Shard, Stored
+from zfunc.core.layout import Layout, Span
+from zfunc.core.optimizer_state import Moments
 
 NOTHING: Mapping[int, str] = {}
 FROZEN_BUCKET = -1  # of slices of parameters that are not trained

@@ -1,0 +1,404 @@
+"""Laws of the folder: whatever happens, a complete checkpoint is found, and no other is touched."""
+
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+from saved import assert_whole, save
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.directory import abandon, begin, complete, find, open_checkpoint, publish
+from zfunc.checkpoint.manifest import FILE
+from zfunc.checkpoint.safetensors_file import Stored
+from zfunc.checkpoint.shard_writer import create
+from zfunc.errors import CheckpointError
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(x.name for x in folder.iterdir())
+
+
+def found_in(folder: Path) -> str:
+    found = find(folder)
+    assert found is not None
+    assert_whole(found)
+    return found.path.name
+
+
+def test_the_newest_is_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
+    folder = tmp_path / "made" / "for it"
+    for step in (2, 9, 10, 100):
+        path = save(folder, step=step, keep=2, salt=step)
+        assert found_in(folder) == path.name == f"step-{step:08d}"
+        assert (folder / "latest").read_text() == f"{path.name}\n"
+    assert names(folder) == ["latest", "step-00000010", "step-00000100"]
+    assert names(path) == [
+        "manifest.json",
+        "rank-00000-of-00002.safetensors",
+        "rank-00001-of-00002.safetensors",
+    ]
+
+
+def test_where_there_is_none_none_is_found(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    assert find(tmp_path / "nowhere") is None
+    begin(tmp_path, 1).release()  # killed before it was done
+    assert find(tmp_path) is None
+
+
+def test_training_that_went_back_goes_on_in_order(tmp_path: Path) -> None:
+    """What is saved last is the newest, whatever its step, and nothing there is overwritten."""
+    for step in (10, 20, 30):
+        save(tmp_path, step=step, keep=9)
+    for step, name in ((30, "step-00000030.1"), (15, "step-00000015.2"), (25, "step-00000025.2")):
+        assert save(tmp_path, step=step, keep=9, salt=step).name == found_in(tmp_path) == name
+    assert [x.path.name[5:] for x in complete(tmp_path, [])] == [
+        "00000025.2",
+        "00000015.2",
+        "00000030.1",
+        "00000030",
+        "00000020",
+        "00000010",
+    ]
+    save(tmp_path, step=26, keep=2)
+    assert names(tmp_path) == ["latest", "step-00000025.2", "step-00000026.2"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, "step-00000001\n", "step-9\n", "../../etc\n", "", "\xff" * 101, "behind"]
+)
+def test_latest_is_a_pointer_and_the_folders_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, wrong: str | None
+) -> None:
+    save(tmp_path, step=4)
+    save(tmp_path, step=5)
+    if wrong is None:
+        (tmp_path / "latest").unlink()
+    else:
+        (tmp_path / "latest").write_text("step-00000004\n" if wrong == "behind" else wrong)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert found_in(tmp_path) == "step-00000005"
+    (line,) = caplog.messages
+    assert "step-00000005 is the newest that is complete: latest names " in line
+
+
+def test_a_damaged_one_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, step=4)
+    shard = save(tmp_path, step=5) / "rank-00001-of-00002.safetensors"
+    os.truncate(shard, 100)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert found_in(tmp_path) == "step-00000004"
+    (line,) = caplog.messages
+    assert "step-00000004 is the newest that is complete: " in line
+    assert f"{shard}: got 100 bytes, expected " in line
+    assert save(tmp_path, step=5).name == "step-00000005.1"  # the damaged one is not in its way
+    assert found_in(tmp_path) == "step-00000005.1"
+    assert names(tmp_path) == ["latest", "step-00000004", "step-00000005", "step-00000005.1"]
+
+
+def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -> None:
+    path = save(tmp_path, step=4)
+    (path / "rank-00000-of-00002.safetensors").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint that is complete: .*rank-00000-of.*No such file"
+    ):
+        find(tmp_path)
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="latest names step-00000004, which is not there"):
+        find(tmp_path)
+
+
+def test_what_killed_writers_left_goes_and_live_ones_stay(tmp_path: Path) -> None:
+    dead, live = begin(tmp_path, 1), begin(tmp_path, 2)
+    dead.release()  # as its end would
+    (dead.path / "half").write_bytes(b"abc")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "unfinished-business").mkdir()
+    save(tmp_path, step=3)
+    assert not dead.path.exists()
+    assert names(tmp_path) == ["latest", "mine", "step-00000003", "unfinished-business", live.path.name]
+    abandon(live)
+    abandon(live)
+    assert not live.path.exists()
+
+
+def test_links_are_not_followed_when_old_ones_are_deleted(tmp_path: Path) -> None:
+    folder, other = tmp_path / "a", tmp_path / "b"
+    kept = save(other, step=1)
+    for step in (1, 2):
+        save(folder, step=step)
+    (folder / "step-00000000").symlink_to(kept)
+    (folder / "unfinished-step-00000000-00000000").symlink_to(kept)
+    save(folder, step=3, keep=1)
+    assert_whole(open_checkpoint(kept))
+    assert found_in(folder) == "step-00000003"
+
+
+def test_one_without_all_its_shards_is_not_published(tmp_path: Path) -> None:
+    save(tmp_path, step=1)
+    before = names(tmp_path)
+    pending = begin(tmp_path, 2)
+    manifest = open_checkpoint(tmp_path / "step-00000001").manifest
+    manifest = evolve(manifest, position=evolve(manifest.position, step=2))
+    with pytest.raises(
+        CheckpointError, match=r"unfinished-.*/rank-00000-of-00002.safetensors: got 'No such file"
+    ):
+        publish(pending, manifest)
+    for shard in manifest.shards:
+        shutil.copy(tmp_path / "step-00000001" / shard.file, pending.path)
+    torn = pending.path / manifest.shards[1].file
+    torn.write_bytes(torn.read_bytes()[:-1])
+    with pytest.raises(
+        CheckpointError, match=r"rank-00001-of-00002.safetensors: got \d+ bytes, expected \d+"
+    ):
+        publish(pending, manifest)
+    assert found_in(tmp_path) == "step-00000001"
+    abandon(pending)
+    assert names(tmp_path) == before
+
+
+def test_what_cannot_be_published_says_why(tmp_path: Path) -> None:
+    manifest = open_checkpoint(save(tmp_path, step=1)).manifest
+    pending = begin(tmp_path, 2)
+    with pytest.raises(ValueError, match="keep: got 0, expected at least 1: the newest"):
+        publish(pending, manifest, keep=0)
+    with pytest.raises(ValueError, match="got a manifest of step 1, expected step 2"):
+        publish(pending, manifest)
+    with pytest.raises(ValueError, match="step: got -1, expected"):
+        begin(tmp_path, -1)
+    abandon(pending)
+
+
+def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In turn before each: what `latest` names is complete, and so is what is found. The last saves to its end."""
+    left, step = 0, 1
+    save(tmp_path, step=step, salt=step)
+
+    def stoppable(original: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: object) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+            original(*args)
+
+        return run
+
+    for name in ("sync", "write_all", "write_durably"):
+        monkeypatch.setattr(disk, name, stoppable(getattr(disk, name)))
+    stopped = True
+    while stopped:
+        step, left = step + 1, step
+        try:
+            save(tmp_path, step=step, salt=step)
+            stopped = False
+        except KeyboardInterrupt:
+            pass
+        assert_whole(open_checkpoint(tmp_path / (tmp_path / "latest").read_text().strip()))
+        found_in(tmp_path)
+    assert step > 30
+    assert found_in(tmp_path) == f"step-{step:08d}"
+
+
+def test_everything_is_on_the_disk_before_its_name_and_that_before_latest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut would need: the order of the calls that promise."""
+    calls: list[str] = []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: (calls.append(Path(f"/proc/self/fd/{fd}").readlink().name), fsync(fd))
+    )
+    monkeypatch.setattr(os, "rename", lambda a, b: (calls.append(f"named {Path(b).name}"), rename(a, b)))
+    monkeypatch.setattr(os, "replace", lambda a, b: (calls.append(f"replaced {Path(b).name}"), replace(a, b)))
+    path = save(tmp_path, step=7)
+    (unfinished,) = {x for x in calls if x.startswith("unfinished-step")}
+    ranks = ["rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors"]
+    assert calls[calls.index("unfinished-manifest.json") - 2 :] == [
+        *ranks,
+        "unfinished-manifest.json",
+        "replaced manifest.json",
+        unfinished,
+        f"named {path.name}",
+        tmp_path.name,
+        "unfinished-latest",
+        "replaced latest",
+        tmp_path.name,
+    ]
+
+
+WRITER = """
+import sys; sys.path.insert(0, sys.argv[1])
+from pathlib import Path
+from saved import save
+from zfunc.checkpoint.directory import find
+folder = Path(sys.argv[2])
+found = find(folder)
+step = found.manifest.position.step if found else 0
+print("ready", flush=True)
+while True:
+    step += 1
+    save(folder, step=step, salt=step, keep=2)
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
+    """Twenty writers in a row, each killed a random moment after it began: nothing published is lost."""
+    moments, began = random.Random(0), time.perf_counter()
+    save(tmp_path / "alone")
+    longest = max(0.1, 3 * (time.perf_counter() - began))  # on a busy machine a checkpoint takes longer
+    (folder := tmp_path / "killed").mkdir()
+    published = 0
+    for _ in range(20):
+        arguments = [sys.executable, "-c", WRITER, str(Path(__file__).parents[1]), str(folder)]
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "ready\n"
+            time.sleep(moments.uniform(0, longest))
+            writer.send_signal(signal.SIGKILL)
+            told = writer.stdout.read().split()
+        published = max([published, *map(int, told)])
+        found = find(folder)
+        assert found is not None or not published
+        if found:
+            assert_whole(found)
+            assert found.manifest.extra["salt"] == found.manifest.position.step >= published
+            published = found.manifest.position.step
+    assert published > 4  # they get somewhere, on a busy machine too
+    save(folder, step=published + 1, keep=1)
+    assert len(names(folder)) == 2  # all that was left unfinished is gone
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command to make a small disk with")
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # also where a failed test holds it open
+
+
+def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None:
+    save(small_disk, step=1)
+    pending = begin(small_disk, 2)
+    with pytest.raises(
+        CheckpointError, match=r"/a: got 'No space left on device' while making a file of \d+ byt"
+    ):
+        create(pending.path / "a", [Stored("w", "U8", (2 << 20,))])
+    assert not list(pending.path.iterdir())
+    abandon(pending)
+    with pytest.raises(
+        CheckpointError, match=r"got 'No space left on device' while (making|writing).*free some space"
+    ):
+        for step in range(2, 1000):
+            (small_disk / f"ballast{step}").write_bytes(bytes(4096 * 3))
+            save(small_disk, step=step, keep=1000)
+    last = found_in(small_disk)
+    for ballast in small_disk.glob("ballast*"):
+        ballast.unlink()
+    assert save(small_disk, step=1000).name > last
+    assert len(names(small_disk)) == 3
+
+
+def test_whatever_file_there_is_no_room_for_the_one_before_stays(small_disk: Path) -> None:
+    """One page more is free each time: a shard does not fit, then the manifest, then `latest`; at last all do."""
+    save(small_disk, step=1, salt=1)
+    refused: list[str] = []
+    for room in range(100):
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        (small_disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
+        try:
+            save(small_disk, step=room + 2, salt=room)
+            break
+        except CheckpointError as error:
+            refused.append(str(error))
+        assert found_in(small_disk)
+        (small_disk / "ballast").unlink()
+    assert found_in(small_disk) == f"step-{room + 2:08d}"
+    assert all("No space left on device" in x for x in refused)
+    named = [Path(x.partition(": got ")[0]) for x in refused]
+    assert all(x.is_relative_to(small_disk) for x in named)
+    assert {x.suffix for x in named} == {".safetensors", ".json"}  # without `latest` there is a checkpoint
+
+
+def test_a_folder_that_cannot_be_written_is_named(small_disk: Path) -> None:
+    save(small_disk, step=1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(
+        CheckpointError, match=r"unfinished-step-00000002-\w+: got 'Read-only file system' while mak"
+    ):
+        save(small_disk, step=2)
+    assert found_in(small_disk) == "step-00000001"
+
+
+@pytest.mark.parametrize("inner", ["", "below"])
+def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
+    (tmp_path / "x").write_text("mine")
+    folder = tmp_path / "x" / inner
+    for use in (find, lambda folder: begin(folder, 1)):
+        if use is find and inner:
+            continue
+        with pytest.raises(
+            CheckpointError, match=r"/x(/below)?: got '(File exists|Not a directory)' while .*: name "
+        ):
+            use(folder)
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+def test_where_old_ones_cannot_be_deleted_the_new_one_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step=step)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        save(tmp_path, step=3, keep=1)
+    assert (
+        f"checkpoints: in {tmp_path} these cannot be deleted: unfinished-step-0000000" in caplog.messages[0]
+    )
+    assert found_in(tmp_path) == "step-00000003"
+
+
+def test_without_locks_nothing_unfinished_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    dead = begin(tmp_path, 1)
+    dead.release()
+    monkeypatch.setattr("fcntl.flock", unsupported)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        save(tmp_path, step=2)
+    assert "cannot be locked (Operation not supported): have one writer a folder" in caplog.messages[0]
+    assert dead.path.exists()
+
+
+def test_the_manifest_is_the_last_file(tmp_path: Path) -> None:
+    path = save(tmp_path, step=1)
+    (path / FILE).unlink()
+    with pytest.raises(
+        CheckpointError, match=r"step-00000001/manifest.json: got 'No such file or directory' while o"
+    ):
+        open_checkpoint(path)
+    assert checkpoints.shard_name(3, 16) == "rank-00003-of-00016.safetensors"

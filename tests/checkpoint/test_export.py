@@ -1,0 +1,527 @@
+"""Laws of an export: every weight exactly, in a file other programs read, whole or not there."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import saved
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from saved import MODEL, content, save
+from test_checkpoints import small_disk  # noqa: F401  a fixture
+
+import zfunc.checkpoint.export as exporting
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.directory import locate
+from zfunc.checkpoint.export import DType, Exported, export
+from zfunc.checkpoint.manifest import FROZEN, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.safetensors_file import Stored
+from zfunc.checkpoint.shard_writer import create
+from zfunc.core.layout import Parameter
+from zfunc.core.optimizer_state import Moments
+from zfunc.errors import CheckpointError
+from zfunc.optim.compact_reference import split
+from zfunc.optim.loss_scale import LossScale
+
+DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+every_moments = pytest.mark.parametrize("moments", get_args(Moments))
+
+
+def bits(name: str, moments: Moments, numel: int) -> bytes:
+    """What `save` wrote of a master, as float32."""
+    if moments == "fp32":
+        return content(name, "master", 4 * numel)
+    high = np.frombuffer(content(name, "master_high", 2 * numel), np.uint16).astype(np.int64)
+    low = np.frombuffer(content(name, "master_low", 2 * numel), np.int16)
+    return ((high * 65536 + low) % 2**32).astype(np.uint32).tobytes()
+
+
+def keep_values(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+    """Let `save` write these masters, of any moments; the other names, and all moments, stay what they are."""
+
+    def written(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
+        if name not in values or not kind.startswith("master"):
+            return content(name, kind, nbytes, salt)
+        x = np.asarray(values[name], np.float32).reshape(-1)
+        halves = dict(zip(("master_high", "master_low"), split(x), strict=True))
+        return {"master": x, **halves}[kind].tobytes()
+
+    monkeypatch.setattr(saved, "content", written)
+
+
+def as_bytes(x: torch.Tensor) -> bytes:
+    return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def nothing_left(out: Path) -> bool:
+    return not [x for x in out.parent.iterdir() if out.name in x.name]
+
+
+def by_hand(folder: Path, shards: list[dict[Stored, bytes]], kept: list[Kept], moments: Moments) -> Path:
+    """A checkpoint of any pieces."""
+    pending = checkpoints.begin(folder, 1)
+    made = []
+    for rank, tensors in enumerate(shards):
+        path = pending.path / checkpoints.shard_name(rank, len(shards))
+        writer = create(path, list(tensors), chunk=saved.CHUNK)
+        for stored, data in tensors.items():
+            writer.write_at(stored.name, 0, data)
+        made.append(writer.finish())
+    position = Position(1, 1, 1, 0, LossScale())
+    manifest = Manifest(len(shards), moments, tuple(made), tuple(kept), position, {}, {})
+    return checkpoints.publish(pending, manifest)
+
+
+# --- what is in the file -------------------------------------------------------------------------------------
+
+
+@every_moments
+@pytest.mark.parametrize(("world", "bucket_size"), [(1, 10**6), (2, 200), (3, 64), (8, 1000)])
+@pytest.mark.parametrize("piece", [100, 1 << 16])
+def test_every_weight_is_exact_whoever_wrote_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    moments: Moments,
+    world: int,
+    bucket_size: int,
+    piece: int,
+) -> None:
+    monkeypatch.setattr(exporting, "PIECE", piece)
+    path = save(tmp_path, step=7, world=world, bucket_size=bucket_size, moments=moments)
+    out = tmp_path / "a.safetensors"
+    assert export(path, out) == Exported(out, 3, out.stat().st_size, 7, "fp32")
+    found = load_file(out)
+    wanted = {p.name: p for segment in MODEL for p in segment}
+    assert found.keys() == wanted.keys()
+    for name, x in found.items():
+        assert (tuple(x.shape), x.dtype) == (wanted[name].shape, torch.float32)
+        assert as_bytes(x) == bits(name, moments, wanted[name].numel)
+    with safe_open(out, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "step": "7"}
+
+
+@every_moments
+@every_dtype
+def test_weights_are_rounded_as_torch_rounds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments, dtype: DType
+) -> None:
+    """Subnormals, ties, infinities and NaN too; whichever they are, no value is lost to another one's."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(130) * 10.0 ** rng.integers(-9, 4, 130)).astype(np.float32)
+    x[:8] = [0.0, -0.0, np.inf, -np.inf, np.nan, 2.0**-24, 2.0**-25, 1 + 2.0**-8]
+    keep_values(monkeypatch, {"embed.weight": x})
+    model = [[Parameter("embed.weight", (10, 13))]]
+    out = tmp_path / "a.safetensors"
+    export(save(tmp_path, moments=moments, model=model), out, dtype=dtype)
+    found, wanted = load_file(out)["embed.weight"], torch.from_numpy(x).view(10, 13).to(DTYPES[dtype])
+    assert found.dtype == wanted.dtype
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan())
+
+
+def test_one_of_2_to_the_17_differs_from_the_high_half(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All values from 1.0 on whose high halves are even or odd, and below: ties are to even here."""
+    x = np.arange(0x3F800000, 0x3F820000, dtype=np.uint32).view(np.float32)
+    keep_values(monkeypatch, {"w": x})
+    monkeypatch.setattr(saved, "CHUNK", 4096)
+    model = [[Parameter("w", (1 << 17,))]]
+    out = tmp_path / "a.safetensors"
+    export(save(tmp_path, moments="8bit", bucket_size=1 << 20, model=model), out, dtype="bf16")
+    found = load_file(out)["w"]
+    assert torch.equal(found, torch.from_numpy(x).to(torch.bfloat16))
+    (differs,) = np.flatnonzero(found.view(torch.uint16).numpy() != split(x)[0])
+    assert x.view(np.uint32)[differs] == 0x3F808000
+
+
+@every_dtype
+def test_what_is_not_trained_is_converted_from_what_it_is_kept_in(tmp_path: Path, dtype: DType) -> None:
+    kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    values = {k: torch.linspace(-3, 3, 150).to(t).view(5, 30) for k, t in kinds.items()}
+    tensors = {Stored(f"{k}/{FROZEN}", k, (5, 30)): as_bytes(x) for k, x in values.items()}
+    kept = [Kept(k, (5, 30), False, {FROZEN: (Piece(0, 150, 0, f"{k}/{FROZEN}", 0),)}) for k in kinds]
+    tensors[Stored("nan", "F16", (1,))] = b"\x01\x7c"  # a signalling one, which asks for a warning
+    kept.append(Kept("nan", (1,), False, {FROZEN: (Piece(0, 1, 0, "nan", 0),)}))
+    kept.append(Kept("empty", (0, 4), False, {FROZEN: ()}))
+    out = tmp_path / "a.safetensors"
+    export(by_hand(tmp_path, [tensors], kept, "8bit"), out, dtype=dtype)
+    found = load_file(out)
+    assert found["nan"].isnan().all()
+    assert found.pop("empty").shape == (0, 4)
+    for kind, x in values.items():
+        assert torch.equal(found[kind], x.float().to(DTYPES[dtype]))
+
+
+def test_halves_may_be_cut_in_different_places_and_lie_anywhere(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal(90).astype(np.float32)
+    high, low = split(x)
+    places = {"master_high": (high, "BF16", (0, 50, 90)), "master_low": (low, "I16", (0, 7, 64, 90))}
+    shards: list[dict[Stored, bytes]] = [{}, {}]
+    pieces: dict[str, tuple[Piece, ...]] = {}
+    for kind, (half, dtype, (*starts, end)) in places.items():
+        for n, (a, b) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
+            stored = Stored(f"{kind}{n}", dtype, (b - a,))
+            shards[n % 2][stored] = half[a:b].tobytes()
+            pieces[kind] = (*pieces.get(kind, ()), Piece(a, b, n % 2, stored.name, 0))
+    for kind in ("exp_avg", "exp_avg_sq"):
+        shards[1][Stored(kind, "BF16", (90,))] = bytes(180)
+        pieces[kind] = (Piece(0, 90, 1, kind, 0),)
+    out = tmp_path / "a.safetensors"
+    export(by_hand(tmp_path, shards, [Kept("w", (90,), True, pieces)], "16bit"), out)
+    assert as_bytes(load_file(out)["w"]) == x.tobytes()
+
+
+def test_a_tied_parameter_is_there_once_and_loads(tmp_path: Path) -> None:
+    class Tied(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(10, 13)
+            self.head = torch.nn.Linear(13, 10, bias=False)
+            self.head.weight = self.embed.weight
+
+    path = save(tmp_path, model=[[MODEL[0][0]], [Parameter("embed.weight", (10, 13))]])
+    out = tmp_path / "a.safetensors"
+    assert export(path, out).parameters == 1
+    model, other = Tied(), Tied()
+    load_model(model, str(out))
+    other.load_state_dict(load_file(out), strict=False)
+    for loaded in (model, other):
+        assert as_bytes(loaded.head.weight.detach()) == bits("embed.weight", "fp32", 130)
+
+
+@every_moments
+def test_only_the_weights_are_read_and_each_byte_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments
+) -> None:
+    monkeypatch.setattr(exporting, "PIECE", 37)
+    path = save(tmp_path, moments=moments, bucket_size=100, world=3)
+    shards = checkpoints.open_checkpoint(path).manifest.shards
+    masters = sum(t.nbytes for shard in shards for t in shard.tensors if "/master" in t.name)
+    read: list[int] = []
+    original = disk.read_all
+
+    def counted(fd: int, data: memoryview, offset: int) -> None:
+        if offset > 8:  # where a header's text begins
+            read.append(data.nbytes)
+        original(fd, data, offset)
+
+    monkeypatch.setattr(disk, "read_all", counted)
+    export(path, tmp_path / "a.safetensors")
+    assert sum(read) == masters
+
+
+@every_moments
+def test_memory_does_not_grow_with_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments
+) -> None:
+    """Of one chunk for each half and what converts a piece."""
+    monkeypatch.setattr(saved, "CHUNK", 1 << 20)
+    numel = 6 << 20
+    path = save(tmp_path, moments=moments, model=[[Parameter("w", (numel,))]], bucket_size=1 << 22)
+    tracemalloc.start()
+    try:
+        size = export(path, tmp_path / "a.safetensors").bytes
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size > 4 * numel
+    assert peak < (2 * saved.CHUNK) + 32 * exporting.PIECE + (1 << 20) < size / 4
+
+
+# --- what is too large, or no name ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize(
+    ("dtype", "over", "told"),
+    [
+        (
+            "fp16",
+            65520.0,
+            "65520, expected less than 65520, from where on fp16 has inf alone: export as bf16",
+        ),
+        (
+            "fp16",
+            3.4e38,
+            "3.4e+38, expected less than 65520, from where on fp16 has inf alone: export as fp32",
+        ),
+        (
+            "bf16",
+            2.0**128 - 2.0**119,
+            "3.39618e+38, expected less than 3.39618e+38, from where on bf16 has inf",
+        ),
+    ],
+)
+def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, dtype: DType, over: float, told: str
+) -> None:
+    limit = np.float32(65520 if dtype == "fp16" else over)
+    x = np.full(130, sign * np.nextafter(limit, np.float32(0)))
+    keep_values(monkeypatch, {"embed.weight": x})
+    model, out = [[Parameter("embed.weight", (10, 13))]], tmp_path / "a.safetensors"
+    export(save(tmp_path / "fits", model=model), out, dtype=dtype)
+    assert load_file(out)["embed.weight"].isfinite().all()
+    x[120], x[7:9] = sign * over, [np.inf, np.nan]
+    path, again = save(tmp_path / "over", model=model, world=3), tmp_path / "b.safetensors"
+    with pytest.raises(ValueError, match=f"'embed.weight': got a weight of magnitude {re.escape(told)}"):
+        export(path, again, dtype=dtype)
+    assert nothing_left(again)
+
+
+def test_the_largest_of_the_parameter_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where another piece, of another rank, has it."""
+    monkeypatch.setattr(exporting, "PIECE", 50)
+    x = np.linspace(-1, 1, 130, dtype=np.float32)
+    x[2], x[128], x[4] = 70000.0, -123456.0, np.inf
+    keep_values(monkeypatch, {"embed.weight": x})
+    path = save(tmp_path, model=[[Parameter("embed.weight", (10, 13))]], moments="16bit", world=3)
+    with pytest.raises(
+        ValueError, match="'embed.weight': got a weight of magnitude 123456, expected less than 65520"
+    ):
+        export(path, tmp_path / "a.safetensors", dtype="fp16")
+
+
+def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
+    for dtype, near in (("bf61", "'bf16'"), ("float32", "'fp32'"), (torch.bfloat16, "'bf16'")):
+        with pytest.raises(
+            ValueError, match=rf"dtype: got .* \(did you mean {near}\?\), expected fp32, bf16 or"
+        ):
+            export(save(tmp_path), tmp_path / "a.safetensors", dtype=dtype)  # pyright: ignore
+
+
+def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path, mine = save(tmp_path), tmp_path / "mine.safetensors"
+    mine.write_text("mine")
+    (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "unfinished-x.safetensors").write_text("another's")
+    for name, told in {
+        "mine.safetensors": "which is there, expected a new file",
+        "dangling.safetensors": "which is there, expected a new file",
+        "x.bin": "expected the name of a file that ends in .safetensors",
+        "none/x.safetensors": "expected a file in a folder that is there: make .*none",
+        "x.safetensors": "of which there is unfinished-x.safetensors: another export is writing it or was killed",
+    }.items():
+        with pytest.raises(ValueError, match=f"out: got .*{name}, {told}"):
+            export(tmp_path / "no checkpoint", tmp_path / name)
+    assert mine.read_text() == "mine"
+    assert (tmp_path / "unfinished-x.safetensors").read_text() == "another's"
+    assert path.exists()
+
+
+# --- which checkpoint -----------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_a_folder_of_them_and_a_run_are_found(tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "mine"
+    older, newer = (save(run / "checkpoints", step=step) for step in (4, 5))
+    assert locate(run) == locate(run / "checkpoints") == locate(newer) == newer
+    assert locate(older) == older
+    assert export(run, tmp_path / "a.safetensors").step == 5
+    assert export(older, tmp_path / "b.safetensors").step == 4
+    renamed = older.rename(tmp_path / "best")
+    assert locate(renamed) == renamed
+
+
+def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, step=4)
+    newest = save(tmp_path, step=5)
+    (newest / "manifest.json").unlink()
+    with caplog.at_level(logging.INFO, "zfunc"):
+        assert export(tmp_path, tmp_path / "a.safetensors").step == 4
+    assert "step-00000004 is the newest that is complete: " in caplog.messages[0]
+    assert caplog.messages[1] == f"export: the weights of {tmp_path / 'step-00000004'} as fp32"
+    with pytest.raises(CheckpointError, match=r"step-00000005/manifest.json: got 'No such file"):
+        export(newest, tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "file", "run"])
+def test_where_there_is_none_that_is_told(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    told = {
+        "missing": "/missing: got nothing there, expected a checkpoint, a folder of them, or a run",
+        "empty": "/empty: got no checkpoint in it, expected a checkpoint",
+        "file": "/file: got 'Not a directory' while looking for checkpoints: name a folder",
+        "run": "/run/checkpoints: got no checkpoint in it",
+    }
+    out = tmp_path / "a.safetensors"
+    with pytest.raises(CheckpointError, match=told[kind]):
+        export(tmp_path / kind, out)
+    assert nothing_left(out)
+
+
+# --- whole or not there ---------------------------------------------------------------------------------------
+
+
+@every_moments
+def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Moments) -> None:
+    """Whichever of a weight's it is; one of a moment is none of the export's."""
+    path, out = save(tmp_path, moments=moments), tmp_path / "a.safetensors"
+    shard = checkpoints.open_checkpoint(path).manifest.shards[1]
+    file = path / shard.file
+    begins = exporting.open_shard(file, shard).header.begins
+    whole = file.read_bytes()
+    for tensor in shard.tensors:
+        name, kind = tensor.name.split("/")
+        broken = bytearray(whole)
+        broken[begins[tensor.name]] ^= 1
+        file.write_bytes(broken)
+        if not kind.startswith("master"):
+            continue
+        with pytest.raises(CheckpointError) as caught:
+            export(path, out)
+        told = str(caught.value)
+        assert told.startswith(f"'{name}', elements ")
+        assert f"{file}: got other bytes than were written in '{tensor.name}', elements 0 to " in told
+        assert f"(bytes {begins[tensor.name]} to " in told
+        assert nothing_left(out)
+    export(path, out)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=f"{file}: got .* bytes, expected"):
+        export(path, tmp_path / "b.safetensors")
+
+
+def test_stopped_before_any_operation_the_file_is_whole_or_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path)
+    export(path, tmp_path / "whole.safetensors")
+    whole = (tmp_path / "whole.safetensors").read_bytes()
+    left = stops = 0
+
+    def stoppable(original: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+            return original(*args)
+
+        return run
+
+    for name in ("open_file", "read_all", "sync"):
+        monkeypatch.setattr(disk, name, stoppable(getattr(disk, name)))
+    for name in ("posix_fallocate", "fsync", "link", "unlink"):
+        monkeypatch.setattr(os, name, stoppable(getattr(os, name)))
+    out, stopped = tmp_path / "a.safetensors", True
+    while stopped:
+        left = stops
+        try:
+            export(path, out)
+            stopped = False
+        except KeyboardInterrupt:
+            stops += 1
+        left = sys.maxsize
+        assert not (tmp_path / "unfinished-a.safetensors").exists()
+        if out.exists():
+            assert out.read_bytes() == whole
+            out.unlink()
+    assert stops > 20
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import zfunc.checkpoint.export as exporting
+written = exporting._write
+def killed(*args):
+    written(*args)
+    os.kill(os.getpid(), signal.SIGKILL)
+exporting._write = killed
+exporting.export(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_killed_half_way_no_file_has_the_name(tmp_path: Path) -> None:
+    path, out = save(tmp_path), tmp_path / "a.safetensors"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(out)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not out.exists()
+    with pytest.raises(
+        ValueError, match="of which there is unfinished-a.safetensors: .* or was killed; delete that"
+    ):
+        export(path, out)
+    (tmp_path / "unfinished-a.safetensors").unlink()
+    assert export(path, out).parameters == 3
+
+
+def test_a_full_disk_is_told_and_no_file_is_left(small_disk: Path, tmp_path: Path) -> None:  # noqa: F811
+    path = save(tmp_path / "from")
+    out = small_disk / "a.safetensors"
+    refused: list[str] = []
+    for room in range(100):
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        (small_disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
+        try:
+            export(path, out)
+            break
+        except CheckpointError as error:
+            refused.append(str(error))
+        assert nothing_left(out)
+        (small_disk / "ballast").unlink()
+    assert refused
+    assert all("unfinished-a.safetensors: got 'No space left on device' while" in x for x in refused)
+    assert len(load_file(out)) == 3
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_came_under_the_name_meanwhile_is_not_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    path, out, link = save(tmp_path), tmp_path / "a.safetensors", os.link
+
+    def late(source: Path, target: Path) -> None:
+        out.write_text("mine")
+        if not links:
+            raise OSError(1, "Operation not permitted")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(
+        CheckpointError, match="a.safetensors: got 'File exists' while giving a file its name"
+    ):
+        export(path, out)
+    assert out.read_text() == "mine"
+    assert not (tmp_path / "unfinished-a.safetensors").exists()
+
+
+def test_where_there_are_no_hard_links_it_is_renamed_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", refused)
+    out = tmp_path / "a.safetensors"
+    with caplog.at_level(logging.INFO, "zfunc"):
+        export(save(tmp_path), out)
+    assert f"no hard links in {tmp_path}: unfinished-a.safetensors is renamed" in caplog.messages[-1]
+    assert len(load_file(out)) == 3
+    assert not (tmp_path / "unfinished-a.safetensors").exists()
+
+
+def test_it_works_where_there_is_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\nfrom pathlib import Path\n"
+        "from zfunc.checkpoint.export import export\n"
+        "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype='bf16')\n"
+    )
+    out = tmp_path / "a.safetensors"
+    keep = [sys.executable, "-c", code, str(by_hand(tmp_path, [{}], [], "fp32")), str(out)]
+    done = subprocess.run(keep, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert load_file(out) == {}

@@ -1,0 +1,243 @@
+"""Laws of the manifest: any partition is read by any other, and what is written reads back equal."""
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from saved import MODEL, assert_whole, content, everything, fill, save, slices, stored_slice
+from table import layouts
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import manifest_json as manifest_file
+from zfunc.checkpoint.manifest import FROZEN, KINDS, Kept, Manifest, Piece, check_model
+from zfunc.checkpoint.read_plan import Wanted, plan_reads
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
+from zfunc.core.layout import Layout, Parameter, make_layout
+from zfunc.core.optimizer_state import BUFFERS, Moments
+from zfunc.errors import CheckpointError
+
+MOMENTS: list[Moments] = ["fp32", "16bit", "8bit"]
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return checkpoints.open_checkpoint(save(tmp_path_factory.mktemp("a"), moments="8bit")).manifest
+
+
+def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[Wanted]:
+    return [
+        Wanted(name, span.name, *stored_slice(kind, start, stop))
+        for span, start, stop in slices(layout, world, rank)
+        for name, kind in KINDS[moments].items()
+    ]
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(MOMENTS), st.integers(1, 7), st.integers(1, 7), st.integers(1, 400), st.integers(1, 400)
+)
+def test_what_any_ranks_wrote_any_others_read(
+    moments: Moments, writers: int, readers: int, their_bucket: int, our_bucket: int
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = save(Path(folder), world=writers, bucket_size=their_bucket, moments=moments)
+        manifest = manifest_file.read(path)
+        layout = make_layout(MODEL, bucket_size=our_bucket, world=readers)
+        sizes = {span.name: span.stop - span.start for span in layout.spans}
+        for rank in range(readers):
+            wanted = wanted_by(layout, readers, rank, moments)
+            for w, got in zip(wanted, fill(path, manifest, wanted), strict=True):
+                kind = KINDS[moments][w.kind]
+                item = BYTES[kind.dtypes[0]]
+                whole = content(w.parameter, w.kind, kind.numel(sizes[w.parameter]) * item)
+                assert got == whole[w.start * item : w.stop * item]
+
+
+def partition(layout: Layout, world: int) -> Manifest:
+    """A manifest of fp32 state, no file behind it: a rank's pieces of all parameters share a tensor."""
+    kinds = KINDS["fp32"]
+    pieces: dict[tuple[str, str], list[Piece]] = {(s.name, k): [] for s in layout.spans for k in kinds}
+    shards = []
+    for rank in range(world):
+        end = 0
+        for span, start, stop in slices(layout, world, rank):
+            for kind in kinds:
+                pieces[span.name, kind].append(Piece(start, stop, rank, kind, end))
+            end += stop - start
+        tensors = tuple(Stored(kind, "F32", (end,)) for kind in kinds)
+        sums = dict.fromkeys(kinds, (0,) if end else ())
+        shards.append(Shard(f"rank{rank}", end * 12 + 64, 0, 1 << 20, tensors, sums))
+    kept = tuple(
+        Kept(s.name, s.shape, True, {k: tuple(pieces[s.name, k]) for k in kinds}) for s in layout.spans
+    )
+    return evolve(EMPTY, world=world, shards=tuple(shards), parameters=kept)
+
+
+EMPTY = manifest_file.from_json(
+    b'{"version":1,"world":1,"moments":"fp32","position":{"step":0,"batches":0,"sequences":0,"seed":0,"loss_scale":'
+    b'{"scale":1,"window":0,"hysteresis":1,"minimum":1,"left":1,"steps":0,"last_overflow":-1}},"optimizer":{},'
+    b'"extra":{},"shards":[],"parameters":[]}'
+)
+
+
+@given(layouts(), st.integers(1, 7), st.integers(1, 7), st.integers(1, 300))
+def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
+    made: Any, writers: int, readers: int, bucket_size: int
+) -> None:
+    segments, their_bucket, _ = made
+    manifest = partition(make_layout(segments, bucket_size=their_bucket, world=writers), writers)
+    layout = make_layout(segments, bucket_size=bucket_size, world=readers)
+    for rank in range(readers):
+        wanted = wanted_by(layout, readers, rank, "fp32")
+        reads = plan_reads(manifest, wanted)
+        assert [(r.shard, r.tensor) for r in reads] == sorted(
+            [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], [*KINDS["fp32"]].index(x[1]))
+        )
+        for n, w in enumerate(wanted):
+            filled = sorted((r.to, r.to + r.stop - r.start, r) for r in reads if r.wanted == n)
+            assert [a for a, *_ in filled] == [0, *(b for _, b, _ in filled[:-1])]
+            assert filled[-1][1] == w.stop - w.start
+            for to, _, r in filled:
+                (piece,) = (
+                    x
+                    for x in manifest.by_name[w.parameter].pieces[w.kind]
+                    if (x.shard, x.tensor) == (r.shard, r.tensor)
+                    and x.offset <= r.start < x.offset + x.stop - x.start
+                )
+                assert piece.start + r.start - piece.offset == w.start + to
+                assert r.stop <= piece.offset + piece.stop - piece.start
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (
+            Wanted("master", "embed.wieght", 0, 1),
+            r"got 'embed.wieght' \(did you mean 'embed.weight'\?\), expected",
+        ),
+        (Wanted("exp_avg", "embed.weight", 0, 131), "expected a slice of 130 elements"),
+        (Wanted("exp_avg", "embed.weight", 2, 1), "expected a slice of 130 elements"),
+        (Wanted("exp_avg_sq_scale", "embed.weight", 0, 4), "expected a slice of 3 elements"),
+        (Wanted("master", "embed.weight", 0, 1), r"got 'master' \(did you mean 'master_"),
+    ],
+)
+def test_what_is_not_there_is_not_planned(manifest: Manifest, wanted: Wanted, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_reads(manifest, [wanted])
+
+
+def test_of_a_parameter_without_elements_nothing_is_planned() -> None:
+    manifest = partition(make_layout([[Parameter("a", (0,)), Parameter("b", (3,))]], bucket_size=64), 1)
+    assert plan_reads(manifest, [Wanted("master", "a", 0, 0)]) == ()
+    with pytest.raises(ValueError, match="expected a slice of 0 elements"):
+        plan_reads(manifest, [Wanted("master", "a", 0, 1)])
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_what_is_written_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
+    found = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))
+    assert manifest_file.from_json(manifest_file.to_json(found.manifest)) == found.manifest
+    assert {w.kind for w in everything(found.manifest)} == {x.name for x in BUFFERS[moments]}
+    assert_whole(found)
+
+
+def test_neither_world_nor_buckets_can_be_told_from_the_elements(tmp_path: Path) -> None:
+    """No padding: the shards hold as many bytes of data as the parameters have state."""
+    for world, bucket_size in ((1, 50), (3, 1000), (7, 1)):
+        manifest = manifest_file.read(save(tmp_path, world=world, bucket_size=bucket_size))
+        assert sum(t.nbytes for x in manifest.shards for t in x.tensors) == (130 + 210 + 30) * 12
+
+
+def test_frozen_parameters_are_kept_as_they_are() -> None:
+    for dtype in ("F32", "BF16", "F16"):
+        shard = Shard("a", 1000, 0, 64, (Stored("x", dtype, (5,)),), {"x": (0,)})
+        kept = Kept("stem", (5,), False, {FROZEN: (Piece(0, 5, 0, "x", 0),)})
+        made = evolve(EMPTY, shards=(shard,), parameters=(kept,))
+        assert manifest_file.from_json(manifest_file.to_json(made)) == made
+        with pytest.raises(
+            CheckpointError, match="'stem': got the state frozen, expected master, exp_avg, exp"
+        ):
+            evolve(made, parameters=(evolve(kept, trainable=True),))
+
+
+def test_a_parameter_of_no_elements_has_no_pieces() -> None:
+    made = evolve(EMPTY, parameters=(Kept("none", (0, 3), True, dict.fromkeys(KINDS["fp32"], ())),))
+    assert manifest_file.from_json(manifest_file.to_json(made)) == made
+    assert plan_reads(made, [Wanted("master", "none", 0, 0)]) == ()
+
+
+MODELS: list[tuple[list[Parameter], str]] = [
+    (
+        [Parameter("embed.weight", (10, 12)), *MODEL[1]],
+        r"model: 'embed.weight' is \[10, 13\] there and \[10, 12\] here\.",
+    ),
+    (
+        [Parameter("embed.wght", (10, 13)), *MODEL[1]],
+        r"has no 'embed.wght' \(did you mean 'embed.weight'\?\); it has 'emb",
+    ),
+    (
+        [*MODEL[0], *MODEL[1], Parameter("new", ())],
+        r"model: it has no 'new'\. Load it with the model that wrote it",
+    ),
+    (
+        [MODEL[0][0]],
+        "it has 'head.weight', which the model has not; it has 'head.bias', which the model has not. Load",
+    ),
+    (
+        [*MODEL[0], MODEL[1][0], Parameter("head.bias", (30,), trainable=False)],
+        "'head.bias' is trained there, not here",
+    ),
+    ([Parameter(f"{n}", ()) for n in range(9)], "it has no '2', and 9 more. Load"),
+]
+
+
+@pytest.mark.parametrize(("parameters", "message"), MODELS)
+def test_another_model_is_refused_by_its_first_differences(
+    manifest: Manifest, parameters: list[Parameter], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        check_model(manifest, parameters)
+
+
+def test_the_same_model_is_taken_in_any_order(manifest: Manifest) -> None:
+    check_model(manifest, [*MODEL[1], *MODEL[0], *MODEL[0]])
+
+
+PLAIN: list[tuple[dict[Any, Any], str]] = [
+    ({"a": float("nan")}, r"extra.a: got nan, expected a dict of JSON's own types"),
+    ({"a": [1, float("inf")]}, r"extra.a\[1\]: got inf"),
+    ({1: 2}, "extra: got the key 1, expected a text"),
+    ({"a": (1, 2)}, r"extra.a: got \(1, 2\)"),
+    ({"a": {"b": 10**30}}, "extra.a.b: got 1000000000"),
+    ({"a": b""}, "extra.a: got b''"),
+]
+
+
+@pytest.mark.parametrize(("extra", "message"), PLAIN)
+def test_what_json_would_change_is_not_written(extra: dict[Any, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        evolve(EMPTY, extra=extra)
+
+
+def test_what_refers_to_itself_is_not_written() -> None:
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    with pytest.raises(CheckpointError, match="at most 10 deep"):
+        evolve(EMPTY, extra=endless)
+
+
+def test_the_manifest_is_readable(manifest: Manifest) -> None:
+    fields = json.loads(manifest_file.to_json(manifest))
+    assert fields["version"] == 1
+    assert fields["position"]["loss_scale"]["scale"] == 1024.0
+    assert fields["optimizer"] == {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
+    assert [x["name"] for x in fields["parameters"]] == ["embed.weight", "head.weight", "head.bias"]
+    assert fields["parameters"][0]["pieces"]["exp_avg_sq_scale"] == [
+        [0, 2, 0, "embed.weight/exp_avg_sq_scale", 0],
+        [2, 3, 1, "embed.weight/exp_avg_sq_scale", 0],
+    ]

@@ -1,0 +1,302 @@
+"""Laws of a shard: what is written in any order is read back in any slice, and no wrong byte gets through."""
+
+import json
+import threading
+import zlib
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from saved import content
+
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.checksums import combine, cut
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
+from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.checkpoint.shard_writer import create
+from zfunc.errors import CheckpointError
+
+TENSORS = (Stored("codes", "U8", (5, 7)), Stored("w", "F32", (3, 11)), Stored("half", "BF16", (9,)))
+
+
+def whole(tensors: tuple[Stored, ...]) -> dict[str, bytes]:
+    return {t.name: content(t.name, t.dtype, t.nbytes) for t in tensors}
+
+
+def write(path: Path, tensors: tuple[Stored, ...] = TENSORS, chunk: int = 32) -> Shard:
+    writer = create(path, tensors, chunk=chunk)
+    for name, data in whole(tensors).items():
+        writer.write_at(name, 0, data)
+    return writer.finish()
+
+
+def read_all(path: Path, shard: Shard | None) -> dict[str, bytes]:
+    with open_shard(path, shard) as reader:
+        found = {name: bytearray(t.nbytes) for name, t in reader.header.tensors.items()}
+        for name, buffer in found.items():
+            reader.read_into(name, 0, reader.header.tensors[name].numel, buffer)
+    return {name: bytes(x) for name, x in found.items()}
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[Stored, ...]:
+    shapes = st.lists(st.integers(0, 12), max_size=3)
+    made = draw(st.lists(st.tuples(st.sampled_from(sorted(BYTES)), shapes), max_size=5))
+    return tuple(Stored(f"t{n}", dtype, shape) for n, (dtype, shape) in enumerate(made))
+
+
+@given(tables(), st.sampled_from([8, 24, 64, 1 << 20]), st.data())
+def test_any_writes_in_any_order_are_read_in_any_slices(
+    tensors: tuple[Stored, ...], chunk: int, data: st.DataObject
+) -> None:
+    wanted = whole(tensors)
+    parts = []
+    for t in tensors:
+        cuts = data.draw(st.sets(st.integers(0, t.numel), max_size=4))
+        parts += [(t, a, b) for a, b in pairwise(sorted({0, t.numel} | cuts))]
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "x.safetensors")
+        writer = create(path, tensors, chunk=chunk)
+        for t, a, b in data.draw(st.permutations(parts)):
+            item = BYTES[t.dtype]
+            writer.write_at(t.name, a, wanted[t.name][a * item : b * item])
+        shard = writer.finish()
+        assert read_all(path, shard) == read_all(path, None) == wanted
+        for t in tensors:
+            sums = tuple(zlib.crc32(wanted[t.name][a:b]) for a, b in cut(0, t.nbytes, chunk))
+            assert shard.checksums[t.name] == sums
+            a, b = sorted(data.draw(st.tuples(*[st.integers(0, t.numel)] * 2)))
+            buffer = bytearray((b - a) * BYTES[t.dtype])
+            with open_shard(path, shard) as reader:
+                reader.read_into(t.name, a, b, buffer)
+            assert buffer == wanted[t.name][a * BYTES[t.dtype] : b * BYTES[t.dtype]]
+
+
+@given(st.binary(max_size=200), st.binary(max_size=200))
+def test_the_checksum_of_neighbours_follows_from_theirs(a: bytes, b: bytes) -> None:
+    assert combine(zlib.crc32(a), zlib.crc32(b), len(b)) == zlib.crc32(a + b)
+
+
+def test_threads_write_at_once(tmp_path: Path) -> None:
+    t = Stored("w", "F32", (4096,))
+    data = whole((t,))["w"]
+    writer = create(tmp_path / "x", [t], chunk=1000)
+
+    def fill(thread: int) -> None:
+        for start in range(thread * 16, 4096, 64):
+            writer.write_at("w", start, data[start * 4 : start * 4 + 64])
+
+    threads = [threading.Thread(target=fill, args=(n,)) for n in range(4)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert read_all(tmp_path / "x", writer.finish()) == {"w": data}
+
+
+def test_the_file_is_as_the_format_says(tmp_path: Path) -> None:
+    shard = write(tmp_path / "x")
+    raw = (tmp_path / "x").read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + length])
+    assert (8 + length) % 64 == 0
+    assert raw[8:9] == b"{"
+    assert raw[8 : 8 + length].rstrip(b" ")[-1:] == b"}"
+    assert list(header) == ["w", "half", "codes"]  # larger elements first: each aligned to its own size
+    assert header["half"] == {"dtype": "BF16", "shape": [9], "data_offsets": [132, 150]}
+    assert raw[8 + length :] == b"".join(whole(TENSORS)[name] for name in header)
+    assert (shard.file, shard.size, shard.header) == ("x", len(raw), zlib.crc32(raw[: 8 + length]))
+
+
+def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    arrays = {
+        "w": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "codes": np.arange(5, dtype=np.uint8),
+        "low": np.int16([-1, 2]),
+        "nothing": np.zeros((0, 3), np.float32),
+        "scalar": np.array(7, np.float32),
+    }
+    names = {"float32": "F32", "uint8": "U8", "int16": "I16"}
+    tensors = [Stored(name, names[x.dtype.name], x.shape) for name, x in arrays.items()]
+    writer = create(tmp_path / "ours", tensors, metadata={"format": "np", "note": ""})
+    for name, x in arrays.items():
+        writer.write_at(name, 0, x)
+    writer.finish()
+    loaded = safetensors.load_file(tmp_path / "ours")
+    assert all(
+        np.array_equal(loaded[name], x) and loaded[name].shape == x.shape for name, x in arrays.items()
+    )
+    safetensors.save_file(arrays, tmp_path / "theirs", metadata={"a": "b"})
+    assert read_all(tmp_path / "theirs", None) == {name: x.tobytes() for name, x in arrays.items()}
+    with open_shard(tmp_path / "theirs") as reader:
+        assert reader.header.metadata == {"a": "b"}
+
+
+def test_no_flipped_byte_gets_through(tmp_path: Path) -> None:
+    """Every byte of the file, its header and padding included."""
+    path = tmp_path / "x"
+    shard = write(path)
+    raw = path.read_bytes()
+    for at in range(len(raw)):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"/x: got"):
+            read_all(path, shard)
+
+
+def test_a_flipped_byte_is_named_and_other_slices_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    shard = write(path)
+    raw = bytearray(path.read_bytes())
+    at = shard.size - sum(t.nbytes for t in TENSORS) + 70  # byte 70 of w, in its third chunk of 32
+    raw[at] ^= 4
+    path.write_bytes(raw)
+    message = (
+        rf"/x: got other bytes than were written in 'w', elements 16 to 24 \(bytes {at - 6} to {at + 26} of"
+    )
+    with open_shard(path, shard) as reader:
+        for start, stop in ((0, 33), (16, 24), (20, 21)):
+            with pytest.raises(CheckpointError, match=message):
+                reader.read_into("w", start, stop, bytearray(4 * (stop - start)))
+        reader.read_into("w", 0, 16, bytearray(64))
+        reader.read_into("w", 24, 33, bytearray(36))
+
+
+def test_no_truncated_or_grown_file_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    shard = write(path)
+    raw = path.read_bytes()
+    for size in (*range(len(raw)), len(raw) + 1):
+        path.write_bytes((raw + b" ")[:size])
+        for known in (shard, None):
+            with pytest.raises(CheckpointError, match=r"/x: got"):
+                open_shard(path, known)
+
+
+def test_a_file_that_shrinks_while_it_is_read_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    shard = write(path)
+    with open_shard(path, shard) as reader:
+        path.write_bytes(path.read_bytes()[:-1])
+        with pytest.raises(CheckpointError, match=r"ended early' while reading bytes 32 to 35 of 'codes'"):
+            reader.read_into("codes", 0, 35, bytearray(35))
+
+
+def test_another_file_of_the_same_size_is_refused(tmp_path: Path) -> None:
+    shard = write(tmp_path / "x")
+    renamed = tuple(Stored(t.name.swapcase(), t.dtype, t.shape) for t in TENSORS)
+    write(tmp_path / "y", renamed)
+    with pytest.raises(CheckpointError, match=r"/y: got another header than was written, in bytes 0 to"):
+        open_shard(tmp_path / "y", shard)
+
+
+def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = Stored("w", "F32", (1000,))
+    shard = write(tmp_path / "x", (tensor,), chunk=256)
+    read: list[int] = []
+    original = disk.read_all
+
+    def counted(fd: int, data: memoryview, offset: int) -> None:
+        read.append(data.nbytes)
+        original(fd, data, offset)
+
+    with open_shard(tmp_path / "x", shard) as reader:
+        monkeypatch.setattr(disk, "read_all", counted)
+        reader.read_into("w", 70, 200, bytearray(520))
+        assert sum(read) == 256 * 3
+        read.clear()
+        for n in range(130, 190):  # slices of one chunk: read once, checked once
+            reader.read_into("w", n, n + 1, bytearray(4))
+        assert sum(read) == 256
+        read.clear()
+        reader.read_into("w", 5, 5, bytearray())
+        assert not read
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("w", 0, bytes(6)), r"'w': got 6 bytes for element 0, expected whole F32 elements within 33: pass"),
+        (("w", 32, bytes(8)), r"'w': got 8 bytes for element 32"),
+        (("w", -1, bytes(4)), r"'w': got 4 bytes for element -1"),
+        (
+            ("w", 3, bytes(8)),
+            r"'w': got elements 3 to 5, some of them written before.*: write disjoint slices",
+        ),
+        (("w", 5, bytes(8)), r"'w': got elements 5 to 7, some of them written before"),
+        (("w", 0, bytes(132)), r"'w': got elements 0 to 33, some of them written before"),
+        (("cods", 0, bytes(4)), r"got the name 'cods' \(did you mean 'codes'\?\), expected that of a tensor"),
+        (("w", 20, np.zeros((8, 2), np.float32)[:, 0]), r"got a buffer with gaps, expected a contiguous one"),
+    ],
+)
+def test_what_cannot_be_written_says_why(tmp_path: Path, arguments: Any, message: str) -> None:
+    writer = create(tmp_path / "x", TENSORS)
+    writer.write_at("w", 4, bytes(8))
+    with pytest.raises(ValueError, match=message):
+        writer.write_at(*arguments)
+    writer.close()
+
+
+def test_a_file_with_an_element_missing_is_not_finished(tmp_path: Path) -> None:
+    writer = create(tmp_path / "x", [Stored("w", "F32", (100,))], chunk=64)
+    writer.write_at("w", 0, bytes(20))
+    writer.write_at("w", 6, bytes(4 * 94))
+    with pytest.raises(
+        CheckpointError, match=r"/x: got no element 5 of 'w', expected all to be written: call"
+    ):
+        writer.finish()
+    writer.write_at("w", 5, bytes(4))
+    assert writer.finish().checksums["w"][0] == zlib.crc32(bytes(64))
+    writer.close()  # a second time
+
+
+@pytest.mark.parametrize(("start", "stop", "size"), [(0, 4, 15), (3, 2, 0), (0, 34, 136), (-1, 0, 4)])
+def test_what_cannot_be_read_says_why(tmp_path: Path, start: int, stop: int, size: int) -> None:
+    shard = write(tmp_path / "x")
+    with open_shard(tmp_path / "x", shard) as reader:
+        with pytest.raises(
+            ValueError, match=rf"'w': got elements {start} to {stop} for {size} bytes, expected a"
+        ):
+            reader.read_into("w", start, stop, bytearray(size))
+        with pytest.raises(ValueError, match="writable"):
+            reader.read_into("w", 0, 1, bytes(4))
+
+
+def test_no_file_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(
+        CheckpointError, match=r"/x: got 'File exists' while making a file of 128 bytes: name"
+    ):
+        create(tmp_path / "x", [Stored("w", "U8", (64,))])
+    assert (tmp_path / "x").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "chunk", "message"),
+    [
+        ([Stored("w", "U8", ()), Stored("w", "U8", ())], 64, "two tensors of one name"),
+        ([], 63, "chunk: got 63 bytes, expected a multiple of 8"),
+        ([], 1 << 30, "chunk: got 1073741824"),
+    ],
+)
+def test_what_cannot_be_a_shard_says_why(
+    tmp_path: Path, tensors: list[Stored], chunk: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        create(tmp_path / "x", tensors, chunk=chunk)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "stored", [("", "F32", ()), ("a", "F31", ()), ("a", "F32", (-1,)), ("__metadata__", "U8", ())]
+)
+def test_what_cannot_be_a_tensor_says_so(stored: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        Stored(*stored)

@@ -1,0 +1,329 @@
+"""`zfunc plan`, `zfunc calibrate`, and what `zfunc train` asks the planner, as a user meets them."""
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+import torch
+
+import zfunc
+from zfunc.cli import plan_report, planning
+from zfunc.cli.calibrate import Calibrate
+from zfunc.cli.catalogue import parser
+from zfunc.cli.draw_settings import Sketch
+from zfunc.cli.main import main
+from zfunc.cli.plan_settings import Planning
+from zfunc.planner import memory_check as room
+from zfunc.planner.profile_toml import load, text
+from zfunc.train.settings import TRAIN, Settings
+from zfunc.train.setup import prepare, segments
+
+TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
+TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]
+TUTORIAL = ["--num-layers", "50", "--hidden-size", "4096", "--num-attention-heads", "32"]
+TUTORIAL = [*TUTORIAL, "--seq-length", "1024", "--vocab-size", "50257", "--batch-size", "10"]
+KEYS = {"fits", "step_seconds", "tflops", "tokens_per_second", "memory", "lanes", "bound", "advice"}
+
+Out = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def with_room(path: Path, **nbytes: float) -> Path:
+    """A profile of an H100 with so many bytes on some tiers."""
+    profile = load("h100")
+    figures = {table: dict(of) for table, of in profile.figures.items()}
+    figures["bytes"].pop("context")
+    for tier, value in nbytes.items():
+        figures["bytes"][tier] = attrs.evolve(figures["bytes"][tier], value=value)
+        share = f"{tier}_bytes"
+        figures["reached"][share] = attrs.evolve(figures["reached"][share], value=1.0)
+    figures["count"]["devices"] = attrs.evolve(figures["count"]["devices"], value=1)
+    path.write_text(text(attrs.evolve(profile, figures=figures)))
+    return path
+
+
+def answer(capsys: Out, *args: object) -> tuple[int, dict[str, Any]]:
+    code = main(["plan", *TINY, "--json", *map(str, args)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, json.loads(out)
+
+
+def told(capsys: Out, *args: object) -> tuple[int, str]:
+    code = main(["plan", *TINY, *map(str, args)])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return code, out
+
+
+# --- what it answers ---------------------------------------------------------------------------------------
+
+
+def test_json_has_what_is_promised(capsys: Out) -> None:
+    code, said = answer(capsys)
+    assert code == 0
+    assert said.keys() >= KEYS
+    assert said["fits"] is True
+    assert said["memory"].keys() == {"device", "pinned", "host", "disk"}
+    assert said["tokens_per_second"] == pytest.approx(4 * 32 / said["step_seconds"])
+    assert all(0 <= share <= 1 for share in said["lanes"].values())
+    assert re.fullmatch(r"(\w+ \d+%(, )?)+", said["bound"])
+    for tier, peak in said["peaks"].items():
+        assert sum(peak["holds"].values()) == said["memory"][tier]
+
+
+def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
+    code, said = told(capsys)
+    as_json = answer(capsys)[1]
+    assert code == 0
+    lines = said.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 130
+    for words in (
+        "GPT of 2 layers x 64: 108,544 parameters; a step of 4 x 32 tokens on 1 rank",
+        "fp16 (chosen of fp32, fp16)",
+        "it fits",
+        f"bound by {as_json['bound']}",
+        "assumed of the profile's peaks: fp16 46%",
+        "TFLOP/s counts forward, and twice as much for backward",
+    ):
+        assert words in " ".join(said.split())
+    for tier in ("device", "pinned", "host", "disk"):
+        assert re.search(rf"^  {tier} ", said, re.MULTILINE)
+
+
+def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None:
+    size = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024, "vocab_size": 50257}
+    asked = Planning(num_layers=65, batch_size=4, **size)
+    tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
+    made = zfunc.plan(segments(asked), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False)
+    assert made.fits
+    assert made.memory["device"] < made.profile.value("bytes", "device")
+
+
+def test_the_tutorials_job_is_answered(capsys: Out) -> None:
+    began = time.process_time()
+    code = main(["plan", *TUTORIAL, "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert (code, said["fits"]) == (0, True), "as in DeepSpeed's own tutorial"
+    assert said["parameters"] == 10_279_047_168
+    assert said["settings"]["precision"] == "fp16", "a V100 has no bf16"
+    assert 20.5e9 < said["memory"]["device"] < 40e9, "2 bytes a parameter, and activations"
+    assert 12 * 10.2e9 < said["memory"]["host"] < 14 * 10.3e9
+    assert 10 < said["tflops"] < 125
+    assert said["advice"]
+    assert time.process_time() - began < 30
+
+
+def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_path: Path) -> None:
+    needed = answer(capsys, "--hardware", "h100")[1]["memory"]
+    tight = with_room(tmp_path / "tight.toml", device=needed["device"] - 5000)
+    code, said = answer(capsys, "--hardware", tight)
+    assert (code, said["fits"], said["lacking"]) == (1, False, {"device": 5000})
+    assert said["advice"]
+    code, words = told(capsys, "--hardware", tight)
+    assert code == 1
+    assert "it does not fit: 5.0 kB of device memory short" in words
+    assert "to make it fit, each planned:" in words
+    flags = re.match(r"(--\S+ \S+): fits, ", said["advice"][0])
+    assert flags
+    assert answer(capsys, "--hardware", tight, *flags[1].split())[0] == 0, "what is advised can be typed"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--schedule", "auto"], "found by search:"),
+        (["--delay"], "updates delayed"),
+        (["--speculate", "2"], "2 buckets speculated"),
+        (["--offload-ratio", "0.5"], "50% of the state on the host"),
+        (["--world", "4", "--hardware", "h100"], "on 4 ranks"),
+        (["--world", "2", "--micro-batches", "2"], "2 micro-batches"),
+        (["--hardware", "gh200", "--precision", "fp32"], "GH200"),
+        (["--clip", "0", "--moments", "8bit", "--schedule", "Serial"], "Serial, "),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, capsys: Out) -> None:
+    code, said = told(capsys, *args)
+    assert code == 0
+    assert words in " ".join(said.split())
+
+
+def test_the_most_layers_fit_and_one_more_does_not(capsys: Out, tmp_path: Path) -> None:
+    room_for = with_room(tmp_path / "small.toml", host=12e6)
+    code, said = answer(capsys, "--hardware", room_for, "--max")
+    assert code == 0
+    assert said["fits"]
+    most = said["num_layers"]
+    assert most > 2
+    assert answer(capsys, "--hardware", room_for, "--num-layers", most + 1)[0] == 1
+    words = told(capsys, "--hardware", room_for, "--max")[1]
+    assert f"the most that fits with these settings: {most} layers" in words
+
+
+def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:
+    code, said = answer(
+        capsys, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
+    )
+    assert (code, said["fits"], said["num_layers"]) == (1, False, 1)
+
+
+@pytest.mark.parametrize("schedule", ["Interleaved", "CriticalPath"])
+def test_what_was_found_can_be_typed_wherever_a_line_ends(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = planning.answer(Planning(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
+    setup = made.planned.setup.having(schedule=schedule, offload_ratio=0.0, speculate=3, delay=False)
+    planned = attrs.evolve(made.planned, setup=setup)
+    found = attrs.evolve(made, asked=attrs.evolve(made.asked, schedule="auto"), planned=planned)
+    for width in range(40, 130):
+        monkeypatch.setattr(plan_report, "WIDTH", width)
+        paragraph = next(x for x in plan_report.text(found).split("\n\n") if x.startswith("as options of"))
+        lead, _, options = paragraph.partition(":")
+        typed = parser()[1]["train"].parse_args(options.split())
+        assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
+        assert (typed.speculate, typed.bucket_size) == (3, 50_000_000)
+        assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")
+
+
+# --- what it refuses -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--hardware", "h10"], "did you mean 'h100'?"),
+        (["--schedule", "critical"], "did you mean 'CriticalPath'?"),
+        (["--offload-ratio", "1.2"], "--offload-ratio: got 1.2, expected 0 (nothing is on the host) to 1"),
+        (["--offload-ratio", "nan"], "--offload-ratio: got nan"),
+        (["--offload-ratio", "most"], "--offload-ratio: got most"),
+        (["--speculate", "-1"], "--speculate: got -1"),
+        (["--world", "0"], "--world: got 0"),
+        (["--world", "3"], "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try --batch-size 3"),
+        (["--world", "4", "--micro-batches", "2"], "got 4 for 4 ranks with 2 micro-batches each, expected a"),
+        (["--micro-batches", "3"], "--batch-size: got 4 with --micro-batches 3, expected a multiple of it"),
+        (
+            ["--precision", "bf16"],
+            "--precision: got 'bf16' with --hardware v100-32gb, expected one that it has",
+        ),
+        (["--delay", "--speculate", "2"], "expected one of the two"),
+        (["--num-attention-heads", "3"], "expected a multiple"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_input_is_refused_on_two_lines(args: list[str], words: str, capsys: Out) -> None:
+    assert main(["plan", *TINY, *args]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert words in err
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+
+
+def test_a_profile_with_an_absurd_figure_is_refused_readably(capsys: Out, tmp_path: Path) -> None:
+    path = with_room(tmp_path / "odd.toml")
+    path.write_text(
+        re.sub(r"(?m)^d2h = { value = [\d.e+-]+", "d2h = { value = 25.0", path.read_text(), count=1)
+    )
+    assert main(["plan", *TINY, "--hardware", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert "odd.toml: [bytes_per_s] d2h: got 25, expected between" in err
+    assert err.count("\n") <= 2
+
+
+@pytest.mark.parametrize("kind", [Planning, Sketch, Calibrate])
+def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: Any) -> None:
+    """What is chosen for a GPU is that of a GPU; the vocabulary follows from the data, as below."""
+    groups = "model", "step", "offload", "how it runs"
+    same = {name for name in attrs.fields_dict(kind) if name in TRAIN and TRAIN[name].group in groups}
+    assert {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size", "clip"} <= same
+    for name in same - {"precision"}:
+        mine, theirs = getattr(kind(), name), getattr(Settings(), name)
+        assert mine == (50_000_000 if name == "bucket_size" and kind is not Calibrate else theirs), name
+
+
+@pytest.mark.parametrize(
+    ("data", "more"),
+    [
+        ("texts", {}),
+        ("records.jsonl", {}),
+        ("texts", {"tokenizer": Path("tokenizer.json")}),
+        ("records.jsonl", {"tokenizer": Path("tokenizer.json"), "vocab_size": 64}),
+        ("tokens.bin", {}),
+        ("tokens.bin", {"vocab_size": 70_000}),
+    ],
+    ids=str,
+)
+def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<unk>": 0, "<|endoftext|>": 1, "so": 2, "it": 3, "goes": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save("tokenizer.json")
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("so it goes " * 500)
+    Path("records.jsonl").write_text('{"text": "so it goes so it goes"}\n' * 300)
+    Path("tokens.bin").write_bytes(bytes(4000))
+    flags: dict[str, Any] = {**more, "data": Path(data)}
+    trained = prepare(Settings(**flags, device="cpu"), cache=Path("cache")).program.segments
+    for asked in (Planning(**flags), Sketch(**flags)):
+        assert [s.parameters for s in segments(asked)] == [s.parameters for s in trained]
+
+
+# --- zfunc calibrate and zfunc train -------------------------------------------------------------------------
+
+
+def test_what_is_calibrated_can_be_planned_for(capsys: Out) -> None:
+    model = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
+    assert main(["calibrate", *model, "--turns", "4", "--out", "here.toml"]) == 0
+    assert "zfunc plan --hardware here.toml" in capsys.readouterr().out
+    code, said = answer(capsys, *model, "--hardware", "here.toml")
+    assert code == 0
+    assert said["step_seconds"] > 0
+
+
+def test_train_refuses_what_does_not_fit_with_the_planners_advice(
+    capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("so it goes. " * 500)
+    args = [*TINY[:8], "--batch-size", "4", "--data", "texts", "--steps", "1", "--out", "run"]
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 3_000_000)
+    monkeypatch.setattr("zfunc.engine.state.allocate", lambda *_: pytest.fail("allocated"), raising=False)
+    assert main(["train", *args]) == 2
+    err = capsys.readouterr().err
+    assert "a step needs more memory than is free: " in err
+    assert "nothing was allocated" in err
+    assert re.search(r"--[a-z-]+ \S+( --[a-z-]+ \S+)* would fit", err)
+    assert "--grad-slots" not in err, "zfunc train has no such option"
+    assert err.count("\n") <= 12
+    assert not Path("run").exists()
+
+
+def test_asking_for_room_takes_no_time_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zfunc.train.settings import Settings
+    from zfunc.train.setup import prepare
+
+    Path("a.txt").write_text("so it goes. " * 5000)
+    took: list[float] = []
+    ask = room.check_room
+
+    def timed(*args: Any, **given: Any) -> None:
+        began = time.process_time()
+        ask(*args, **given)
+        took.append(time.process_time() - began)
+
+    monkeypatch.setattr("zfunc.train.setup.check_room", timed)
+    prepare(Settings(data=Path("a.txt")), cache=Path("cache"))
+    assert took
+    assert took[0] < 0.5

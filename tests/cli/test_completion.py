@@ -1,0 +1,146 @@
+"""Completion as a shell does it: the printed script is sourced in bash, zsh or fish, and asked."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.completion import SHELLS, place
+from zfunc.cli.main import main
+from zfunc.planner.profile_toml import names as profiles
+from zfunc.train.settings import MOMENTS, PRECISIONS, RECOMPUTE
+
+BASH = """
+source "$1"; shift
+COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1))
+$(complete -p zfunc | sed 's/.*-F \\([^ ]*\\) .*/\\1/') zfunc
+printf '%s\\n' "${COMPREPLY[@]}"
+"""
+FISH = 'source $argv[1]; complete -C "$argv[2]"'
+ASKED = {
+    "zfunc ": set(COMMANDS),
+    "zfunc tr": {"train"},
+    "zfunc train --sch": {"--schedule"},
+    "zfunc train --schedule ": {"CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"},
+    "zfunc draw --schedule a": {"all"},
+    "zfunc plan --json --schedule a": {"auto"},
+    "zfunc train --precision ": set(PRECISIONS),
+    "zfunc train --steps 5 --moments ": set(MOMENTS),
+    "zfunc calibrate --recompute ": set(RECOMPUTE),
+    "zfunc train --device ": {"auto", "cpu", "cuda"},
+    "zfunc train --log-style d": {"deepspeed"},
+    "zfunc plan --hardware h": {"h100", "h200", "here.toml"},
+    "zfunc draw --hardware ": {*profiles(), "here.toml", "notes.txt", "runs", "texts"},
+    "zfunc train --data n": {"notes.txt"},
+    "zfunc train --data texts/": {"texts/a.txt"},
+    "zfunc train --resume ": {"auto", "here.toml", "notes.txt", "runs", "texts"},
+    "zfunc top r": {"runs"},
+    "zfunc report ": {"runs", "texts"},
+    "zfunc train --hf ": {"runs", "texts"},
+    "zfunc completion ": set(SHELLS),
+}
+
+
+@pytest.fixture(autouse=True)
+def some_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("runs", "texts"):
+        Path(folder).mkdir()
+    for file in ("here.toml", "notes.txt", "texts/a.txt"):
+        Path(file).touch()
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A file with the script for each shell."""
+    paths = {shell: tmp_path_factory.mktemp("script") / f"zfunc.{shell}" for shell in SHELLS}
+    for shell, path in paths.items():
+        with pytest.MonkeyPatch.context() as patch, path.open("w") as out:
+            patch.setattr("sys.stdout", out)
+            assert main(["completion", shell]) == 0
+    return paths
+
+
+def has(shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}, which is not installed here")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_takes_the_script(shell: str, scripts: dict[str, Path]) -> None:
+    has(shell)
+    done = subprocess.run([shell, "-n", scripts[shell]], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("line", ASKED, ids=lambda line: line.replace(" ", "_"))
+@pytest.mark.parametrize("shell", ["bash", "fish"])
+def test_what_is_offered(shell: str, line: str, scripts: dict[str, Path]) -> None:
+    has(shell)
+    path = scripts[shell]
+    asked = ["-c", BASH, "bash", path, *line.split(" ")] if shell == "bash" else ["-c", FISH, path, line]
+    done = subprocess.run([shell, *asked], capture_output=True, text=True)
+    assert done.stderr == ""
+    offered = {x.partition("\t")[0].rstrip("/") for x in done.stdout.splitlines()}
+    assert offered == ASKED[line]
+
+
+ZSH = r"""
+zmodload zsh/zpty
+ask() { BUFFER=$line; CURSOR=$#BUFFER; zle complete-word; print -r -- "[$BUFFER]"; zle send-break }
+zpty -b inner zsh -f -i
+zpty -w inner "line=${(q)2}; $(functions ask); zle -N ask; bindkey '^T' ask"
+zpty -w inner 'autoload -Uz compinit; compinit -u -D; eval "$(<'$1')"; PS1=rea""dy'
+zpty -r -m inner told '*ready*'
+zpty -w -n inner $'\C-t'
+zpty -r -m inner told '*\[*\]*'
+print -r -- $told
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("zfunc tra", "zfunc train "),
+        ("zfunc train --sch", "zfunc train --schedule "),
+        ("zfunc train --schedule Over", "zfunc train --schedule Overlapped "),
+        ("zfunc plan --hardware v", "zfunc plan --hardware v100-32gb "),
+        ("zfunc plan --hardware here", "zfunc plan --hardware here.toml "),
+        ("zfunc top te", "zfunc top texts/"),
+        ("zfunc completion f", "zfunc completion fish "),
+    ],
+)
+def test_zsh_completes_on_a_terminal(line: str, completed: str, scripts: dict[str, Path]) -> None:
+    """Elsewhere it does not complete at all."""
+    has("zsh")
+    asked = ["zsh", "-f", "-c", ZSH, "zsh", scripts["zsh"], line]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    assert f"[{completed}]" in done.stdout
+
+
+def test_every_fixed_choice_is_offered(scripts: dict[str, Path]) -> None:
+    """By what the options themselves check, so that a new one is completed too."""
+    line = re.compile(
+        r"^complete -c zfunc -n '_shtab_zfunc_using (\w+)' -l (\S+) -xka \"([^\"]*)\"", re.MULTILINE
+    )
+    offered = {(m[1], m[2]): m[3].split() for m in line.finditer(scripts["fish"].read_text())}
+    asked = {
+        (command, name.replace("_", "-")): option
+        for command, of in COMMANDS.items()
+        for name, option in of.options.items()
+        if option.words and not option.positional
+    }
+    assert len(asked) > 10
+    for key, option in asked.items():
+        assert set(option.words) <= set(offered[key])
+        for word in option.words:
+            option.check(key[1].replace("-", "_"), word)
+
+
+def test_what_is_a_path_is_completed_as_one() -> None:
+    assert place("FILE") == place("PATH") == place("PATH|auto") == "file"
+    assert place("FOLDER") == place("CHECKPOINT") == "directory"
+    assert place("X|auto") == ""

@@ -1,0 +1,257 @@
+"""Laws of `zfunc report`: the page holds what the run left, nothing foreign, of any length, however it ended."""
+
+import json
+import math
+import re
+import time
+from base64 import b64encode
+from hashlib import sha256
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import needs_browser, show
+from html_pages import HOSTILE, Elements, contrast
+from hypothesis import given
+from hypothesis import strategies as st
+from run_folders import STEPS, Row, row, written
+from table import plan_of
+
+from zfunc.cli.charts import PLACES, placed, rounds, smoothed
+from zfunc.cli.main import main
+from zfunc.cli.report import ENDED, report
+from zfunc.train.history import History, history, rows_of
+from zfunc.viz.timeline_html import part
+
+
+def tables(made: str) -> dict[str, list[list[str]]]:
+    """The tables of a page by caption: rows of cells."""
+    found: dict[str, list[list[str]]] = {}
+    for caption, body in re.findall(r"<caption>(.*?)</caption>.*?<tbody>(.*?)</tbody>", made, re.DOTALL):
+        rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.DOTALL)
+        found[caption] = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", r, re.DOTALL) for r in rows]
+    return found
+
+
+LAST = row(9, held_out_bits_per_byte=4.25, saved="step-00000009")
+
+
+# --- what it holds ---------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = written(tmp_path, [*STEPS, LAST], step=True, ended="steps", peak_bytes={"process": 9, "host": 4})
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"written: {run / 'report.html'}\n"
+    out = tmp_path / "page.html"
+    assert main(["report", str(run), "--out", str(out)]) == 0
+    assert out.read_text() == (run / "report.html").read_text()
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "expected the folder of a run" in capsys.readouterr().err
+
+
+def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
+    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
+    found = tables(made)
+    assert [cells[:2] for cells in found["Steps"]] == [[str(n), f"{5 / n:.4f}"] for n in range(1, 10)]
+    assert found["Held out"] == [["0", "8.0000"], ["9", "4.2500"]]
+    assert found["Checkpoints"] == [["9", "step-00000009, deleted since"]]
+    assert ["seed", "7"] in found["Settings (bold: not the default)"]
+    assert ["cpu", "a processor"] in found["Environment"]
+    assert ["device", "1.0 MiB", ""] in found["Memory against the plan"]
+    assert [cells[0] for cells in found["The step by lane"]] == [
+        lane.name for lane in plan_of("zero_offload", "tied", "Overlapped").lanes if lane.ops
+    ]
+    titles = [title for _, title in Elements(made).all("h2")]
+    assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput, tokens/s", titles[4]]
+    assert ENDED["steps"] in made
+
+
+def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:
+    made = report(history(written(tmp_path, STEPS)))
+    assert re.findall(r'<tr class="set"><th scope="row">(\w+)', made) == ["num_layers", "precision", "seed"]
+
+
+def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
+    skipped = [
+        row(9, loss=None, grad_norm=None, skipped=True, loss_scale=65536.0),
+        row(10, loss_scale=32768.0),
+    ]
+    made = report(history(written(tmp_path, [*STEPS, *skipped])))
+    assert tables(made)["Skipped, for an overflow"] == [["9", "65,536"]]
+    assert "skipped: step 9" in made
+    assert "<h2>Loss scale</h2>" in made
+    assert ["9", "not a number"] in [cells[:2] for cells in tables(made)["Steps"]]
+
+
+def test_how_it_ended_is_said(tmp_path: Path) -> None:
+    def ending(name: str, **summary: Any) -> tuple[str, str]:
+        made = report(history(written(tmp_path, STEPS, name=name, **summary)))
+        ((how, said),) = re.findall(r'<p class="ended (\w*)">(.*?)</p>', made)
+        return how, said
+
+    assert ending("a", ended="seconds") == ("good", "the time was up")
+    assert ending("b", ended="failed", error="OSError: full") == ("bad", "failed: OSError: full")
+    assert ending("c") == ("", "has not ended: it goes on, or was killed")
+    assert ending("d", ended="interrupt") == ("", "stopped as asked")
+
+
+@pytest.mark.parametrize("rows", [[], STEPS[:1], STEPS[:2], STEPS[:4]], ids=["0 rows", "0", "1", "3"])
+def test_a_run_that_has_hardly_begun_is_a_page(rows: list[Row], tmp_path: Path) -> None:
+    made = report(history(written(tmp_path, rows)))
+    assert "No step was measured yet" in made
+    assert Elements(made).all("figure") == [] if len(rows) < 2 else "<h2>Loss</h2>" in made
+
+
+def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
+    rows = [row(n, loss=None if n % 2 else "much", grad_norm=1e400, lr=True) for n in range(1, 5)]
+    made = report(history(written(tmp_path, rows)))
+    assert "no figures" in made
+    assert "nan" not in made.lower().replace("nano", "")
+    assert not re.search(r'd="[^"]*(inf|None)', made)
+
+
+def test_a_step_that_is_not_of_the_plan_is_told_not_shown(tmp_path: Path) -> None:
+    run = written(tmp_path, STEPS, step=True)
+    (run / "plan.txt").write_text("nothing")
+    assert "The measured step cannot be shown" in report(history(run))
+
+
+# --- nothing foreign -------------------------------------------------------------------------------------
+
+
+def test_it_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
+    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps", sample="text")))
+    elements = Elements(made)
+    for tag, of in elements.found:
+        assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "a")
+        assert not {"src", "href", "style"} & of.keys()
+        assert not [name for name in of if name.startswith("on")]
+    (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
+    styles = [sha256(text.encode()).digest() for _, text in elements.all("style")]
+    assert len(styles) == 2
+    hashes = " ".join(f"'sha256-{b64encode(s).decode()}'" for s in styles)
+    assert policy == f"default-src 'none'; style-src {hashes}"
+
+
+def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
+    rows = [*STEPS, row(9, not_saved=HOSTILE), row(10, saved=HOSTILE)]
+    run = written(tmp_path, rows, ended=HOSTILE, error=HOSTILE, sample=HOSTILE)
+    config = json.loads((run / "config.json").read_text())
+    config["settings"][HOSTILE] = config["machine"]["gpu"] = config["resumed_from"] = HOSTILE
+    config["data"] = config["unit"] = HOSTILE
+    (run / "config.json").write_text(json.dumps(config))
+    elements = Elements(report(history(run)))
+    assert not elements.all("script")
+    assert [text for _, text in elements.all("pre")] == [HOSTILE]
+
+
+def test_text_and_curves_can_be_seen_in_light_and_in_dark() -> None:
+    css = part("report.css")
+    light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", p)) for p in css.split("@media")[:2])
+    assert light.keys() == dark.keys()
+    for theme in (light, dark):
+        for name in ("--ink", "--dim", "--good", "--bad", "--curve", "--dots", "--limit"):
+            assert contrast(theme[name], theme["--page"]) >= 4.5
+        assert contrast(theme["--curve"], theme["--spread"]) >= 3
+
+
+# --- any length ------------------------------------------------------------------------------------------
+
+points = st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=900).map(
+    lambda ys: tuple(enumerate(ys, 1))
+)
+
+
+@given(points)
+def test_no_spike_is_lost_and_no_more_is_drawn_than_fits(
+    points: tuple[tuple[int, float | None], ...],
+) -> None:
+    places = placed(points, (1, len(points)))
+    assert len(places) <= PLACES
+    ys = [y for _, y in points if y is not None]
+    shown = [p.values for p in places if p.values]
+    assert (min((v[0] for v in shown), default=0), max((v[2] for v in shown), default=0)) == (
+        min(ys, default=0),
+        max(ys, default=0),
+    )
+    for p in places:
+        own = [y for x, y in points if p.first <= x <= p.last and y is not None]
+        assert (p.values is None) == (not own)
+        assert p.values is None or p.values[1] == pytest.approx(math.fsum(own) / len(own), abs=1e-6)
+
+
+@given(points)
+def test_smoothing_keeps_gaps_and_stays_within(points: tuple[tuple[int, float | None], ...]) -> None:
+    ys = [y for _, y in points if y is not None]
+    for (x, y), (same, mean) in zip(points, smoothed(points), strict=True):
+        assert x == same
+        assert (y is None) == (mean is None)
+        assert mean is None or min(ys) - 1e-3 <= mean <= max(ys) + 1e-3
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 8))
+def test_round_values_lie_within_and_are_few(low: float, wide: float, most: int) -> None:
+    found = rounds(low, low + wide, most)
+    assert len(found) <= most + 1
+    slack = 1e-6 * (abs(low) + wide)
+    assert all(low - slack <= v <= low + wide + slack for v in found)
+
+
+def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
+    run = written(tmp_path, [row(n, grad_norm=1e6 if n == 77_777 else 1.0) for n in range(1, 100_001)])
+    began = time.perf_counter()
+    made = report(history(run))
+    assert time.perf_counter() - began < 30
+    assert len(made) < 600_000
+    assert "1 to 1e+06" in made, "one spike of 100,000 is seen"
+
+
+# --- reading it back -------------------------------------------------------------------------------------
+
+
+def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
+    run = written(tmp_path, STEPS)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "los')
+    read = history(run)
+    assert isinstance(read, History)
+    assert (len(read.rows), read.lost) == (len(STEPS), "")
+
+
+@pytest.mark.parametrize("line", ["nothing", "[1]", '{"step": "1"}', '{"step": 3}', '{"step": true}'])
+def test_a_line_that_is_none_is_told(line: str, tmp_path: Path) -> None:
+    run = written(tmp_path, STEPS)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(f"{line}\n{json.dumps(row(10))}\n")
+    read = history(run)
+    assert len(read.rows) == len(STEPS)
+    assert "line 10 is none" in read.lost
+    assert escape(read.lost) in report(read)
+
+
+@given(st.binary(max_size=80))
+def test_any_bytes_are_rows_or_told(text: bytes) -> None:
+    rows, lost = rows_of(text)
+    assert len(rows) <= text.count(b"\n")
+    assert 0 <= lost <= text.count(b"\n")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"settings": 1, "plan": {}, "machine": {}}'])
+def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> None:
+    run = written(tmp_path, STEPS)
+    (run / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json.*expected"):
+        history(run)
+
+
+# --- in a browser ----------------------------------------------------------------------------------------
+
+
+@needs_browser
+def test_a_browser_takes_it_without_a_complaint(tmp_path: Path) -> None:
+    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
+    shown = show(made, tmp_path)
+    assert not shown.console
+    assert shown.dom.count('<svg class="chart"') == 6

@@ -1,0 +1,165 @@
+"""Laws of the critical path: a chain of the plan that adds up to the step, and alone decides how long that is."""
+
+from itertools import pairwise
+from random import Random
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from table import every_plan, hardware, plan_of, plans
+
+from zfunc.core.critical_path import bound_by, critical, events_of, held_up_by, told
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.plan import Plan, build, in_order
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event, Timeline
+
+
+def timed(plan: Plan, seconds: dict[int, float], late: dict[int, float] | None = None) -> Timeline:
+    """A run of the plan in which operations take `seconds`, and begin `late` seconds after they could."""
+    free, end, events = [0.0] * len(plan.lanes), dict[int, float](), dict[int, Event]()
+    for i in in_order(plan, plan.waits):
+        op, (lane, _) = plan.graph.ops[i], plan.place[i]
+        start = max([free[lane], *(end[n] for n in plan.waits[i])]) + (late or {}).get(i, 0.0)
+        free[lane] = end[i] = start + seconds[i]
+        events[i] = Event(plan.lanes[lane].name, op.name, op.kind, start, end[i])
+    return Timeline(tuple(events[i] for lane in plan.lanes for i in lane.ops), "measured")
+
+
+def jittered(plan: Plan, seed: int) -> Timeline:
+    """A run with gaps, and with clocks that disagree: some operations begin before what they waited for ended."""
+    random = Random(seed)
+    ops = range(len(plan.graph))
+    late = {i: random.choice([0.0, random.random(), -random.random() / 4]) for i in ops}
+    return timed(plan, {i: 1 + random.random() for i in ops}, late)
+
+
+def check_chain(plan: Plan, timeline: Timeline) -> None:
+    """Connected from an operation that follows none to the last to end; running and idling add up to the step."""
+    chain = critical(plan, timeline)
+    at = [plan.graph.position[link.event.op] for link in chain]
+    for (a, b), link in zip(pairwise(at), chain[1:], strict=True):
+        lane, position = plan.place[b]
+        before = plan.lanes[lane].ops[position - 1] if position else None
+        assert a in plan.waits[b] if link.after == "wait" else a == before
+        others = [n for n in (before, *plan.waits[b]) if n is not None]
+        assert chain[at.index(a)].event.end == max(events_of(plan, timeline)[n].end for n in others)
+    if chain:
+        assert chain[0].after == ""
+        assert chain[-1].event.end == timeline.seconds
+        assert not plan.waits[at[0]]
+        assert plan.place[at[0]][1] == 0
+    assert all(link.idle >= 0 and link.ran >= 0 for link in chain)
+    assert sum(link.idle + link.ran for link in chain) == pytest.approx(timeline.seconds, rel=1e-9)
+    assert sum(bound_by(chain).values()) == pytest.approx(1.0 if chain else 0.0)
+
+
+@every_plan
+def test_the_chain_is_one_of_the_plan_and_adds_up_to_the_step(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    check_chain(plan, simulate(plan))
+
+
+@given(plans(), hardware())
+def test_so_it_is_on_any_machine(plan: Plan, on: Hardware) -> None:
+    check_chain(plan, simulate(plan, on))
+
+
+@given(plans(), st.integers(0, 1000))
+def test_so_it_is_with_gaps_and_clocks_that_disagree(plan: Plan, seed: int) -> None:
+    check_chain(plan, jittered(plan, seed))
+
+
+@given(plans(), hardware())
+def test_in_a_simulated_step_the_operations_of_the_chain_touch(plan: Plan, on: Hardware) -> None:
+    handed = critical(plan, simulate(plan, on))
+    assert all(link.idle <= on.handoff + link.event.end * 1e-12 for link in handed)
+    chain = critical(plan, simulate(plan, evolve(on, handoff=0.0)))
+    assert all(link.idle == 0 for link in chain)
+    assert all(a.event.end == b.event.start for a, b in pairwise(chain))
+    assert "waiting" not in bound_by(chain)
+
+
+@given(plans(), st.integers(0, 1000))
+def test_only_the_chain_decides_how_long_the_step_is(plan: Plan, seed: int) -> None:
+    random = Random(seed)
+    seconds = {i: 1 + random.random() for i in range(len(plan.graph))}
+    timeline = timed(plan, seconds)
+    chain = {plan.graph.position[link.event.op] for link in critical(plan, timeline)}
+    without = timed(plan, {i: s if i in chain else 0.0 for i, s in seconds.items()})
+    assert without.seconds == pytest.approx(timeline.seconds, rel=1e-12)
+
+
+def test_a_chain_one_can_read() -> None:
+    x, y = Region("x"), Region("y")
+    ops = (
+        Op("make", (), "compute", writes=(x,)),
+        Op("copy", (), "d2h", reads=(x,), writes=(y,)),
+        Op("more", (), "compute"),
+        Op("use", (), "host", reads=(y,)),
+    )
+    plan = build(Graph(ops), {"gpu": [0, 2], "d2h": [1], "cpu": [3]})
+    events = (
+        Event("gpu", "make", "compute", 1.0, 3.0),
+        Event("gpu", "more", "compute", 3.0, 4.5),
+        Event("d2h", "copy", "d2h", 3.0, 4.0),
+        Event("cpu", "use", "host", 6.0, 10.0),
+    )
+    timeline = Timeline(events, "measured")
+    chain = critical(plan, timeline)
+    assert [(link.event.op, link.after, link.idle, link.ran) for link in chain] == [
+        ("make", "", 1.0, 2.0),
+        ("copy", "wait", 0.0, 1.0),
+        ("use", "wait", 2.0, 4.0),
+    ]
+    assert bound_by(chain) == {"host": 0.4, "waiting": 0.3, "compute": 0.2, "d2h": 0.1}
+    assert told(bound_by(chain)) == "host 40%, waiting 30%, compute 20%, d2h 10%"
+    assert held_up_by(plan, events_of(plan, timeline)) == (-1, 0, 0, 1)
+
+
+def test_an_operation_that_ended_before_what_it_waited_for_began_took_no_time() -> None:
+    x, y = Region("x"), Region("y")
+    ops = (
+        Op("make", (), "compute", writes=(x,)),
+        Op("copy", (), "d2h", reads=(x,), writes=(y,)),
+        Op("use", (), "host", reads=(y,)),
+    )
+    plan = build(Graph(ops), {"gpu": [0], "d2h": [1], "cpu": [2]})
+    events = (
+        Event("gpu", "make", "compute", 5.0, 6.0),
+        Event("d2h", "copy", "d2h", 1.0, 2.0),
+        Event("cpu", "use", "host", 3.0, 10.0),
+    )
+    chain = critical(plan, Timeline(events, "measured"))
+    assert [(link.idle, link.ran) for link in chain] == [(2.0, 0.0), (0.0, 0.0), (1.0, 7.0)]
+
+
+def test_an_empty_step_has_no_chain() -> None:
+    plan = Plan(Graph(()), (), ())
+    assert critical(plan, Timeline((), "measured")) == ()
+    assert bound_by(()) == {}
+    assert told({}) == "nothing"
+
+
+OTHER_PLANS = {
+    "without adam[0]": lambda events: [e for e in events if e.op != "adam[0]"],
+    "with adam[0] twice": lambda events: [*events, next(e for e in events if e.op == "adam[0]")],
+    "with adam[9] on lane host": lambda events: [
+        evolve(e, op="adam[9]") if e.op == "adam[0]" else e for e in events
+    ],
+    "with adam[0] on lane other": lambda events: [
+        evolve(e, lane="other") if e.op == "adam[0]" else e for e in events
+    ],
+}
+
+
+@pytest.mark.parametrize("what", OTHER_PLANS)
+def test_a_timeline_of_another_plan_is_refused(what: str) -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = Timeline(OTHER_PLANS[what](simulate(plan, ROUND).events), "measured")
+    with pytest.raises(
+        ValueError, match=rf"got a measured timeline {what.replace('[', '.').replace(']', '.')}.*expected"
+    ):
+        critical(plan, timeline)

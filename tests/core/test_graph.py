@@ -1,0 +1,408 @@
+"""Laws of graphs and of recipes: what is derived is complete, and every recipe moves every gradient."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
+
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.ops import Job
+from zfunc.core.optimizer_state import BUFFERS
+from zfunc.core.regions import LASTING, SHADOW, WAITING, undecided
+
+Recipe = Callable[[Job], Iterator[Op]]
+
+
+def conflicting_pairs(graph: Graph) -> set[tuple[int, int]]:
+    """By definition: two operations that touch a region which one of them writes."""
+    reads, writes = [set(op.reads) for op in graph], [set(op.writes) for op in graph]
+    return {
+        (a, b)
+        for b in range(len(graph))
+        for a in range(b)
+        if writes[a] & (reads[b] | writes[b]) or reads[a] & writes[b]
+    }
+
+
+def implied_pairs(graph: Graph) -> set[tuple[int, int]]:
+    """All that follows from `graph.predecessors` by transitivity."""
+    before: list[set[int]] = []
+    for needs in graph.predecessors:
+        before.append(set(needs).union(*(before[n] for n in needs)))
+    return {(a, b) for b, known in enumerate(before) for a in known}
+
+
+@st.composite
+def scribbles(draw: st.DrawFn) -> Graph:
+    """Operations that read and write five kept regions at random."""
+    some = st.lists(
+        st.sampled_from([Region("r", (n,), kept=True) for n in range(5)]), max_size=3, unique=True
+    ).map(tuple)
+    size = draw(st.integers(0, 14))
+    return Graph(tuple(Op("op", (n,), "compute", draw(some), draw(some)) for n in range(size)))
+
+
+@given(st.one_of(scribbles(), graphs()))
+def test_derived_order_implies_every_conflict_and_adds_none(graph: Graph) -> None:
+    pairs = conflicting_pairs(graph)
+    assert pairs <= implied_pairs(graph)
+    for c in graph.conflicts:
+        assert (c.before, c.after) in pairs
+        before, after = graph.ops[c.before], graph.ops[c.after]
+        assert c.region in before.writes + after.writes
+        assert c.region in before.regions
+        assert c.region in after.regions
+
+
+@given(st.one_of(scribbles(), graphs()))
+def test_derived_order_is_linear_in_what_is_touched(graph: Graph) -> None:
+    assert len(set(graph.conflicts)) == len(graph.conflicts)
+    assert len(graph.conflicts) <= sum(2 * len(op.reads) + len(op.writes) for op in graph)
+
+
+def test_a_region_has_one_size_one_tier_and_one_lifetime() -> None:
+    for other in (
+        Region("x", nbytes=8),
+        Region("x", nbytes=4, tier="host"),
+        Region("x", nbytes=4, kept=True),
+    ):
+        with pytest.raises(
+            ValueError, match=r"b declares x as .* an earlier operation as .*: a region has one"
+        ):
+            Graph(
+                (Op("a", (), "compute", (), (Region("x", nbytes=4),)), Op("b", (), "compute", (), (other,)))
+            )
+
+
+def test_two_operations_cannot_share_a_name() -> None:
+    with pytest.raises(ValueError, match=r"two operations are named a\[1\]: give each its own index"):
+        Graph((Op("a", (1,), "compute"), Op("a", (1,), "host")))
+
+
+def test_a_region_is_its_buffer_and_index() -> None:
+    assert Region("x", (1,), 4, "host") == Region("x", (1,), 8)
+    assert Region("x", (1,)) != Region("x", (2,))
+    assert str(Region("x", (1, 2))) == "x[1,2]"
+    assert str(Region("x")) == "x"
+
+
+def test_unknown_kinds_and_tiers_and_negative_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="kind"):
+        Op("a", (), "gpu")
+    with pytest.raises(ValueError, match="tier"):
+        Region("a", tier="gpu")
+    with pytest.raises(ValueError, match="nbytes"):
+        Region("a", nbytes=-1)
+
+
+def test_an_operation_finds_its_regions_by_buffer() -> None:
+    x, y = Region("x", (1,)), Region("y")
+    op = Op("f", (), "compute", (x, y), (y,))
+    assert (op.read("x"), op.write("y"), op.regions) == (x, y, (x, y))
+    assert op.touches("x")
+    assert not op.touches("z")
+
+
+# --- laws of every recipe; but for the first, of those that train ------------------------------------------
+
+any_job = st.one_of(jobs(), st.sampled_from([*JOBS.values()]))
+PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
+UPDATES = ("adam", "confirm", "adam_on_device")
+of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
+of_any_job_of_stage_2 = given(
+    st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=2))
+)
+
+
+@every_graph
+def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, name: str) -> None:
+    written = {r for r in graph_of(recipe, name).regions if r.kept}
+    for op in graph_of(recipe, name):
+        assert set(op.reads) <= written, op.name
+        written.update(op.writes)
+
+
+@of_any_job
+def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe: Recipe, job: Job) -> None:
+    ops = list(recipe(job))
+    arrived = Counter(op.index[1] for op in ops if op.verb in ("to_host", "hold"))
+    arrived += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
+    packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
+    for b in job.layout.buckets:
+        due = 1 if job.stage == 1 else job.micro_batches * len(b.deliveries)
+        assert arrived[b.index] == due == job.num_deliveries(b)
+        for m in range(job.micro_batches):
+            assert packed[m, b.index] == sum(map(len, b.deliveries))
+
+    def done(*verbs: str) -> list[int]:
+        return sorted(op.index[0] for op in ops if op.verb in verbs)
+
+    everywhere, applied = [b.index for b in job.layout.buckets], [*job.offloaded]
+    if recipe is FIRST_DELAYED:  # no gradient waits yet
+        everywhere, applied = sorted(job.resident), []
+    assert done(*UPDATES) == everywhere
+    assert done("to_device") == applied
+    assert done("adam_on_device") == sorted(job.resident)
+    assert done("speculate") == done("confirm") == sorted(job.shadowed if recipe is PLAIN else ())
+    assert done("all_gather") == (everywhere if job.world > 1 else [])
+
+
+@of_any_job_of_stage_2
+def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: Job) -> None:
+    """Nothing else can see this: the slot is kept, so a lost gradient would be no race."""
+    holds: dict[Region, tuple[int, ...]] = {}
+    filled: dict[Region, list[int]] = {}
+    for op in recipe(job):
+        if op.verb == "pack":
+            m, b, s = op.index
+            slot = op.write("grad_slot")
+            if slot in op.reads:
+                assert holds[slot] == (m, b), f"{op.name} adds to a slot of another bucket"
+            else:
+                assert slot not in holds, f"{op.name} overwrites {holds.get(slot)}"
+                holds[slot], filled[slot] = (m, b), []
+            filled[slot].append(s)
+        elif op.touches("grad_slot"):
+            slot = op.read("grad_slot")
+            assert holds[slot][1] == op.index[len(op.index) > 1]
+            leaves = "adam_on_device" if _straight(job, recipe, holds[slot][1]) else "hold"
+            if op.verb == (leaves if holds[slot][1] in job.resident else "to_host"):
+                m, b = holds.pop(slot)
+                d = op.index[2] if len(op.index) > 1 else 0
+                assert op.index in ((m, b, d), (b,))
+                assert tuple(filled.pop(slot)) == job.layout.buckets[b].deliveries[d]
+            elif op.verb == "hold":
+                raise AssertionError(op.name)
+    assert not holds
+
+
+def _straight(job: Job, recipe: Recipe, b: int) -> bool:
+    """Whether a bucket that is updated on the device is updated straight from its slot."""
+    return recipe is PLAIN and not job.barrier and job.num_deliveries(job.layout.buckets[b]) == 1
+
+
+@given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=1)))
+def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(recipe: Recipe, job: Job) -> None:
+    added: dict[Region, list[tuple[int, int]]] = {}
+    for op in recipe(job):
+        if op.verb in ("pack", "add"):
+            m, b, s = op.index
+            slot = op.write("grad_slot")
+            assert slot.index == (b,)
+            assert (slot in op.reads) == (slot in added), (
+                f"{op.name} overwrites what was added, or adds to nothing"
+            )
+            added.setdefault(slot, []).append((m, s))
+        elif op.verb == "square_sum":
+            slot = op.read("grad_slot")
+            groups = job.layout.buckets[slot.index[0]].deliveries
+            assert added.pop(slot) == [
+                (m, s) for m in range(job.micro_batches) for group in groups for s in group
+            ]
+    assert not added
+
+
+@of_any_job
+def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(recipe: Recipe, job: Job) -> None:
+    full: dict[Region, str] = {}
+    for op in recipe(job):
+        for r in op.reads:
+            if r.buffer == "host_slot":
+                del full[r]  # a KeyError is a slot read twice, or never filled
+        for r in op.writes:
+            if r.buffer == "host_slot":
+                assert r not in full, f"{op.name} overwrites what {full[r]} left"
+                full[r] = op.name
+    assert not full
+
+
+@of_any_job
+def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: Job) -> None:
+    adds = [
+        op
+        for op in recipe(job)
+        if op.verb == "accumulate" or (op.verb == "hold" and op.touches("device_sum"))
+    ]
+    begun: set[int] = set()
+    for op in adds:
+        b = op.index[1]
+        total = op.write("device_sum" if b in job.resident else "grad_sum")
+        assert (total in op.reads) == (b in begun)
+        begun.add(b)
+    due = {b.index: job.num_deliveries(b) for b in job.layout.buckets if job.num_deliveries(b) > 1}
+    assert Counter(op.index[1] for op in adds) == due
+
+
+@of_any_job
+def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> None:
+    regions = Graph(tuple(recipe(job))).regions
+    for buffer, most in (
+        ("grad_slot", len(job.layout.buckets) if job.stage == 1 else job.grad_slots),
+        ("host_slot", job.host_slots),
+        ("param_slot", job.host_slots),
+    ):
+        assert {r.index for r in regions if r.buffer == buffer} <= {(n,) for n in range(most)}
+
+
+@of_any_job_of_stage_2
+def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
+    packs = [op for op in recipe(job) if op.verb == "pack"]
+    used = [op.write("grad_slot").index for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
+    assert used == [(n % job.grad_slots,) for n in range(len(used))]
+
+
+@of_any_job
+def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
+    recipe: Recipe, job: Job
+) -> None:
+    """A delayed update has the verdict of the step before; what is updated on the device never is delayed."""
+    verbs = [op.verb for op in recipe(job)]
+    assert verbs.count("decide") == verbs.count("global_norm") == 1
+    delayed = recipe is not PLAIN
+    for verb in UPDATES:
+        if verb in verbs and not (delayed and verb == "adam"):
+            assert verbs.index("decide") < verbs.index(verb)
+    if job.barrier or delayed:
+        measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
+        assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
+    if delayed and "adam" in verbs:
+        assert verbs.index("adam") < verbs.index("forward")
+        assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
+
+
+@of_any_job
+def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: Job) -> None:
+    """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
+    graph = Graph(tuple(recipe(evolve(job, save=True))))
+    assert [op.name for op in undecided(graph)] == []
+    # Or the law would say nothing: that they read the verdict is what orders them, and without it they are found.
+    blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "verdict")) for op in graph)
+    assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
+        op.name for op in undecided(blind)
+    }
+
+
+@given(any_job)
+def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: Job) -> None:
+    """A new buffer has to be put on one side: what is kept and not allocated by the program could be anything."""
+    room = {"norm", "mean_loss", "verdict", "written", "written_frozen", *(SHADOW + name for name in LASTING)}
+    for recipe in TRAINING.values():
+        for op in recipe(evolve(job, save=True)):
+            for r in op.writes:
+                assert not r.kept or r.dtype or r.buffer in LASTING | room, r
+
+
+@given(any_job)
+def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Job) -> None:
+    ops = {op.name: op for op in PLAIN(job)}
+    for b in job.offloaded:
+        arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
+        ahead = ops.get(f"speculate[{b}]")
+        update, back = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"], ops[f"to_device[{b}]"]
+        assert set(arrivals[-1].writes) & set(update.reads)
+        assert set(update.writes) & set(back.reads)
+        assert update.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
+        assert back.write("params").index == (b,)
+        if ahead:
+            assert set(arrivals[-1].writes) & set(ahead.reads)
+            assert not set(ahead.writes) & set(ahead.reads)
+            assert set(ahead.writes) < set(update.reads) & set(update.writes)
+    for b in job.resident:
+        assert ops[f"adam_on_device[{b}]"].read("verdict") == ops["decide"].write("verdict")
+        assert ops[f"adam_on_device[{b}]"].write("params").index == (b,)
+    if job.world > 1:
+        assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
+    losses = [r.index for r in ops["mean_loss" if job.world > 1 else "decide"].reads if r.buffer == "loss"]
+    assert losses == [(m,) for m in range(job.micro_batches)]
+    assert ops["decide"].touches("norm") == job.barrier
+
+
+@given(any_job)
+def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: Job) -> None:
+    left = {r for op in FIRST_DELAYED(job) for r in op.writes if r.buffer in WAITING}
+    for recipe in (TRAINING["delayed"], RECIPES["flush"]):
+        assert {r for op in recipe(job) if op.verb == "adam" for r in op.reads if r.buffer in WAITING} == left
+    assert {r.index for r in left} == {(b,) for b in job.offloaded}
+
+
+@of_any_job
+def test_the_norm_counts_every_bucket(recipe: Recipe, job: Job) -> None:
+    (norm,) = (op for op in recipe(job) if op.verb == "global_norm")
+    assert len(norm.reads) == len(job.layout.buckets)
+
+
+@of_any_job
+def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: Job) -> None:
+    ops = list(recipe(job))
+    for verb, first in (("forward", 0), ("backward", job.layout.first_trainable)):
+        done = sorted(op.index for op in ops if op.verb == verb)
+        assert done == [(m, s) for m in range(job.micro_batches) for s in range(first, job.num_segments)]
+
+
+@of_any_job
+def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: Job) -> None:
+    for op in recipe(job):
+        if op.verb in ("forward", "backward"):
+            read = {r.index[0] for r in op.reads if r.buffer == "params"}
+            assert read == set(job.layout.buckets_of(op.index[1])), op.name
+
+
+MOVING = {"pack", "add", "hold", "square_sum", "accumulate", "adam", "speculate", "adam_on_device"}
+SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
+
+
+@of_any_job
+def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(recipe: Recipe, job: Job) -> None:
+    """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
+
+    def moved(region: Region) -> int:
+        if region.buffer in ("verdict", "squares", "host_squares"):
+            return 0  # one number
+        return share if region.buffer.endswith("_slot") or region.buffer == "grads" else region.nbytes
+
+    for op in recipe(job):
+        if op.verb == "load":
+            assert op.nbytes == sum(r.nbytes for r in op.writes)
+        if op.verb not in MOVING | SENDING:
+            continue
+        share = job.layout.buckets[op.index[min(1, len(op.index) - 1)]].numel * job.element_bytes
+        share //= 1 if op.verb in ("pack", "add") else job.world
+        if op.verb in SENDING:
+            assert op.nbytes == share * (job.world - 1 if op.kind == "network" else 1), op.name
+            continue
+        reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
+        expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
+        if op.verb == "adam_on_device" and not job.send_high_half:
+            expected += share  # the weights: written
+        assert op.nbytes == expected, op.name
+
+
+@of_any_job
+def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
+    recipe: Recipe, job: Job
+) -> None:
+    """That the update then waits is the verifier's affair: the write reads what the update writes."""
+    ops = {op.name: op for op in recipe(evolve(job, save=True))}
+    order = {name: i for i, name in enumerate(ops)}
+    for bucket in job.layout.buckets:
+        b = bucket.index
+        write = ops[f"write[{b}]"]
+        update = next((ops[name] for verb in UPDATES if (name := f"{verb}[{b}]") in ops), None)
+        assert set(write.writes) <= set(ops["publish"].reads)
+        if update is None:
+            continue
+        kept = {x.name for x in BUFFERS[job.moments]}
+        state = {r for r in update.writes if r.buffer in kept}
+        assert len(state) == len(kept)
+        assert state <= set(write.reads)
+        assert order[write.name] < order[update.name]
+        waits = {r for r in update.reads if r.buffer in WAITING}
+        assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
+    assert ("write_frozen" in ops) == bool(job.layout.frozen)
+    assert [*ops][-1] == "publish"
+    plain = [op for op in ops.values() if op.verb not in ("write", "write_frozen", "publish")]
+    assert plain == list(recipe(evolve(job, save=False)))

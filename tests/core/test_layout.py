@@ -1,0 +1,215 @@
+"""Laws of the layout: spans and buckets tile the buffer, and depend on names, shapes and sizes alone."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from table import EMBED, JOBS, SPANNING, TIED, Segments, layouts
+
+from zfunc.core.layout import ALIGNMENT, Bucket, Layout, Parameter, make_layout
+
+Made = tuple[Segments, int, int]
+
+
+def make(made: Made) -> Layout:
+    segments, bucket_size, world = made
+    return make_layout(segments, bucket_size=bucket_size, world=world)
+
+
+def declared(segments: Segments, *, trainable: bool) -> dict[str, Parameter]:
+    return {p.name: p for used in segments for p in used if p.trainable == trainable}
+
+
+@given(layouts())
+def test_every_parameter_has_one_span_of_its_shape(made: Made) -> None:
+    layout = make(made)
+    for spans, trainable in ((layout.spans, True), (layout.frozen, False)):
+        wanted = declared(made[0], trainable=trainable)
+        assert sorted(s.name for s in spans) == sorted(wanted)
+        for span in spans:
+            p = wanted[span.name]
+            assert (span.shape, span.decay) == (p.shape, p.decay)
+            assert span.stop - span.start == p.numel
+    assert layout.num_trainable == sum(p.numel for p in declared(made[0], trainable=True).values())
+
+
+@given(layouts())
+def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(made: Made) -> None:
+    layout = make(made)
+    for spans, numel in ((layout.spans, layout.numel), (layout.frozen, layout.frozen_numel)):
+        assert all(s.start % ALIGNMENT == 0 for s in spans)
+        assert all(a.stop <= b.start for a, b in pairwise(spans))
+        assert not spans or spans[-1].stop <= numel
+    for bucket in layout.buckets:
+        assert all(bucket.start <= s.start and s.stop <= bucket.stop for s in bucket.spans)
+    assert layout.spans == tuple(s for b in layout.buckets for s in b.spans)
+
+
+@given(layouts())
+def test_buckets_tile_the_buffer_in_whole_shards(made: Made) -> None:
+    layout = make(made)
+    edges = [0, *(b.stop for b in layout.buckets)]
+    assert [(b.start, b.stop) for b in layout.buckets] == list(pairwise(edges))
+    assert layout.numel == edges[-1]
+    assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))
+    assert all(b.numel % (ALIGNMENT * made[2]) == 0 for b in layout.buckets)
+
+
+@given(layouts())
+def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(made: Made) -> None:
+    layout, world = make(made), made[2]
+    for span in layout.spans:
+        end = 0
+        for rank in range(world):
+            piece = layout.piece(span, rank, world)
+            if piece.start < piece.stop:
+                assert piece.start == end
+                assert piece.at % ALIGNMENT == piece.start % ALIGNMENT == 0
+                end = piece.stop
+        assert end == span.stop - span.start
+
+
+@given(layouts())
+def test_the_ranks_slices_of_the_runs_are_the_runs(made: Made) -> None:
+    world = made[2]
+    for bucket in make(made).buckets:
+        for rank in range(world):
+            start, stop = bucket.slice_of(rank, world)
+            cut = bucket.runs_within(start, stop)
+            assert [a for a, *_ in cut] == [start, *(b for _, b, _ in cut)][:-1]
+            assert cut[-1][1] == stop
+            assert all(
+                any(a <= x and y <= b and kind == decay for a, b, decay in bucket.runs) for x, y, kind in cut
+            )
+
+
+@given(layouts())
+def test_a_bucket_is_no_larger_than_asked_unless_one_parameter_is(made: Made) -> None:
+    _, bucket_size, world = made
+    for bucket in make(made).buckets:
+        content = -(-bucket.spans[-1].stop // ALIGNMENT) * ALIGNMENT - bucket.start
+        assert content <= bucket_size or len(bucket.spans) == 1
+        assert bucket.numel - content < ALIGNMENT * world
+
+
+@given(layouts())
+def test_runs_tile_the_bucket_and_agree_with_their_spans(made: Made) -> None:
+    for bucket in make(made).buckets:
+        starts, stops, decays = zip(*bucket.runs, strict=True)
+        assert (0, *stops) == (*starts, bucket.numel)
+        assert all(a != b for a, b in pairwise(decays))  # as few as there can be
+        for span in bucket.spans:
+            inside = [
+                (a, b, d)
+                for a, b, d in bucket.runs
+                if a < span.stop - bucket.start and span.start - bucket.start < b
+            ]
+            assert [d for *_, d in inside] == [span.decay]
+
+
+@given(layouts())
+def test_every_use_of_a_bucket_is_delivered_once_in_the_order_of_backward(made: Made) -> None:
+    segments, layout = made[0], make(made)
+    for bucket in layout.buckets:
+        names = {s.name for s in bucket.spans}
+        users = [s for s, used in enumerate(segments) if any(p.name in names for p in used)]
+        assert [s for group in bucket.deliveries for s in group] == users[::-1]
+        tied = {sum(name in [p.name for p in used] for used in segments) > 1 for name in names}
+        assert len(tied) == 1  # all of a bucket, or none
+        assert len(bucket.deliveries) == (len(users) if tied == {True} else 1)
+    for s in range(len(segments)):
+        used = {p.name for p in segments[s]}
+        assert layout.buckets_of(s) == tuple(
+            b.index for b in layout.buckets if any(x.name in used for x in b.spans)
+        )
+
+
+@given(layouts())
+def test_no_bucket_is_open_while_a_segment_in_its_midst_delivers_another(made: Made) -> None:
+    """Between its first and its last segment a bucket holds a slot; with one slot nothing else may need it."""
+    layout = make(made)
+    for bucket in layout.buckets:
+        for group in bucket.deliveries:
+            for s in range(group[-1] + 1, group[0]):
+                assert set(layout.buckets_of(s)) <= {bucket.index}
+
+
+@given(layouts())
+def test_buffer_order_is_segment_order(made: Made) -> None:
+    segments, layout = made[0], make(made)
+    first = {p.name: s for s, used in reversed([*enumerate(segments)]) for p in used}
+    homes = [first[span.name] for span in layout.spans]
+    assert homes == sorted(homes)
+    assert layout.first_trainable == min(
+        s for s, used in enumerate(segments) if any(p.trainable for p in used)
+    )
+
+
+@given(layouts())
+def test_one_input_one_layout(made: Made) -> None:
+    assert make(made) == make(made)
+
+
+def test_a_tied_parameter_has_one_place_and_a_delivery_for_each_user() -> None:
+    layout = make_layout(TIED, bucket_size=128)
+    (home,) = (b for b in layout.buckets if any(s.name == EMBED.name for s in b.spans))
+    assert home.deliveries == ((2,), (0,))
+    assert home.index in layout.buckets_of(0)
+    assert home.index in layout.buckets_of(2)
+
+
+def test_buckets_fill_from_the_back_so_the_short_one_is_at_the_front() -> None:
+    buckets = make_layout([[Parameter(f"p{n}", (64,)) for n in range(5)]], bucket_size=128).buckets
+    assert [len(b.spans) for b in buckets] == [1, 2, 2]
+
+
+def test_one_bucket_may_span_segments() -> None:
+    (bucket,) = make_layout(SPANNING, bucket_size=256).buckets
+    assert bucket.deliveries == ((3, 2, 1, 0),)
+
+
+def test_decayed_parameters_of_a_segment_come_first() -> None:
+    bias, weight, scale = (
+        Parameter("b", (8,), decay=False),
+        Parameter("w", (8, 8)),
+        Parameter("s", (), decay=False),
+    )
+    (bucket,) = make_layout([[bias, weight, scale]], bucket_size=1000).buckets
+    assert [span.name for span in bucket.spans] == ["w", "b", "s"]
+    assert bucket.runs == ((0, 64, True), (64, 192, False))
+
+
+def test_frozen_parameters_are_in_no_bucket() -> None:
+    layout = JOBS["frozen"].layout
+    assert {s.name for s in layout.frozen} == {"stem", "base"}
+    assert not {s.name for b in layout.buckets for s in b.spans} & {"stem", "base"}
+    assert layout.first_trainable == 2
+
+
+@pytest.mark.parametrize(
+    ("segments", "sizes", "message"),
+    [
+        (TIED, {"bucket_size": 0}, "bucket_size must be at least 1, got 0: give"),
+        (TIED, {"bucket_size": 1, "world": 0}, "world must be at least 1, got 0: give"),
+        (
+            [[EMBED], [Parameter("embed", (8, 10))]],
+            {"bucket_size": 1},
+            "'embed' is declared twice, as .* and as ",
+        ),
+        ([[Parameter("a", (2,), trainable=False)]], {"bucket_size": 1}, "no parameter is trainable: give"),
+        ([[]], {"bucket_size": 1}, "no parameter is trainable: give"),
+    ],
+)
+def test_what_cannot_be_laid_out_says_why(segments: Segments, sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_layout(segments, **sizes)
+
+
+def test_a_parameter_has_a_name() -> None:
+    with pytest.raises(ValueError, match="name"):
+        Parameter("", (1,))
+
+
+def test_a_scalar_is_one_element() -> None:
+    assert Parameter("x", ()).numel == 1
+    assert isinstance(make_layout([[Parameter("x", ())]], bucket_size=1).buckets[0], Bucket)

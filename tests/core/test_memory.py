@@ -1,0 +1,173 @@
+"""Laws of memory: no timing a plan allows holds more, and on one lane the bound is what is held."""
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from table import every_graph, every_plan, graph_of, plan_of, plans
+from zfunc.schedules import Serial
+
+from zfunc.core.graph import TIERS, Graph, Op, Region, Tier
+from zfunc.core.memory_model import Peak, memory
+from zfunc.core.memory_model import held as memory_held
+from zfunc.core.plan import Plan, build, in_order
+
+
+def times(plan: Plan, random: Random) -> dict[int, tuple[int, int]]:
+    """Start and end of every operation if each takes a random time and is held up at random."""
+    free = [0] * len(plan.lanes)
+    ran: dict[int, tuple[int, int]] = {}
+    for i in in_order(plan, plan.waits):
+        lane, _ = plan.place[i]
+        start = max([free[lane], *(ran[n][1] for n in plan.waits[i])]) + random.choice([0, 0, 1, 30])
+        free[lane] = start + random.choice([1, 2, 3, 100, 1000])
+        ran[i] = start, free[lane]
+    return ran
+
+
+def held(plan: Plan, ran: dict[int, tuple[int, int]]) -> dict[Tier, int]:
+    """The most bytes alive at any instant, tier by tier: from the first access's start to the last one's end."""
+    peaks: dict[Tier, int] = {}
+    for tier in TIERS:
+        alive: list[tuple[int, int, int]] = []
+        kept = 0
+        for r in plan.graph.regions:
+            if r.tier == tier and r.kept:
+                kept += r.nbytes
+            elif r.tier == tier:
+                uses = [ran[i] for i, op in enumerate(plan.graph) if r in op.reads + op.writes]
+                alive.append((min(a for a, _ in uses), max(b for _, b in uses), r.nbytes))
+        if tier == "device":
+            alive += [(*ran[i], op.workspace) for i, op in enumerate(plan.graph)]
+        peaks[tier] = kept + max(
+            (sum(n for a, b, n in alive if a <= t < b) for t, _, _ in alive), default=0
+        )  # a maximum is reached where something begins
+    return peaks
+
+
+def check(plan: Plan, random: Random, *, num_timings: int) -> None:
+    bound = memory(plan)
+    assert set(bound) == set(TIERS)
+    for _ in range(num_timings):
+        for tier, nbytes in held(plan, times(plan, random)).items():
+            assert nbytes <= bound[tier].nbytes, tier
+
+
+@every_plan
+def test_no_timing_holds_more_than_the_bound(recipe: str, name: str, schedule: str) -> None:
+    check(plan_of(recipe, name, schedule), Random(0), num_timings=4)
+
+
+@given(plans(), st.randoms(use_true_random=False))
+def test_nor_does_any_on_any_job(plan: Plan, random: Random) -> None:
+    check(plan, random, num_timings=3)
+
+
+@st.composite
+def short_lived(draw: st.DrawFn) -> Plan:
+    """Small plans in which everything comes and goes, on several lanes."""
+    sizes = draw(st.lists(st.integers(1, 100), min_size=1, max_size=8))
+    regions = [Region("r", (n,), size) for n, size in enumerate(sizes)]
+    kinds = st.integers(0, 3)
+    ops: list[Op] = []
+    for n, r in enumerate(regions):
+        reads = draw(st.lists(st.sampled_from(regions[:n]), max_size=2).map(tuple)) if n else ()
+        ops.append(Op("op", (n,), "compute", reads, (r,), workspace=draw(st.integers(0, 50))))
+    lanes: dict[str, list[int]] = {}
+    for i in range(len(ops)):
+        lanes.setdefault(f"lane{draw(kinds)}", []).append(i)
+    return build(Graph(tuple(ops)), lanes)
+
+
+@given(short_lived(), st.randoms(use_true_random=False))
+def test_nor_does_any_where_everything_comes_and_goes(plan: Plan, random: Random) -> None:
+    check(plan, random, num_timings=10)
+
+
+@every_graph
+def test_on_one_lane_the_bound_is_what_is_held(recipe: str, name: str) -> None:
+    plan = Serial()(graph_of(recipe, name))
+    assert held(plan, times(plan, Random(0))) == {tier: peak.nbytes for tier, peak in memory(plan).items()}
+
+
+@every_plan
+def test_no_schedule_needs_less_than_the_least_any_timing_holds(
+    recipe: str, name: str, schedule: str
+) -> None:
+    """The bound is not loose without limit: at most everything at once."""
+    plan = plan_of(recipe, name, schedule)
+    for tier, peak in memory(plan).items():
+        regions = [r for r in plan.graph.regions if r.tier == tier]
+        assert peak.kept == sum(r.nbytes for r in regions if r.kept)
+        workspaces = sum(op.workspace for op in plan.graph) if tier == "device" else 0
+        assert peak.transient <= sum(r.nbytes for r in regions if not r.kept) + workspaces
+        assert peak.op in {"", *(op.name for op in plan.graph)}
+        assert bool(peak.op) or peak.transient == 0
+
+
+def two_at_once(*, waits: bool) -> Plan:
+    """Two producers of 10 and 7 bytes; with `waits` they share a token, so one comes after the other."""
+    token, a, b = Region("token", kept=True), Region("a", nbytes=10), Region("b", nbytes=7)
+    shared = (token,) if waits else ()
+    return build(
+        Graph(
+            (
+                Op("a", (), "compute", shared, (a, *shared)),
+                Op("idle", (), "host"),
+                Op("b", (), "host", shared, (b, *shared), workspace=5),
+            )
+        ),
+        {"one": [0], "two": [1, 2]},
+    )
+
+
+def test_what_may_overlap_is_added_and_what_cannot_is_not() -> None:
+    assert memory(two_at_once(waits=False))["device"].nbytes == 22
+    assert memory(two_at_once(waits=True))["device"].nbytes == 12
+
+
+def test_an_empty_lane_bounds_nothing() -> None:
+    graph = two_at_once(waits=False).graph
+    peaks = memory(build(graph, {"one": [0], "none": [], "two": [1, 2]}))
+    assert peaks == memory(two_at_once(waits=False))
+
+
+def test_a_peak_says_where_it_is() -> None:
+    small, big = Region("small", nbytes=1, tier="pinned"), Region("big", nbytes=9, tier="pinned")
+    kept = Region("kept", nbytes=100, tier="pinned", kept=True)
+    ops = (
+        Op("a", (), "h2d", (kept,), (small,)),
+        Op("b", (), "h2d", (small,), (big,)),
+        Op("c", (), "h2d", (big,)),
+    )
+    peaks = memory(Serial()(Graph(ops)))
+    assert peaks["pinned"] == Peak("pinned", 100, 10, "b")
+    assert peaks["pinned"].nbytes == 110
+    assert peaks["disk"] == Peak("disk", 0, 0, "")
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+def test_the_bound_counts_what_a_fast_producer_can_have_made(num_slots: int) -> None:
+    """Slots hold the producer back, so that many items are alive at once and one more being used."""
+    ops: list[Op] = []
+    for n in range(10):
+        item, slot = Region("item", (n,), 8), Region("slot", (n % num_slots,), kept=True)
+        ops.append(Op("make", (n,), "compute", (), (item, slot)))
+        ops.append(Op("use", (n,), "host", (item, slot)))
+    plan = build(Graph(tuple(ops)), {"gpu": range(0, 20, 2), "cpu": range(1, 20, 2)})
+    assert memory(plan)["device"].nbytes == 8 * num_slots
+
+
+def test_nothing_needs_no_memory() -> None:
+    assert {p.nbytes for p in memory(build(Graph(()), {})).values()} == {0}
+
+
+@every_plan
+def test_what_is_held_adds_up_to_the_peak(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    parts = memory_held(plan)
+    assert set(parts) == set(TIERS)
+    for tier, peak in memory(plan).items():
+        assert sum(parts[tier].values()) == peak.nbytes
+        assert list(parts[tier].values()) == sorted(parts[tier].values(), reverse=True)

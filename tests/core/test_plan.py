@@ -1,0 +1,166 @@
+"""Laws of plans: text round-trips, digests agree between processes, build derives waits and finds deadlocks.
+
+`ZFUNC_GOLDENS=write python -m pytest tests/core/test_plan.py` writes the goldens anew; read the difference.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attrs import asdict, evolve
+from hypothesis import given
+from table import JOBS, RECIPES, SCHEDULES, TIED, every_plan, graph_of, job, plan_of, plans
+
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.plan import Lane, Plan, PlanError, build, happens_before, in_order, parse
+
+GOLDENS = Path(__file__).parents[1] / "goldens"
+HERE = "import sys; sys.path.insert(0, sys.argv[1]); from table import *; "
+X = Region("x", nbytes=4)
+MAKE_USE = Graph((Op("make", (), "compute", writes=(X,), flops=5), Op("use", (), "host", reads=(X,))))
+
+
+@every_plan
+def test_text_round_trips(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    again = parse(plan.text())
+    assert again == plan
+    assert again.text() == plan.text()
+    assert again.digest == plan.digest
+    # Sizes and tiers are no part of a region's identity, so equality does not see them.
+    for old, new in zip(plan.graph.regions, again.graph.regions, strict=True):
+        assert asdict(old) == asdict(new)
+
+
+@given(plans())
+def test_text_round_trips_on_any_job(plan: Plan) -> None:
+    assert parse(plan.text()).text() == plan.text()
+    assert parse(plan.text()) == plan
+
+
+def test_digests_are_the_same_in_another_process() -> None:
+    code = HERE + "print(*[plan_of(r, j, s).digest for r in RECIPES for j in JOBS for s in SCHEDULES])"
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
+    hashed = {**os.environ, "PYTHONHASHSEED": "12345"}
+    out = subprocess.run(command, env=hashed, check=True, capture_output=True, text=True).stdout
+    assert out.split() == [plan_of(r, j, s).digest for r in RECIPES for j in JOBS for s in SCHEDULES]
+
+
+def test_digests_tell_plans_apart() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    i = next(i for i, waits in enumerate(plan.waits) if waits)
+    poorer = evolve(plan, waits=(*plan.waits[:i], (), *plan.waits[i + 1 :]))
+    bigger = SCHEDULES["Overlapped"](
+        Graph(tuple(RECIPES["zero_offload"](evolve(JOBS["tied"], target_bytes=17))))
+    )
+    others = [poorer, bigger, plan_of("zero_offload", "tied", "Serial")]
+    assert len({p.digest for p in (plan, *others)}) == 4
+
+
+@every_plan
+def test_waits_cross_lanes_and_each_lane_is_waited_for_once(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    for i, waits in enumerate(plan.waits):
+        lanes = [plan.place[n][0] for n in waits]
+        assert plan.place[i][0] not in lanes
+        assert len(lanes) == len(set(lanes))
+    assert plan.num_waits == sum(map(len, plan.waits))
+
+
+@every_plan
+def test_in_order_keeps_lanes_and_waits(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    turn = {op: n for n, op in enumerate(in_order(plan, plan.waits))}
+    assert sorted(turn) == list(range(len(plan.graph)))
+    assert all(turn[n] < turn[i] for i, waits in enumerate(plan.waits) for n in waits)
+    for lane in plan.lanes:
+        assert [turn[op] for op in lane.ops] == sorted(turn[op] for op in lane.ops)
+
+
+def test_an_implied_wait_is_dropped() -> None:
+    x = Region("x", kept=True)
+    graph = Graph(tuple(Op(verb, (), "compute", (x,), (x,)) for verb in "abc"))
+    plan = build(graph, {"one": [0], "two": [1], "three": [2]})
+    assert plan.waits == ((), (0,), (1,))
+    assert happens_before(plan)[2] == (0, 0, 0)
+
+
+def test_an_order_that_deadlocks_is_refused_with_its_cycle() -> None:
+    x, y = Region("x", kept=True), Region("y", kept=True)
+    ops = [Op(v, (), "compute", (), (r,)) for v, r in (("a", x), ("b", y), ("c", x), ("d", y))]
+    with pytest.raises(PlanError, match=r"deadlock: .* waits for ") as error:
+        build(Graph(tuple(ops)), {"one": [2, 1], "two": [3, 0]})
+    said = str(error.value)
+    assert all(f"->  {v}" in said for v in "abcd")
+    assert "Move one of them" in said
+
+
+# --- parsing ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("op make compute", "op make gpu"),
+        ("region x 4 device", "region x 4 attic"),
+        ("region x 4 device", "region x four device"),
+        ("region x 4 device", "region x"),
+        (": -> x", ": -> z"),
+        (": -> x", ": x"),
+        ("flops=5", "hops=5"),
+        ("flops=5", "flops"),
+        ("lane compute", "track compute"),
+        ("lane compute", "lane"),
+        ("  use  after make", "  use  after nothing"),
+        ("  use  after make", "  loose  after make"),
+        ("lane compute\n", "\n"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(right: str, wrong: str) -> None:
+    text = build(MAKE_USE, {"compute": [0], "host": [1]}).text()
+    before, found, after = text.partition(right)
+    assert found
+    line = (before + wrong).rstrip("\n").count("\n") + 1 if wrong != "\n" else before.count("\n") + 1
+    with pytest.raises(ValueError, match=f"line {line} of the plan cannot be read"):
+        parse(before + wrong + after)
+
+
+@pytest.mark.parametrize("text", ["", "\n", "zfunc plan 2\n", "# a plan"])
+def test_text_that_is_no_plan_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="as the first line, expected 'zfunc plan 1'"):
+        parse(text)
+
+
+def test_an_empty_graph_is_a_plan() -> None:
+    plan = build(Graph(()), {})
+    assert parse(plan.text()) == plan
+
+
+def test_an_operation_on_no_lane_round_trips() -> None:
+    plan = Plan(MAKE_USE, (Lane("gpu", (0,)),), ((), ()))
+    assert parse(plan.text()) == plan
+
+
+# --- goldens ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("barrier", [False, True], ids=["", "barrier"])
+@pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
+def test_plans_of_a_small_tied_model_are_as_written_down(schedule: str, barrier: bool) -> None:
+    graph = Graph(tuple(RECIPES["zero_offload"](job(TIED, barrier=barrier, world=2))))
+    text = f"{SCHEDULES[schedule](graph)}\n"
+    path = GOLDENS / f"{schedule.lower()}{'_barrier' * barrier}.txt"
+    if os.environ.get("ZFUNC_GOLDENS") == "write":
+        path.write_text(text)
+    assert text == path.read_text(), (
+        f"the plan differs from {path.name}: if it should, run ZFUNC_GOLDENS=write python -m pytest {__file__} "
+        "and read the difference"
+    )
+
+
+def test_every_golden_is_tested() -> None:
+    names = {s + b for s in ("serial", "overlapped", "interleaved") for b in ("", "_barrier")}
+    assert {path.stem for path in GOLDENS.glob("*.txt")} == names
+    assert len(graph_of("zero_offload", "tied")) < 40

@@ -1,0 +1,88 @@
+"""A recipe of one's own: what is checked of it before a step is run."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from attrs import evolve
+from small_models import MODELS
+
+import zfunc
+from zfunc.core.graph import Op, Region
+from zfunc.core.ops import Job
+from zfunc.core.recipes import delayed, zero_offload
+from zfunc.engine.program import steadily_delayed
+
+
+def compiled(recipe: Any, **more: Any) -> zfunc.engine.program.Program:
+    segments, _ = MODELS["odd sizes"]()
+    return zfunc.compile(segments, precision="fp32", device="cpu", recipe=recipe, **more)
+
+
+def without(*verbs: str) -> Callable[[Job], Iterator[Op]]:
+    return lambda job: (op for op in zero_offload(job) if op.verb not in verbs)
+
+
+def test_the_plain_one_by_its_name_is_the_default() -> None:
+    assert compiled(zero_offload).plan == compiled(None).plan
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"),
+    [
+        (without("global_norm"), "a step in which nothing writes norm"),
+        (
+            lambda job: zero_offload(zfunc.engine.program.evolve(job, save=False)),
+            "that saves in which nothing writes published",
+        ),
+        (lambda job: [*zero_offload(job), Op("mine", (), "host")], r"operations \['mine'\] without a stage"),
+        (
+            lambda job: (
+                evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "verdict"))
+                for op in zero_offload(job)
+            ),
+            r"got adam\[\d+\], whose effect leaves the step.*let it read the region verdict",
+        ),
+        (delayed, "that nothing is updated with.*pass delay_from"),
+        (steadily_delayed, "reads verdict before anything writes it.*pass delay_from"),
+    ],
+)
+def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        compiled(recipe)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        lambda _: None,
+        lambda _: "operations",
+        lambda _: [None],
+        lambda _: ["adam"],
+        lambda _: [Op("mine", 3, "host")],  # type: ignore[arg-type]
+        lambda _: [Op("mine", ("3",), "host")],  # type: ignore[arg-type]
+        lambda _: [Op("my own", (), "host")],
+        lambda _: [Op("mine", (), "host"), Op("mine", (), "host")],
+        lambda _: [Op("mine", (), "host", [None])],  # type: ignore[arg-type]
+        lambda _: [Op("mine", (), "host", Region("x"))],  # type: ignore[arg-type]
+        lambda _: [Op("mine", (), "host", (Region("x", (1.5,)),))],  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_operation_is_refused(recipe: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="got .* expected|give each its own"):
+        compiled(recipe)
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    with pytest.raises(TypeError, match="recipe: got 'zero_offload', expected a function"):
+        compiled("zero_offload")
+    with pytest.raises(ValueError, match="recipe: got one with delay_from"):
+        compiled(zero_offload, delay_from=1)
+
+
+def test_with_a_stage_for_it_an_operation_of_ones_own_runs() -> None:
+    seen: list[str] = []
+    recipe = lambda job: [*zero_offload(job), Op("mine", (), "host")]  # noqa: E731
+    program = compiled(recipe, stages={"mine": lambda op, _mem, _step: seen.append(op.name)})
+    zfunc.train_step(program, zfunc.init(program), MODELS["odd sizes"]()[1](0))
+    assert seen == ["mine"]

@@ -1,0 +1,175 @@
+"""The examples and the README run as they are, with warnings as errors, and print what their prose announces."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+Out = pytest.CaptureFixture[str]
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("[0-9]*.py"))
+
+# Regular expressions that have to be found in the output, in this order.
+PRINTS: dict[str, list[str]] = {
+    "01_plain_loop.py": [
+        r"^updates made: 100, rows seen: 25600$",
+        r"^ step   zfunc     PyTorch$",
+        r"^    1   (\d\.\d{5})   \1$",
+        r"^largest difference below 1e-4: True$",
+        r"^held out: \d\.\d+$",
+        r"^body\.0\.bias body\.0\.weight inlet",
+        r"^DonatedStateError: .*state, metrics = zfunc\.train_step\(program, state, batch\)",
+    ],
+    "02_swap_schedules.py": [
+        r"^lane serial$\n  load\[0\]$\n  forward\[0,0\]$",
+        r"^  pack\[0,0,0\]  after to_host\[0,2,0\]$",
+        r"^28 operations, 14 waits$",
+        r"^Overlapped   ([0-9a-f]{16})$\nInterleaved  \1$",
+        r"^simulated: .* on 1 lane$",
+        r"^simulated: .* on 4 lanes$",
+        r"^no schedule is faster than",
+        r"^Overlapped\(\)$",
+        r"^Interleaved\(\)$",
+        r"^Overlapped   loss \d\.\d{6}  same bits as Serial: True$",
+        r"^Interleaved  loss \d\.\d{6}  same bits as Serial: True$",
+        r"^measured: .* on 4 lanes$",
+    ],
+    "03_write_a_schedule.py": [
+        r"^adam\[3\] reads verdict, host_slot\[0\], master\[3\], exp_avg\[3\], exp_avg_sq\[3\]$",
+        r"^31 operations, 72 pairs whose order counts$",
+        r"^in graph order$\nsimulated: ",
+        r"^deadlock: load\[0\] waits for to_host",
+        r"^load\[0\]: got it on the lanes 0 times",
+        r"^as it would start$\nsimulated: ",
+        r"^as_it_would_start +(\d+\.\d ms) .*\nOverlapped +\1 ",
+        r"^torch imported so far: False$",
+        r"^lanes: copies, compute, host; loss \d\.\d+$",
+        r"^same bits as Serial: True$",
+    ],
+    "04_break_it.py": [
+        r"^  pack\[0,1,1\]  after to_host\[0,2,0\]$",
+        r"^PlanError: race on grad_slot\[0\]: to_host\[0,2,0\] \(lane d2h\) reads it, pack\[0,1,1\] "
+        r"\(lane compute\) writes it",
+        r"^->  pack\[0,1,1\]$",
+        r"^->  to_host\[0,2,0\]  after square_sum\[2\]$",
+        r"^(\d+) waits, \1 deletions caught$",
+        r"^bucket 2 holds: +(layer1\.0\.bias, layer2\.0\.weight)$\ndiffer after one step: .*layer2\.0\.weight",
+        r"^differ after four steps:  [1-9] of 8 parameters$",
+        r"^loss of Serial +\d\.\d+$\nloss of the broken plan +\d\.\d+$",
+        r"^the good plan under the same delays: same bits as Serial: True$",
+    ],
+    "05_delayed_update.py": [
+        r"^plain\nsimulated: .* on 4 lanes$",
+        r"^speculative\nsimulated: .* on 4 lanes$",
+        r"^delayed\nsimulated: .* on 4 lanes$",
+        r"^partial\nsimulated: .* on 4 lanes$",
+        r"^plain +1\.00 +1\.00 +1\.00 +1\.00$\nspeculative +0\.\d+ +1\.00 +1\.\d+ +1\.\d+$\n"
+        r"delayed +0\.\d+ +1\.00 +1\.\d+ +1\.00$\npartial +0\.\d+ +[1-9]\.\d+ +0\.\d+ +0\.\d+$",
+        r"^steps that were clipped, and made again: ([1-9]|1\d) of 20$",
+        r"^after twenty steps the gradient of step 20 waits$",
+        r"^plain +first loss (\d\.\d+)  last (\d\.\d+)  same bits as plain: True$\n"
+        r"speculative +first loss \1  last \2  same bits as plain: True$\n"
+        r"delayed +first loss \1  last \d\.\d+  same bits as plain: False$",
+        r"^partial .* same bits as plain: True$",
+        r"^adam load forward backward pack square_sum to_host to_device global_norm decide$",
+    ],
+    "06_add_a_stage.py": [
+        r"^simulated: .* 37 operations on 4 lanes$",
+        r"^simulated: .* 45 operations on 4 lanes$",
+        r"e send +w widen",
+        r"^plain +loss after 8 steps (\d\.\d\d)\d+$\ncompressed +loss after 8 steps \d\.\d+$",
+        r"^same bits as Serial: True$",
+    ],
+    "07_finetune_hf.py": [
+        r"^model\.embed_tokens +1 parameters$",
+        r"^lm_head +2 parameters, model\.embed_tokens\.weight shared$",
+        r"^tokens that count, by row: \[8, 10, 9, 7, 9, 7, 7, 2\]$",
+        r"^transformers +(\d\.\d{4})\d$\n(in [124] parts +\1\d  plain labels \d\.\d+\n){3}$",
+        r"^step   0  loss 4\.\d+$",
+        r"^at the end  0\.0\d+$",
+        r"^equal logits: True$\nafter friday comes saturday$\nafter sunday comes monday$\ndays\? 7$",
+    ],
+}
+ALONE = {"03_write_a_schedule.py"}  # says what has been imported
+NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
+
+
+def run(code: str, path: Path, capsys: Out) -> str:
+    """What code prints as a program, warnings being errors, as everywhere here. In this process: a new one would
+    spend seconds on importing torch.
+    """
+    exec(compile(code, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
+    said, complained = capsys.readouterr()
+    assert not complained
+    return said
+
+
+def run_alone(path: Path) -> str:
+    """What a new Python prints."""
+    command = [sys.executable, "-W", "error", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def in_order(output: str, patterns: list[str]) -> None:
+    at = 0
+    for pattern in patterns:
+        found = re.compile(pattern, re.MULTILINE).search(output, at)
+        assert found, f"expected {pattern!r} after the first {at} characters of:\n{output}"
+        at = found.end()
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_prints_what_it_announces(
+    path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if path.name in NEEDS:
+        pytest.importorskip(NEEDS[path.name])
+    monkeypatch.chdir(ROOT)
+    said = run_alone(path) if path.name in ALONE else run(path.read_text(), path, capsys)
+    in_order(said, PRINTS[path.name])
+
+
+def test_every_example_is_here_and_can_be_read_aloud() -> None:
+    assert [path.name for path in EXAMPLES] == [*PRINTS]
+    for path in EXAMPLES:
+        assert len(path.read_text().splitlines()) <= 170, f"{path.name} is long: say less, or split it"
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of the README in one language, in order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+
+
+def test_the_code_of_the_readme_runs_from_top_to_bottom(
+    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    output = run("\n".join(blocks("python")), ROOT / "README.md", capsys)
+    expected = [r"^loss \d\.\d{3}$", r"^lane copies$", r"^same bits: True$", r"^resumes after step 110$"]
+    in_order(output, expected)
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000110\n"
+
+
+def test_the_readme_links_to_what_is_there() -> None:
+    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "design.md").read_text().replace("](../", "](")
+    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
+    assert len(links) >= 8
+    missing = sorted(
+        link for link in links if not (ROOT / link).exists() and not (ROOT / "docs" / link).exists()
+    )
+    assert not missing, f"the README or docs/design.md links to {missing}"
+
+
+def test_the_file_tree_of_the_readme_is_the_one_there_is() -> None:
+    """Every module is in the tree, and nothing in the tree is made up."""
+    (tree,) = (block for block in blocks("text") if "recipes.py" in block)
+    named = set(re.findall(r"[\w.]+\.(?:py|pyx|h)\b", tree))
+    folders = ("zfunc", "schedules", "examples", "benchmarks", "docs")
+    files = {p.name for f in folders for p in (ROOT / f).glob("*.*") if p.suffix in (".py", ".pyx", ".h")}
+    assert files - {"__init__.py", "__main__.py"} - named == set()
+    assert named - files == set()

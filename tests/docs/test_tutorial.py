@@ -1,0 +1,284 @@
+"""docs/tutorial.md as a reader goes through it: every command of it, in order, in one folder, in a size for here.
+
+What a command becomes is said once, in docs/make_tutorial.py, which fills the page's outputs by the same rules.
+"""
+
+import contextlib
+import doctest
+import io
+import json
+import logging
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attrs import frozen
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+import make_tutorial  # noqa: E402
+from make_tutorial import CODES, CONFIG, OUTPUTS, blocks, commands, filled, form, here, program, shown  # noqa: E402
+
+from zfunc.cli.main import main  # noqa: E402
+from zfunc.cli.plan_settings import Planning  # noqa: E402
+from zfunc.cli.planning import answer  # noqa: E402
+from zfunc.planner.profile_toml import load  # noqa: E402
+from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes  # noqa: E402
+
+PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+BLOCKS = blocks(PAGE)
+TOLD = [shlex.join(words) for b in BLOCKS if b.language == "sh" for words in commands(b.body)]
+PLANNED = [name for name in OUTPUTS if name == "draw" or (name.startswith("plan-") and name != "plan-here")]
+
+
+@frozen
+class Ran:
+    """A command of the page as it ran here. `output` names the block that follows it."""
+
+    told: str
+    output: str
+    code: int
+    said: str
+
+
+# --- running it ------------------------------------------------------------------------------------------
+
+
+def run(words: list[str], output: str) -> Ran:
+    """A command in a size for here. zfunc runs in this process: a new one spends seconds on importing torch."""
+    arguments = here(words)
+    if arguments[0] == "zfunc":
+        said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = main(arguments[1:])
+        said.seek(0)
+        return Ran(shlex.join(words), output, code, said.read())
+    done = subprocess.run(
+        program(arguments),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=180,
+    )
+    return Ran(shlex.join(words), output, done.returncode, done.stdout)
+
+
+def steps() -> Iterator[Ran]:
+    """Every block of the page that does something, in order."""
+    for block, after in zip(BLOCKS, [*BLOCKS[1:], None], strict=True):
+        words = commands(block.body) if block.language == "sh" else []
+        for n, command in enumerate(words):
+            yield run(command, after.output if after is not None and n == len(words) - 1 else "")
+        if block.language == "python":
+            pytest.importorskip("safetensors")
+            with contextlib.redirect_stdout(io.StringIO()) as said:
+                exec(compile(block.body, "docs/tutorial.md", "exec"), {})
+            yield Ran("python", "", 0, said.getvalue())
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[Ran]]]:
+    """The page, run once; and the folder it ran in."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("tutorial")
+    make_tutorial.prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+        yield folder, [*steps()]
+    logging.getLogger("zfunc").handlers.clear()
+
+
+def said(ran: tuple[Path, list[Ran]], output: str) -> str:
+    """What the command before an output of the page prints now, as the page would show it."""
+    (found,) = (one.said for one in ran[1] if one.output == output)
+    return shown(output, found)
+
+
+# --- laws ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_every_command_of_the_page_runs_and_ends_as_the_page_says(ran: tuple[Path, list[Ran]]) -> None:
+    assert [one.told for one in ran[1] if one.told != "python"] == TOLD
+    for one in ran[1]:
+        assert one.code in CODES.get(one.output, (0,)), f"{one.told}\n{one.said}"
+
+
+@pytest.mark.slow
+def test_what_is_planned_is_printed_as_on_the_page(ran: tuple[Path, list[Ran]]) -> None:
+    for name in PLANNED:
+        (block,) = (b for b in BLOCKS if b.output == name)
+        assert said(ran, name) == block.body, f"{name}: run python docs/make_tutorial.py"
+
+
+@pytest.mark.slow
+def test_what_depends_on_the_machine_has_the_lines_of_the_page(ran: tuple[Path, list[Ran]]) -> None:
+    """But for their numbers. What the doctor finds is the machine's, so of it only one line has to be there. Some
+    lines are said once by a process, and here many commands are one.
+    """
+    if torch.cuda.is_available():
+        pytest.skip("the page has the lines of a CPU")
+    once = {
+        form(line) for one in ran[1] for line in one.said.splitlines() if line.startswith("host Adam uses")
+    }
+    for block in (b for b in BLOCKS if b.output and b.output not in PLANNED):
+        now = {form(line) for line in said(ran, block.output).splitlines()}
+        page = {form(line) for line in block.body.splitlines()} - {"", "..."}
+        if block.output == "doctor":
+            assert "of a sweep" in block.body
+            assert "of a sweep" in said(ran, "doctor")
+        elif block.output == "row":
+            old, new = (json.loads(text) for text in (block.body, said(ran, "row")))
+            assert old.keys() == new.keys()
+        else:
+            lost = {
+                line for line in page - now - once if "bound by" not in line and not line.startswith("lane")
+            }
+            assert not lost, f"{block.output}: {lost} is not in\n{now}"
+
+
+@pytest.mark.slow
+def test_flags_and_file_are_the_same_training(ran: tuple[Path, list[Ran]]) -> None:
+    def losses(name: str) -> list[float]:
+        lines = (ran[0] / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+    assert len(losses("flags")) == 20
+    assert losses("ten")[:20] == losses("flags")
+    assert len(losses("ten")) == 24
+
+
+@pytest.mark.slow
+def test_what_the_page_makes_is_there(ran: tuple[Path, list[Ran]]) -> None:
+    for name in (
+        "step.html",
+        "here.toml",
+        "ten.safetensors",
+        "runs/ten/report.html",
+        "runs/ten/compare.html",
+    ):
+        assert (ran[0] / name).stat().st_size > 0, name
+    (python,) = (one.said for one in ran[1] if one.told == "python")
+    assert python == "120576 torch.bfloat16\n"
+
+
+def test_the_page_has_its_outputs_and_configuration_from_the_generator() -> None:
+    assert (
+        filled(PAGE, {b.output: b.body for b in BLOCKS if b.output}).count("```json5\n" + CONFIG.read_text())
+        == 1
+    )
+    assert CONFIG.read_text() in PAGE
+    assert sorted(b.output for b in BLOCKS if b.output) == sorted(OUTPUTS)
+    assert not [b for b in BLOCKS if b.language not in ("sh", "text", "json5", "python")]
+    assert all(b.output for b in BLOCKS if b.language == "text"), "a text block that no command fills"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "zfunc train --num-layers 51",
+        "zfunc train --clip 2",
+        "rm -r runs",
+        "zfunc tarin",
+        "zfunc calibrate --turns 3",
+    ],
+)
+def test_a_command_without_a_rule_is_refused(command: str) -> None:
+    with pytest.raises(LookupError, match="got a"):
+        here(shlex.split(command))
+
+
+def test_lines_are_compared_by_their_form() -> None:
+    assert doctest.testmod(make_tutorial) == (0, 2)
+
+
+def test_figures_in_the_prose_are_those_of_the_outputs() -> None:
+    """Memory and seconds: in a planned output of the page, or the sum of such, to 5 %."""
+    outputs = "".join(b.body for b in BLOCKS if b.output in PLANNED)
+    parameters = int(re.findall(r"([\d,]+) parameters", outputs)[0].replace(",", ""))
+    derived = {
+        "123 GB": 12 * parameters / 1e9,
+        "41.1 GB": 4 * parameters / 1e9,
+        "370 GB": 36 * parameters / 1e9,
+        "170 GB": 164.5 + 3.9,
+        "110 GB": 103.1 + 3.9,
+        "5 GB": 32.8 - 27.8,
+        "34.1 GB": load("v100-32gb").value("bytes", "device") / 1e9,
+    }
+    assert all(f"{x} GB" in outputs for x in (164.5, 103.1, 3.9, 27.8, 20.6))
+    prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
+    figures = re.findall(r"\b\d[\d.]*\s(?:GB|MB|s)\b", prose)
+    assert len(figures) > 8
+    for figure in (" ".join(x.split()) for x in figures):
+        if figure in derived:
+            assert float(figure.split()[0]) == pytest.approx(derived[figure], rel=0.05), figure
+        else:
+            assert figure in outputs or figure.replace(" ", ".0 ") in outputs, figure
+
+
+def test_links_and_pictures_of_the_page_are_there() -> None:
+    for link in re.findall(r"\]\(([^)#]+)[^)]*\)", PAGE):
+        assert "://" in link or (ROOT / "docs" / link).exists(), link
+
+
+# --- at full size ----------------------------------------------------------------------------------------
+
+
+def moments_that_fit() -> str:
+    """The widest with which the job of the page fits into this machine; skips the test where none does."""
+    device, host = available_device_bytes(torch.device("cuda")), 0.9 * available_host_bytes()
+    if device < 30e9:
+        pytest.skip(f"needs 30 GB of free device memory, {device / 1e9:.1f} are there")
+    size = {
+        "num_layers": 50,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "seq_length": 1024,
+        "vocab_size": 50257,
+        "batch_size": 10,
+        "micro_batches": 2,
+    }
+    least = 0
+    for moments in ("fp32", "16bit", "8bit"):
+        asked = Planning(
+            **size, precision="fp16", bucket_size=500_000_000, moments=moments, hardware="v100-32gb"
+        )
+        memory = answer(asked).planned.memory
+        least = memory["host"] + memory["pinned"]
+        if least < host and memory["device"] < device:
+            return moments
+    pytest.skip(
+        f"needs {least / 1e9:.0f} GB of free host memory with 8-bit moments, {host / 1e9:.0f} are there"
+    )
+
+
+@pytest.mark.gpu
+def test_the_command_of_the_page_trains_at_full_size(tmp_path: Path) -> None:
+    """Three steps of it, without a checkpoint. A bf16 card takes the fp16 of the page as well."""
+    moments = moments_that_fit()
+    (words,) = (words for words in map(shlex.split, TOLD) if "runs/ten" in words and "500" in words)
+    asked = {"--steps": "3", "--save-every": "0"}
+    words = [asked.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    np.random.default_rng(0).integers(0, 50_257, 400_000).astype("<u2").tofile(tmp_path / "tokens.bin")
+    (tmp_path / CONFIG.name).write_text(CONFIG.read_text())
+    done = subprocess.run(
+        [*program(words), "--moments", moments], cwd=tmp_path, capture_output=True, text=True, timeout=3000
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "runs" / "ten" / "metrics.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert all(np.isfinite(row["loss"]) and row["loss"] < 12 for row in rows)  # ln 50257 is 10.8
+    summary = json.loads((tmp_path / "runs" / "ten" / "summary.json").read_text())
+    assert summary["peak_bytes"]["device"] <= summary["planned_bytes"]["device"] + (96 << 20)

@@ -1,0 +1,60 @@
+"""Law 11, element by element: what reaches the optimizer is what autograd and clip_grad_norm_ give.
+
+Adam hides the scale of a gradient, and losses hide what is small; here both are seen. The optimizer's first decay
+rate is 0, so its first moment is the gradient it was given, to the bit, after the kernel has unscaled and clipped.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import pytest
+from attrs import evolve
+from gradient_law import CLIPS, RECIPES, check, program_of
+from small_models import rows_of
+from threaded_ranks import ThreadedRanks
+
+from zfunc.engine import compile as compiling
+from zfunc.engine import update_stages as updates
+from zfunc.engine.program import specialize
+from zfunc.optim.device_adam import device_adam_update_
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+MICRO_BATCHES = (1, 2, 3)
+
+_calls: dict[tuple[str, str], Any] = {}
+
+
+@pytest.mark.parametrize(("precision", "micro_batches"), list(product(PRECISIONS, MICRO_BATCHES)))
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_11_what_reaches_the_optimizer_is_the_gradient(
+    recipe: str, precision: str, micro_batches: int
+) -> None:
+    for model in CLIPS if micro_batches == 3 else ["pairs"]:
+        program, batch = program_of(model, precision, micro_batches=micro_batches, **RECIPES[recipe])
+        # Traced once for each precision: what a step's recipe does is not in a trace.
+        calls = _calls.setdefault((model, precision), program.calls)
+        check(evolve(program, calls=calls), batch)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_11_so_it_is_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process: real ones do the same in test_ranks.py."""
+    # In one bucket, of which each rank has parameters that are decayed and others.
+    model, more = ("odd sizes", {"bucket_size": 100_000}) if recipe == "no barrier" else ("pairs", {})
+    made = []
+    for ranks in ThreadedRanks.all(2):
+        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
+        made.append(program_of(model, "bf16", micro_batches=2, **RECIPES[recipe], **more))
+    for program, batch in made:  # traced here: two threads must not trace at a time
+        specialize(program, rows_of(batch(0), 0, 2))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(check, *zip(*made, strict=True)))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_11_so_it_is_with_the_update_a_device_makes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin of the kernel, that a GPU runs, on the CPU."""
+    monkeypatch.setattr(updates, "adam_update_", device_adam_update_)
+    for recipe in ("all on the device", "half on the device"):
+        check(*program_of("pairs", precision, micro_batches=2, **RECIPES[recipe]))

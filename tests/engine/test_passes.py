@@ -1,0 +1,319 @@
+"""Forward and backward of a segment: the bits of `torch.func.vjp` however much is kept, and randomness of a key."""
+
+import functools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import Loss, regression, tied_gpt
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import zfunc
+from zfunc.engine.program import specialize
+from zfunc.engine.vjp import RECOMPUTE, Weights, passes
+from zfunc.runtime.rng import redirected, seeded
+
+Params = dict[str, Tensor]
+
+
+class Square(torch.autograd.Function):
+    """Forward and context apart, as functorch wants them."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class Noisy(torch.autograd.Function):
+    """A backward that draws, and noise that only the backward needs."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * 2, torch.rand_like(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, Tensor]) -> None:  # noqa: ARG004
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
+        return grad * ctx.saved_tensors[0] + torch.randn_like(grad)
+
+
+class Transposed(nn.Module):
+    """Calls its module on (batch, channels, time)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x.transpose(1, 2)).transpose(1, 2)
+
+
+class First(nn.Module):
+    """The first of what its module returns: the outputs of a recurrent one, of attention to itself."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(*(x,) * (3 if isinstance(self.module, nn.MultiheadAttention) else 1))[0]
+
+
+def branching(params: Params, x: Tensor) -> Tensor:
+    return x @ params["w"] if float(x.detach().sum()) > 0 else x @ params["w"].T
+
+
+def draws_of_all_kinds(params: Params, x: Tensor) -> Tensor:
+    x = F.dropout(x @ params["w"], 0.3) + torch.rand(8) * torch.randn_like(x) + torch.randint(0, 3, (8,))
+    torch.rand(3)  # drawn for nothing
+    x = x * torch.bernoulli(torch.sigmoid(x.detach())) + torch.randperm(8) * 0.1
+    return F.dropout(x.relu_(), 0.5) + torch.normal(0.0, 1.0, (8,))
+
+
+FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
+    "unused parameter, in place": lambda p, x: torch.tanh(x @ p["w"]).clone().mul_(p["unused"].sum() * 0 + 2),
+    "constants made inside": lambda p, x: (x @ p["w"]) * torch.ones(8) + torch.arange(8),
+    "mask made inside": lambda p, x: (
+        (x @ x.mT).masked_fill(torch.tril(torch.ones(3, 3)) == 0, 0.0) @ x @ p["w"]
+    ),
+    "fourier": lambda p, x: torch.fft.irfft(torch.fft.rfft(x @ p["w"])),
+    "autograd Function": lambda p, x: Square.apply(x @ p["w"]),
+    "expanded": lambda p, x: (x @ p["w"])[:, :1].expand(-1, 3, -1),
+    "sum over time": lambda p, x: (x @ p["w"]).sum(1),
+    "branch on data": branching,
+    "draws": draws_of_all_kinds,
+    "draws in backward": lambda p, x: Noisy.apply(F.dropout(x @ p["w"], 0.5))[0],
+}
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "mixer": lambda: nn.Sequential(Transposed(nn.Linear(3, 3)), nn.LayerNorm(8), nn.Linear(8, 8)),
+    "convolution": lambda: Transposed(nn.Conv1d(8, 8, 3, padding=1)),
+    "attention": lambda: First(nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.2)),
+    "GRU": lambda: First(nn.GRU(8, 8, batch_first=True)),
+    "RNN": lambda: First(nn.RNN(8, 8, batch_first=True)),
+    "LSTM": lambda: First(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
+}
+IN_PLACE = ("min-cut",)  # a view is changed in place
+NOT_TRACED = {"branch on data": ("all", "min-cut"), "GRU": IN_PLACE, "fourier": IN_PLACE}
+
+
+def functional(name: str) -> tuple[Callable[[Params, Tensor], Tensor], Params]:
+    """A function of the table and its parameters."""
+    torch.manual_seed(0)
+    if name in FUNCTIONS:
+        return FUNCTIONS[name], {"w": torch.randn(8, 8), "unused": torch.ones(2)}
+    segment = zfunc.segment("m", MODULES[name]())
+    values = segment.initial(0)
+    return segment.function, {
+        k: values[p.name].clone() for k, p in zip(segment.short, segment.parameters, strict=True)
+    }
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
+def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    function, params = functional(name)
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(1)).transpose(0, 1)
+    with torch.enable_grad(), seeded(5), redirected():
+        y, pull = torch.func.vjp(function, params, x)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(2))
+    if y.dim() == 3:
+        cotangent = cotangent.mT.contiguous().mT  # not as y is laid out
+    laid_out = torch.empty_like(y).copy_(cotangent)
+    if name != "draws in backward":
+        with seeded(5), redirected():
+            expected, below = pull(laid_out, retain_graph=False, create_graph=False)
+    for recompute in RECOMPUTE:
+        caplog.clear()
+        for wrt_input in (True, False) if name in FUNCTIONS else (True,):
+            pair = passes(function, recompute=recompute, wrt_input=wrt_input, name="this one")
+            for _ in range(2):  # traced, then from the cache
+                with torch.no_grad(), seeded(5):
+                    mine, residuals = pair.forward(Weights(params, {}), (x,))
+                with torch.no_grad(), seeded(5):
+                    given = cotangent if recompute != "none" else laid_out
+                    grads, moved = pair.backward(Weights(params, {}), (x,), residuals, [given])
+                if name == "draws in backward" and (recompute, wrt_input) == (RECOMPUTE[0], True):
+                    expected, (below,) = grads, moved  # the numbers of its draws are zfunc's own
+                assert torch.equal(mine, y), recompute
+                assert mine.stride() == y.stride()
+                assert all(torch.equal(grads[k], expected[k]) for k in params), recompute
+                assert [torch.equal(m, below) for m in moved] == [True] * wrt_input, recompute
+                assert all(m.stride() == x.stride() for m in moved)
+        assert ("'this one' runs with" in caplog.text) == (recompute in NOT_TRACED.get(name, ()))
+
+
+def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() -> None:
+    def block(params: Params, x: Tensor) -> Tensor:
+        return x + torch.relu(torch.sin(x @ params["w"]).exp()) @ params["w"]
+
+    params, x = {"w": torch.randn(64, 64)}, torch.randn(256, 64)
+    _, residuals = passes(block, recompute="min-cut", wrt_input=True).forward(Weights(params, {}), (x,))
+    assert all(isinstance(t, Tensor) for t in residuals)
+    own = sum(t.nbytes for t in residuals if t.data_ptr() not in (x.data_ptr(), params["w"].data_ptr()))
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        block({"w": params["w"].clone().requires_grad_()}, x.clone().requires_grad_())
+    assert own < sum(t.nbytes for t in saved)
+
+
+# --- a whole step ---------------------------------------------------------------------------------------
+
+
+def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
+    class Last(Loss):
+        def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+            return super().forward(x.sum(1), targets)
+
+    torch.manual_seed(0)
+    made = [nn.Linear(8, 8), *(make() for make in modules), Last(8)]
+    return [zfunc.segment(f"m{i}", m) for i, m in enumerate(made)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ordinary_modules_train_alike_whatever_is_kept(precision: Any) -> None:
+    results = []
+    for recompute in RECOMPUTE:
+        segments = chain(*MODULES.values())
+        program = zfunc.compile(
+            segments, precision=precision, recompute=recompute, device="cpu", bucket_size=64
+        )
+        state = zfunc.init(program)
+        for i in range(2):
+            x, y = regression(4)(i)
+            state, m = zfunc.train_step(program, state, (x[:, None].expand(-1, 3, -1), y))
+        results.append((m.loss, m.grad_norm, zfunc.params(program, state)))
+    (loss, norm, params), *others = results
+    for other_loss, other_norm, other_params in others:
+        assert (other_loss, other_norm) == (loss, norm)
+        assert all(torch.equal(v, params[k]) for k, v in other_params.items())
+
+
+def test_a_segment_that_min_cut_cannot_take_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    segments = chain(MODULES["convolution"], MODULES["GRU"])
+    program = zfunc.compile(segments, precision="fp32", recompute="min-cut", device="cpu")
+    with caplog.at_level(logging.WARNING):
+        x, y = regression(4)(0)
+        zfunc.train_step(program, zfunc.init(program), (x[:, None].expand(-1, 3, -1), y))
+    (line,) = (r.getMessage() for r in caplog.records)
+    assert line.startswith("segment 'm2' runs with recompute='all', because it cannot be traced: aten.")
+
+
+# --- randomness -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_or_not_a_segment_draws_the_same(
+    backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    segments, data = tied_gpt(0.3)
+    losses = []
+    for recompute in ("all", "min-cut"):
+        program = zfunc.compile(
+            segments, device="cpu", precision="fp32", recompute=recompute, compile_segments=bool(backend)
+        )
+        state, m = zfunc.train_step(program, zfunc.init(program), data(0))
+        losses += [m.loss, zfunc.train_step(program, state, data(1))[1].loss]
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-6)
+    assert losses == pytest.approx([4.1547, 4.1617] * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_a_thread_that_draws_all_the_time_changes_nothing_and_is_not_disturbed(recompute: Any) -> None:
+    segments, data = tied_gpt(0.3)
+    program = zfunc.compile(segments, device="cpu", precision="fp32", recompute=recompute)
+    start = zfunc.params(program, zfunc.init(program))
+
+    def train() -> list[float]:
+        state, seen = zfunc.init(program, params=start), []
+        for i in range(4):
+            state, m = zfunc.train_step(program, state, data(i))
+            seen += [m.loss, m.grad_norm]
+        return seen
+
+    alone = train()
+    drawn: list[float] = []
+    stop = threading.Event()
+
+    def draw() -> None:
+        while not stop.is_set():
+            drawn.append(float(torch.rand(())))
+
+    torch.manual_seed(11)
+    thread = threading.Thread(target=draw)
+    thread.start()
+    try:
+        beside = train()
+        zfunc.init(program)
+    finally:
+        stop.set()
+        thread.join()
+    assert beside == alone
+    torch.manual_seed(11)
+    assert drawn == [float(torch.rand(())) for _ in drawn]
+    assert len(drawn) > 100
+
+
+def test_a_segment_that_draws_in_evaluation_depends_on_the_state_alone() -> None:
+    class Drops(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(x), 0.5)  # also in eval mode
+
+    program = zfunc.compile([zfunc.segment("a", Drops(8, 8)), zfunc.segment("loss", Loss(8))], device="cpu")
+    state, before = zfunc.init(program), torch.get_rng_state()
+    assert zfunc.evaluate(program, state, regression(4)(0)) == zfunc.evaluate(
+        program, state, regression(4)(0)
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("recompute", ["all", "min-cut"])
+def test_the_shapes_that_tracing_is_told_may_be_wrong(recompute: Any) -> None:
+    """What a segment returns is a guess: with any other the graphs are those that are traced without one."""
+    module = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
+    parameters, x = dict(module.named_parameters()), torch.randn(3, 4)
+    weights = Weights({name: p.detach() for name, p in parameters.items()}, {})
+    results: list[Any] = []
+    for guess in (
+        torch.empty(3, 6),
+        torch.empty(6, 3).T,
+        torch.empty(3, 6).half(),
+        [torch.empty(3)] * 2,
+        None,
+    ):
+        pair = passes(
+            lambda p, x: torch.func.functional_call(module, p, x), recompute=recompute, wrt_input=True
+        )
+        pair.prepare(weights, (x,), guess)
+        y, residuals = pair.forward(weights, (x,))
+        grads, below = pair.backward(weights, (x,), residuals, [torch.ones_like(y)])
+        results.append([y, *grads.values(), *below])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+def test_the_first_step_runs_a_segment_three_times_on_fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice to see that it is pure, once to trace it: what that takes grows with its operations."""
+    plain, calls = nn.Linear.forward, list[int]()
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: (calls.append(1), plain(self, x))[1])
+    segments = [zfunc.segment("body", nn.Linear(8, 16)), zfunc.segment("loss", Loss(16))]
+    program = zfunc.compile(segments, device="cpu", precision="bf16")
+    calls.clear()
+    x, targets = regression()(0)
+    specialize(program, (x, targets))
+    # The last segment keeps its pullback: it is checked twice and costed, and never traced.
+    assert len(calls) == 3 + 3

@@ -1,0 +1,108 @@
+"""Segments: modules as pure functions, alike ones recognised, initial values where they are needed."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.models.gpt import GPTConfig, modules
+
+
+class Rotary(nn.Module):
+    """A module with a buffer that reset_parameters rebuilds."""
+
+    def __init__(self, angle: float) -> None:
+        super().__init__()
+        self.angle = angle
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.register_buffer("table", torch.empty(4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        with torch.no_grad():
+            self.table.copy_(torch.arange(4) * self.angle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.table
+
+
+def test_names_and_values_are_the_modules() -> None:
+    module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    s = zfunc.segment("body", module)
+    assert [p.name for p in s.parameters] == ["body.0.weight", "body.0.bias", "body.1.weight", "body.1.bias"]
+    assert all(torch.equal(s.initial(0)[f"body.{k}"], v) for k, v in module.named_parameters())
+
+
+def test_calling_a_segment_is_calling_the_module() -> None:
+    module = Rotary(0.5)
+    s = zfunc.segment("r", module)
+    x = torch.randn(2, 4)
+    values = {short: s.initial(0)[full] for short, full in s.by_short.items()}
+    assert torch.equal(s.function({**values, **s.constants}, x), module(x))
+
+
+def test_a_meta_module_is_made_real_by_its_own_reset_the_same_for_the_same_seed() -> None:
+    with torch.device("meta"):
+        module = Rotary(0.5)
+    s = zfunc.segment("r", module)
+    assert torch.equal(s.constants["table"], torch.arange(4) * 0.5)
+    assert torch.equal(s.initial(3)["r.weight"], s.initial(3)["r.weight"])
+    assert not torch.equal(s.initial(3)["r.weight"], s.initial(4)["r.weight"])
+    assert module.weight.is_meta
+
+
+def test_a_meta_module_without_a_reset_is_refused_by_the_parameters_name() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.empty(4))
+
+    with torch.device("meta"):
+        module = Bare()
+    with pytest.raises(ValueError, match="segment 'bare': w has no value.*reset_parameters"):
+        zfunc.segment("bare", module).initial(0)
+
+
+def test_a_module_partly_on_meta_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    with pytest.raises(ValueError, match="partly on the meta device"):
+        zfunc.segment("mixed", module)
+
+
+def test_a_module_tied_inside_has_one_parameter() -> None:
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    module[1].weight = module[0].weight
+    s = zfunc.segment("body", module)
+    assert [p.name for p in s.parameters] == ["body.0.weight"]
+    assert list(s.initial(0)) == ["body.0.weight"]
+
+
+def test_alike_is_what_computes_the_same() -> None:
+    def block(**change: Any) -> zfunc.Segment:
+        config = GPTConfig(**{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **change})
+        return zfunc.segment("b", dict(modules(config))["block0"])
+
+    class Twice(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    assert block().like(block())
+    assert not block().like(block(dropout=0.1))
+    assert not block().like(block(num_attention_heads=4))
+    assert not zfunc.segment("a", nn.Linear(2, 2)).like(zfunc.segment("b", Twice(2, 2)))
+    assert not zfunc.segment("a", nn.LayerNorm(4, eps=1e-5)).like(
+        zfunc.segment("b", nn.LayerNorm(4, eps=1e-6))
+    )
+    frozen = zfunc.segment("c", nn.Linear(2, 2).requires_grad_(False))
+    assert not zfunc.segment("a", nn.Linear(2, 2)).like(frozen)
+    assert zfunc.segment("a", Rotary(0.5)).like(zfunc.segment("b", Rotary(0.5)))
+    assert not zfunc.segment("a", Rotary(0.5)).like(zfunc.segment("b", Rotary(0.7)))  # the attribute differs
+
+
+def test_alike_segments_share_one_trace() -> None:
+    segments = [zfunc.segment(n, m) for n, m in modules(GPTConfig(num_layers=5, hidden_size=8, tied=False))]
+    program = zfunc.compile(segments, device="cpu")
+    assert len({id(call.passes) for call in program.calls}) == 3

@@ -1,0 +1,538 @@
+"""What train_step promises beyond the laws: loss scaling, randomness, failures that lose nothing, metrics."""
+
+import gc
+import math
+import os
+import signal
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from small_models import MODELS, Loss, regression, tied_gpt
+from torch import Tensor, nn
+
+import zfunc
+from zfunc.engine.state import regions
+from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
+from zfunc.optim.loss_scale import UNSCALED, LossScale
+
+# --- loss scaling ---------------------------------------------------------------------------------------
+
+
+class Overflowing(nn.Module):
+    """A loss whose gradient is inf in fp16 whenever a target is above 100."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        y = self.out(x).squeeze(-1)
+        return (y.float() * torch.where(targets > 100, torch.inf, 1.0)).mean()
+
+
+def overflowing(scale: float, **settings: Any) -> tuple[Any, zfunc.engine.train_step.State]:
+    torch.manual_seed(0)
+    program = zfunc.compile(
+        [zfunc.segment("loss", Overflowing())], precision="fp16", device="cpu", **settings
+    )
+    return program, zfunc.init(program, loss_scale=LossScale(scale))
+
+
+def batch(bad: bool) -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full(
+        (4,), 200.0 if bad else 0.0
+    )
+
+
+def test_an_overflow_skips_the_step_and_changes_no_parameter() -> None:
+    program, state = overflowing(2.0**8)
+    before = zfunc.params(program, state)
+    state, metrics = zfunc.train_step(program, state, batch(bad=True))
+    assert metrics.skipped
+    assert state.step == 0
+    assert state.batches == 1
+    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+    state, metrics = zfunc.train_step(program, state, batch(bad=False))
+    assert not metrics.skipped
+    assert state.step == 1
+
+
+def test_the_scale_halves_after_the_hysteresis_and_fails_at_the_minimum() -> None:
+    program, state = overflowing(2.0**16)
+    scales = []
+    for _ in range(17):
+        state, _ = zfunc.train_step(program, state, batch(bad=True))
+        scales.append(state.loss_scale.scale)
+    assert scales == [2.0 ** (16 - i) for i in range(17)]  # the first is forgiven
+    before = zfunc.params(program, state)
+    with pytest.raises(NonFiniteError, match="already at its minimum"):
+        zfunc.train_step(program, state, batch(bad=True))
+    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+
+
+def test_gradients_do_not_depend_on_a_power_of_two_scale() -> None:
+    def norms(scale: float) -> list[float]:
+        segments, data = tied_gpt()
+        program = zfunc.compile(segments, precision="fp16", device="cpu")
+        state = zfunc.init(program, loss_scale=LossScale(scale))
+        seen = []
+        for i in range(3):
+            state, m = zfunc.train_step(program, state, data(i))
+            seen.append(m.grad_norm)
+        return seen
+
+    assert norms(2.0**8) == pytest.approx(norms(2.0**12), rel=5e-3)
+
+
+def reference_scaler(overflows: list[bool], window: int, hysteresis: int) -> list[float]:
+    """The rules as users know them, written as a loop with counters of its own."""
+    scale, left, since, seen = 2.0**16, hysteresis, 0, []
+    for overflow in overflows:
+        if overflow:
+            if left == 1:
+                scale = max(scale / 2, 1.0)
+            else:
+                left -= 1
+            since = -1
+        elif since > 0 and since % window == 0:
+            scale, left = scale * 2, hysteresis
+        since += 1
+        seen.append(scale)
+    return seen
+
+
+def test_loss_scale_follows_the_reference() -> None:
+    assert UNSCALED.update(overflow=False).update(overflow=False).update(overflow=False).scale == 1.0
+    g = torch.Generator().manual_seed(0)
+    for window, hysteresis in ((5, 2), (3, 1), (10, 3)):
+        overflows = (torch.rand(200, generator=g) < 0.12).tolist()
+        s, seen = LossScale(window=window, hysteresis=hysteresis), []
+        for overflow in overflows:
+            s = s.update(overflow=overflow)
+            seen.append(s.scale)
+        assert seen == reference_scaler(overflows, window, hysteresis)
+
+
+# --- failures lose nothing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_a_non_finite_loss_names_the_step_and_leaves_the_state_unharmed(clip: float | None) -> None:
+    segments, data = MODELS["odd sizes"]()
+    program = zfunc.compile(segments, precision="bf16", clip_norm=clip, device="cpu", bucket_size=100)
+    state = zfunc.init(program)
+    state, _ = zfunc.train_step(program, state, data(0))
+    before = zfunc.params(program, state)
+    x, y = data(1)
+    with pytest.raises(NonFiniteError, match="step 2: got a loss of nan"):
+        zfunc.train_step(program, state, (x, torch.full_like(y, math.nan)))
+    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+    state, metrics = zfunc.train_step(program, state, data(1))  # the same state goes on
+    assert metrics.step == 2
+
+
+class Cusp(nn.Module):
+    """A finite loss whose gradient is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        return (self.w.abs().sqrt() * x).float().mean() + 0 * targets.sum()
+
+
+def test_a_non_finite_gradient_is_refused_before_the_updates_with_clipping_and_never_silent() -> None:
+    clipped = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu", clip_norm=1.0)
+    state = zfunc.init(clipped)
+    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*unharmed"):
+        zfunc.train_step(clipped, state, regression(4)(0))
+    assert not any(p.isnan().any() for p in zfunc.params(clipped, state).values())
+    free = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu")
+    state = zfunc.init(free)
+    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*this state is gone"):
+        zfunc.train_step(free, state, regression(4)(0))
+    with pytest.raises(DonatedStateError, match="gradient norm of nan"):
+        zfunc.params(free, state)
+
+
+@pytest.mark.parametrize("schedule", ["Serial", "Overlapped"])
+@pytest.mark.parametrize("verb", ["load", "backward", "to_host", "decide"])
+def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: str) -> None:
+    def broken(op: Any, mem: Any, step: Any) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", clip_norm=1.0, schedule=schedule, stages={verb: broken})
+    state = zfunc.init(program)
+    (kind,) = {op.kind for op in program.plan.graph if op.verb == verb}
+    lane = "serial" if schedule == "Serial" else kind
+    with pytest.raises(ExecutionError, match=rf"{verb}.* on lane {lane}: .*on purpose") as caught:
+        zfunc.train_step(program, state, data(0))
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    zfunc.params(program, state)  # nothing had been updated: it is still good
+
+
+def test_a_failure_in_the_middle_of_the_updates_says_so_and_the_state_is_gone() -> None:
+    from zfunc.engine.stages import adam
+
+    def broken(op: Any, mem: Any, step: Any) -> None:
+        if op.index == (0,):
+            raise ZeroDivisionError("on purpose")
+        adam(op, mem, step)
+
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", bucket_size=2000, stages={"adam": broken})
+    state = zfunc.init(program)
+    with pytest.raises(ExecutionError, match="on purpose"):
+        zfunc.train_step(program, state, data(0))
+    with pytest.raises(DonatedStateError, match="adam"):
+        zfunc.params(program, state)
+
+
+def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
+    def interrupted(op: Any, mem: Any, step: Any) -> None:
+        raise KeyboardInterrupt
+
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", clip_norm=1.0, stages={"global_norm": interrupted})
+    state = zfunc.init(program)
+    with pytest.raises(KeyboardInterrupt):
+        zfunc.train_step(program, state, data(0))
+    zfunc.params(program, state)
+
+
+def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, _ = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
+    monkeypatch.setattr("zfunc.engine.init.allocate", lambda *_: pytest.fail("allocated"))
+    with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are there"):
+        zfunc.init(program)
+
+
+def test_activations_that_do_not_fit_are_said_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state = zfunc.init(program)
+    monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
+    with pytest.raises(OutOfMemory, match="train_step: needs .* micro_batches"):
+        zfunc.train_step(program, state, data(0))
+    monkeypatch.undo()
+    zfunc.train_step(program, state, data(0))
+
+
+# --- randomness -----------------------------------------------------------------------------------------
+
+
+def test_dropout_is_a_function_of_seed_and_place_and_leaves_the_callers_generator() -> None:
+    segments, data = tied_gpt(0.5)
+    program = zfunc.compile(segments, device="cpu", precision="fp32")
+
+    def losses(seed: int) -> list[float]:
+        state, seen = zfunc.init(program, seed=seed, params=initial), []
+        for _ in range(2):
+            torch.rand(3)  # what the caller draws does not matter
+            state, m = zfunc.train_step(program, state, data(0))
+            seen.append(m.loss)
+        return seen
+
+    initial = zfunc.params(program, zfunc.init(program))
+    torch.manual_seed(5)
+    expected = torch.rand(4)
+    torch.manual_seed(5)
+    state = zfunc.init(program)
+    zfunc.train_step(program, state, data(0))
+    assert torch.equal(torch.rand(4), expected)
+    assert losses(1) == losses(1)
+    assert losses(1)[0] != losses(2)[0]
+
+
+def test_evaluation_has_no_dropout_and_changes_nothing() -> None:
+    segments, data = tied_gpt(0.5)
+    program = zfunc.compile(segments, device="cpu", precision="fp32")
+    state = zfunc.init(program)
+    assert zfunc.evaluate(program, state, data(0)) == zfunc.evaluate(program, state, data(0))
+    logits = zfunc.apply(program, state, data(0)[0])
+    assert logits.shape == (12, 16, 64)
+    assert logits.dtype == torch.float32
+
+
+# --- metrics, lr, timelines -----------------------------------------------------------------------------
+
+
+def test_lr_is_a_function_of_the_step_and_metrics_say_which_it_was() -> None:
+    segments, data = tied_gpt()
+    optimizer = zfunc.AdamW(zfunc.lr.linear_warmup(1e-2, 4))
+    program = zfunc.compile(segments, optimizer=optimizer, device="cpu")
+    state, seen = zfunc.init(program), []
+    for i in range(5):
+        state, m = zfunc.train_step(program, state, data(i))
+        seen.append(m.lr)
+    assert seen == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
+    assert state.sequences == 60
+
+
+@pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
+def test_a_traced_step_times_every_operation_in_the_order_of_the_plan(schedule: str) -> None:
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", schedule=schedule, bucket_size=2000)
+    state, metrics = zfunc.train_step(program, zfunc.init(program), data(0), trace=True)
+    timeline = metrics.timeline
+    assert timeline is not None
+    assert [e.op for e in timeline.events] == [
+        program.plan.graph.ops[i].name for lane in program.plan.lanes for i in lane.ops
+    ]
+    end = {e.op: e.end for e in timeline.events}
+    start = {e.op: e.start for e in timeline.events}
+    for c in program.plan.graph.conflicts:
+        before, after = (program.plan.graph.ops[i].name for i in (c.before, c.after))
+        assert end[before] <= start[after]
+    assert 0 < metrics.host_seconds < metrics.seconds
+    _, untraced = zfunc.train_step(program, state, data(1))
+    assert untraced.timeline is None
+
+
+def test_nothing_keeps_a_dropped_state_alive() -> None:
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
+    buffers = weakref.ref(state.buffers)
+    del state
+    gc.collect()
+    assert buffers() is None
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "speculate": 100}], ids=["plain", "speculative"])
+def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With hundreds of parameters that takes longer than all else a step does in Python."""
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", **settings)
+    state, made = zfunc.init(program), list[str]()
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, data(i))
+    before = regions(state.buffers, program.layout)
+    for owner, name in (
+        (zfunc.core.layout.Span, "__hash__"),
+        (zfunc.engine.state.FlatState, "of"),
+        (zfunc.engine.state, "view"),
+    ):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: made.append(name) or 0)
+    for i in range(2):
+        state, _ = zfunc.train_step(program, state, data(i))
+    monkeypatch.undo()
+    assert made == []
+    after = regions(state.buffers, program.layout)
+    assert after is not before
+    assert {id(x) for x in after.values()} == {id(x) for x in before.values()}
+
+
+def test_batches_of_another_shape_are_planned_once_each() -> None:
+    segments, _ = MODELS["odd sizes"]()
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    state = zfunc.init(program)
+    for size in (4, 12, 4, 12):
+        state, _ = zfunc.train_step(program, state, regression(size)(0))
+    assert len(program.cache.specialized) == 2
+
+
+def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step of a shape that was dropped is the same step: it is only traced again."""
+    monkeypatch.setattr(zfunc.engine.program, "SHAPES", 2)
+    segments, _ = MODELS["odd sizes"]()
+    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    traced: list[int] = []
+    costed = zfunc.engine.program.costed
+    monkeypatch.setattr(zfunc.engine.program, "costed", lambda *a: traced.append(len(a[1][0])) or costed(*a))
+    state = zfunc.init(program)
+    for size in (4, 8, 4, 12, 4, 8, 16):
+        state, _ = zfunc.train_step(program, state, regression(size)(0))
+        assert len(program.cache.costs) <= 2
+        assert len(program.cache.specialized) <= 4
+    assert traced == [4, 8, 12, 8, 16]  # 4 was used in between
+    (said,) = [r.getMessage() for r in caplog.records if "more than 2 shapes" in r.getMessage()]
+    assert "Round lengths up" in said
+
+
+# --- many slots, few slots: device gradient memory ------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [2, 6, 18])
+def test_device_gradient_memory_does_not_grow_with_depth(depth: int) -> None:
+    """What is alive of gradients at any moment: the slots, and the gradients of one segment being packed."""
+    from zfunc.engine.stages import backward, pack
+
+    alive: list[int] = []
+
+    def watched(stage: Any) -> Any:
+        def run(op: Any, mem: Any, step: Any) -> None:
+            stage(op, mem, step)
+            kept = sum(t.numel() for r, t in mem.items() if r.buffer == "grad_slot")
+            loose = sum(g.numel() for r, grads in mem.items() if r.buffer == "grads" for g in grads.values())
+            alive.append(kept + loose)
+
+        return run
+
+    torch.manual_seed(0)
+    parts = [zfunc.segment(f"layer{i}", nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for i in range(depth)]
+    segments = [*parts, zfunc.segment("loss", Loss(8))]
+    stages = {"backward": watched(backward), "pack": watched(pack)}
+    program = zfunc.compile(
+        segments, device="cpu", bucket_size=128, schedule="Serial", precision="fp32", stages=stages
+    )
+    zfunc.train_step(program, zfunc.init(program), regression()(0))
+    assert max(alive) == 2 * 128 + 72
+
+
+# --- ties inside a segment, threads, structure ----------------------------------------------------------
+
+
+class TiedInside(nn.Module):
+    """One weight used by two layers, and one layer used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.b.weight = self.a.weight
+        self.twice = self.once = nn.Linear(8, 8)
+        self.out = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        x = self.twice(torch.tanh(self.once(torch.tanh(self.b(torch.tanh(self.a(x)))))))
+        return (self.out(x).squeeze(-1) - targets).square().mean()
+
+
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_ties_inside_a_segment_add_their_gradients_up(recompute: str) -> None:
+    torch.manual_seed(0)
+    module, batch = TiedInside(), regression(4)(0)
+    loss = module(*batch)
+    grads = torch.autograd.grad(loss, list(module.parameters()))
+    expected = math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+    body = zfunc.segment("first", nn.Linear(8, 8, bias=False))  # so that the tied one may recompute
+    alone = zfunc.compile([zfunc.segment("m", module)], precision="fp32", device="cpu")
+    _, metrics = zfunc.train_step(alone, zfunc.init(alone), batch)
+    assert metrics.grad_norm == pytest.approx(expected, rel=1e-5)
+    assert metrics.loss == pytest.approx(float(loss.detach()), rel=1e-5)
+    after = zfunc.compile(
+        [body, zfunc.segment("m", module)], precision="fp32", device="cpu", recompute=recompute
+    )
+    identity = {**zfunc.params(after, zfunc.init(after)), "first.weight": torch.eye(8)}
+    _, both = zfunc.train_step(after, zfunc.init(after, params=identity), batch)
+    assert both.loss == pytest.approx(metrics.loss, rel=1e-5)
+
+
+def test_a_share_may_name_either_of_two_tied_inside() -> None:
+    for short in ("a.weight", "b.weight"):
+        tied = zfunc.segment("m", TiedInside(), share={short: "first.weight"})
+        assert [p.name for p in tied.parameters].count("first.weight") == 1
+        assert not any(p.name in ("m.a.weight", "m.b.weight") for p in tied.parameters)
+
+
+def test_one_program_makes_one_step_at_a_time() -> None:
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state, other = zfunc.init(program), zfunc.init(program)
+    with program.cache.busy, pytest.raises(RuntimeError, match="in a step already.*second program"):
+        zfunc.train_step(program, state, data(0))
+    zfunc.train_step(program, state, data(0))
+    zfunc.train_step(program, other, data(0))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
+def test_a_fork_after_a_step_is_told_that_its_lanes_are_gone() -> None:
+    """It waited 20 minutes for threads that only its parent has. What needs none of them works there."""
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        signal.alarm(10)
+        told = []
+        for refused in (zfunc.train_step, zfunc.evaluate):
+            try:
+                refused(program, state, data(1))
+            except RuntimeError as error:
+                told.append(str(error))
+        told.append(f"{len(zfunc.params(program, state))} parameters")
+        os.write(write, "\n".join(told).encode())
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        step, evaluation, parameters = pipe.read().split("\n")
+    assert os.waitpid(child, 0)[1] == 0
+    assert step == (
+        f"train_step: got process {child}, a fork of process {os.getpid()} that has trained with this program; "
+        "expected that process. Neither lanes nor OpenMP threads survive a fork. Fork before the first step, or "
+        'start the child with multiprocessing.get_context("spawn")'
+    )
+    assert evaluation.startswith("apply: got process")
+    assert parameters == f"{len(zfunc.params(program, state))} parameters"
+    zfunc.train_step(program, state, data(1))
+
+
+def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
+    """The signal comes while the calling thread waits for a slow copy: no update may follow behind its back."""
+    import time
+
+    from zfunc.engine.stages import to_host
+
+    def slow(op: Any, mem: Any, step: Any) -> None:
+        time.sleep(0.2)
+        to_host(op, mem, step)
+
+    segments, data = tied_gpt()
+    program = zfunc.compile(
+        segments, device="cpu", bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow}
+    )
+    state = zfunc.init(program)
+    zfunc.engine.program.specialize(program, data(0))
+    before = zfunc.params(program, state)
+    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+    signal.setitimer(signal.ITIMER_REAL, 0.15)
+    with pytest.raises(KeyboardInterrupt):
+        zfunc.train_step(program, state, data(0))
+    try:
+        kept = zfunc.params(program, state)
+    except DonatedStateError:
+        return  # an update had begun, and it says so
+    time.sleep(1.0)
+    assert all(torch.equal(v, before[k]) for k, v in kept.items())
+    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+
+
+def test_batches_of_another_structure_are_planned_anew() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: dict[str, Tensor]) -> Tensor:
+            y = x["a"] * self.w
+            return torch.nn.functional.dropout(y, 0.5) if "drop" in x else y
+
+    program = zfunc.compile(
+        [zfunc.segment("drops", Drops()), zfunc.segment("loss", Loss(8))], precision="fp32", device="cpu"
+    )
+    x, y = regression(4)(0)
+    state, _ = zfunc.train_step(program, zfunc.init(program), ({"a": x, "b": x}, y))
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    torch.manual_seed(3)
+    zfunc.train_step(program, state, ({"a": x, "drop": x}, y))
+    assert torch.equal(torch.rand(2), expected)  # the dropout was seen and seeded apart
+
+
+def test_a_state_is_not_pickled() -> None:
+    import pickle
+
+    segments, _ = tied_gpt()
+    program = zfunc.compile(segments, device="cpu")
+    with pytest.raises(TypeError, match=r"zfunc\.params"):
+        pickle.dumps(zfunc.init(program))

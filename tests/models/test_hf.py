@@ -1,0 +1,632 @@
+"""Laws of `zfunc.hf`: the model's own loss and gradients, weights from a folder and back, labels weighed right."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import zfunc
+import zfunc.models.hf
+from zfunc.engine.program import Program
+from zfunc.engine.vjp import Weights
+from zfunc.errors import CheckpointError
+from zfunc.models.hf.cutting import MISSING
+from zfunc.models.kv_cache import Cache
+
+transformers = pytest.importorskip("transformers")
+
+IGNORED, VOCAB = -100, 61
+SIZE: dict[str, Any] = {
+    **{"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32},
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
+GPT2 |= {"bos_token_id": 1, "eos_token_id": 2}
+DRY = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def config(kind: str, **given: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, f"{kind}Config")(**given)
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "GPT-2": config("GPT2", **GPT2, **DRY),
+    "GPT-2 scaled by layer": config("GPT2", **GPT2, **DRY, scale_attn_by_inverse_layer_idx=True),
+    "GPT-2 untied": config("GPT2", **GPT2, **DRY, tie_word_embeddings=False),
+    "Llama": config("Llama", **SIZE),
+    "Llama tied": config("Llama", **SIZE, tie_word_embeddings=True, attention_bias=True),
+    "Llama, linear positions": config(
+        "Llama", **SIZE, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+    ),
+    "Llama 3 positions": config("Llama", **SIZE, rope_parameters=LLAMA3),
+    "Llama, YaRN": config("Llama", **SIZE, rope_parameters=YARN),
+    "Mistral, window": config("Mistral", **SIZE, sliding_window=5),
+    "Mistral, long window": config("Mistral", **SIZE, sliding_window=500),
+    "Qwen2": config("Qwen2", **SIZE, use_sliding_window=True, sliding_window=4, max_window_layers=1),
+    "Qwen3": config("Qwen3", **SIZE, head_dim=12),
+    "Gemma": config("Gemma", **SIZE | {"num_key_value_heads": 1}, head_dim=16),
+    "Gemma 2": config("Gemma2", **SIZE, head_dim=16, sliding_window=4),
+    "Gemma 3": config("Gemma3Text", **SIZE, head_dim=16, sliding_window=4, layer_types=TYPES),
+}
+every_config = pytest.mark.parametrize("name", CONFIGS)
+
+
+def made(name: str, **given: Any) -> Any:
+    """A model of random weights, norms and biases too."""
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](**given))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.1)
+    return model
+
+
+def compiled(segments: Any, **settings: Any) -> Program:
+    given = {"precision": "fp32", "device": "cpu", "bucket_size": 5000, **settings}
+    return zfunc.compile(segments, **given)
+
+
+def tokens(rows: int = 3, seed: int = 0) -> Tensor:
+    """With some that pad: their embedding gets no gradient."""
+    return torch.randint(0, VOCAB, (rows, 13), generator=torch.Generator().manual_seed(seed))
+
+
+def own_gradients(model: Any, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = model(x, labels=x).loss
+    named = dict(model.named_parameters())
+    return loss.detach(), dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def gradients(program: Program, inputs: Tensor, targets: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Through the passes a step runs, each segment's backward traced."""
+    values = {name: t for s in program.segments for name, t in s.initial(0).items()}
+    x, kept = inputs, []
+    for call in program.calls:
+        trained, fixed = ({k: values[v] for k, v in names.items()} for names in (call.trained, call.fixed))
+        weights = Weights(trained, {**fixed, **call.constants})
+        given = (x, targets) if call is program.calls[-1] else (x,)
+        x, residuals = call.passes.forward(weights, given)
+        kept.append((call, weights, given, residuals))
+    found: dict[str, Tensor] = {}
+    cotangents = [torch.ones_like(x)]
+    for call, *held in reversed(kept):
+        grads, cotangents = call.passes.backward(*held, cotangents)
+        for short, g in grads.items():
+            full = call.trained[short]
+            found[full] = found[full] + g if full in found else g
+    return x.detach(), found
+
+
+# --- segments ---------------------------------------------------------------------------------------------
+
+
+@every_config
+def test_loss_and_every_gradient_are_the_models_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, x = made(name), tokens()
+    expected, own = own_gradients(model, x)
+    program = compiled(zfunc.hf.segments(model))
+    loss, found = gradients(program, x[:, :-1], x[:, 1:])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert found.keys() == own.keys()
+    largest = max(float(g.abs().max()) for g in own.values())
+    for full, g in own.items():
+        near = 1e-5 * float(g.abs().max()) + 1e-7 * largest  # a small gradient is the rest of larger ones
+        assert float((found[full] - g).abs().max()) <= near, full
+        assert g.abs().max() > 1e-6, full  # or equal gradients would mean little
+    assert "cannot be traced" not in caplog.text
+
+
+@every_config
+def test_keys_and_values_that_are_kept_give_the_logits_of_the_whole_sequence(name: str) -> None:
+    def logits(ids: Tensor, *more: Cache) -> Tensor:
+        x = ids
+        for s, segment in enumerate(cut):
+            values = {short: segment.origins[full].detach() for short, full in segment.by_short.items()}
+            x = segment.evaluation({**values, **segment.constants}, x, *more[s : s + 1])
+        return x
+
+    cut, ids = zfunc.hf.segments(made(name)), tokens(1)
+    caches = [Cache() for _ in cut[:-1]]
+    parts = [
+        logits(ids[:, :7], *caches),
+        *(logits(ids[:, n : n + 1], *caches) for n in range(7, ids.shape[1])),
+    ]
+    assert torch.allclose(torch.cat(parts, 1), logits(ids), atol=1e-5)
+    with pytest.raises(ValueError, match="expected one: give one at a time"):
+        logits(ids[:, :2], *caches)
+
+
+def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
+    model, x = made("Mistral, window"), tokens()
+    expected, _ = own_gradients(model, x)
+    for layer in model.model.layers:
+        layer.self_attn.config = copy.deepcopy(model.config)
+    loss, _ = gradients(compiled(zfunc.hf.segments(model)), x[:, :-1], x[:, 1:])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("recompute", ["none", "min-cut"])
+@pytest.mark.parametrize("name", ["Qwen2", "Gemma 2"])
+def test_so_they_are_whatever_is_recomputed(name: str, recompute: Any) -> None:
+    model, x = made(name), tokens()
+    expected, own = own_gradients(model, x)
+    loss, found = gradients(compiled(zfunc.hf.segments(model), recompute=recompute), x[:, :-1], x[:, 1:])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert all(torch.allclose(found[k], g, rtol=1e-4, atol=1e-6) for k, g in own.items())
+
+
+def test_a_window_shorter_than_the_sequence_counts() -> None:
+    x = tokens()
+    short, long = (made(name) for name in ("Mistral, window", "Mistral, long window"))
+    long.load_state_dict(short.state_dict())
+    losses = [gradients(compiled(zfunc.hf.segments(m)), x[:, :-1], x[:, 1:])[0] for m in (short, long)]
+    assert abs(float(losses[0] - losses[1])) > 1e-3
+
+
+@pytest.mark.parametrize(("name", "distinct"), [("GPT-2", 3), ("Llama", 3), ("Gemma", 3), ("Gemma 3", 4)])
+def test_equal_layers_share_one_trace(name: str, distinct: int) -> None:
+    program = compiled(zfunc.hf.segments(made(name)))
+    assert len(program.calls) == 5
+    assert len({id(call.passes) for call in program.calls}) == distinct
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma"])
+def test_steps_are_those_of_plain_pytorch(name: str) -> None:
+    model, reference = made(name), made(name)
+    settings = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.1}
+    plain = torch.optim.AdamW(reference.parameters(), **settings)
+    program = compiled(zfunc.hf.segments(model), optimizer=zfunc.AdamW(**settings), clip_norm=0.5)
+    state = zfunc.init(program)
+    for i in range(3):
+        x = tokens(4, i)
+        loss = reference(x, labels=x).loss
+        plain.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        plain.step()
+        state, metrics = zfunc.train_step(program, state, (x[:, :-1], x[:, 1:]))
+        assert abs(metrics.loss - float(loss.detach())) < 1e-5
+    trained = zfunc.params(program, state)
+    for full, p in reference.named_parameters():
+        # Attention ignores a bias of its keys: that gradient is rounding alone, and eps is what keeps it small.
+        assert float((trained[full] - p.detach()).abs().max()) < 1e-5, full
+    untouched = made(name)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), untouched.parameters(), strict=True))
+
+
+def test_a_model_in_bf16_trains() -> None:
+    program = compiled(zfunc.hf.segments(made("Gemma")), precision="bf16", micro_batches=2)
+    state, losses = zfunc.init(program), []
+    for _ in range(8):
+        state, metrics = zfunc.train_step(program, state, (tokens(4)[:, :-1], tokens(4)[:, 1:]))
+        losses.append(metrics.loss)
+    assert losses[-1] < losses[0] - 0.03
+
+
+def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**GPT2)
+    ).eval()  # as from_pretrained gives it
+    model.transformer.h[0].requires_grad_(False)
+    program = compiled(zfunc.hf.segments(model))
+    state, batch = zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:])
+    before = zfunc.evaluate(program, state, batch)
+    assert before == zfunc.evaluate(program, state, batch)
+    assert abs(before - float(model(tokens(), labels=tokens()).loss.detach())) < 1e-5
+    state, metrics = zfunc.train_step(program, state, batch)
+    assert abs(metrics.loss - before) > 1e-4
+    after = zfunc.params(program, state)
+    for full, p in model.named_parameters():
+        assert torch.equal(after[full], p) == full.startswith("transformer.h.0."), full
+    assert not model.training
+
+
+def test_a_model_on_meta_is_planned_without_memory_and_drawn_as_transformers_does() -> None:
+    large = transformers.LlamaConfig(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(large)
+    example = (torch.zeros(1, 512, dtype=torch.int64), torch.zeros(1, 512, dtype=torch.int64))
+    before = anonymous()
+    program = zfunc.compile(zfunc.hf.segments(model), device="cpu", example=example)
+    assert anonymous() - before < 200 << 20
+    held = 2 * sum(p.numel() for p in model.parameters())
+    assert program.plan.graph.ops
+    assert zfunc.core.memory_model.memory(program.plan)["device"].nbytes > held > 12e9
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no file's."""
+    told = Path("/proc/self/status").read_text()
+    return int(told.split("RssAnon:")[1].split()[0]) << 10
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama 3 positions", "Gemma 3"])
+def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]())
+    cut, real = zfunc.hf.segments(model), zfunc.hf.segments(made(name))
+    for a, b in zip(cut, real, strict=True):
+        assert a.constants.keys() == b.constants.keys()
+        assert all(torch.equal(a.constants[k], t) for k, t in b.constants.items())
+        assert a.initial(3).keys() == b.initial(3).keys()
+        assert all(torch.equal(t, a.initial(3)[k]) for k, t in a.initial(3).items())
+    table = next(iter(cut[0].initial(3).values()))
+    assert not torch.equal(table, next(iter(cut[0].initial(4).values())))
+    assert 0.018 < float(table[1:].std()) < 0.022  # initializer_range
+    program = compiled(cut)
+    _, metrics = zfunc.train_step(program, zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:]))
+    assert 3 < metrics.loss < 6
+
+
+def test_what_cannot_be_cut_is_refused_with_what_to_do() -> None:
+    with torch.device("meta"):
+        bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_head=2))
+        dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        ropes = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE, rope_parameters=dynamic))
+        below = transformers.LlamaModel(transformers.LlamaConfig(**SIZE))
+
+        class Mine(transformers.LlamaForCausalLM): ...
+
+        mine = Mine(transformers.LlamaConfig(**SIZE))
+    with pytest.raises(
+        ValueError,
+        match=r"got a BloomForCausalLM, which is not supported, expected one of GPT2LMHeadModel.*zfunc\.segment\(",
+    ):
+        zfunc.hf.segments(bloom)
+    with pytest.raises(ValueError, match="rotary positions of type 'dynamic': use one of default, linear"):
+        zfunc.hf.segments(ropes)
+    for other in (below, mine):
+        with pytest.raises(ValueError, match=f"got a {type(other).__name__}, which is not supported"):
+            zfunc.hf.segments(other)
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Mixtral": SIZE | {"num_local_experts": 2},
+    "GPTNeoX": {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "T5": {"vocab_size": 8, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2},
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_folder_of_another_family_is_not_supported_rather_than_damaged(kind: str, tmp_path: Path) -> None:
+    model = getattr(transformers, "T5Model" if kind == "T5" else f"{kind}ForCausalLM")(
+        config(kind, **OTHERS[kind])()
+    )
+    model.save_pretrained(tmp_path)
+    with pytest.raises(
+        ValueError, match=f"^model: got a {type(model).__name__}, which is not supported, expected"
+    ):
+        zfunc.hf.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B and name"),
+        ("gpt2", "hf download gpt2 --local-dir gpt2 and name"),
+        ("runs/of/last/week", "use a folder that save_pretrained"),
+        ("/nowhere", "use a folder that save_pretrained"),
+    ],
+)
+def test_a_name_on_the_hub_gets_the_command_that_downloads_it(
+    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"^{name}: got no config.json in it.*{told}"):
+        zfunc.hf.load(name)
+
+
+def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:
+    program = compiled(zfunc.hf.segments(made("GPT-2")))
+    x = torch.zeros(1, 33, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"'transformer\.wte': got 33 tokens, expected at most the 32"):
+        zfunc.train_step(program, zfunc.init(program), (x, x))
+
+
+def test_without_transformers_it_is_said_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = made("Llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for call in (lambda: zfunc.hf.segments(model), lambda: zfunc.hf.load(tmp_path)):
+        with pytest.raises(ImportError, match=MISSING.split("'")[0]):
+            call()
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="5.11.1"))
+    with pytest.raises(ImportError, match=r"got transformers 5\.11\.1, expected version 5\.12 or newer"):
+        zfunc.hf.segments(model)
+    code = "import sys; sys.modules['transformers'] = None; import zfunc.models.hf; print(zfunc.hf.batch)"
+    assert "batch" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+
+
+# --- labels that do not count -----------------------------------------------------------------------------
+
+
+def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
+    """Rows padded at the end: of 12 tokens, 12, 10, 8, ... count, and none in the last two."""
+    x = tokens(rows)
+    labels = x[:, 1:].clone()
+    for r in range(rows):
+        labels[r, max(0, 12 - 2 * r) :] = IGNORED
+    return x[:, :-1], labels
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
+def test_the_loss_is_the_mean_over_all_tokens_however_the_batch_is_cut(micro_batches: int) -> None:
+    model = made("Llama")
+    ids, labels = unequal()
+    expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
+    own = torch.autograd.grad(expected, list(model.parameters()))
+    norm = float(torch.stack([g.square().sum() for g in own]).sum().sqrt())
+    program = compiled(zfunc.hf.segments(model), micro_batches=micro_batches)
+    batch = zfunc.hf.batch(ids, labels)
+    state = zfunc.init(program)
+    assert abs(zfunc.evaluate(program, state, batch) - float(expected.detach())) < 1e-6
+    _, metrics = zfunc.train_step(program, state, batch)
+    assert abs(metrics.loss - float(expected.detach())) < 1e-6
+    assert abs(metrics.grad_norm - norm) < 1e-5 * norm
+
+
+def test_plain_labels_would_weigh_otherwise() -> None:
+    ids, labels = (t[:6] for t in unequal())
+    program = compiled(zfunc.hf.segments(made("Llama")), micro_batches=2)
+    losses = [
+        zfunc.train_step(program, zfunc.init(program), batch)[1].loss
+        for batch in ((ids, labels), zfunc.hf.batch(ids, labels))
+    ]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_ranks_that_know_of_the_whole_batch_average_to_its_mean() -> None:
+    ids, labels = unequal()
+    program = compiled(zfunc.hf.segments(made("Llama")))
+    state = zfunc.init(program)
+    whole = zfunc.evaluate(program, state, zfunc.hf.batch(ids, labels))
+    per_row = int((labels != IGNORED).sum()) / 8
+    halves = [zfunc.hf.batch(ids[r], labels[r], tokens_per_row=per_row) for r in (slice(4), slice(4, 8))]
+    assert abs(sum(zfunc.evaluate(program, state, half) for half in halves) / 2 - whole) < 1e-6
+
+
+def test_batches_that_cannot_be_are_refused() -> None:
+    ids, labels = unequal()
+    with pytest.raises(ValueError, match=r"labels\[:, t\] is the token that follows"):
+        zfunc.hf.batch(ids, labels[:, 1:])
+    with pytest.raises(ValueError, match="no token that counts"):
+        zfunc.hf.batch(ids[6:], labels[6:])
+
+
+# --- folders ----------------------------------------------------------------------------------------------
+
+
+def write(model: Any, folder: Path, **given: Any) -> Path:
+    model.save_pretrained(folder, **given)
+    return folder
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    save_file({k: v.clone() for k, v in change(load_file(file)).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 3"])
+def test_a_folder_gives_its_models_weights_and_logits(name: str, shards: bool, tmp_path: Path) -> None:
+    model = made(name)
+    folder = write(model, tmp_path / "m", **({"max_shard_size": "20KB"} if shards else {}))
+    assert (folder / "model.safetensors.index.json").exists() == shards
+    config, cut = zfunc.hf.load(folder)
+    assert config.model_type == model.config.model_type
+    program = compiled(cut)
+    state = zfunc.init(program)
+    found = zfunc.params(program, state)
+    assert found.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(found[full], p) for full, p in model.named_parameters())
+    assert torch.allclose(zfunc.apply(program, state, tokens()), model(tokens()).logits, atol=1e-5)
+
+
+def test_weights_in_bf16_become_fp32_exactly(tmp_path: Path) -> None:
+    model = made("Llama tied").to(torch.bfloat16)
+    program = compiled(zfunc.hf.load(write(model, tmp_path / "m"))[1])
+    found = zfunc.params(program, zfunc.init(program))
+    assert all(torch.equal(found[full], p.float()) for full, p in model.named_parameters())
+
+
+def test_initial_values_are_the_mapped_file_and_let_go_of_it(tmp_path: Path) -> None:
+    file = write(made("Llama"), tmp_path / "m") / "model.safetensors"
+
+    def mapped() -> list[tuple[int, int]]:
+        lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+        return [tuple(int(x, 16) for x in ws[0].split("-")) for ws in lines if ws[-1] == str(file)]  # type: ignore
+
+    _, cut = zfunc.hf.load(tmp_path / "m")
+    assert not mapped()
+    values = cut[1].initial(0)
+    ranges = mapped()
+    assert len(values) == 9
+    for t in values.values():
+        assert any(low <= t.data_ptr() and t.data_ptr() + t.nbytes <= high for low, high in ranges)
+    del values, t
+    program = compiled(cut)
+    zfunc.init(program)
+    assert not mapped()
+
+
+def test_names_of_a_model_without_its_head_and_old_buffers_are_known(tmp_path: Path) -> None:
+    model = made("GPT-2")
+    folder = write(model, tmp_path / "m")
+    mask = torch.ones(1, 1, 8, 8)
+    rewrite(
+        folder,
+        lambda t: {**{k.removeprefix("transformer."): v for k, v in t.items()}, "h.0.attn.bias": mask},
+    )
+    program = compiled(zfunc.hf.load(folder)[1])
+    assert torch.allclose(
+        zfunc.apply(program, zfunc.init(program), tokens()), model.eval()(tokens()).logits, atol=1e-5
+    )
+
+
+FLAWS: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
+    "missing": (
+        lambda t: {k: v for k, v in t.items() if k != "model.norm.weight"},
+        r"got no 'model\.norm\.weight' \(did you mean",
+    ),
+    "renamed": (
+        lambda t: {k.replace("model.norm.w", "model.nrom.w"): v for k, v in t.items()},
+        r"got 'model\.nrom\.weight' \(did you mean 'model\.norm\.weight'\?\), which the model does not have",
+    ),
+    "extra": (
+        lambda t: {**t, "score.weight": torch.ones(2)},
+        "got 'score.weight'.*which the model does not have",
+    ),
+    "shape": (
+        lambda t: {**t, "lm_head.weight": torch.ones(3, 32)},
+        r"'lm_head\.weight' of shape \(3, 32\), expected \(61, 32\)",
+    ),
+    "type": (lambda t: {k: v.to(torch.int8) for k, v in t.items()}, "in I8, expected F64, F32, BF16, F16"),
+}
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_a_folder_of_another_model_is_refused_by_name_before_anything_is_read(
+    flaw: str, tmp_path: Path
+) -> None:
+    folder = write(made("Llama"), tmp_path / "m")
+    rewrite(folder, FLAWS[flaw][0])
+    with pytest.raises(CheckpointError, match=FLAWS[flaw][1]):
+        zfunc.hf.load(folder)
+
+
+def test_a_head_that_is_tied_but_stored_otherwise_is_refused(tmp_path: Path) -> None:
+    model = made("Llama tied")
+    folder = write(model, tmp_path / "m")
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"]})
+    program = compiled(zfunc.hf.load(folder)[1])
+    assert zfunc.init(program).step == 0
+    rewrite(folder, lambda t: {**t, "lm_head.weight": t["lm_head.weight"] + 1})
+    with pytest.raises(
+        CheckpointError, match="other values in 'model.embed_tokens.weight'|tie_word_embeddings"
+    ):
+        zfunc.init(compiled(zfunc.hf.load(folder)[1]))
+
+
+def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        zfunc.hf.load(tmp_path)
+    folder = write(made("Llama"), tmp_path / "m", max_shard_size="20KB")
+    index = folder / "model.safetensors.index.json"
+    told = json.loads(index.read_text())
+    shard = folder / told["weight_map"]["model.norm.weight"]
+    index.write_text(
+        json.dumps({"weight_map": told["weight_map"] | {"model.norm.weight": "../x.safetensors"}})
+    )
+    with pytest.raises(CheckpointError, match="which is not in the folder"):
+        zfunc.hf.load(folder)
+    index.write_text(json.dumps(told))
+    shard.write_bytes(shard.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        zfunc.hf.load(folder)
+    index.unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        zfunc.hf.load(folder)
+
+
+def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
+    program = compiled(zfunc.hf.load(folder)[1], **settings)
+    state, _ = zfunc.train_step(program, zfunc.init(program), zfunc.hf.batch(*unequal()))
+    return program, state
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 3", "Qwen3"])
+def test_what_was_trained_is_loaded_by_from_pretrained_with_equal_logits(name: str, tmp_path: Path) -> None:
+    folder = write(made(name), tmp_path / "m")
+    (folder / "tokenizer.json").write_text("{}")
+    program, state = trained(folder)
+    assert zfunc.hf.save(tmp_path / "saved", program, state, config=folder) == tmp_path / "saved"
+    zfunc.save(tmp_path / "run", program, state)
+    done = zfunc.hf.export(tmp_path / "run", tmp_path / "exported", config=folder)
+    assert (done.path, done.step, done.dtype) == (tmp_path / "exported", 1, "fp32")
+    expected = zfunc.apply(program, state, tokens())
+    for out in (tmp_path / "saved", tmp_path / "exported"):
+        assert (out / "tokenizer.json").read_text() == "{}"
+        model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
+        assert model.dtype == torch.float32
+        weights = zfunc.params(program, state)
+        assert all(torch.equal(weights[full], p) for full, p in model.named_parameters())
+        assert torch.allclose(model(tokens()).logits, expected, atol=1e-5)
+        zfunc.hf.load(out)
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["exported", "m", "run", "saved"]
+
+
+def test_a_folder_in_bf16_says_so_and_moments_do_not_matter(tmp_path: Path) -> None:
+    folder = write(made("Llama tied"), tmp_path / "m")
+    program, state = trained(folder, optimizer=zfunc.AdamW(moments="8bit"))
+    out = zfunc.hf.save(tmp_path / "saved", program, state, config=zfunc.hf.load(folder)[0], dtype="bf16")
+    model = transformers.AutoModelForCausalLM.from_pretrained(out)
+    weights = zfunc.params(program, state)
+    assert model.dtype == torch.bfloat16
+    assert all(torch.equal(weights[full].bfloat16(), p) for full, p in model.named_parameters())
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    folder = write(made("Llama"), tmp_path / "m")
+    other = write(made("Llama tied"), tmp_path / "other")
+    program, state = trained(folder)
+    checkpoint = zfunc.save(tmp_path / "run", program, state)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        ("is there, expected a new folder", lambda: zfunc.hf.save(folder, program, state, config=folder)),
+        (
+            "'lm_head.weight' of shape None.*pass the config the segments",
+            lambda: zfunc.hf.save(tmp_path / "x", program, state, config=other),
+        ),
+        (
+            "pass the config the segments",
+            lambda: zfunc.hf.export(checkpoint, tmp_path / "x", config=other),
+        ),
+        (
+            r"got 'bf61' \(did you mean 'bf16'\?\)",
+            lambda: zfunc.hf.export(checkpoint, tmp_path / "x", config=folder, dtype="bf61"),  # type: ignore
+        ),
+        ("make .*nowhere", lambda: zfunc.hf.export(checkpoint, tmp_path / "nowhere" / "x", config=folder)),
+    ]
+    for message, call in calls:
+        with pytest.raises(ValueError, match=message):
+            call()
+    with torch.no_grad():
+        big = {name: t * 1e6 for name, t in zfunc.params(program, state).items()}
+    with pytest.raises(ValueError, match="too large for fp16"):
+        zfunc.hf.save(tmp_path / "x", program, zfunc.init(program, params=big), config=folder, dtype="fp16")
+    assert sorted(os.listdir(tmp_path)) == ["m", "other", "run"]
+
+
+def test_the_command_exports_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from zfunc.cli.main import main
+
+    folder = write(made("Llama"), tmp_path / "m")
+    zfunc.save(tmp_path / "run", *trained(folder))
+    out = tmp_path / "out"
+    assert (
+        main(["export", str(tmp_path / "run"), "--hf", str(folder), "--out", str(out), "--dtype", "bf16"])
+        == 0
+    )
+    assert f"written: {out}: 30 parameters of step 1 as bf16" in capsys.readouterr().out
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    assert main(["export", str(tmp_path / "run"), "--hf", str(folder)]) == 2
+    assert "expected a new folder to write: pass such as --out trained" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "run"), "--hf", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
+    assert "no config.json in it" in capsys.readouterr().err

@@ -1,0 +1,561 @@
+"""Compact state: packed formats are exact where they can be, unbiased where not; the kernel is the reference."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zfunc.core.layout import ALIGNMENT
+from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact_reference import (
+    BLOCK,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    HIGHEST_CODE,
+    LIMIT,
+    MIN_SHIFT,
+    NUM_SHIFTS,
+    Compact,
+    dither,
+    first_dither,
+    join,
+    pack,
+    pack_bf16,
+    pack_exp_avg,
+    pack_exp_avg_sq,
+    reference_compact_update,
+    split,
+    unpack,
+    unpack_exp_avg,
+    unpack_exp_avg_sq,
+)
+from zfunc.optim.host_adam import adam_update_
+from zfunc.optim.kernel import cpu_adam as kernel
+from zfunc.optim.reference import coefficients, reference_update, round_to
+from zfunc.runtime.numa import UNIT
+
+ISAS = range(len(kernel.instruction_sets()))
+TYPES = {"fp32": kernel.FP32, "bf16": kernel.BF16, "fp16": kernel.FP16, None: kernel.NONE}
+DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
+MOMENTS = {"16bit": kernel.MOMENTS_16BIT, "8bit": kernel.MOMENTS_8BIT}
+ALL = np.arange(1 << 16, dtype=np.uint32)
+floats = st.floats(width=32, allow_nan=True, allow_infinity=True)
+
+
+def from_bits(bits):
+    return np.asarray(bits, np.uint32).view(np.float32)
+
+
+def same(got, expected):
+    """Equal bits, every NaN alike."""
+    got, expected = (np.where(np.isnan(x), np.float32(np.nan), x).view(np.uint32) for x in (got, expected))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_the_kernel_and_what_surrounds_it_mean_the_same_blocks():
+    assert kernel.SHARED == BLOCK == ALIGNMENT
+    assert kernel.UNIT == UNIT
+    assert kernel.UNIT % BLOCK == 0
+
+
+# ---- the split master --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("low", [0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+def test_split_master_is_exact_for_every_high_half(low):
+    x = from_bits((ALL << 16) | low)
+    same(join(*split(x)), x)
+
+
+@pytest.mark.parametrize("high", [0x0000, 0x8000, 0x0001, 0x3F80, 0xBF80, 0x3F7F, 0x7F7F, 0xFF7F])
+def test_split_master_is_exact_for_every_low_half(high):
+    x = from_bits((high << 16) | ALL)
+    same(join(*split(x)), x)
+
+
+@given(st.lists(floats, min_size=1, max_size=70))
+def test_split_master_is_exact_for_any_float(values):
+    x = np.array(values, np.float32)
+    same(join(*split(x)), x)
+
+
+def test_high_half_is_the_nearest_bfloat16():
+    x = from_bits(np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint64))
+    high = split(x)[0]
+    ties = (x.view(np.uint32) & 0xFFFF) == 0x8000
+    np.testing.assert_array_equal(high[~ties & ~np.isnan(x)], round_to(x, "bf16")[~ties & ~np.isnan(x)])
+    assert np.isnan(from_bits(high.astype(np.uint32) << 16)[np.isnan(x)]).all()
+    assert (split(from_bits([0x3F808000, 0xBF818000]))[0] == [0x3F81, 0xBF82]).all()  # ties: away from zero
+
+
+def test_split_of_tensors():
+    x = torch.randn(1000)
+    halves = SplitMaster.of(x)
+    assert torch.equal(halves.join(), x)
+    torch.testing.assert_close(halves.high.float(), x, rtol=2**-8, atol=0)
+
+
+# ---- bfloat16 moments --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("step", [1, 2, 1_000_000])
+def test_every_bfloat16_is_kept_as_it_is(step):
+    packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, EXP_AVG))
+    same(from_bits(packed.astype(np.uint32) << 16), from_bits(ALL << 16))
+
+
+@pytest.mark.parametrize("x", [1.001, -3.3e-7, 1.17e-38, 255.9])
+def test_rounding_to_bfloat16_is_unbiased_over_every_dither(x):
+    packed = pack_bf16(np.full(1 << 16, x, np.float32), ALL << 16)
+    mean = from_bits(packed.astype(np.uint32) << 16).astype(np.float64).mean()
+    assert mean == np.float32(x)
+
+
+# ---- 8-bit moments -----------------------------------------------------------------------------------
+
+
+def kept(m, v, step=1, n=None):
+    """The values of m and v after they were packed."""
+    n = np.size(v) if n is None else n
+    m, v = (np.broadcast_to(np.float32(x), n).copy() for x in (m, v))
+    return unpack(pack(np.zeros(n, np.float32), m, v, moments="8bit", step=step))[1:]
+
+
+@pytest.mark.parametrize("choice", range(NUM_SHIFTS))
+def test_every_code_of_exp_avg_sq_under_every_scale_is_kept_as_it_is(choice):
+    """Each block has the highest code and code 1, so that its scale is the same again."""
+    shift = MIN_SHIFT + choice
+    tops = np.arange((HIGHEST_CODE << shift) + (1 << 23) >> 21, (LIMIT >> 21) + 1, dtype=np.int64) << 21
+    bases = tops - (HIGHEST_CODE << shift)
+    scales = (bases >> 16 | choice).astype(np.int16).repeat(5)
+    codes = np.zeros((5, BLOCK), np.uint8)
+    codes[:, :2], codes[:, 2:] = (1, HIGHEST_CODE), np.resize(np.arange(HIGHEST_CODE + 1), (5, BLOCK - 2))
+    codes = np.tile(codes.ravel(), tops.size)
+    values = unpack_exp_avg_sq(codes, scales)
+    assert np.isfinite(values).all()
+    assert ((values > 0) == (codes > 0)).all()
+    again, found = pack_exp_avg_sq(values, dither(values.size, choice, EXP_AVG_SQ))
+    np.testing.assert_array_equal(found, scales)
+    np.testing.assert_array_equal(again, codes)
+
+
+@pytest.mark.parametrize("exponent", [-60, -9, 0, 7, 62])
+def test_every_code_of_exp_avg_in_units_of_a_power_of_two_is_kept_as_it_is(exponent):
+    for root in (2.0**exponent, 1.9 * 2.0**exponent):
+        v = np.full(256, root, np.float32) ** 2
+        packed = pack_exp_avg_sq(v, dither(256, 1, EXP_AVG_SQ))
+        codes = np.arange(256, dtype=np.uint8)
+        values = unpack_exp_avg(codes, *packed)
+        np.testing.assert_array_equal(pack_exp_avg(values, dither(256, 3, EXP_AVG), *packed), codes)
+        assert values.max() == -values.min() == 31 * 2.0**exponent
+        assert (np.diff(values[:128]) > 0).all()
+        assert np.diff(values[:32]).max() == 2.0 ** (exponent - 6)  # subnormals at the spacing above them
+
+
+@pytest.mark.parametrize("x", [1.001, 0.3, 1e-4, 2.0**-30 * 0.77, 2.0**-61 * 1.3])
+def test_rounding_exp_avg_sq_is_unbiased_over_every_dither(x):
+    n = 1 << 18
+    values = np.full(n, x, np.float32)
+    values[::BLOCK] = 1.5
+    packed = pack_exp_avg_sq(values, np.arange(n, dtype=np.uint32) << np.uint32(14))
+    got = unpack_exp_avg_sq(*packed).astype(np.float64).reshape(-1, BLOCK)[:, 1:]
+    np.testing.assert_allclose(got.mean(), np.float32(x), rtol=3e-4)
+
+
+@pytest.mark.parametrize("x", [1.001, -0.3, 1e-2, 17.3])
+def test_rounding_exp_avg_is_unbiased_over_every_dither(x):
+    n = 1 << 18
+    packed = pack_exp_avg_sq(np.full(n, 1.1, np.float32), np.zeros(n, np.uint32))
+    codes = pack_exp_avg(np.full(n, x, np.float32), np.arange(n, dtype=np.uint32) << np.uint32(14), *packed)
+    np.testing.assert_allclose(unpack_exp_avg(codes, *packed).astype(np.float64).mean(), x, rtol=3e-4)
+
+
+@given(values=st.lists(floats, min_size=1, max_size=200), step=st.integers(1, 1 << 40))
+def test_exp_avg_sq_of_anything(values, step):
+    """Within one unit in each of 64 binades; above 0 stays so; infinite and NaN are one element's matter."""
+    x = np.abs(np.array(values, np.float32))
+    (_, got), finite = kept(0, x, step), np.abs(x) <= from_bits(LIMIT)
+    assert (np.isinf(got) == ~finite).all()
+    assert ((got > 0) == ~(x == 0)).all()
+    for start in range(0, x.size, BLOCK):
+        ok = finite[start : start + BLOCK]
+        block, out = (y[start : start + BLOCK][ok].astype(np.float64) for y in (x, got))
+        largest = block.max(initial=2.0**-126)
+        assert (np.abs(out - block) <= np.maximum(block / 4, 2.0**-62 * largest)).all()
+        wide = block[block > 0].min(initial=largest)
+        if wide >= max(largest / 64, 2.0**-110):
+            assert (np.abs(out - block) <= block / 32).all()
+
+
+@given(st.lists(st.tuples(floats, st.floats(2.0**-60, 2.0**60, width=32)), min_size=1, max_size=200))
+def test_exp_avg_of_anything_beside_its_root(pairs):
+    """Precise by its own root alone: 1/16, or 2^-6 of the unit, and up to 15.5 roots."""
+    m, root = (np.array(x, np.float32) for x in zip(*pairs, strict=True))
+    got, v = kept(m, root * root)
+    assert np.isfinite(got).all()
+    unit = 2.0 ** np.floor(np.log2(np.sqrt(v.astype(np.float64))))
+    exact = np.clip(np.nan_to_num(m.astype(np.float64), nan=np.inf), -31 * unit, 31 * unit)
+    assert (np.abs(got - exact) <= np.maximum(np.abs(exact) / 16, 2.0**-6 * unit)).all()
+
+
+def test_zeroed_bytes_are_zero_moments():
+    packed = np.zeros(64, np.uint8), np.zeros(1, np.int16)
+    assert (unpack_exp_avg_sq(*packed).view(np.uint32) == 0).all()
+    assert (unpack_exp_avg(np.zeros(64, np.uint8), *packed).view(np.uint32) == 0).all()
+
+
+def test_second_moments_never_become_zero():
+    x = np.full(BLOCK, 2.0**-119, np.float32)
+    x[0] = 1e30
+    for step in range(1, 200):
+        assert (kept(0, x, step)[1] > 0).all()
+
+
+# ---- beside others in a block --------------------------------------------------------------------------
+
+
+def trained_both_ways(gradient, steps, n=64 * 8):
+    """fp32 and 8-bit weights after some steps of `gradient(step, weights)`."""
+    zero = np.zeros(n, np.float32)
+    exact, state = (zero, zero, zero), pack(zero, zero, zero, moments="8bit", step=1)
+    with np.errstate(all="ignore"):
+        for step in range(1, steps + 1):
+            exact = reference_update(*exact, gradient(step, exact[0]), step=step, lr=1e-3)[:3]
+            g = gradient(step, unpack(state)[0])
+            state, _ = reference_compact_update(state, g, step=step, lr=1e-3)
+    return exact[0].astype(np.float64), unpack(state)[0].astype(np.float64)
+
+
+@pytest.mark.parametrize("octaves", [9, 10, 14, 20, 24])
+def test_what_is_far_below_the_largest_of_its_block_still_moves(octaves):
+    """The share of the true update: with exponents of a block alone 0.04 at 2^-14 and 0.004 at 2^-20."""
+    n = 64 * 8
+    small = np.arange(n) % BLOCK != 0
+    rng = np.random.default_rng(0)
+    scale = np.where(small, 2.0**-octaves, 1.0) * np.exp2(rng.uniform(-0.5, 0.5, n))
+    noise = 1 + 2 * rng.standard_normal((301, n))
+    exact, got = trained_both_ways(lambda step, _: (scale * noise[step]).astype(np.float32), 300)
+    exact, got = exact[small], got[small]
+    share = (exact * got).sum() / (exact * exact).sum()
+    assert 0.95 < share < 1.07
+    assert np.abs(got - exact).mean() < 0.15 * np.abs(exact).mean()
+
+
+@pytest.mark.parametrize("spike", [1e6, -1e20])
+def test_one_spike_leaves_its_neighbours_as_they_are(spike):
+    """1e20 is finite and its square is not: fp32 has no NaN after it, and there is none here."""
+    n, steps = 64 * 4, 1000
+    rng = np.random.default_rng(3)
+    target, noise = rng.standard_normal(n) * 0.3, 0.1 * rng.standard_normal((steps + 1, n))
+
+    def gradient(step, weights):
+        g = (weights - target + noise[step]).astype(np.float32)
+        g[::BLOCK] = spike if step == 20 else g[::BLOCK]
+        return g
+
+    exact, got = trained_both_ways(gradient, steps, n)
+    neighbours = np.arange(n) % BLOCK != 0
+    off, allowed = (np.abs(x - target)[neighbours].mean() for x in (got, exact))
+    assert np.isfinite(exact).all()
+    assert np.isfinite(got).all()
+    assert off < 1.5 * allowed
+
+
+# ---- over many steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize(("beta2", "steps"), [(0.95, 300), (0.99, 599), (0.995, 1199), (0.999, 3000)])
+def test_moments_without_gradients_decay_as_they_should(moments, beta2, steps):
+    """On the mean of many elements: each takes its own way down, and none stands still."""
+    n = 64 * 32
+    v = np.random.default_rng(0).random(n, dtype=np.float32) + np.float32(0.5)
+    zero = np.zeros(n, np.float32)
+    state = pack(zero, zero, v, moments=moments, step=1)
+    for step in range(1, steps + 1):
+        state, _ = reference_compact_update(state, zero, step=step, lr=1e-3, betas=(0.9, beta2))
+    ratio = unpack(state)[2].astype(np.float64) / (v.astype(np.float64) * beta2**steps)
+    assert abs(ratio.mean() - 1) < {"16bit": 0.02, "8bit": 0.1}[moments]
+    assert ratio.max() < {"16bit": 1.5, "8bit": 5}[moments]
+
+
+def test_rounded_to_nearest_a_moment_would_stand_still():
+    """What the dither is for: 0.1 % a step is less than half a unit of bfloat16."""
+    v = np.linspace(0.5, 1.5, 100, dtype=np.float32)
+    for _ in range(3000):
+        v = from_bits(round_to(v * np.float32(0.999), "bf16").astype(np.uint32) << 16)
+    assert (v > 0.4).all()  # the true value is a twentieth
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("period", [2, 3, 5, 7])
+def test_gradients_that_come_regularly_bias_no_moment(moments, period):
+    """A dither that was regular itself would fall in step with them."""
+    n = 64 * 8
+    grad = np.exp2(np.random.default_rng(1).uniform(-3, 0, n)).astype(np.float32)
+    zero = np.zeros(n, np.float32)
+    exact, state, ratios = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1), []
+    for step in range(1, 1201):
+        g = zero if step % period else grad
+        exact = reference_update(*exact, g, step=step, lr=1e-3)[:3]
+        state, _ = reference_compact_update(state, g, step=step, lr=1e-3)
+        if step > 600:
+            ratios.append(np.sqrt(unpack(state)[2] / exact[2]).mean())
+    assert abs(np.mean(ratios) - 1) < {"16bit": 0.003, "8bit": 0.02}[moments]
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_moments_track_those_in_fp32(moments):
+    """Under noisy gradients of sizes that differ a thousandfold inside a block."""
+    n, steps = 512, 500
+    rng = np.random.default_rng(1)
+    scale = np.exp2(rng.uniform(-10, 0, n)).astype(np.float32)
+    zero = np.zeros(n, np.float32)
+    exact, state = (zero, zero, zero), pack(zero, zero, zero, moments=moments, step=1)
+    errors = []
+    for step in range(1, steps + 1):
+        grad = (rng.standard_normal(n).astype(np.float32) + np.float32(0.3)) * scale
+        exact = reference_update(*exact, grad, step=step, lr=1e-3)[:3]
+        state, _ = reference_compact_update(state, grad, step=step, lr=1e-3)
+        errors.append(np.sqrt(unpack(state)[2].astype(np.float64)) / np.sqrt(exact[2]) - 1)
+    late = np.array(errors[steps // 2 :])
+    assert abs(late.mean()) < {"16bit": 0.001, "8bit": 0.03}[moments]
+    assert late.std() < {"16bit": 0.015, "8bit": 0.16}[moments]
+    moved = np.abs(exact[0]).mean()
+    assert np.abs(unpack(state)[0] - exact[0]).mean() < {"16bit": 0.01, "8bit": 0.1}[moments] * moved
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------
+
+
+def placed(x, offset):
+    """A copy of x that starts `offset` elements into its storage."""
+    store = np.empty(x.size + offset, x.dtype)
+    store[offset:] = x
+    return store[offset:]
+
+
+def fresh(n, moments, seed=0, step=1):
+    rng = np.random.default_rng(seed)
+    p, m = (rng.standard_normal(n).astype(np.float32) for _ in range(2))
+    spread = np.exp2(rng.uniform(-20, 0, n)).astype(np.float32)
+    return pack(p, m * spread, np.square(m * spread), moments=moments, step=step)
+
+
+def gradient(n, kind, seed):
+    return round_to(np.random.default_rng(seed).standard_normal(n).astype(np.float32), kind)
+
+
+def run_kernel(
+    state, grad, kinds, *, step, weight_decay=0.0, decoupled=True, betas=(0.9, 0.999), threads=1, isa=-1,
+    chunks=(), **factors,
+):  # fmt: skip
+    """The raw kernel, in place, on NumPy arrays, split at `chunks`; returns the copy."""
+    grad_kind, out = kinds
+    n = grad.size
+    numpy_types = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+    copy = None if out is None else placed(np.zeros(n, numpy_types[out]), 1)
+    mode = kernel.NO_DECAY if not weight_decay else kernel.DECOUPLED if decoupled else kernel.L2
+    values = coefficients(
+        step=step, betas=betas, eps=1e-8, weight_decay=weight_decay, decoupled=decoupled, **factors
+    )
+    moments = "16bit" if state.exp_avg_sq_scale is None else "8bit"
+    for start, stop in itertools.pairwise([0, *chunks, n]):
+        parts = [x[start:stop].ctypes.data for x in state[:4]]
+        scales = 0 if state[4] is None else state[4][start // BLOCK :].ctypes.data
+        dithers = [first_dither(step, x) for x in (EXP_AVG, EXP_AVG_SQ)]
+        to = 0 if copy is None else copy[start:stop].ctypes.data
+        kernel.adam_update(
+            MOMENTS[moments], *parts, scales, *dithers, grad[start:stop].ctypes.data, to, stop - start,
+            TYPES[grad_kind], TYPES[out], mode, *values, threads, isa,
+        )  # fmt: skip
+    return copy
+
+
+def assert_same_state(got, expected):
+    for one, other in zip(got, expected, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None and one.dtype == np.uint16:
+            same(from_bits(one.astype(np.uint32) << 16), from_bits(other.astype(np.uint32) << 16))
+        elif one is not None:
+            np.testing.assert_array_equal(one, other)
+
+
+def check_steps(n, moments, grad, out, decay, *, offset=0, steps=2, state=None, **how):
+    weight_decay, decoupled = DECAYS[decay]
+    factors = {"weight_decay": weight_decay, "decoupled": decoupled, "lr": 1e-3, "grad_scale": 0.3}
+    expected = state or fresh(n, moments)
+    mine = Compact(*(None if x is None else placed(x, offset) for x in expected))
+    for step in range(1, steps + 1):
+        g = gradient(n, grad, step)
+        expected, copy = reference_compact_update(expected, g, step=step, out=out, **factors)
+        mine_copy = run_kernel(mine, placed(g, offset), (grad, out), step=step, **factors, **how)
+        assert_same_state(mine, expected)
+        if out is not None:
+            np.testing.assert_array_equal(mine_copy, copy)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(
+    ("grad", "out"), [("bf16", None), ("fp16", "fp16"), ("fp32", "fp32"), ("bf16", "bf16")]
+)
+def test_kernel_is_the_reference(moments, grad, out, decay, isa):
+    for n in (0, 1, 15, 55, 63, 64, 65, 127, 128, 129, 1000):
+        check_steps(n, moments, grad, out, decay, isa=isa, steps=3)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_offsets_and_chunks_change_nothing(moments, threads, isa):
+    check_steps((1 << 20) + 1, moments, "bf16", None, "decoupled", threads=threads, isa=isa)
+    check_steps(40_001, moments, "bf16", None, "decoupled", threads=threads, isa=isa, offset=3)
+    chunks = (64, 128, 192, 5 * 64, 33_344)
+    check_steps(40_001, moments, "fp16", "fp16", "l2", threads=threads, isa=isa, chunks=chunks)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(), moments=st.sampled_from(sorted(MOMENTS)), n=st.integers(0, 300), seed=st.integers(0, 99)
+)
+def test_any_bytes_in_a_state(data, moments, n, seed):
+    """Every bit pattern a state can hold, every gradient: no trap, no difference."""
+    rng = np.random.default_rng(seed)
+    kinds = fresh(n, moments)
+    any_state = []
+    for x in kinds:
+        info = None if x is None else np.iinfo(x.dtype)
+        any_state.append(
+            x if info is None else rng.integers(info.min, info.max, x.size, x.dtype, endpoint=True)
+        )
+    grad = data.draw(st.sampled_from(["bf16", "fp16", "fp32"]))
+    check_steps(n, moments, grad, data.draw(st.sampled_from([None, "bf16"])), "decoupled",
+                state=Compact(*any_state), steps=1, isa=data.draw(st.sampled_from(list(ISAS))))  # fmt: skip
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan, 3e38, 1e-45])
+def test_special_gradients(moments, bad):
+    expected = fresh(200, moments)
+    mine = Compact(*(None if x is None else x.copy() for x in expected))
+    g = gradient(200, "fp32", 0)
+    g[77] = bad
+    factors = {"weight_decay": 0.0, "decoupled": True, "lr": 1e-3, "grad_scale": 1.0, "step": 1}
+    expected, _ = reference_compact_update(expected, g, **factors)
+    run_kernel(mine, g, ("fp32", None), **factors)
+    assert_same_state(mine, expected)
+    p, m, v = unpack(mine)
+    if not np.isfinite(bad):
+        assert np.isnan(p[77])
+        assert not np.isfinite(v[77])
+    for x in (p, m, v):
+        assert np.isfinite(np.delete(x, 77)).all()  # an element's own matter
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("grad", ["bf16", "fp16", "fp32"])
+def test_a_gradient_that_is_nan_in_every_bit(grad, isa):
+    """Its sign and all bits of its payload are set: what rounds such bits up has to expect them."""
+    state = fresh(128, "8bit")
+    g = gradient(128, grad, 0)
+    g.view(np.uint8)[: g.itemsize] = 0xFF
+    expected, _ = reference_compact_update(state, g, step=1, lr=1e-3)
+    run_kernel(state, g, (grad, None), step=1, lr=1e-3, grad_scale=1.0, isa=isa)
+    assert_same_state(state, expected)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(
+    "betas", [(0.0, 0.0), (0.0, 0.999), (1e-45, 1e-40), (2.0**-126, 0.999), (0.9, 2.0**-126), (2.0**-46, 0.5)]
+)
+def test_betas_that_leave_no_room_for_a_unit(betas, isa):
+    """A kernel may move the power of two of a unit to beta only where that stays a normal number."""
+    scales = (
+        np.arange(-32768, 32768, 128, dtype=np.int32).astype(np.int16) + np.arange(512, dtype=np.int16) % 16
+    )
+    n = scales.size * BLOCK
+    codes = np.resize(np.arange(251, dtype=np.uint8), n)
+    state = fresh(n, "8bit")._replace(exp_avg=codes, exp_avg_sq=codes[::-1] + 5, exp_avg_sq_scale=scales)
+    g = gradient(n, "bf16", 0)
+    expected, _ = reference_compact_update(state, g, step=2, lr=1e-3, betas=betas)
+    run_kernel(state, g, ("bf16", None), step=2, lr=1e-3, betas=betas, grad_scale=1.0, isa=isa)
+    assert_same_state(state, expected)
+
+
+# ---- the public call ---------------------------------------------------------------------------------------
+
+
+def tensors(n, moments):
+    state = fresh(n, moments)
+    master = SplitMaster(
+        torch.from_numpy(state.high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(state.low)
+    )
+    if moments == "8bit":
+        m, codes, scales = map(torch.from_numpy, state[2:])
+        return master, m, Codes(codes, scales), state
+    return master, *(torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for x in state[2:4]), state
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_public_call_is_the_reference(moments):
+    *buffers, state = tensors(1000, moments)
+    before = Compact(*(None if x is None else x.copy() for x in state))
+    grad, out = torch.randn(1000), torch.empty(1000)
+    adam_update_(*buffers, grad, out=out, step=7, lr=1e-2, weight_decay=0.1, grad_scale=0.5)
+    expected, copy = reference_compact_update(
+        before, grad.numpy(), out="fp32", step=7, lr=1e-2, weight_decay=0.1, grad_scale=0.5
+    )
+    assert_same_state(state, expected)  # the tensors are views of its arrays
+    np.testing.assert_array_equal(out.numpy(), copy)
+    assert torch.equal(out, buffers[0].join())
+
+
+UINT8 = torch.zeros(128, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda b: b.update(exp_avg=torch.zeros(128)), TypeError, "exp_avg: got float32; expected bfloat16"),
+        (lambda b: b.update(exp_avg_sq=Codes.zeros(128)), TypeError, "exp_avg: got bfloat16; expected uint8"),
+        (lambda b: b.update(exp_avg=Codes.zeros(128)), TypeError, "exp_avg: got Codes"),
+        (
+            lambda b: b.update(exp_avg=UINT8, exp_avg_sq=Codes.zeros(129)),
+            ValueError,
+            r"exp_avg_sq.codes: got shape \[129\]",
+        ),
+        (
+            lambda b: b.update(
+                exp_avg=UINT8, exp_avg_sq=Codes(UINT8.clone(), torch.zeros(3, dtype=torch.int16))
+            ),
+            ValueError,
+            r"exp_avg_sq.scales: got shape \[3\]; expected shape \[2\]",
+        ),
+        (
+            lambda b: b.update(master=SplitMaster(b["master"].high, b["master"].low.int())),
+            TypeError,
+            "master.low: got int32",
+        ),
+        (
+            lambda b: b.update(master=SplitMaster(b["master"].high, b["master"].low[:64])),
+            ValueError,
+            r"master.low: got shape \[64\]",
+        ),
+        (lambda b: b.update(exp_avg_sq=b["exp_avg"]), ValueError, "overlap"),
+        (lambda b: b.update(exp_avg=b["master"].high), ValueError, "overlap"),
+        (lambda b: b.update(master=torch.zeros(128)), TypeError, "exp_avg: got bfloat16; expected float32"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused_untouched(change, error, words):
+    master, m, v, state = tensors(128, "16bit")
+    before = [None if x is None else x.copy() for x in state]
+    buffers = {"master": master, "exp_avg": m, "exp_avg_sq": v}
+    change(buffers)
+    with pytest.raises(error, match=words):
+        adam_update_(**buffers, grad=torch.ones(128), step=1, lr=1.0)
+    assert_same_state(state, before)

@@ -1,0 +1,353 @@
+"""A machine measured by training on it: the times of operations add up to steps, rates follow, files say how."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from small_models import MODELS
+from table import graph_of, hardware, plan_of
+
+import zfunc
+from zfunc import schedules
+from zfunc.cli.calibrate import CALIBRATE, Calibrate, measure
+from zfunc.cli.main import main
+from zfunc.core.graph import KINDS
+from zfunc.core.hardware import ROUND, Hardware, Measured
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Timeline
+from zfunc.engine.program import Program, rescheduled, specialize
+from zfunc.planner.calibrate import calibrate, measure_disk, traced_steps
+from zfunc.planner.calibrated_profile import Machine, described
+from zfunc.planner.fit_rates import Costs, Line, Step, costs, fit, handoff, middle
+from zfunc.planner.profile import NONE_SENT, Profile
+from zfunc.planner.profile_toml import parse, text
+
+SMALL: dict[str, Any] = {
+    **{"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4},
+    **{"bucket_size": 4096, "turns": 4, "device": "cpu"},
+}
+MACHINE = Machine(
+    "made up",
+    precision="fp32",
+    devices=2,
+    cores=8,
+    memory={"device": 10**9, "host": 10**10, "disk": 10**11},
+    unified=False,
+)
+DISK = Line(1e-3, 1e9)
+
+
+def steps_of(on: Hardware, *factors: float) -> list[Step]:
+    """Serial steps of a GPT-like graph as they would be measured on `on`, each slower by a factor."""
+    plan = schedules.Serial()(graph_of("zero_offload", "tied"))
+    timeline = simulate(plan, on)
+    return [
+        Step(
+            plan,
+            Timeline(
+                [
+                    evolve(e, start=e.start * k, end=e.start * k + e.seconds * k * 0.9)
+                    for e in timeline.events
+                ],
+                "measured",
+            ),
+            timeline.seconds * k,
+        )
+        for k in factors
+    ]
+
+
+# ---- from steps to figures -------------------------------------------------------------------------
+
+
+@given(hardware())
+def test_what_operations_took_adds_up_to_the_step(on: Hardware) -> None:
+    (step,) = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0)
+    found = costs([step])
+    total = sum(found.seconds[work] * found.counts[work] for work in found.seconds)
+    assert total == pytest.approx(step.seconds)
+
+
+@given(hardware())
+def test_a_serial_step_is_predicted_to_take_what_it_took(on: Hardware) -> None:
+    steps = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0, 1.0)
+    found = costs(steps)
+    again = evolve(on, measured=found.measured)
+    assert simulate(steps[0].plan, again).seconds == pytest.approx(steps[0].seconds, rel=1e-5)
+
+
+def test_the_half_in_the_middle_counts() -> None:
+    steps = steps_of(Hardware("one", 1.0, dict.fromkeys(KINDS, 1.0)), 9.0, 1.0, 2.0, 1.5, 0.1, 1.2, 3.0, 1.1)
+    kept = [step.seconds / steps[1].seconds for step in middle(steps)]
+    assert kept == pytest.approx([1.1, 1.2, 1.5, 2.0])
+    assert len(middle(steps[:1])) == 1
+
+
+def test_operations_beside_each_other_tell_nothing() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    step = Step(plan, simulate(plan), 1.0)
+    with pytest.raises(
+        ValueError, match="got a plan on the lanes .*h2d.*, expected one, .*: measure steps under S"
+    ):
+        costs([step])
+    with pytest.raises(ValueError, match="got no operation of any step, expected some"):
+        costs([])
+
+
+@given(st.floats(0, 1e-2), st.floats(1e6, 1e13), st.sets(st.integers(1, 10**12), min_size=2, max_size=6))
+def test_a_line_is_found_where_there_is_one(latency: float, rate: float, sizes: set[int]) -> None:
+    points = [(n, latency + n / rate) for n in sorted(sizes)]
+    found = fit(points)
+    for n, seconds in points:
+        assert found.latency + n / found.rate == pytest.approx(seconds, rel=1e-3)
+
+
+@given(st.lists(st.tuples(st.integers(1, 10**12), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
+def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tuple[int, float]]) -> None:
+    found = fit(points)
+    assert found.latency >= 0
+    assert 0 < found.rate < float("inf")
+
+
+def test_what_a_handoff_takes_is_found() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan, evolve(ROUND, latency=1e-3, handoff=2e-4))
+    assert handoff([Step(plan, timeline, timeline.seconds)]) == pytest.approx(2e-4)
+    assert handoff(steps_of(ROUND, 1.0)) is None
+
+
+def test_flops_are_those_of_all_together() -> None:
+    found = Costs(
+        {("compute", 100, 0): 2.0, ("compute", 300, 0): 3.0, ("compute", 0, 8): 9.0},
+        {("compute", 100, 0): 3, ("compute", 300, 0): 1, ("compute", 0, 8): 5},
+    )
+    assert found.flops() == (3 * 100 + 300) / (3 * 2.0 + 3.0)
+    assert found.line("compute") == Line(0.0, pytest.approx(8 / 9, rel=1e-5))
+    assert found.line("host") is None
+
+
+# ---- a profile of them -----------------------------------------------------------------------------
+
+FOUND = Costs(
+    {
+        ("compute", 10**9, 0): 1e-2,
+        ("compute", 0, 10**7): 1e-3,
+        ("host", 0, 10**7): 2e-3,
+        ("host", 0, 0): 1e-4,
+        ("d2h", 0, 10**6): 1e-3,
+        ("h2d", 0, 10**6): 5e-4,
+        ("network", 0, 10**6): 4e-3,
+        ("network", 0, 10**3): 2e-3,
+    },
+    {},
+)
+ONCE = evolve(FOUND, counts=dict.fromkeys(FOUND.seconds, 1))
+
+
+def test_figures_are_what_was_reached() -> None:
+    profile = described(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
+    on = profile.hardware("fp32")
+    assert (on.flops, on.handoff) == (1e11, 3e-4)
+    expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "disk": 1e9, "network": NONE_SENT}
+    assert on.rates == expected
+    assert on.memory == {"device": 10**9, "host": 10**10, "disk": 10**11}
+    assert on.shared["host memory"] == {"host": 1.0, "d2h": 0.2, "h2d": 0.4, "disk": 0.2}
+    assert on.measured == ONCE.measured
+    assert Measured("host", 0, 0, 1e-4) in on.measured
+    assert {f.origin for of in profile.figures.values() for f in of.values()} == {"measured"}
+    assert parse(text(profile), "calibrated") == profile
+
+
+def test_ranks_share_a_host_that_is_the_nodes() -> None:
+    profile = described(evolve(MACHINE, world=2, local_ranks=2), ONCE, DISK, "in a test")
+    assert profile.value("bytes_per_s", "host_memory") == 1e10
+    assert profile.hardware("fp32", 2).rates["host"] == 5e9
+    assert "network_in_node" in profile.figures["bytes_per_s"]
+    assert profile.hardware("fp32", 2).latencies["network"] == pytest.approx(2e-3, rel=1e-2)
+    far = described(evolve(MACHINE, world=8, local_ranks=2), ONCE, DISK, "in a test")
+    assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 3, rel=1e-2)
+
+
+def test_on_a_cpu_operations_compete_for_its_cores() -> None:
+    threads = {"compute": 2, "host": 8, "d2h": 2}
+    profile = described(evolve(MACHINE, unified=True, threads=threads), ONCE, DISK, "in a test")
+    on = profile.hardware("fp32")
+    assert on.shared == {"cores": {"compute": 0.25, "host": 1.0, "d2h": 0.25}}
+    assert on.unified
+    assert "device" not in on.memory
+
+
+@pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d"])
+def test_a_step_without_a_kind_of_operation_tells_nothing_of_it(kind: str) -> None:
+    left = {work: s for work, s in ONCE.seconds.items() if work[0] != kind or not work[2]}
+    with pytest.raises(ValueError, match=f"got no operation of kind '{kind}' that moves bytes"):
+        described(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
+
+
+def test_a_step_without_flops_tells_nothing_of_them() -> None:
+    left = {work: s for work, s in ONCE.seconds.items() if not work[1]}
+    with pytest.raises(ValueError, match="got no operation with FLOPs in the steps"):
+        described(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
+
+
+# ---- this machine ----------------------------------------------------------------------------------
+
+
+def compiled(schedule: str = "Serial", **more: Any) -> tuple[Program, Any]:
+    segments, batch = MODELS["tied GPT"]()
+    options: dict[str, Any] = {"clip_norm": 1.0, "bucket_size": 3000, "precision": "fp32", **more}
+    return zfunc.compile(segments, schedule=schedule, device="cpu", **options), batch(0)
+
+
+def check(profile: Profile, program: Program, batch: Any) -> None:
+    on = profile.hardware(program.precision)
+    plan = specialize(program, batch).plan
+    works = {(op.kind, op.flops, op.nbytes) for op in plan.graph}
+    assert {(m.kind, m.flops, m.nbytes) for m in on.measured} == works
+    assert simulate(plan, on).seconds == pytest.approx(sum(map(on.seconds, plan.graph)))
+    assert on.unified == (program.device.type == "cpu")
+    assert 0 < on.handoff < 1
+    assert parse(text(profile), profile.name) == profile
+    assert not on.lacking({"host": 10**6})
+
+
+@pytest.mark.parametrize("more", [{}, {"precision": "fp16"}, {"micro_batches": 2, "moments": "8bit"}])
+def test_a_program_is_measured(tmp_path: Path, more: dict[str, Any]) -> None:
+    moments = zfunc.AdamW(lr=1e-4, moments=more.pop("moments", "fp32"))
+    program, batch = compiled(optimizer=moments, **more)
+    profile = calibrate(program, batch, turns=5, folder=tmp_path)
+    check(profile, program, batch)
+    assert profile.precisions == (program.precision,)
+    assert "cores" in profile.shared
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_so_it_is_under_the_flags_of_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "zfunc"):
+        profile = measure(Calibrate(**SMALL, folder=tmp_path))
+    assert "measured by the middle half of 4 steps of 3 segments" in caplog.text
+    assert "the network is not in the profile: a single rank sends nothing" in caplog.text
+    assert profile.title.endswith("cores")
+    with pytest.raises(ValueError, match="got precision 'bf16', expected one it has: use fp32"):
+        profile.hardware("bf16")
+
+
+def test_the_command_writes_a_file_that_plans_are_made_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = [
+        word
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size")
+        for word in (f"--{name.replace('_', '-')}", str(SMALL[name]))
+    ]
+    out, more = tmp_path / "here.toml", ["--bucket-size", "4096"]
+    where = ["--folder", str(tmp_path), "--out", str(out), "--turns", "3", "--device", "cpu"]
+    assert main(["calibrate", *model, *more, *where]) == 0
+    assert f"written: {out}" in capsys.readouterr().out
+    asked = ["--hardware", str(out), "--vocab-size", "256", "--precision", "fp32", "--json"]
+    assert main(["plan", *model, *more, *asked]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["fits"]
+    assert answer["step_seconds"] > 0
+
+
+def test_another_schedule_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match="expected one, where operations run alone: measure steps under Serial"
+    ):
+        calibrate(*compiled("Overlapped"), turns=1, folder=tmp_path)
+
+
+def test_steps_that_an_overflow_cuts_short_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, batch = compiled()
+    real, seen = zfunc.train_step, []
+
+    def skipping(*args: Any, **more: Any) -> Any:
+        state, metrics = real(*args, **more)
+        seen.append(evolve(metrics, skipped=len(seen) in (8, 9)))
+        return state, seen[-1]
+
+    monkeypatch.setattr("zfunc.planner.calibrate.train_step", skipping)
+    alone, beside = traced_steps((program, rescheduled(program, schedules.Overlapped())), batch, 3)
+    assert len(alone) == len(beside) == 3
+    assert len(seen) == 2 * (3 + 1 + 3)  # warm-up, two overflows in one turn, what counts
+    assert [len(steps[0].plan.lanes) for steps in (alone, beside)] == [1, 4]
+
+
+def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, batch = compiled()
+    real = zfunc.train_step
+
+    def skipping(*args: Any, **more: Any) -> Any:
+        state, metrics = real(*args, **more)
+        return state, evolve(metrics, skipped=True)
+
+    monkeypatch.setattr("zfunc.planner.calibrate.train_step", skipping)
+    with pytest.raises(ValueError, match="got 61 overflows in a row, expected steps that count: use bf16"):
+        traced_steps((program,), batch, 1)
+
+
+def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    line = measure_disk(tmp_path)
+    assert line.rate > 1e6
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(OSError, match="No such file"):
+        measure_disk(tmp_path / "none")
+
+
+def test_whoever_keeps_the_cores_busy_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zfunc.planner.calibrate.others", lambda before, after: 64.0)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        measure(Calibrate(**SMALL, folder=tmp_path))
+    assert "other processes kept 64.0 of" in caplog.text
+
+
+# ---- settings --------------------------------------------------------------------------------------
+
+
+def test_the_training_that_is_measured() -> None:
+    asked = Calibrate(**SMALL)
+    training = asked.training()
+    assert (training.schedule, training.hidden_size, training.bucket_size) == ("Serial", 32, 4096)
+    assert {f.name for f in asked.__attrs_attrs__} == set(CALIBRATE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"turns": 0}, "--turns: got 0, expected a whole number of at least 1"),
+        ({"out": Path("x.json")}, r"--out: got x.json, expected a name that ends in .toml"),
+        ({"folder": Path("/nonexistent")}, "--folder: got /nonexistent, expected a folder that is there"),
+        ({"hidden_size": 33}, "--hidden-size: got 33 with --num-attention-heads 2, expected a multiple"),
+        ({"batch_size": 3, "micro_batches": 2}, "--batch-size: got 3 with --micro-batches 2"),
+        ({"device": "tpu"}, "--device: got 'tpu', expected auto, cpu, cuda"),
+    ],
+)
+def test_settings_that_cannot_be_run(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Calibrate(**{**SMALL, **change})
+
+
+# ---- a GPU -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_a_gpu_is_measured(tmp_path: Path, precision: str) -> None:
+    segments, batch = MODELS["tied GPT"]()
+    program = zfunc.compile(segments, schedule="Serial", device="cuda", precision=precision, clip_norm=1.0)
+    profile = calibrate(program, batch(0), turns=5, folder=tmp_path)
+    check(profile, program, batch(0))
+    on = profile.hardware(precision)
+    assert not on.unified
+    assert set(on.shared) == {"host memory"}
+    assert on.memory["device"] <= torch.cuda.mem_get_info()[1]
+    assert profile.value("count", "devices") == torch.cuda.device_count()

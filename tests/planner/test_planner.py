@@ -1,0 +1,276 @@
+"""`zfunc.plan(...)`: it answers of the very plan that `zfunc.compile` makes, allocates nothing and needs no GPU."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from small_models import tied_gpt
+
+import zfunc
+from zfunc.core.critical_path import bound_by, critical, told
+from zfunc.core.hardware import ROUND
+from zfunc.errors import OutOfMemory
+from zfunc.models.gpt import GPTConfig, modules
+from zfunc.planner import memory_check as room
+from zfunc.planner.memory_check import check_room
+from zfunc.planner.plan_step import Planned, plan
+from zfunc.planner.profile_toml import load, text
+
+CPU = evolve(ROUND, name="a CPU", memory={"host": 1 << 40}, unified=True)
+SMALL = {"bucket_size": 1 << 12, "precision": "fp32"}
+
+
+def planned(segments: Any = None, example: Any = None, **given: Any) -> Planned:
+    of_gpt, batch = tied_gpt()
+    segments = of_gpt if segments is None else segments
+    return plan(segments, example or batch(0), **{"hardware": CPU, "advice": False, **SMALL, **given})
+
+
+# --- the plan is compile's ---------------------------------------------------------------------------------
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "clipped": {"clip_norm": 1.0},
+    "fp16": {"precision": "fp16"},
+    "micro-batches": {"micro_batches": 3, "clip_norm": 1.0},
+    "serial, min-cut": {"schedule": "Serial", "recompute": "min-cut"},
+    "slots": {"grad_slots": 1, "host_slots": 4},
+    "half on the device": {"offload_ratio": 0.5},
+    "speculated": {"speculate": 3, "clip_norm": 0.5},
+    "delayed": {"delay": True},
+    "8 bits": {"moments": "8bit", "precision": "bf16"},
+    "stage 1": {"stage": 1},
+    "for this hardware": {"schedule": "CriticalPath", "micro_batches": 2},
+    "searched": {"schedule": "auto", "clip_norm": 1.0},
+    "ratio alone": {"offload_ratio": "auto", "clip_norm": 1.0},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_plan_is_the_one_compile_makes(name: str) -> None:
+    segments, batch = tied_gpt()
+    p = planned(**SETTINGS[name])
+    program = zfunc.compile(
+        segments,
+        optimizer=zfunc.AdamW(moments=p.setup.moments),
+        device="cpu",
+        example=batch(0),
+        **p.settings,
+    )
+    assert program.plan.text() == p.plan.text()
+
+
+def test_a_schedule_that_is_made_already_is_taken_as_it_is() -> None:
+    made = zfunc.schedules.CriticalPath(CPU)
+    assert planned(schedule=made).settings["schedule"] is made
+    named = planned(schedule="CriticalPath")
+    assert named.plan == made(named.plan.graph), "one by name is made for the hardware that is planned for"
+
+
+# --- what is said -------------------------------------------------------------------------------------------
+
+
+def test_what_is_said_is_of_the_simulated_step() -> None:
+    p = planned(micro_batches=2, clip_norm=1.0)
+    assert p.step_seconds == p.timeline.seconds > 0
+    assert p.tokens == 12 * 16
+    assert p.tokens_per_second == pytest.approx(12 * 16 / p.step_seconds)
+    assert set(p.memory) == {"device", "pinned", "host", "disk"}
+    assert p.lanes == {lane: p.timeline.busy(lane) for lane in p.timeline.lanes}
+    assert all(0 < share <= 1 for share in p.lanes.values())
+    assert p.bound == told(bound_by(critical(p.plan, p.timeline)))
+    for tier, parts in p.held.items():
+        assert sum(parts.values()) == p.memory[tier]
+    assert p.fits
+    assert p.advice == ()
+
+
+def test_tflops_count_forward_and_twice_as_much_for_backward() -> None:
+    """Of the model alone: recomputing does not make it larger."""
+    again, once = planned(recompute="all"), planned(recompute="none")
+    forward = sum(cost.flops for cost in again.step.job.costs)
+    assert again.tflops == pytest.approx(3 * forward / again.step_seconds / 1e12)
+    assert again.tflops * again.step_seconds == pytest.approx(once.tflops * once.step_seconds)
+    parts = planned(recompute="all", micro_batches=2)
+    assert parts.tflops * parts.step_seconds == pytest.approx(again.tflops * again.step_seconds)
+
+
+def test_many_ranks_need_no_process_group() -> None:
+    one, many = (planned(world=n, hardware="h100", precision="auto") for n in (1, 64))
+    assert many.step.job.world == 64
+    assert "reduce_scatter" in {op.verb for op in many.plan.graph}
+    assert many.tokens_per_second == pytest.approx(64 * 12 * 16 / many.step_seconds)
+    assert one.tokens_per_second == pytest.approx(12 * 16 / one.step_seconds)
+    assert "network" in many.lanes
+    assert many.memory["host"] < one.memory["host"]
+
+
+@pytest.mark.parametrize(
+    ("hardware", "precision"), [("v100-32gb", "fp16"), ("h100", "bf16"), (ROUND, "bf16")]
+)
+def test_precision_is_chosen_by_the_hardware(hardware: Any, precision: str) -> None:
+    assert planned(hardware=hardware, precision="auto").setup.precision == precision
+
+
+def test_what_fits_is_told_by_the_hardwares_memory() -> None:
+    needed = planned(hardware=ROUND).memory
+    for tier, room_there in (("device", needed["device"]), ("host", needed["host"] + needed["pinned"])):
+        for memory, fits in (({tier: room_there}, True), ({tier: room_there - 1}, False)):
+            p = planned(hardware=evolve(ROUND, memory=memory))
+            assert (p.fits, set(p.step.lacking)) == (fits, set() if fits else {tier})
+
+
+def test_what_is_advised_does_what_it_says() -> None:
+    needed = planned(hardware=ROUND, clip_norm=1.0).memory
+    tight = evolve(ROUND, memory={"device": needed["device"] - 2000})
+    p = planned(hardware=tight, clip_norm=1.0, advice=True)
+    assert not p.fits
+    assert p.advice == tuple(map(str, p.suggestions))
+    assert p.suggestions
+    for advice in p.suggestions[:2]:
+        again = planned(hardware=tight, clip_norm=1.0, **advice.changes)
+        assert again.fits
+        assert again.memory == advice.step.memory
+    faster = planned(hardware=ROUND, clip_norm=1.0, advice=True)
+    for advice in faster.suggestions[:2]:
+        assert planned(hardware=ROUND, clip_norm=1.0, **advice.changes).step_seconds < faster.step_seconds
+
+
+def test_a_search_says_why_and_what_it_tried() -> None:
+    p = planned(schedule="auto", clip_norm=1.0)
+    assert p.reasons
+    assert p.tried[0].told == "the start"
+    assert p.step_seconds < planned(clip_norm=1.0).step_seconds
+
+
+# --- nothing is allocated -----------------------------------------------------------------------------------
+
+
+def test_a_model_of_a_trillion_parameters_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.engine.segment._real_module", lambda *_: pytest.fail("made real"))
+    with torch.device("meta"):
+        built = modules(GPTConfig(50_000, 2048, num_layers=4, hidden_size=144_000, num_attention_heads=144))
+    segments = [zfunc.segment(name, m) for name, m in built]
+    tokens = torch.empty(8, 2048, dtype=torch.int64, device="meta")
+    p = zfunc.plan(segments, (tokens, tokens), hardware="gh200", world=64, advice=False)
+    assert p.step.job.layout.num_trainable > 1e12
+    assert not p.fits
+
+
+# --- zfunc.plan is a function ---------------------------------------------------------------------------------
+
+ORDERS = (
+    "import zfunc; from zfunc.core.plan import build",
+    "from zfunc.core.plan import build; import zfunc",
+    "from zfunc import plan; import zfunc; from zfunc.core.plan import build; assert plan is zfunc.plan",
+)
+
+
+@pytest.mark.parametrize("imports", ORDERS)
+def test_in_any_order_of_imports(imports: str) -> None:
+    code = f"{imports}\nassert zfunc.plan.__module__ == 'zfunc.planner.plan_step' and callable(zfunc.plan)"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+# --- bad input ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"hardware": "v100"}, "did you mean 'v100-32gb'?"),
+        ({"schedule": "Overlaped"}, "did you mean 'Overlapped'?"),
+        ({"offload_ratio": 1.5}, "offload_ratio: got 1.5, expected a finite number of at least 0"),
+        ({"offload_ratio": -0.1}, "offload_ratio: got -0.1, expected a finite number of at least 0"),
+        (
+            {"precision": "bf16", "hardware": "v100-32gb"},
+            "v100-32gb: got precision 'bf16', expected one it has",
+        ),
+        ({"precision": "fp17"}, "did you mean 'fp1"),
+        ({"micro_batches": 5}, "12 rows for 5 micro-batches"),
+        ({"speculate": 1, "delay": True}, "expected one of the two"),
+        ({"world": 0, "hardware": "h100", "precision": "bf16"}, "a world of 0"),
+        ({"stage": 3}, "stage: got 3"),
+        ({"segments": ()}, "segments: got none"),
+        ({"example": (torch.zeros(3, 4), torch.zeros(2))}, "tensors of [2, 3] rows"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_is_refused(given: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, FileNotFoundError)) as error:
+        planned(**given)
+    assert told in str(error.value)
+
+
+def test_hardware_of_another_type_is_refused() -> None:
+    with pytest.raises(TypeError, match="hardware: got a int, expected a name, a path"):
+        planned(hardware=3)
+
+
+def test_a_profile_may_be_a_file_a_path_or_a_value(tmp_path: Path) -> None:
+    profile = load("h100")
+    path = tmp_path / "mine.toml"
+    path.write_text(text(profile))
+    seconds = {planned(hardware=x, precision="bf16").step_seconds for x in ("h100", profile, str(path), path)}
+    assert len(seconds) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "now", "expected"),
+    [
+        (r"\[flops_per_s\]", "[flops]", "flops: got a name that means nothing"),
+        (r"(?m)^h2d = .*\n", "", "h2d: got no figure, expected one"),
+        (r"(?m)^h2d = { value = [\d.e+-]+", "h2d = { value = 25.0", "h2d: got 25, expected between"),
+    ],
+)
+def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, pattern: str, now: str, expected: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(re.sub(pattern, now, text(load("h100")), count=1))
+    with pytest.raises(ValueError, match=r"mine\.toml") as error:
+        planned(hardware=path)
+    assert expected in str(error.value)
+
+
+# --- is there room on this machine --------------------------------------------------------------------------
+
+
+def test_room_is_asked_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, batch = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=1 << 12, example=batch(0))
+    check_room(program, batch(0), bucket_size=1 << 12, settable=())
+    needed = planned(hardware=CPU).memory
+    total = sum(needed.values())
+    monkeypatch.setattr(room, "available_host_bytes", lambda: total)
+    check_room(program, batch(0), bucket_size=1 << 12, settable=())
+    monkeypatch.setattr(room, "available_host_bytes", lambda: total - 1)
+    with pytest.raises(OutOfMemory) as error:
+        check_room(program, batch(0), bucket_size=1 << 12, settable=("micro_batches", "moments"))
+    said = str(error.value)
+    assert "1 B of host memory short" in said
+    assert "nothing was allocated" in said
+    assert "--micro-batches 2 would fit" in said
+    assert "--precision" not in said, "what cannot be set is not advised"
+
+
+def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, batch = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", example=batch(0))
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
+    monkeypatch.setattr(room, "available_device_bytes", lambda device: 500)
+    on = room.at_hand(evolve(program, device=torch.device("cuda", 0)))
+    assert (on.memory, on.unified) == ({"host": 1000, "device": 500}, False)
+
+
+def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    segments, batch = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", example=batch(0))
+    monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
+    assert room.at_hand(program).memory == {"host": 1000}
+    monkeypatch.setattr(room, "local_ranks", lambda: 4)
+    assert room.at_hand(evolve(program, ranks=type(program.ranks)(world=8))).memory == {"host": 250}
+    assert room.at_hand(evolve(program, ranks=type(program.ranks)(world=2))).memory == {"host": 500}

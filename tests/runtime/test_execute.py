@@ -1,0 +1,174 @@
+"""The executor: what it waits for, what it says when it waits in vain, what its delays and guard show."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+from small_models import MODELS, tied_gpt
+
+import zfunc
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.plan import Plan, PlanError, build
+from zfunc.core.verifier import races, verify
+from zfunc.engine.stages import adam, forward, to_host
+from zfunc.errors import LaneTimeout, UndeclaredAccess
+from zfunc.runtime.executor import Executor, Jitter, Options, prepare
+
+CPU = torch.device("cpu")
+X, Y = Region("x", kept=True), Region("y")
+
+
+def run(plan: Plan, stages: dict[str, Any], mem: dict[Region, Any], **options: Any) -> Any:
+    executor = Executor(CPU, patience=options.pop("patience", 10.0))
+    return executor.run(prepare(plan, stages, CPU), mem, None, Options(**options), set())
+
+
+def two_lanes() -> Plan:
+    graph = Graph((Op("make", (), "compute", writes=(X,)), Op("use", (), "host", reads=(X,), writes=(Y,))))
+    return build(graph, {"gpu": [0], "cpu": [1]})
+
+
+def test_a_lane_that_waits_too_long_says_for_which_operation_of_which_lane() -> None:
+    stages = {"make": lambda *_: time.sleep(0.5), "use": lambda *_: None}
+    with pytest.raises(
+        LaneTimeout, match=r"use \(lane cpu\) waited 0.1 s for make of lane gpu, which is in make"
+    ):
+        run(two_lanes(), stages, {}, patience=0.1)
+
+
+def test_a_lane_that_never_ends_is_named() -> None:
+    release = threading.Event()
+    graph = Graph((Op("make", (), "compute", writes=(X,)), Op("stuck", (), "host")))
+    stages = {"make": lambda *_: None, "stuck": lambda *_: release.wait()}
+    with pytest.raises(LaneTimeout, match="the end of lane cpu, which is in stuck"):
+        run(build(graph, {"gpu": [0], "cpu": [1]}), stages, {}, patience=0.1)
+    release.set()
+
+
+def test_a_verb_without_a_stage_is_refused_before_anything_runs() -> None:
+    with pytest.raises(
+        ValueError, match=r"got operations \['use'\] in the plan, expected verbs with a stage"
+    ):
+        prepare(two_lanes(), {"make": lambda *_: None}, CPU)
+
+
+def test_a_region_is_dropped_after_its_last_access() -> None:
+    z = Region("z")
+    graph = Graph(
+        (
+            Op("make", (0,), "compute", writes=(Y,)),
+            Op("use", (0,), "host", reads=(Y,), writes=(z,)),
+            Op("use", (1,), "compute", reads=(Y,)),
+            Op("last", (), "compute", reads=(z,)),
+        )
+    )
+    seen: dict[str, set[str]] = {}
+
+    def stage(op: Op, mem: Any, step: Any) -> None:
+        seen[op.name] = {r.buffer for r in mem}
+        for r in op.writes:
+            mem[r] = object()
+
+    mem: dict[Region, Any] = {}
+    run(build(graph, {"gpu": [0, 2, 3], "cpu": [1]}), dict.fromkeys(("make", "use", "last"), stage), mem)
+    assert seen["last"] == {"z"}
+    assert mem == {}
+
+
+def test_threads_end_with_the_executor() -> None:
+    executor = Executor(CPU)
+    stages = {"make": lambda *_: None, "use": lambda *_: None}
+    plan = build(two_lanes().graph, {"gpu": [0], "its-own": [1]})
+    executor.run(prepare(plan, stages, CPU), {}, None, Options(), set())
+    (thread,) = (t for t in threading.enumerate() if t.name == "zfunc its-own")
+    del executor
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+# --- what verify prevents -------------------------------------------------------------------------------
+
+
+def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() -> None:
+    """The copy to the host must wait for the bucket to be packed; without that wait it takes what was there."""
+    segments, data = tied_gpt()
+    program = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000, schedule="Overlapped")
+    good = program.plan
+    victim = next(i for i, op in enumerate(good.graph) if op.verb == "to_host" and good.waits[i])
+    broken = evolve(good, waits=tuple(() if i == victim else w for i, w in enumerate(good.waits)))
+    assert list(races(broken))
+    with pytest.raises(PlanError, match="to_host"):
+        verify(broken)
+
+    def result(plan: Plan, seed: int) -> torch.Tensor:
+        made = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000)
+        state = zfunc.init(made, seed=1)
+        special = zfunc.engine.program.specialize(made, data(0))
+        smuggled = evolve(special.plan, waits=plan.waits)  # past compile, which verifies
+        ready = evolve(special, plan=smuggled, prepared=prepare(smuggled, made.stages, CPU))
+        made.cache.specialized = dict.fromkeys(made.cache.specialized, ready)
+        state, _ = zfunc.train_step(made, state, data(0), jitter=Jitter(seed, 5e-3))
+        return torch.cat([p.flatten() for p in zfunc.params(made, state).values()])
+
+    reference = result(good, 0)
+    assert all(torch.equal(result(good, seed), reference) for seed in range(3))
+    assert not all(torch.equal(result(broken, seed), reference) for seed in range(8))
+
+
+# --- debug mode -----------------------------------------------------------------------------------------
+
+
+def with_stage(verb: str, stage: Any) -> Any:
+    segments, data = MODELS["odd sizes"]()
+    program = zfunc.compile(segments, device="cpu", precision="fp32", clip_norm=1.0, stages={verb: stage})
+    return program, zfunc.init(program), data(0)
+
+
+def test_an_undeclared_read_fails_in_debug_mode_and_names_operation_and_region() -> None:
+    def peeks(op: Op, mem: Any, step: Any) -> None:
+        mem[Region("master", (0,))]
+        forward(op, mem, step)
+
+    program, state, batch = with_stage("forward", peeks)
+    with pytest.raises(
+        UndeclaredAccess, match=r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.emit"
+    ):
+        zfunc.train_step(program, state, batch, debug=True)
+    zfunc.train_step(program, state, batch)  # without debug mode it would go unnoticed
+
+
+def test_an_undeclared_write_fails_in_debug_mode() -> None:
+    def scribbles(op: Op, mem: Any, step: Any) -> None:
+        to_host(op, mem, step)
+        mem[Region("norm")] = 0.0
+
+    program, state, batch = with_stage("to_host", scribbles)
+    with pytest.raises(UndeclaredAccess, match=r"to_host.* writes norm"):
+        zfunc.train_step(program, state, batch, debug=True)
+
+
+def test_a_change_of_what_is_only_read_fails_in_debug_mode() -> None:
+    def spoils(op: Op, mem: Any, step: Any) -> None:
+        adam(op, mem, step)
+        mem[op.read("host_grad")].zero_()
+
+    program, state, batch = with_stage("adam", spoils)
+    with pytest.raises(
+        UndeclaredAccess, match=r"adam\[.\] changed host_grad\[.\], which it declares as read"
+    ):
+        zfunc.train_step(program, state, batch, debug=True)
+
+
+def test_a_read_of_what_is_only_written_shows_in_debug_mode() -> None:
+    def adds(op: Op, mem: Any, step: Any) -> None:
+        before = mem[op.write("host_grad")].clone()
+        to_host(op, mem, step)
+        mem[op.write("host_grad")].add_(before)
+
+    program, state, batch = with_stage("to_host", adds)
+    with pytest.raises(zfunc.NonFiniteError):
+        for _ in range(2):
+            state, _ = zfunc.train_step(program, state, batch, debug=True)

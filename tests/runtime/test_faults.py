@@ -1,0 +1,445 @@
+"""Ranks that die, hang, leave or come late: all others are told which, in time, and end. How a fault is asked for.
+
+tests/fault_worker.py forks the ranks of every scenario; the tests read what each has left.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fault_worker import CALLS, LONG, SCENARIOS, SHORT
+from forked import ERROR
+
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.plan import Plan, build
+from zfunc.errors import ExecutionError, RankError
+from zfunc.runtime import failure_detection as rollcall
+from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.executor import Executor, Options, prepare
+from zfunc.runtime.failure_detection import RollCall, StoreLost, Verdict
+from zfunc.runtime.fault_injection import Fault, InjectedFault, check, due, from_environment, parse
+from zfunc.runtime.launch import TIMEOUT, timeout
+
+WORKER = Path(__file__).parents[1] / "fault_worker.py"
+SOON = 20.0  # seconds, on a busy machine; ranks that are not told wait LONG
+KILLED, TERMINATED = -signal.SIGKILL, -signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("faults")
+    played = subprocess.run(
+        [sys.executable, str(WORKER), str(out)], capture_output=True, text=True, timeout=400
+    )
+    assert played.returncode == 0, played.stderr
+    return out
+
+
+def told(results: Path, name: str, *ranks: int) -> list[dict[str, Any]]:
+    return [json.loads((results / name / f"{rank}.json").read_text()) for rank in ranks]
+
+
+def ends(results: Path, name: str) -> list[Any]:
+    return json.loads((results / name / "ends.json").read_text())
+
+
+# --- ranks of which one is missing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "gone", "code"),
+    [
+        ("killed", 3, KILLED),
+        ("terminated", 0, TERMINATED),
+        ("killed without the store", 0, KILLED),
+    ],
+)
+def test_a_rank_that_dies_in_a_step_is_named_on_all_others_at_once(
+    results: Path, name: str, gone: int, code: int
+) -> None:
+    world = SCENARIOS[name].world
+    others = [rank for rank in range(world) if rank != gone]
+    assert ends(results, name) == [code if rank == gone else ERROR for rank in range(world)]
+    for error in told(results, name, *others):
+        assert (error["type"], error["steps"]) == ("RankError", 1)
+        assert f"expected all {world} ranks: rank {gone} is gone. See what" in error["text"]
+        assert error["seconds"] < SOON < LONG
+
+
+def test_who_is_not_connected_to_the_dead_one_is_told_by_the_others(results: Path) -> None:
+    got = [re.search(r"got (\w+)", error["text"]) for error in told(results, "killed", 0, 1, 2)]
+    assert sorted(m[1] for m in got if m) == ["a", "a", "word"]  # a broken connection, or word
+
+
+def test_a_rank_that_hangs_is_named_after_the_time_out(results: Path) -> None:
+    assert ends(results, "hung") == [ERROR, "still there", ERROR]
+    for error in told(results, "hung", 0, 2):
+        assert error["type"] == "RankError"
+        assert "expected all 3 ranks: rank 1 did not come" in error["text"]
+        assert "ZFUNC_TIMEOUT" in error["text"]
+        assert SHORT <= error["seconds"] < SHORT + SOON
+
+
+def test_a_rank_that_fails_by_itself_is_named_with_its_error(results: Path) -> None:
+    assert ends(results, "raised") == [ERROR] * 3
+    first, itself, last = told(results, "raised", 0, 1, 2)
+    assert itself["type"] == "InjectedFault"
+    for error in (first, last):
+        assert error["type"] == "RankError"
+        assert re.search(r"rank 1 has left: step 2 failed .*InjectedFault: adam\[1\]", error["text"])
+        assert error["seconds"] < SOON
+
+
+def test_a_rank_that_leaves_but_whose_process_stays_is_named_at_once(results: Path) -> None:
+    assert ends(results, "leaves") == [ERROR] * 3
+    for error in told(results, "leaves", 0, 2):
+        assert "rank 1 has left: step 3 failed with OSError: No space left" in error["text"]
+        assert error["seconds"] < SOON
+    (itself,) = told(results, "leaves", 1)
+    assert "out of step, because step 3 failed with OSError" in itself["text"]
+
+
+def test_without_rank_0_which_kept_the_store_that_is_what_is_said(results: Path) -> None:
+    assert ends(results, "killed with the store") == [KILLED, ERROR, ERROR]
+    for error in told(results, "killed with the store", 1, 2):
+        assert "rank 0, which kept the store, is gone" in error["text"]
+        assert error["seconds"] < SOON
+
+
+def test_a_store_that_never_answers_is_given_up(results: Path) -> None:
+    assert ends(results, "frozen with the store") == ["still there", ERROR, ERROR]
+    for error in told(results, "frozen with the store", 1, 2):
+        assert "rank 0, which kept the store, is gone or stuck" in error["text"]
+        assert "has not answered" in error["text"]
+        assert SHORT <= error["seconds"] < SHORT + SOON
+
+
+def test_ranks_of_a_smaller_group_are_named_by_their_number_in_the_job(results: Path) -> None:
+    assert ends(results, "group of two") == [0, ERROR, KILLED]
+    (error,) = told(results, "group of two", 1)
+    assert re.match(r"all_reduce on rank 1: .*expected all 2 ranks: rank 2 is gone", error["text"])
+
+
+def test_a_rank_that_comes_when_the_others_have_given_up_does_not_name_itself(results: Path) -> None:
+    assert ends(results, "late") == [ERROR] * 3
+    first, second, itself = told(results, "late", 0, 1, 2)
+    for error in (first, second):
+        assert "rank 2 did not come" in error["text"]
+    assert "the others had given up waiting for this one" in itself["text"]
+    assert "rank 2 did" not in itself["text"]
+    assert itself["seconds"] < SHORT + SOON
+
+
+@pytest.mark.parametrize("name", ["killed", "hung", "raised"])
+def test_after_it_no_collective_is_begun(results: Path, name: str) -> None:
+    again = (results / name / "0.again").read_text()
+    assert again.startswith("all_reduce on rank 0: got ranks that are out of step, because rank ")
+    assert "start all of them again" in again
+
+
+# --- zfunc train ----------------------------------------------------------------------------------------
+
+SMALL = ["--num-layers", "1", "--hidden-size", "32", "--num-attention-heads", "2", "--seq-length", "32"]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a training of two ranks."""
+    data = tmp_path / "data.txt"
+    data.write_text("Every rank reads its part of the batch. " * 400)
+    arguments = ["--steps", "5", "--data", str(data), "--out", str(tmp_path / "run"), *SMALL]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "ZFUNC_TIMEOUT": "60"}
+    return ["-m", "zfunc", "train", *arguments], environment
+
+
+def test_torchrun_ends_with_1_and_the_message_when_a_rank_dies(job: tuple[list[str], dict[str, str]]) -> None:
+    arguments, environment = job
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    fault = {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=kill"}
+    ran = subprocess.run(
+        [*launch, *arguments], env={**environment, **fault}, capture_output=True, text=True, timeout=100
+    )
+    assert ran.returncode == 1
+    assert "expected all 2 ranks: rank 1 is gone" in ran.stderr
+
+
+@pytest.mark.slow
+def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
+    job: tuple[list[str], dict[str, str]],
+) -> None:
+    """Without the agent of torchrun, which would wait half a minute for the one that hangs."""
+    arguments, environment = job
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    more = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    more |= {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=hang", "ZFUNC_TIMEOUT": "5"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, *arguments],
+            env={**environment, **more, "RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        _, said = ranks[0].communicate(timeout=100)
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
+    assert ranks[0].returncode == 1
+    assert "expected all 2 ranks: rank 1 did not come" in said
+
+
+# --- ranks in different calls ---------------------------------------------------------------------------
+
+
+def test_ranks_in_different_calls_are_told_which_the_others_are_in(results: Path) -> None:
+    """Any two of them; and nothing is lost, so that they can go on together."""
+    assert ends(results, "apart") == [0, 0]
+    seen = told(results, "apart", 0, 1)
+    for pair in permutations(CALLS, 2):
+        for rank, call in enumerate(pair):
+            said = f"{call} on rank {rank}: got rank 0 in {pair[0]}, rank 1 in {pair[1]}, expected all 2 ranks in"
+            assert said in seen[rank].get(" ".join(pair), "nothing")
+    assert [x["together"] for x in seen] == ["2", "2"]
+
+
+@pytest.mark.parametrize("sent", [[1 << 60, 1 << 60], [1 << 60, ~(1 << 60)], [-1, 0], [5, 0]])
+def test_what_is_no_length_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> None:
+    """Another call's numbers, as long as the sizes of texts: no memory is asked for by what they say."""
+    ranks = Ranks(world=2, members=(0, 1), store=dist.HashStore())
+
+    def all_reduce(_: Ranks, values: torch.Tensor) -> None:
+        values[1] = torch.tensor(sent)
+
+    monkeypatch.setattr(Ranks, "_all_reduce", all_reduce)
+    with pytest.raises(RankError, match=f"rank 1 sent {sent[0]:,}, .* Make the same calls .* on every rank"):
+        ranks.texts("save")
+    with pytest.raises(RankError, match="out of step, because rank 1 sent"):
+        ranks.agree("save")
+    assert ranks.roll.failed()
+
+
+# --- the roll call --------------------------------------------------------------------------------------
+
+
+def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dict[int, Verdict]:
+    """The verdicts of the ranks that call, each with its sign, at once."""
+    got: dict[int, Verdict] = {}
+
+    def one(rank: int) -> None:
+        got[rank] = RollCall(store, rank, world).take(signs[rank], **{"least": 0.1, "most": 5.0, **seconds})
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in signs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got
+
+
+def test_all_ranks_have_one_verdict() -> None:
+    got = call(dist.HashStore(), 4, {0: "broken", 1: "late", 3: "told"})
+    assert got == dict.fromkeys((0, 1, 3), Verdict((2,), late=True))
+
+
+def test_two_missing_ranks_are_waited_for_as_long_as_it_may_take() -> None:
+    begun = time.monotonic()
+    got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, most=0.5)
+    assert got == dict.fromkeys((1, 2), Verdict((0, 3)))
+    assert time.monotonic() - begun >= 0.5
+    assert Verdict((0, 3)).text((0, 1, 2, 3), 1) == "ranks 0, 3 are gone"
+
+
+def test_if_all_ranks_call_none_is_missing() -> None:
+    got = call(dist.HashStore(), 2, {0: "broken", 1: "broken"}, least=1.0)
+    assert got == dict.fromkeys((0, 1), Verdict(()))
+    assert "no rank is missing" in got[0].text((0, 1), 0)
+
+
+def test_the_first_who_leaves_is_the_one_that_is_named() -> None:
+    store = dist.HashStore()
+    assert not RollCall(store, 0, 4).failed()
+    RollCall(store, 2, 4).leave("the disk is full")
+    RollCall(store, 1, 4).leave("it noticed")
+    assert RollCall(store, 0, 4).failed()
+    assert call(store, 4, {0: "told"}) == {0: Verdict((2,), why="the disk is full")}
+
+
+def test_without_a_store_it_is_said_that_nobody_can_be_asked() -> None:
+    with pytest.raises(StoreLost, match="the group has no store"):
+        RollCall(None, 0, 2).failed()
+
+
+def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollcall, "ANSWER", 0.1)
+    release = threading.Event()
+
+    class Stuck:
+        def check(self, *_: object) -> bool:
+            return release.wait()
+
+    with pytest.raises(StoreLost, match="has not answered for 0.1 s"):
+        RollCall(Stuck(), 0, 2).failed()
+    release.set()
+
+
+def test_a_rank_that_cannot_tell_that_it_leaves_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    ranks = Ranks(world=2, members=(0, 1))
+    with caplog.at_level("WARNING", "zfunc"):
+        ranks.leave("step 3 failed")
+    assert "could not be told that this one leaves: the group has no store" in caplog.text
+    assert ranks.broken == "step 3 failed"
+
+
+# --- the time-out ---------------------------------------------------------------------------------------
+
+
+def test_the_time_out_is_that_of_the_environment() -> None:
+    assert timeout({}) == timeout({"ZFUNC_TIMEOUT": " "}) == TIMEOUT
+    assert timeout({"ZFUNC_TIMEOUT": "2.5"}) == timedelta(seconds=2.5)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "10 min", "1e9"])
+def test_a_time_out_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(
+        ValueError, match=rf"ZFUNC_TIMEOUT: got '{re.escape(text)}', expected seconds .* unset it"
+    ):
+        timeout({"ZFUNC_TIMEOUT": text})
+
+
+# --- faults ---------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+FAULT = Fault(1, 7, "reduce_scatter[0,2,0]", "kill")
+
+
+def two_lanes(kind: Any = "host") -> Plan:
+    x, y = Region("x", kept=True), Region("y")
+    graph = Graph(
+        (Op("make", (0,), "compute", writes=(x,)), Op("use", (3, 4), kind, reads=(x,), writes=(y,)))
+    )
+    return build(graph, {"gpu": [0], "other": [1]})
+
+
+def run(plan: Plan, *faults: Fault, **stages: Any) -> Any:
+    given = {"make": lambda *_: None, "use": lambda *_: None, **stages}
+    executor = Executor(CPU, patience=stages.pop("patience", 10.0))
+    return executor.run(prepare(plan, given, CPU), {}, None, Options(faults=faults), set())
+
+
+def test_a_fault_happens_just_before_the_stage_of_its_operation() -> None:
+    seen: list[str] = []
+    with pytest.raises(
+        InjectedFault, match=r"use\[3,4\]: got the injected fault rank=0,step=1,op=use\[3,4\]"
+    ):
+        run(
+            two_lanes(),
+            Fault(0, 1, "use[3,4]", "raise"),
+            make=lambda *_: seen.append("make"),
+            use=lambda *_: seen.append("use"),
+        )
+    assert seen == ["make"]
+
+
+def test_a_fault_in_an_operation_that_is_not_run_does_not_happen() -> None:
+    run(two_lanes(), Fault(0, 1, "use[3,5]", "raise"))
+
+
+@pytest.mark.parametrize(("action", "code"), [("kill", KILLED), ("terminate", TERMINATED)])
+def test_signals_end_the_process(action: Any, code: int) -> None:
+    code_run = f"from zfunc.runtime.fault_injection import Fault; Fault(0, 1, 'load[0]', {action!r}).happen()"
+    assert subprocess.run([sys.executable, "-c", code_run], stderr=subprocess.DEVNULL).returncode == code
+
+
+@pytest.mark.parametrize("action", ["kill", "hang", "raise", "terminate"])
+def test_faults_round_trip_through_text(action: Any) -> None:
+    faults = (FAULT, Fault(0, 3, "global_norm", action))
+    assert parse(";".join(map(str, faults))) == faults
+    assert from_environment({"ZFUNC_FAULTS": f" {FAULT} ; "}) == (FAULT,)
+    assert from_environment({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("kill", "expected rank, step, op and do, once each"),
+        ("rank=1,step=7,op=adam[3]", "once each"),
+        ("rank=1,step=7,op=,do=kill", "once each"),
+        ("rank=1,rank=1,step=7,op=adam[3],do=kill", "once each"),
+        ("rank=1,step=7,op=adam[3],do=kill,when=now", "once each"),
+        ("rank=1,step=7,op=adam[3,do=kill]", "once each"),
+        ("rank=-1,step=7,op=adam[3],do=kill", "a whole number for rank, got '-1'"),
+        ("rank=1,step=seven,op=adam[3],do=kill", "a whole number for step, got 'seven'"),
+        (
+            "rank=1,step=7,op=adam[3],do=kil",
+            r"expected one of .* for do, got 'kil' \(did you mean 'kill'\?\)",
+        ),
+    ],
+)
+def test_text_that_is_no_fault_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"ZFUNC_FAULTS: got '.*', .*{why}.*Write it as rank=1,step=7"):
+        parse(text)
+
+
+def test_only_the_faults_of_this_rank_and_step_are_due() -> None:
+    other = Fault(0, 7, "load[0]", "hang")
+    assert due((FAULT, other), 1, 7) == (FAULT,)
+    assert due((FAULT, other), 1, 8) == ()
+
+
+def test_a_fault_in_an_operation_that_there_is_not_is_refused() -> None:
+    check([Fault(0, 1, "use[3,4]", "kill")], two_lanes())
+    with pytest.raises(
+        ValueError, match=r"'use\[3,5\]', expected one of the plan's 2 \(did you mean 'use\[3,4\]'\?\)"
+    ):
+        check([Fault(0, 1, "use[3,5]", "kill")], two_lanes())
+
+
+# --- kinds of operations --------------------------------------------------------------------------------
+
+
+def test_disk_operations_run_on_a_thread_of_one_and_are_no_host_seconds() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def use(*_: Any) -> None:
+        seen.append((threading.current_thread().name, torch.get_num_threads()))
+        time.sleep(0.01)
+
+    assert run(two_lanes("disk"), use=use).host_seconds == 0
+    assert run(two_lanes("host"), use=use).host_seconds >= 0.01
+    assert seen == [("zfunc other", 1)] * 2
+
+
+def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None:
+    """It has a time-out of its own, and knows more: who is missing."""
+    x = Region("x", kept=True)
+    graph = Graph(
+        (Op("load", (), "compute"), Op("send", (), "network", writes=(x,)), Op("use", (), "compute", (x,)))
+    )
+    plan = build(graph, {"gpu": [0, 2], "net": [1]})
+
+    def send(*_: Any) -> None:
+        time.sleep(0.6)
+        raise RuntimeError("rank 1 is gone")
+
+    stages = {"load": lambda *_: None, "send": send, "use": lambda *_: None}
+    with pytest.raises(ExecutionError, match="rank 1 is gone"):
+        Executor(CPU, patience=0.4).run(prepare(plan, stages, CPU), {}, None, Options(), set())

@@ -1,0 +1,139 @@
+"""What CriticalPath and Search promise beyond the laws that every schedule keeps."""
+
+import pytest
+from attrs import evolve
+from hypothesis import given, settings
+from table import HARDWARE, JOBS, every_graph, graph_of, graphs, hardware
+from zfunc.schedules import CriticalPath, Interleaved, Overlapped, Search, Serial
+from zfunc.schedules.critical_path import upward_ranks
+
+from zfunc import schedules
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import memory
+from zfunc.core.plan import Plan, build
+from zfunc.core.simulator import critical_path, simulate
+
+
+def needed(plan: Plan) -> dict[str, int]:
+    return {tier: peak.nbytes for tier, peak in memory(plan).items()}
+
+
+def check_promises(graph: Graph, on: Hardware) -> None:
+    """As fast as the plain orders, and no more memory on any tier than the larger of theirs."""
+    plan, plain = CriticalPath(on)(graph), [Overlapped()(graph), Interleaved()(graph)]
+    assert simulate(plan, on).seconds <= min(simulate(p, on).seconds for p in plain)
+    for tier, nbytes in needed(plan).items():
+        assert nbytes <= max(needed(p)[tier] for p in plain)
+
+
+@pytest.mark.parametrize("machine", ["round", "slow host", "one memory for all"])
+@every_graph
+def test_it_is_as_fast_as_the_plain_orders(recipe: str, name: str, machine: str) -> None:
+    check_promises(graph_of(recipe, name), HARDWARE[machine])
+
+
+@given(graphs(), hardware())
+@settings(max_examples=60)
+def test_so_it_is_on_any_job_and_machine(graph: Graph, on: Hardware) -> None:
+    check_promises(graph, on)
+
+
+@pytest.mark.parametrize("machine", HARDWARE)
+def test_on_some_job_it_is_faster(machine: str) -> None:
+    """Or it would only ever give the plain orders back."""
+    on, faster = HARDWARE[machine], 0
+    for name in JOBS:
+        graph = graph_of("zero_offload", name)
+        plain = min(simulate(p(graph), on).seconds for p in (Overlapped(), Interleaved()))
+        faster += simulate(CriticalPath(on)(graph), on).seconds < plain * 0.999
+    assert faster
+
+
+@given(graphs())
+def test_what_comes_and_goes_keeps_its_order_on_compute(graph: Graph) -> None:
+    plan = CriticalPath()(graph)
+    (lane,) = [lane.ops for lane in plan.lanes if lane.name == "compute"] or [()]
+    kept = [i for i in lane if not all(r.kept for r in graph.ops[i].regions)]
+    assert kept == sorted(kept)
+
+
+def forked() -> Graph:
+    """A short and a long chain that begin on one lane, the short one first in the graph."""
+    short, long = Region("short", kept=True), Region("long", kept=True)
+    return Graph(
+        (
+            Op("short", (0,), "host", (), (short,), nbytes=1),
+            Op("long", (0,), "host", (), (long,), nbytes=1),
+            Op("short", (1,), "d2h", (short,), (), nbytes=1),
+            Op("long", (1,), "h2d", (long,), (), nbytes=9),
+        )
+    )
+
+
+UNIT = Hardware("unit", flops=1.0, rates=dict.fromkeys(ROUND.rates, 1.0), latency=0.0)
+
+
+def test_the_longer_chain_goes_first() -> None:
+    graph = forked()
+    plan = CriticalPath(UNIT)(graph)
+    (host,) = (lane.ops for lane in plan.lanes if lane.name == "host")
+    assert [graph.ops[i].verb for i in host] == ["long", "short"]
+    assert simulate(plan, UNIT).seconds == 10 < simulate(Overlapped()(graph), UNIT).seconds == 11
+    assert simulate(plan, UNIT).seconds == critical_path(graph, UNIT)
+
+
+@given(graphs())
+def test_a_rank_is_the_longest_chain_from_an_operation_on(graph: Graph) -> None:
+    seconds = [float(i % 7 + 1) for i in range(len(graph))]
+    ranks = upward_ranks(graph, seconds)
+    after: list[list[int]] = [[] for _ in graph]
+    for i, before in enumerate(graph.predecessors):
+        for n in before:
+            after[n].append(i)
+    for i in range(len(graph)):
+        assert ranks[i] == seconds[i] + max((ranks[n] for n in after[i]), default=0.0)
+
+
+@pytest.mark.parametrize("name", ["CriticalPath", "Search"])
+def test_collectives_are_on_one_lane_in_one_order(name: str) -> None:
+    for job in ("tied accumulated", "stage 1", "8 bits"):
+        graph = graph_of("zero_offload", job)
+        once, again = (getattr(schedules, name)()(Graph(graph.ops)) for _ in range(2))
+        lanes = [lane.name for lane in once.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
+        assert len(lanes) == 1
+        assert once.digest == again.digest
+
+
+# --- Search ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machine", ["round", "one memory for all"])
+@every_graph
+def test_search_gives_the_fastest_there_is(recipe: str, name: str, machine: str) -> None:
+    graph, on = graph_of(recipe, name), HARDWARE[machine]
+    there_are = [Serial(), Overlapped(), Interleaved(), CriticalPath(on)]
+    assert simulate(Search(on)(graph), on).seconds == min(simulate(s(graph), on).seconds for s in there_are)
+
+
+def test_search_takes_what_fits_before_what_is_fast() -> None:
+    """Two temporaries at once on two lanes, one after the other on one."""
+    big = [Region("big", (n,), 10) for n in range(2)]
+    graph = Graph(
+        tuple(Op("work", (n,), kind, (), (big[n],), nbytes=5) for n, kind in enumerate(("compute", "host")))
+    )
+    tight = evolve(UNIT, memory={"device": 10})
+    assert simulate(Search(UNIT)(graph), UNIT).seconds == 5
+    assert [lane.name for lane in Search(tight)(graph).lanes] == ["serial"]
+    none = evolve(UNIT, memory={"device": 1})
+    assert [lane.name for lane in Search(none)(graph).lanes] == ["serial"], "where none fits, the smallest"
+
+
+def test_search_tries_the_schedules_it_is_given() -> None:
+    graph = forked()
+    assert Search(UNIT, [Overlapped()])(graph) == Overlapped()(graph)
+
+
+def test_of_equals_search_takes_the_simplest() -> None:
+    one = Graph((Op("only", (), "compute", (), (Region("x"),)),))
+    assert Search()(one) == build(one, {"serial": [0]})

@@ -1,0 +1,136 @@
+"""Imports go down only, what needs no torch imports none, and nothing that interprets a plan knows a verb."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+from table import JOBS, RECIPES
+
+ROOT = Path(__file__).parents[1]
+INDEX = "zfunc"  # zfunc/__init__.py, which only the command line may call, as users do
+GROUND = ("_version", "errors", "values", "options")
+ORDER = (
+    *(*GROUND, "core", "schedules", "runtime", "optim", "checkpoint", "engine"),
+    *("viz", "planner", "models", "train", "cli"),
+)  # from the ground up
+TORCH_FREE = (*GROUND, "core", "schedules", "viz")
+STARTS_WITHOUT_TORCH = ("--help", "train --help", "draw --compare runs/none", "report runs/none")
+INTERPRETERS = (
+    *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),
+    *(
+        "core.graph",
+        "core.critical_path",
+        "runtime.executor",
+        "cli.charts",
+        "cli.report",
+        "cli.report_tables",
+    ),
+)
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its name without "zfunc."; a package by its own."""
+    found: dict[str, Path] = {}
+    for folder, prefix in ((ROOT / "zfunc", ()), (ROOT / "schedules", ("schedules",))):
+        for path in sorted(folder.rglob("*.py")):
+            name = (*prefix, *path.relative_to(folder).with_suffix("").parts)
+            found[".".join(name).removesuffix(".__init__")] = path
+    del found["__init__"], found["__main__"]
+    return found
+
+
+MODULES = modules()
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+def imports(module: str) -> Iterator[str]:
+    """Every import of a module, those inside functions too, by the name of a module or of what is in it."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = (
+                "zfunc.schedules." if node.level else ""
+            )  # the only folder that a type checker finds elsewhere
+            yield from (f"{base}{node.module}.{alias.name}" for alias in node.names)
+
+
+def imported(module: str) -> set[str]:
+    """The modules of zfunc it imports, by their names here; INDEX for the package itself."""
+    found = set[str]()
+    for name in imports(module):
+        first, _, rest = name.partition(".")
+        if first == "zfunc":
+            while rest and rest not in MODULES:
+                rest = rest.rpartition(".")[0]
+            found.add(rest or INDEX)
+    return found - {module}
+
+
+def package(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@every_module
+def test_imports_go_down_only(module: str) -> None:
+    for target in imported(module):
+        if target == INDEX:
+            assert package(module) == "cli", f"{module} imports zfunc: import the module that has the name"
+        elif package(target) != package(module):
+            assert ORDER.index(package(target)) < ORDER.index(package(module)), (
+                f"{module} imports {target}, which is not below it: move what both need to a lower package"
+            )
+
+
+def test_there_are_no_cycles() -> None:
+    TopologicalSorter({module: imported(module) - {INDEX} for module in MODULES}).prepare()
+
+
+@every_module
+def test_what_needs_no_torch_imports_none(module: str) -> None:
+    if package(module) in TORCH_FREE:
+        assert not {name.partition(".")[0] for name in imports(module)} & {"torch", "functorch", "numpy"}
+
+
+def test_they_work_where_there_is_no_torch() -> None:
+    names = [f"zfunc.{m}" for m in MODULES if package(m) in TORCH_FREE]
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'functorch', 'numpy')))\n"
+        "from importlib import import_module\n"
+        f"for name in {names}: import_module(name)\n"
+        "from zfunc.cli.main import main\n"
+        f"for line in {STARTS_WITHOUT_TORCH}: main(line.split())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "torch" not in done.stderr
+
+
+def test_dynamo_is_not_imported_before_something_is_traced() -> None:
+    """That takes longer than torch itself, and `zfunc --help`, `init` and `load` need none of it."""
+    code = "import sys, zfunc.engine.compile, zfunc.train.loop, zfunc.cli.main"
+    code += "; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def literals(path: Path) -> set[str]:
+    return {
+        n.value
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    }
+
+
+@pytest.mark.parametrize(
+    "module", [m for m in MODULES if m in INTERPRETERS or package(m) in ("schedules", "viz")]
+)
+def test_no_interpreter_or_schedule_knows_a_verb(module: str) -> None:
+    verbs = {op.verb for recipe in RECIPES.values() for job in JOBS.values() for op in recipe(job)}
+    assert len(verbs) >= 13
+    assert not literals(MODULES[module]) & verbs, (
+        f"{module} tells operations apart by verb: derive it from what they touch"
+    )

@@ -1,0 +1,165 @@
+"""What goes on before, between and after steps: it is told of, a signal ends it, and the sample comes last."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import evolve
+
+import zfunc
+from zfunc.cli.console import Plain
+from zfunc.cli.main import main
+from zfunc.train.events import (
+    INTERRUPT,
+    TERMINATED,
+    Evaluated,
+    Event,
+    Finished,
+    Sampled,
+    Saved,
+    Stepped,
+    Working,
+)
+from zfunc.train.loop import TEMPERATURE, sample, train
+from zfunc.train.resume import Start
+from zfunc.train.settings import Settings
+from zfunc.train.setup import Job, prepare
+
+SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
+TEXT = " ".join(f"{k * k % 97} and {k % 7}" for k in range(300))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Four steps, with evaluations before them, after the second and after the last."""
+    path = tmp_path_factory.mktemp("data") / "data.txt"
+    path.write_text(TEXT)
+    return prepare(Settings(data=path, steps=4, seconds=None, eval_every=2, **SIZES), cache=path.parent)
+
+
+@pytest.fixture(autouse=True)
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 40)
+
+
+def run(job: Job, folder: Path, stop: Callable[[list[Event]], str] = lambda _: "") -> list[Event]:
+    seen: list[Event] = []
+    for event in train(job, stop=lambda: stop(seen), start=Start(folder)):
+        seen.append(event)
+    return seen
+
+
+def shares(events: list[Event], what: str) -> list[float]:
+    return [event.share for event in events if isinstance(event, Working) and event.what == what]
+
+
+def held_out(events: list[Event]) -> list[float]:
+    evaluated = [event.held_out for event in events if isinstance(event, (Evaluated, Stepped))]
+    return [x for x in evaluated if x is not None]
+
+
+def test_evaluations_and_the_sample_tell_how_far_they_are(job: Job, tmp_path: Path) -> None:
+    events, segments = run(job, tmp_path), len(job.program.segments)
+    assert len(held_out(events)) == 3
+    for what, times, parts in (
+        ("evaluation", 3, len(job.held_out) * segments),
+        ("sample", 1, 40 * segments),
+    ):
+        told = shares(events, what)
+        assert len(told) == times * parts
+        assert [told[n : n + parts] for n in range(0, len(told), parts)] == [sorted(told[:parts])] * times
+        assert (told[0], told[-1] < 1) == (0, True)
+    finished, *_, sampled = events[-2 - 40 * segments :]
+    assert isinstance(finished, Finished)
+    assert isinstance(sampled, Sampled)
+    assert len(sampled.tokens) == 40
+
+
+@pytest.mark.parametrize("how", [INTERRUPT, TERMINATED])
+@pytest.mark.parametrize(
+    ("what", "nth", "steps"), [("evaluation", n, 2 * n) for n in range(3)] + [("sample", 0, 4)]
+)
+def test_a_signal_in_the_middle_ends_them(
+    what: str, nth: int, steps: int, how: str, job: Job, tmp_path: Path
+) -> None:
+    events = run(job, tmp_path, lambda seen: how if shares(seen, what).count(0) > nth else "")
+    (finished,) = (event for event in events if isinstance(event, Finished))
+    late = what == "sample" or (nth == 2 and how == INTERRUPT)  # all steps were done
+    assert (finished.ended, finished.steps) == ("steps" if late else how, steps)
+    assert [event.step for event in events if isinstance(event, Saved)] == [steps][:steps]
+    if what == "sample":
+        assert isinstance(events[-1], Sampled)
+        assert len(events[-1].tokens) < 40
+    else:
+        assert shares(events, what).count(0) == nth + 1, "no other is begun"
+        assert len(held_out(events)) == nth
+        assert not shares(events, "sample")
+        assert events[-1] is finished
+
+
+def test_who_interrupted_a_step_gets_evaluation_and_sample(job: Job, tmp_path: Path) -> None:
+    events = run(job, tmp_path, lambda seen: INTERRUPT if any(isinstance(x, Stepped) for x in seen) else "")
+    last = [type(event) for event in events if not isinstance(event, Working)]
+    assert last[-4:] == [Saved, Evaluated, Finished, Sampled]
+    assert len(shares(events, "sample")) == 40 * len(job.program.segments)
+
+
+def test_neither_is_made_for_who_wants_none(job: Job, tmp_path: Path) -> None:
+    settings = evolve(job.settings, eval_every=0, no_sample=True)
+    events = run(evolve(job, settings=settings), tmp_path)
+    assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3, 4]
+    assert not [event for event in events if isinstance(event, (Working, Evaluated, Sampled))]
+    assert isinstance(events[-1], Finished)
+    assert events[-1].held_out is None
+
+
+def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: Job) -> None:
+    """40 tokens are more than there is room for: the newer half goes on in a new sequence."""
+    program = evolve(job.program)
+    state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), job.batch(0))
+    going, made = sample(job, program, state), ()
+    while not made:
+        try:
+            next(going)
+        except StopIteration as end:
+            made = end.value
+    generator, found = torch.Generator().manual_seed(0), list[int]()
+    text = job.corpus.held_out[:8].tolist()
+    for _ in range(40):
+        logits = zfunc.apply(program, state, torch.tensor([text]))[0, -1]
+        found.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
+        text = [*text, found[-1]] if len(text) < 16 else [*text[-7:], found[-1]]
+    assert list(made) == found
+
+
+def test_the_summary_is_there_before_the_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: Any) -> Any:
+        before.append(Path("run/summary.json").read_text())
+        raise KeyboardInterrupt
+        yield
+
+    before: list[str] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("zfunc.train.loop.sample", stopped)
+    Path("data.txt").write_text(TEXT)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
+    assert main(["train", *flags, "--data", "data.txt", "--steps", "1", "--out", "run"]) == 130
+    assert '"ended": "steps"' in before[0]
+    assert Path("run/summary.json").read_text() == before[0]
+    assert "all steps done: 1 steps" in capsys.readouterr().out
+
+
+def test_a_pipe_is_told_of_what_takes_long_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])
+    monkeypatch.setattr("zfunc.cli.console.time.monotonic", lambda: next(now))
+    plain: Any = Plain(None, "byte")  # type: ignore[arg-type]
+    for what, parts in (("evaluation", 6), ("sample", 2)):
+        for n in range(parts):
+            plain.show(Working(what, n / parts))
+    assert capsys.readouterr().out == "evaluation: 50%\nevaluation: 83%\n"

@@ -1,0 +1,453 @@
+"""DeepSpeed's configuration files: read leniently, checked strictly, and nothing of them dropped in silence."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zfunc
+from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.loss_scale import LossScale
+from zfunc.train.deepspeed import KEYS, check, read
+from zfunc.train.deepspeed.convert import Configured
+from zfunc.train.deepspeed.key import HONOURED, REFUSED, Key
+from zfunc.train.deepspeed.page import with_table
+from zfunc.train.deepspeed.reading import parse
+from zfunc.train.deepspeed.schedules import SCHEDULES
+from zfunc.train.deepspeed.table import BLOCKS, OLD
+
+ROOT = Path(__file__).parents[2]
+TUTORIAL = """{
+  "train_batch_size": 10,
+  "gradient_accumulation_steps": 1,
+  "steps_per_print": 1,
+  "zero_optimization": {
+    "stage": 2,
+    "offload_optimizer": {
+      "device": "cpu",       // the one line that matters
+    },
+    "contiguous_gradients": true,
+    "overlap_comm": true
+  },
+  /* "optimizer": given by the program, */
+  "gradient_clipping": 1.0,
+  "wall_clock_breakdown": false,
+  "zero_allow_untested_optimizer": true,
+  "fp16": { "enabled": true, "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1, },
+  "activation_checkpointing": { "partition_activations": false, "contiguous_memory_optimization": false },
+}
+"""
+
+
+def from_deepspeed(file: Any, **more: Any) -> Configured:
+    """What a file says; a dict that says nothing of the batch gets one."""
+    said = isinstance(file, dict) and any("batch" in name or "accumulation" in name for name in file)
+    return zfunc.from_deepspeed(file if said or not isinstance(file, dict) else {BATCH: 8, **file}, **more)
+
+
+def nested(name: str, value: Any) -> dict[str, Any]:
+    """The file that has one key, by its dotted name."""
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    return value
+
+
+BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+
+
+def optimizer(kind: str, **params: Any) -> AdamW:
+    return from_deepspeed({"optimizer": {"type": kind, "params": params}}).compile["optimizer"]
+
+
+def refusal(file: Any, **more: Any) -> str:
+    with pytest.raises(ValueError, match="expected|does not do|not known") as caught:
+        from_deepspeed(file, **more)
+    return str(caught.value)
+
+
+# --- reading ---------------------------------------------------------------------------------------------
+
+
+def test_the_tutorials_file(tmp_path: Path) -> None:
+    path = tmp_path / "ds_zero_offload.config"
+    path.write_text(TUTORIAL)
+    config = zfunc.from_deepspeed(path)
+    assert dict(config.compile) == {
+        "optimizer": AdamW(1e-3),
+        "precision": "fp16",
+        "clip_norm": 1.0,
+        "micro_batches": 1,
+        "stage": 2,
+        "offload_ratio": 1.0,
+    }
+    assert config.loss_scale == LossScale()
+    assert (config.train_batch_size, config.steps_per_print) == (10, 1)
+    idle = "\n".join(line for line in config.said if line.startswith("no effect here"))
+    for key in (
+        "contiguous_gradients",
+        "overlap_comm",
+        "zero_allow_untested_optimizer",
+        "partition_activations",
+    ):
+        assert len(re.findall(rf"\b{key}\b", idle)) == 1, key
+    assert "gradient_clipping" not in idle
+
+
+def test_a_byte_order_mark_and_a_dict_are_read() -> None:
+    assert parse('{"a": 5e8}') == {"a": 5e8}
+    assert read({"a": 1}).values == {"a": 1}
+    with pytest.raises(TypeError, match="expected the path of a JSON file, or a dict"):
+        from_deepspeed(3)  # pyright: ignore[reportArgumentType]
+
+
+def test_files_of_other_editors(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"train_batch_size": 4}')
+    assert from_deepspeed(str(path)).train_batch_size == 4
+    path.write_bytes(b'{"train_batch_size": "\xff"}')
+    assert "no UTF-8" in refusal(path)
+    assert "is there" in refusal(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            '{"a": 1,\n"stage": 2, /* "stage": 9 */\n"b": {"stage": 1},\n"stage": 3}',
+            "'stage' twice .* lines 2 and 4",
+        ),
+        ('{"b": {"c": 1},\n"d": {"c": 1,\n"x": "c",\n c: 2}}', "'c' twice .* lines 2 and 4"),
+        ('{"a": 1\n"b": 2}', 'line 2 Unexpected """ at column 1'),
+        ('{\n# no comment here\n"b": 2}', "line 2 .*with // and /"),
+        ("[1]", "got a list, expected a JSON object"),
+        ("", "got nothing"),
+        ("[" * 5000, "expected JSON"),
+    ],
+)
+def test_what_is_no_json_is_refused_with_its_line(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^f\.json: .*{told}"):
+        parse(text, "f.json")
+
+
+# --- keys ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ({"train_batch_sise": 4}, "'train_batch_sise' at the top level.*did you mean 'train_batch_size'"),
+        ({"fp16": {"enable": True}}, "'enable' in 'fp16'.*did you mean 'enabled'"),
+        (nested("zero_optimization.stge", 2), "'stge' in 'zero_optimization'.*did you mean 'stage'"),
+        (
+            nested("zero_optimization.offload_optimizer.devise", "cpu"),
+            "in 'zero_optimization.offload_optimizer'.*did you mean 'device'",
+        ),
+        (nested("optimizer.params.beta", 1), "'beta' in 'optimizer.params'.*did you mean 'betas'"),
+        (nested("scheduler.params.warmup_steps", 1), "did you mean 'warmup_num_steps'"),
+        (nested("aio.block_sizes", 1), "did you mean 'block_size'"),
+        (nested("flops_profiler.enable", True), "did you mean 'enabled'"),
+        (nested("activation_checkpointing.cpu_checkpoint", True), "did you mean 'cpu_checkpointing'"),
+        ({"stage": 2}, "it belongs in 'zero_optimization'"),
+        (nested("fp16.gradient_clipping", 2), "it belongs at the top level"),
+        ({"fp16": True}, "fp16 True, expected an object"),
+    ],
+)
+def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest(file: dict[str, Any], told: str) -> None:
+    assert re.search(told, refusal(file))
+
+
+def test_all_unknown_keys_are_told_at_once() -> None:
+    told = refusal({"a1": 1, "fp16": {"b2": 1}, "aio": {"c3": 1}})
+    assert all(key in told for key in ("a1", "b2", "c3"))
+
+
+@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
+def test_every_key_with_its_default_is_read_and_told(key: Key) -> None:
+    """A file that says a default means what one without it does; a wrong kind of value is refused by name."""
+    wrong = object()
+    if key.takes.read(wrong) is None:
+        assert key.name in refusal(nested(key.name, wrong))
+    if key.default is None or key.default in key.refused:
+        return
+    values = check(read(nested(key.name, key.default)))
+    assert values[key.name] == key.default
+    told = [name for _, names in values.without_effect() for name in names]
+    assert told == ([key.name] if key.fate not in (HONOURED, REFUSED) else [])
+
+
+@pytest.mark.parametrize(
+    "key", [k for k in KEYS.values() if k.fate == REFUSED or k.refused], ids=lambda k: k.name
+)
+def test_what_is_refused_says_what_to_do(key: Key) -> None:
+    tried = [*key.refused, True, 8, "cpu", {"enabled": True}, {"topk_ratio": 0.1}]
+    value = next(x for x in tried if (y := key.takes.read(x)) is not None and key.refusal(y))
+    told = refusal(nested(key.name, value))
+    assert key.name in told
+    assert "zfunc does not do" in told
+
+
+def test_blocks_that_are_switched_off_are_passed_over() -> None:
+    off = {"elasticity": {"enabled": False}, "amp": {"enabled": False}, "hybrid_engine": {"enabled": False}}
+    assert from_deepspeed({**off, "zero_optimization": {"zenflow": None}}).compile["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        (nested("zero_optimization.stage", 3), "use stage 2"),
+        (nested("zero_optimization.offload_optimizer.device", "nvme"), 'use "cpu"'),
+        (nested("zero_optimization.offload_param.device", "cpu"), "leave offload_param out"),
+        (nested("gradient_allreduce_op", "sum"), 'use "mean"'),
+        (nested("optimizer", {"type": "Adam", "params": {"amsgrad": True}}), "AMSGrad"),
+        (nested("optimizer", {"type": "Adam", "params": {"max_grad_norm": 1.0}}), "gradient_clipping"),
+        (nested("optimizer", {"type": "Adam", "params": {"bias_correction": False}}), "leave it out"),
+        (nested("optimizer", {"type": "Lamb"}), "expected Adam or AdamW"),
+        (nested("optimizer", {"params": {"lr": 1e-3}}), "got no type"),
+        (nested("optimizer", {"type": "Adam", "params": {"lr": "1e-3"}}), "got '1e-3', expected a number"),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
+        ({"fp16": {"enabled": True, "initial_scale_power": 4, "min_loss_scale": 32}}, "2\\*\\*4 = 16"),
+        ({"fp16": {"loss_scale": float("inf")}}, "expected a number"),
+    ],
+)
+def test_refused(file: dict[str, Any], told: str) -> None:
+    assert re.search(told, refusal(file))
+
+
+def test_old_names_are_read_as_the_new_ones() -> None:
+    config = from_deepspeed(
+        {"zero_optimization": {"stage": 1, "cpu_offload": True, "max_live_parameters": 5}}
+    )
+    assert (config.compile["stage"], config.compile["offload_ratio"]) == (1, 1.0)
+    assert any("cpu_offload is the old name of" in line for line in config.said)
+    assert from_deepspeed({"zero_optimization": True}).compile["stage"] == 1
+    assert from_deepspeed({"bfloat16": {"enabled": True}}).compile["precision"] == "bf16"
+    assert from_deepspeed(nested("zero_optimization.cpu_offload", False)).compile["offload_ratio"] == 0.0
+    both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
+    assert "its name today" in refusal(both)
+    assert all(one.now in KEYS for one in OLD.values())
+    assert not OLD.keys() & (KEYS.keys() | BLOCKS)
+
+
+# --- what it means ---------------------------------------------------------------------------------------
+
+
+def batch_of(world: int = 1, **sizes: Any) -> tuple[int | None, int]:
+    names = {"train": "train_batch_size", "micro": "train_micro_batch_size_per_gpu"}
+    file = {names.get(name, "gradient_accumulation_steps"): n for name, n in sizes.items()}
+    config = from_deepspeed(file, world=world)
+    return config.train_batch_size, config.compile["micro_batches"]
+
+
+def test_any_two_batch_sizes_give_the_third() -> None:
+    assert batch_of(train=24, micro=4, world=2) == (24, 3)
+    assert batch_of(train=24, steps=3, world=2) == (24, 3)
+    assert batch_of(micro=4, steps=3, world=2) == (24, 3)
+    assert batch_of(train=24, micro=4, steps=3, world=2) == (24, 3)
+    assert batch_of(train=24, world=2) == (24, 1)
+    assert batch_of(micro=4, world=2) == (8, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"train": 32, "micro": 4, "steps": 3, "world": 2}, ("32", "4 x 3 x 2 = 24")),
+        ({"train": 10, "micro": 4}, ("10", "4 x 1 ranks = 4", "8 or 12")),
+        ({"train": 10, "steps": 2, "world": 3}, ("10", "2 x 3 ranks = 6", "6 or 12")),
+        ({"train": 1, "world": 2}, ("make it 2",)),
+    ],
+)
+def test_batch_sizes_that_contradict_each_other_are_an_error(
+    sizes: dict[str, int], told: tuple[str, ...]
+) -> None:
+    with pytest.raises(ValueError, match="got train_batch_size") as caught:
+        batch_of(**sizes)
+    assert all(part in str(caught.value) for part in told)
+
+
+@pytest.mark.parametrize("file", [{}, {"gradient_accumulation_steps": 2}, {BATCH: None}, {MICRO: "auto"}])
+def test_a_file_without_a_batch_is_an_error_as_there(file: dict[str, Any]) -> None:
+    """DeepSpeed: 'Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided'."""
+    with pytest.raises(
+        ValueError, match="got neither train_batch_size nor train_micro_batch_size_per_gpu, exp"
+    ):
+        zfunc.from_deepspeed(file)
+    assert zfunc.from_deepspeed(file, given={BATCH: 8}).train_batch_size == 8
+
+
+def test_adam_is_what_it_is_there() -> None:
+    """Without `adam_w_mode` Adam decays as AdamW, and a weight decay that nobody says is 0."""
+    assert optimizer("Adam") == AdamW(1e-3, weight_decay=0.0)
+    assert not optimizer("adam", adam_w_mode=False).decoupled
+    assert optimizer("AdamW", adam_w_mode=False).decoupled
+    assert optimizer("AdamW", torch_adam=True).weight_decay == 0.01
+    assert optimizer("Adam", torch_adam=True).weight_decay == 0.0
+    assert optimizer("AdamW", torch_adam=True, weight_decay=0.2).weight_decay == 0.2
+    told = optimizer("AdamW", lr=1, betas=[0.8, 0.99], eps=1e-6, weight_decay=3e-7)
+    assert told == AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7)
+    assert optimizer("Adam", fp32_optimizer_states=False).moments == "16bit"
+    config = from_deepspeed({"optimizer": {"type": "Adam"}}, decay=matrices_only)
+    assert config.compile["optimizer"].decay is matrices_only
+
+
+def test_loss_scales() -> None:
+    def of(**told: Any) -> LossScale | None:
+        return from_deepspeed({"fp16": {"enabled": True, **told}}).loss_scale
+
+    assert of() == LossScale(2.0**16, window=1000, hysteresis=2, minimum=1.0)
+    assert of(loss_scale=128, loss_scale_window=5) == LossScale(128.0, window=0)
+    assert of(
+        initial_scale_power=20,
+        loss_scale_window=5,
+        hysteresis=3,
+        min_loss_scale=4,
+        consecutive_hysteresis=True,
+    ) == LossScale(2.0**20, window=5, hysteresis=3, minimum=4.0, consecutive=True)
+    assert from_deepspeed({"bf16": {"enabled": True}}).loss_scale is None
+
+
+@pytest.mark.parametrize("name", ["min_loss_scale", "loss_scale_window"])
+def test_bounds_of_the_loss_scale_are_whole_numbers_as_there_and_0_only_where_the_scale_is_fixed(
+    name: str,
+) -> None:
+    """DeepSpeed 0.19 declares them as int, and since 0.19.6 refuses 0 for a scale that moves."""
+    for wrong in (0.5, 2.5, -1, float("inf")):
+        assert f"fp16.{name}: got {wrong}" in refusal(nested(f"fp16.{name}", wrong))
+    assert from_deepspeed({"fp16": {"enabled": True, name: 4.0}}).loss_scale is not None
+    assert f"fp16.{name}: got 0 for a loss scale that moves" in refusal({"fp16": {"enabled": True, name: 0}})
+    fixed = from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
+    assert fixed.loss_scale == LossScale(128.0, window=0)
+
+
+def test_the_other_settings() -> None:
+    config = from_deepspeed(
+        {
+            "gradient_clipping": 0,
+            "wall_clock_breakdown": True,
+            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
+            "zero_optimization": {
+                "stage": 0,
+                "reduce_bucket_size": 2e5,
+                "offload_optimizer": {"device": "cpu", "ratio": 0.5},
+            },
+        }
+    )
+    assert dict(config.compile) == {
+        "optimizer": AdamW(1e-3),
+        "precision": "bf16",
+        "clip_norm": None,
+        "micro_batches": 1,
+        "stage": 1,
+        "bucket_size": 200_000,
+        "offload_ratio": 0.5,
+    }
+    assert config.wall_clock_breakdown
+    assert from_deepspeed({}).compile["clip_norm"] == 1.0  # the default there
+    assert (
+        from_deepspeed(nested("zero_optimization.offload_optimizer.device", "none")).compile["offload_ratio"]
+        == 0
+    )
+
+
+# --- schedulers and "auto" -------------------------------------------------------------------------------
+
+
+def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> Configured:
+    file = {
+        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
+        "scheduler": {"type": kind, "params": params},
+    }
+    return from_deepspeed(file, given=given)
+
+
+def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_outside() -> None:
+    total = {"scheduler.params.total_num_steps": 50}
+    rate = (
+        scheduled("WarmupDecayLR", total, warmup_max_lr="auto", total_num_steps="auto")
+        .compile["optimizer"]
+        .lr
+    )
+    assert (rate.warmup_max_lr, rate.total_num_steps, rate.warmup_num_steps) == (0.5, 50, 1000)
+    rate = scheduled("WarmupDecayLR", total, warmup_num_steps="auto").compile["optimizer"].lr
+    assert (rate.warmup_max_lr, rate.total_num_steps) == (1e-3, 50)
+    assert scheduled("WarmupLR").compile["optimizer"].lr == SCHEDULES["WarmupLR"](warmup_max_lr=0.5)
+    assert scheduled("WarmupCosineLR", total).compile["optimizer"].lr.lr == 0.5
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "told"),
+    [
+        ("WarmupDecayLR", {}, "without its total_num_steps"),
+        ("WarmupCosineLR", {"total_num_steps": "auto"}, "without its total_num_steps"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_momentum": False}, "without cycle_max_lr"),
+        ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_max_mom": 1}, "below 1"),
+        ("WarmupLR", {"total_num_steps": 3}, "WarmupLR does not take"),
+        ("WarmupLR", {"cycle_min_mom": 0.3}, "WarmupLR does not take"),
+        ("WarmupCosineLR", {"warmup_max_lr": 3}, "WarmupCosineLR does not take.*'warmup_min_ratio'"),
+        ("WarmupLr", {"warmup_type": "cubic"}, "expected log, linear"),
+        ("Warmup", {}, "did you mean 'WarmupLR'"),
+        (None, {"warmup_num_steps": 3}, "a scheduler without a type"),
+    ],
+)
+def test_schedulers_refused(kind: Any, params: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        scheduled(kind, **params)
+
+
+def test_auto_is_what_is_given_or_the_default_there() -> None:
+    file = {
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "fp16": {"enabled": "auto"},
+        "bf16": {"enabled": "auto"},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
+        "zero_optimization": {
+            "stage": 2,
+            "reduce_bucket_size": "auto",
+            "offload_optimizer": {"ratio": "auto"},
+        },
+    }
+    config = from_deepspeed({**file, MICRO: 4})
+    assert config.compile["optimizer"] == AdamW(1e-3, weight_decay=0.0)
+    assert (config.compile["clip_norm"], config.compile["precision"]) == (1.0, "fp32")
+    given = {
+        "optimizer.params.lr": 0.25,
+        "train_batch_size": 6,
+        "bf16.enabled": True,
+        "gradient_clipping": 3.0,
+    }
+    config = from_deepspeed(file, given=given)
+    assert config.compile["optimizer"].lr == 0.25
+    assert (config.compile["clip_norm"], config.compile["precision"]) == (3.0, "bf16")
+    assert config.train_batch_size == 6
+    assert 'optimizer.params.lr: "auto" is 0.25' in config.said
+    assert any(line.startswith('optimizer.params.eps: "auto"') for line in config.said) is False
+
+
+def test_a_given_value_that_the_file_contradicts_is_an_error_with_both() -> None:
+    told = refusal({"gradient_clipping": 1.0}, given={"gradient_clipping": 2.0})
+    assert "given['gradient_clipping']: got 2.0, and the dict says gradient_clipping 1.0" in told
+    assert "did you mean 'optimizer.params.lr'" in refusal({}, given={"optimizer.params.lrr": 1.0})
+    assert "expected a number" in refusal({}, given={"optimizer.params.lr": "1e-3"})
+
+
+# --- the page --------------------------------------------------------------------------------------------
+
+
+def test_the_page_has_the_table_as_the_code_has_it() -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    assert page == with_table(page), "run python docs/make_deepspeed.py"
+    assert all(f"| `{key.last}` |" in page or f".{key.last}` |" in page for key in KEYS.values())
+
+
+def test_the_pages_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    exec(code, {"__name__": "page"})
+    assert "learning rate 3.01e-04" in capsys.readouterr().out
+
+
+def test_defaults_can_be_written_as_json() -> None:
+    json.dumps([key.default for key in KEYS.values()])

@@ -1,0 +1,309 @@
+"""Folders of datasets' save_to_disk as training data: which rows, which are learned, and what is refused."""
+
+import json
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from zfunc.cli.main import main
+from zfunc.train.data.arrow_dataset import Tokens, rows
+from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.packing import holds_tokens, open_data
+
+pa = pytest.importorskip("pyarrow", reason="pip install 'zfunc[datasets]'")
+TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
+
+
+def save(path: Path, columns: dict[str, Any], *, files: int = 1, batch: int = 7) -> Path:
+    """As `Dataset.save_to_disk` writes it."""
+    path.mkdir(parents=True, exist_ok=True)
+    table = pa.table(columns)
+    names = [f"data-{n:05}-of-{files:05}.arrow" for n in range(files)]
+    per = -(-table.num_rows // files)
+    for n, name in enumerate(names):
+        with pa.ipc.new_stream(path / name, table.schema) as out:
+            out.write_table(table.slice(n * per, per), max_chunksize=batch)
+    features = {name: {"_type": "Value"} for name in table.column_names}
+    path.joinpath("state.json").write_text(json.dumps({"_data_files": [{"filename": x} for x in names]}))
+    path.joinpath("dataset_info.json").write_text(json.dumps({"features": features}))
+    return path
+
+
+def splits(path: Path, **columns: dict[str, Any]) -> Path:
+    """As `DatasetDict.save_to_disk` writes it."""
+    for name, one in columns.items():
+        save(path / name, one)
+    path.joinpath("dataset_dict.json").write_text(json.dumps({"splits": list(columns)}))
+    return path
+
+
+def opened(path: Path, tmp_path: Path, **more: Any) -> Corpus:
+    return open_data(path, cache=tmp_path / "cache", **more)
+
+
+def everything(corpus: Corpus) -> list[int]:
+    return [*corpus.train.tolist(), *corpus.held_out.tolist()]
+
+
+TEXTS = [f"line {n} of ü" for n in range(40)]
+IDS = [[(n * k) % 300 for k in range(n % 7)] for n in range(40)]
+
+
+# --- what is read -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["string", "large_string", "dictionary"])
+def test_texts_in_the_order_of_files_and_rows(kind: str, tmp_path: Path) -> None:
+    of_numbers = pa.dictionary(pa.int32(), pa.string())
+    column = pa.array(TEXTS, of_numbers if kind == "dictionary" else getattr(pa, kind)())
+    corpus = opened(save(tmp_path / "d", {"text": column, "id": range(40)}, files=3), tmp_path)
+    assert bytes(everything(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
+    assert (corpus.train.dtype, corpus.learned) == (np.uint8, None)
+    assert corpus.train[-1] == 0, "whole rows are held out"
+    assert 0.05 < len(corpus.held_out) / len(everything(corpus)) <= 0.1
+    assert f"{tmp_path / 'd'}: 3 files, 40 documents" in str(corpus)
+    assert "left out: the columns id" in str(corpus)
+
+
+def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
+    def pairs(*numbers: int) -> dict[str, Any]:
+        return {"completion": [str(2 * n) for n in numbers], "prompt": [f"{n}=" for n in numbers]}
+
+    path = splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
+    corpus = opened(path, tmp_path)
+    assert bytes(corpus.held_out.tolist()) == b"7=14\x008=16\0"
+    assert corpus.held_out_learned is not None
+    assert corpus.held_out_learned.tolist() == [0, 0, 1, 1, 1] * 2
+    assert bytes(corpus.train.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
+    assert "held out: the split validation" in str(corpus)
+    assert "left out: the splits test" in str(corpus)
+    alone = opened(path / "train", tmp_path)
+    assert everything(alone) == corpus.train.tolist()
+    assert "held out: the end" in str(alone)
+
+
+@pytest.mark.parametrize(
+    "of", [lambda t: pa.list_(t), lambda t: pa.large_list(t)], ids=["list", "large_list"]
+)
+@pytest.mark.parametrize("number", ["int32", "int64", "uint16"])
+def test_tokens_are_taken_as_they_are(of: Callable[[Any], Any], number: str, tmp_path: Path) -> None:
+    column = pa.array(IDS, of(getattr(pa, number)()))
+    path = save(tmp_path / "d", {"input_ids": column, "text": TEXTS}, files=2)
+    assert holds_tokens(path)
+    corpus = opened(path, tmp_path, vocab_size=300)
+    assert everything(corpus) == [x for row in IDS for x in row]
+    assert (corpus.train.dtype, corpus.vocab_size, corpus.learned) == (np.uint16, 300, None)
+    assert len(corpus.train) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
+    assert opened(path, tmp_path, vocab_size=70_000).train.dtype == np.uint32
+
+
+def test_rows_of_one_length(tmp_path: Path) -> None:
+    column = pa.array([[n, n + 1] for n in range(30)], pa.list_(pa.int32(), 2))
+    corpus = opened(save(tmp_path / "d", {"input_ids": column}), tmp_path)
+    assert everything(corpus) == [x for n in range(30) for x in (n, n + 1)]
+
+
+def test_labels_say_what_is_learned_and_the_mask_what_is_there(tmp_path: Path) -> None:
+    ids = [[n, n + 1, n + 2, 0] for n in range(30)]
+    labels = [[-100, row[1], row[2], -100] for row in ids]
+    columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
+    corpus = opened(save(tmp_path / "d", columns), tmp_path)
+    assert everything(corpus) == [x for row in ids for x in row[:3]]
+    assert corpus.learned is not None
+    assert corpus.held_out_learned is not None
+    assert [*corpus.learned.tolist(), *corpus.held_out_learned.tolist()] == [0, 1, 1] * 30
+    assert "learned: 60 tokens, the labels of the others, in 30 documents, are -100" in str(corpus)
+
+
+def test_it_is_packed_once_and_read_by_batches(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"input_ids": IDS}, batch=5)
+    found = list(rows(path / "data-00000-of-00001.arrow", ("input_ids",)))
+    assert all(isinstance(x, Tokens) for x in found)
+    first = opened(path, tmp_path)
+    files = sorted((tmp_path / "cache").iterdir())
+    assert len(files) == 1
+    assert isinstance(first.train.base, np.memmap) or isinstance(first.train, np.memmap)
+    assert everything(opened(path, tmp_path)) == everything(first)
+    assert sorted((tmp_path / "cache").iterdir()) == files
+    save(path, {"input_ids": [*IDS, [7]]}, batch=5)
+    assert everything(opened(path, tmp_path))[-1] == 7
+
+
+def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
+    """A DatasetDict of version 5.2, with 20 and 2 rows of prompt, completion and number."""
+    corpus = opened(Path(__file__).parents[1] / "goldens/saved_dataset", tmp_path)
+    assert bytes(corpus.train.tolist()) == b"".join(b"%d+%d=%d\0" % (n, n, 2 * n) for n in range(20))
+    assert bytes(corpus.held_out.tolist()) == b"3+3=6\x009+9=18\0"
+    assert "left out: the columns number" in str(corpus)
+
+
+def test_what_datasets_itself_writes_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(40))})
+    made.save_to_disk(tmp_path / "d", num_shards=3)
+    assert bytes(everything(opened(tmp_path / "d", tmp_path))) == b"".join(t.encode() + b"\0" for t in TEXTS)
+    both = datasets.DatasetDict({"train": made, "test": made.select([5, 3])})
+    both.save_to_disk(tmp_path / "both")
+    assert (
+        bytes(opened(tmp_path / "both", tmp_path).held_out.tolist()).decode() == f"{TEXTS[5]}\0{TEXTS[3]}\0"
+    )
+    ids = datasets.Dataset.from_dict({"input_ids": IDS, "labels": IDS})
+    ids.save_to_disk(tmp_path / "ids")
+    assert everything(opened(tmp_path / "ids", tmp_path)) == [x for row in IDS for x in row]
+
+
+# --- trained on -------------------------------------------------------------------------------------------
+
+
+def losses(run: str) -> list[float]:
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
+
+
+def test_a_training_on_tokens_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+    ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
+    labels = [[-100] * 20 + row[20:] for row in ids]
+    save(Path("d"), {"input_ids": ids, "labels": labels})
+    job = ["train", *TINY, "--data", "d", "--vocab-size", "300", "--batch-size", "4", "--steps", "6"]
+    assert main([*job, "--save-every", "3", "--out", "whole"]) == 0
+    assert main([*job, "--resume", "whole/checkpoints/step-00000003", "--out", "run"]) == 0
+    assert losses("run") == losses("whole")[3:]
+    assert "bits per token" in capsys.readouterr().out
+    assert main([*job, "--tokenizer", "tokenizer.json", "--out", "no"]) == 2
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
+    "other columns": ({"txt": ["a"], "id": [1]}, "with the columns txt, id, expected text"),
+    "half a pair": ({"prompt": ["a"]}, "with the columns prompt, expected text"),
+    "no text": ({"text": ["a", None]}, r"row 1: got no text"),
+    "text that is none": ({"text": [1, 2]}, "got text of type int64, expected text"),
+    "chats": (
+        {"prompt": [[{"role": "user", "content": "a"}]], "completion": ["b"]},
+        "got prompt of type list<.*struct<.*>>, expected text: apply the chat template of the model first",
+    ),
+    "lists of text": ({"text": [["a", "b"]]}, "got text of type list<.*>, expected text: map it to text"),
+    "nested tokens": (
+        {"input_ids": [[[1, 2]], [[3]]]},
+        r"data-00000-of-00001.arrow: got input_ids of type list<.*list<.*int64>>, expected lists of whole",
+    ),
+    "a label a row": (
+        {"input_ids": [[1, 2]], "labels": [1]},
+        "got labels of type int64, expected lists of whole",
+    ),
+    "a token that is none": ({"input_ids": [[1, None]]}, r"list<.*> with 1 empty numbers, expected"),
+    "words for tokens": ({"input_ids": [["a"]]}, "got input_ids of type .*string.*expected lists of whole"),
+    "no tokens": ({"input_ids": [[1], None]}, r"list<.*> with 1 empty rows, expected lists of whole"),
+    "other labels": (
+        {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [4, -100]]},
+        "row 1: got the label 4 for the",
+    ),
+    "fewer labels": (
+        {"input_ids": [[1, 2], [3, 4]], "labels": [[1, 2], [3]]},
+        "row 1: got 1 labels for 2 input_ids",
+    ),
+    "too high": (
+        {"input_ids": [[1], [99_999]]},
+        "row 1: got tokens from 99999 to 99999, expected .* below 50257",
+    ),
+    "below zero": ({"input_ids": [[1], [-1, 3]]}, "row 1: got tokens from -1 to 3"),
+    "no rows": ({"text": pa.array([], pa.string())}, "got no text in"),
+    "empty rows": ({"input_ids": pa.array([[]], pa.list_(pa.int32()))}, "got no text in"),
+}
+
+
+@pytest.mark.parametrize("name", COLUMNS)
+def test_columns_that_will_not_do(name: str, tmp_path: Path) -> None:
+    columns, message = COLUMNS[name]
+    with pytest.raises(ValueError, match=message):
+        opened(save(tmp_path / "d", columns), tmp_path)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+FILE = "data-00000-of-00001.arrow"
+FLAWS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no file": (lambda d: d.joinpath(FILE).unlink(), f"without {FILE}, which its state.json lists"),
+    "no files": (
+        lambda d: d.joinpath("state.json").write_text('{"_data_files": []}'),
+        "without a file of rows",
+    ),
+    "broken JSON": (
+        lambda d: d.joinpath("state.json").write_text("{"),
+        "state.json: got what cannot be read",
+    ),
+    "another list": (
+        lambda d: d.joinpath("state.json").write_text('{"_data_files": [3]}'),
+        "for a list of names",
+    ),
+    "indices": (
+        lambda d: d.joinpath("state.json").write_text('{"_indices_data_files": [{"filename": "x"}]}'),
+        "call flatten_indices",
+    ),
+    "another schema": (
+        lambda d: d.joinpath("dataset_info.json").write_text('{"features": {"text": {}}}'),
+        f"{FILE}: got what is no whole Arrow stream with text",
+    ),
+    "no features": (lambda d: d.joinpath("dataset_info.json").write_text("{}"), "with the columns none"),
+    "no Arrow": (
+        lambda d: d.joinpath(FILE).write_bytes(b"words" + b"\xff\xff\xff\xff\0\0\0\0"),
+        f"{FILE}: got what is no whole Arrow stream",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLAWS)
+def test_a_broken_folder_is_refused(name: str, tmp_path: Path) -> None:
+    flaw, message = FLAWS[name]
+    path = save(tmp_path / "d", {"input_ids": IDS})
+    flaw(path)
+    with pytest.raises(ValueError, match=message):
+        opened(path, tmp_path)
+    assert not list(tmp_path.glob("cache/*"))
+
+
+def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"text": TEXTS}, batch=10)
+    whole = path.joinpath(FILE).read_bytes()
+    for size in (0, 1, 8, 100, *range(200, len(whole) - 8, 97), len(whole) - 8, len(whole) - 1):
+        path.joinpath(FILE).write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{FILE}: got {size:,} bytes without an end"):
+            opened(path, tmp_path)
+
+
+def test_a_byte_changed_anywhere_is_text_or_an_error(tmp_path: Path) -> None:
+    path = save(tmp_path / "d", {"text": TEXTS}, batch=10)
+    whole, columns = path.joinpath(FILE).read_bytes(), ("text",)
+    for at in range(0, len(whole), 11):
+        path.joinpath(FILE).write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+        with suppress(ValueError):
+            assert len(list(rows(path / FILE, columns))) <= len(TEXTS)
+
+
+def test_splits_that_will_not_do(tmp_path: Path) -> None:
+    one, other = {"text": TEXTS}, {"prompt": ["a"], "completion": ["b"]}
+    with pytest.raises(
+        ValueError, match="with the splits a, b, expected one called train: name the folder of one"
+    ):
+        opened(splits(tmp_path / "x", a=one, b=one), tmp_path)
+    with pytest.raises(ValueError, match="with text in train and prompt, completion in test"):
+        opened(splits(tmp_path / "y", train=one, test=other), tmp_path)
+    assert everything(opened(splits(tmp_path / "z", a=one), tmp_path))
+
+
+def test_a_missing_package_is_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path / "d", {"text": TEXTS})
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"expected pyarrow: pip install 'zfunc\[datasets\]'"):
+        opened(path, tmp_path)

@@ -1,0 +1,360 @@
+"""Predicted beside measured: a trace reads back as it was written, sums add up, rubbish is refused."""
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from attrs import evolve
+from html_pages import Elements, late, shown_data
+from hypothesis import given
+from hypothesis import strategies as st
+from table import plan_of, plans
+from zfunc.schedules import CriticalPath, Serial
+
+from zfunc.cli.main import main
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event, Timeline
+from zfunc.planner.candidate import scheduled
+from zfunc.planner.profile_toml import load
+from zfunc.train.recorded import recorded
+from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
+from zfunc.viz.compare import by_lane, by_verb, sums, table
+from zfunc.viz.draw import svg, text
+
+# --- traces ----------------------------------------------------------------------------------------------
+
+
+def check_read(timeline: Timeline) -> None:
+    read = read_chrome_trace(chrome_trace(timeline))
+    assert read.source == timeline.source
+    assert [(e.lane, e.op, e.kind) for e in read.events] == [(e.lane, e.op, e.kind) for e in timeline.events]
+    for a, b in zip(read.events, timeline.events, strict=True):
+        assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=1e-12, abs=1.1e-9)
+    assert chrome_trace(read) == chrome_trace(timeline)
+
+
+@given(plans())
+def test_a_trace_reads_back_to_the_nanosecond(plan: Plan) -> None:
+    check_read(simulate(plan))
+    check_read(late(simulate(plan)))
+
+
+def entry(**given: object) -> dict[str, object]:
+    return {"ph": "X", "pid": 0, "tid": 0, "name": "use[0]", "cat": "compute", "ts": 0, "dur": 1, **given}
+
+
+PROCESS = {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "zfunc, measured"}}
+LANE = {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gpu"}}
+SOUND = [PROCESS, LANE, entry()]
+RUBBISH: dict[str, tuple[Any, str]] = {
+    "no JSON": ("{", "not JSON"),
+    "deep JSON": ("[" * 100_000, "not JSON"),
+    "a number": ("3", "without a list of traceEvents"),
+    "nothing": ('{"traceEvents": []}', "without a list of traceEvents"),
+    "no source": ([LANE, entry()], "does not say what it is of"),
+    "another program's": ([{**PROCESS, "args": {"name": "chrome"}}, LANE, entry()], "of another program"),
+    "two processes": ([PROCESS, PROCESS, LANE, entry()], "a second process"),
+    "an unknown lane": ([PROCESS, LANE, entry(tid=1)], "as event 2"),
+    "two lanes of a name": ([PROCESS, LANE, {**LANE, "tid": 1}], "two lanes"),
+    "a lane without a name": ([PROCESS, {**LANE, "args": {}}], "as event 1"),
+    "another form": ([PROCESS, LANE, entry(ph="B")], "an event of the form"),
+    "a source that is a number": ([{**PROCESS, "args": {"name": 3}}, LANE, entry()], "of another program"),
+    "a start beyond numbers": ([PROCESS, LANE, entry(ts=10**400)], "as event 2"),
+    "a list": ([PROCESS, LANE, []], "as event 2"),
+    "an unknown kind": ([PROCESS, LANE, entry(cat="gpu")], "one of compute, network"),
+    "an unhashable lane": ([PROCESS, LANE, entry(tid=[])], "as event 2"),
+    "a name that is none": ([PROCESS, LANE, entry(name=3)], "not a name"),
+    "no start": ([PROCESS, LANE, {k: v for k, v in entry().items() if k != "ts"}], "as event 2"),
+    "a start in words": ([PROCESS, LANE, entry(ts="0")], "ts is not a number"),
+    "a start before the step": ([PROCESS, LANE, entry(ts=-1)], "ts is not a number"),
+    "no time at all": ([PROCESS, LANE, entry(dur=float("nan"))], "dur is not a number"),
+    "an end beyond numbers": ([PROCESS, LANE, entry(ts=1e308, dur=1e308)], "beyond all numbers"),
+    "for ever": ([PROCESS, LANE, entry(dur=float("inf"))], "dur is not a number"),
+    "a truth": ([PROCESS, LANE, entry(dur=True)], "dur is not a number"),
+    "an operation twice": ([*SOUND, entry()], "use[0] twice"),
+}
+
+
+@pytest.mark.parametrize("what", RUBBISH)
+def test_a_trace_that_is_none_is_refused_and_said_why(what: str) -> None:
+    made, told = RUBBISH[what]
+    given = made if isinstance(made, str) else json.dumps({"traceEvents": made})
+    with pytest.raises(ValueError, match=r"^got .*, expected .*: give a timeline.json") as error:
+        read_chrome_trace(given)
+    assert told in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(st.data())
+def test_anything_else_in_a_trace_is_refused_or_read(data: st.DataObject) -> None:
+    """One value of a sound trace replaced by any other: a timeline, or a ValueError, and nothing else."""
+    entries = json.loads(json.dumps(SOUND))
+    at = data.draw(st.sampled_from(entries))
+    at[data.draw(st.sampled_from([*at]))] = data.draw(JSON)
+    refused = ""
+    try:
+        read = read_chrome_trace(json.dumps({"traceEvents": entries}))
+    except ValueError as error:
+        refused = str(error)
+    else:
+        assert read.seconds < math.inf
+    assert not refused or refused.startswith("got ")
+
+
+def test_what_the_rubbish_is_made_from_is_sound() -> None:
+    events = (Event("gpu", "use[0]", "compute", 0.0, 1e-6),)
+    assert read_chrome_trace(json.dumps({"traceEvents": SOUND})) == Timeline(events, "measured")
+
+
+def test_two_timelines_are_two_processes_and_are_not_read_as_one() -> None:
+    timeline = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    trace = chrome_trace([timeline, late(timeline)])
+    entries = json.loads(trace)["traceEvents"]
+    named = {e["pid"]: e["args"]["name"] for e in entries if e["name"] == "process_name"}
+    assert named == {0: "zfunc, simulated", 1: "zfunc, measured"}
+    assert sum(e["ph"] == "X" and e["pid"] == 1 for e in entries) == len(timeline.events)
+    with pytest.raises(ValueError, match="a second process"):
+        read_chrome_trace(trace)
+
+
+# --- sums and pictures of two ----------------------------------------------------------------------------
+
+
+@given(plans())
+def test_sums_add_up_to_all_that_ran(plan: Plan) -> None:
+    both = simulate(plan), late(simulate(plan))
+    for by in (by_lane, by_verb):
+        rows = sums(both, by)
+        assert sum(row.ops for row in rows) == len(plan.graph)
+        for n, timeline in enumerate(both):
+            total = sum(e.seconds for e in timeline.events)
+            assert sum(row.seconds[n] for row in rows) == pytest.approx(total)
+    for row in sums(both, by_lane):
+        assert row.seconds[0] == pytest.approx(both[0].busy(row.name) * both[0].seconds)
+
+
+def test_a_table_one_can_read() -> None:
+    plan = plan_of("zero_offload", "one segment", "Serial")
+    simulated = simulate(plan)
+    twice = [evolve(e, start=2 * e.start, end=2 * e.end) for e in simulated.events]
+    lines = table(simulated, Timeline(twice, "measured"), plan).splitlines()
+    heads = [line.split() for line in lines if "ratio" in line]
+    assert heads == [["ops", "simulated", "measured", "ratio"]] * 3
+    rows = [line.split() for line in lines if re.search(r"\d+\.\d\d$", line)]
+    assert [row[0] for row in rows] == ["the", *simulated.lanes, *dict.fromkeys(op.verb for op in plan.graph)]
+    assert {row[-1] for row in rows} == {"2.00"}
+    assert lines[-2].startswith("simulated bound by ")
+    assert lines[-1].startswith("measured bound by ")
+
+
+def test_text_of_two_has_a_row_for_each_lane_of_each_under_one_axis() -> None:
+    timeline = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    measured = Timeline([evolve(e, start=2 * e.start, end=2 * e.end) for e in timeline.events], "measured")
+    lines = text([timeline, measured], width=120).splitlines()
+    rows = [line for line in lines if line.endswith("|")]
+    assert [row.split()[:2] for row in rows] == [
+        [lane, source] for lane in timeline.lanes for source in ("simulated", "measured")
+    ]
+    ends = [max(i for i, c in enumerate(row.partition("|")[2]) if c.isalpha()) for row in rows]
+    assert max(ends[0::2]) == pytest.approx(max(ends[1::2]) / 2, abs=1)
+    assert max(map(len, rows)) <= 120
+
+
+def test_svg_of_two_stacks_the_rows_of_a_lane_under_one_axis() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    measured = Timeline([evolve(e, start=2 * e.start, end=2 * e.end) for e in timeline.events], "measured")
+    picture = svg([timeline, measured], plan=plan)
+    name = "{http://www.w3.org/2000/svg}"
+    bars = [
+        r for r in ElementTree.fromstring(picture).iter(f"{name}rect") if r.find(f"{name}title") is not None
+    ]
+    assert len(bars) == 2 * len(plan.graph)
+    once, again = bars[: len(plan.graph)], bars[len(plan.graph) :]
+    ys = [dict.fromkeys(float(b.get("y", "")) for b in of) for of in (once, again)]
+    assert all(0 < b - a < 40 for a, b in zip(*ys, strict=True))
+    assert sorted([*ys[0], *ys[1]]) == [y for pair in zip(*ys, strict=True) for y in pair]
+    left = min(float(b.get("x", "")) for b in bars)
+    for a, b in zip(once, again, strict=True):
+        assert float(b.get("x", "")) - left == pytest.approx(2 * (float(a.get("x", "")) - left), abs=0.03)
+    assert "measured" in picture
+    assert "simulated" in picture
+
+
+# --- a run -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training that measured a step."""
+    folder = tmp_path_factory.mktemp("run")
+    data = folder / "data.txt"
+    data.write_text("".join(f"{n * n % 97} and {n % 7}\n" for n in range(4000)))
+    tiny = "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 16 --batch-size 4"
+    short = f"--steps 11 --save-every 0 --schedule Serial --data {data} --out {folder / 'run'}"
+    assert main(["train", *tiny.split(), *short.split()]) == 0
+    return folder / "run"
+
+
+def test_a_run_leaves_the_plan_it_measured_and_a_page(run: Path) -> None:
+    read = recorded(run)
+    assert read.plan.digest == json.loads((run / "config.json").read_text())["plan"]["digest"]
+    assert read.timeline.source == "measured"
+    assert (read.setting.schedule, read.setting.precision, read.setting.world) == ("Serial", "fp32", 1)
+    shown = shown_data((run / "timeline.html").read_text())
+    assert [t["source"] for t in shown["timelines"]] == ["measured"]
+    assert len(shown["ops"]["verb"]) == len(read.plan.graph)
+
+
+def test_compare_writes_a_page_of_both_and_prints_the_sums(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["draw", "--compare", str(run), "--compute-tflops", "0.01"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "0.01 TFLOP/s" in out
+    assert out.count("ratio") == 3
+    assert f"written: {run / 'compare.html'}" in out
+    read = recorded(run)
+    page = (run / "compare.html").read_text()
+    assert [t["source"] for t in shown_data(page)["timelines"]] == ["simulated", "measured"]
+    ((_, title),) = Elements(page).all("title")
+    assert str(run) in title
+    assert "Serial in fp32" in title
+    for op in read.plan.graph:
+        assert re.search(rf"^{op.verb} ", out, re.M)
+
+
+@pytest.mark.parametrize(
+    ("args", "file", "starts"),
+    [
+        (["--format", "svg"], "compare.svg", "<svg"),
+        (["--format", "chrome"], "compare.json", "{"),
+        (["--out", "OUT/x.html"], "OUT/x.html", "<!doctype html>"),
+        (["--out", "OUT/x.txt"], "OUT/x.txt", "A step of"),
+    ],
+)
+def test_compare_writes_what_is_asked_for(
+    run: Path, tmp_path: Path, args: list[str], file: str, starts: str
+) -> None:
+    where: Callable[[str], str] = lambda word: word.replace("OUT", str(tmp_path))  # noqa: E731
+    assert main(["draw", "--compare", str(run), *map(where, args)]) == 0
+    made = (run / where(file)).read_text()
+    assert made.startswith(starts)
+    assert "measured" in made
+    assert "simulated" in made
+
+
+def test_compare_as_text_is_printed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["draw", "--compare", str(run), "--format", "text", "--hardware", "h100"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^compute measured +\d+% \|", out, re.M) or re.search(
+        r"^\w+ measured +\d+% \|", out, re.M
+    )
+    assert "H100" in out
+    assert "written" not in out
+
+
+def test_compare_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    code = "import sys; sys.modules.update(dict.fromkeys(('torch', 'numpy')))\n"
+    code += "from zfunc.cli.main import main; main()"
+    asked = ["draw", "--compare", str(run), "--out", str(tmp_path / "x.html")]
+    done = subprocess.run(
+        [sys.executable, "-c", code, *asked], capture_output=True, text=True, env=os.environ
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "x.html").exists()
+    assert done.stderr == ""
+
+
+def test_draw_writes_a_page(tmp_path: Path) -> None:
+    small = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --batch-size 4"
+    out = tmp_path / "step.html"
+    assert main(["draw", *small.split(), "--hardware", "rtx4090", "--out", str(out)]) == 0
+    assert [t["source"] for t in shown_data(out.read_text())["timelines"]] == ["simulated"]
+    assert "4090" in Elements(out.read_text()).all("title")[0][1]
+
+
+def test_draw_gives_a_schedule_the_hardware_it_asks_for() -> None:
+    on = load("h100").hardware("bf16")
+    assert scheduled("CriticalPath", on) == CriticalPath(on) != CriticalPath()
+    assert scheduled("Serial", on) == Serial()
+
+
+def broken(run: Path, folder: Path, name: str, change: Callable[[str], str]) -> Path:
+    """A copy of a run with one file changed."""
+    copy = folder / "copy"
+    copy.mkdir()
+    for file in ("plan.txt", "timeline.json", "config.json"):
+        shutil.copy(run / file, copy)
+    (copy / name).write_text(change((copy / name).read_text()))
+    return copy
+
+
+BROKEN: dict[str, tuple[str, Callable[[str], str], str]] = {
+    "plan cut short": ("plan.txt", lambda t: t[: len(t) // 2], "plan.txt"),
+    "plan of nothing": ("plan.txt", lambda t: "", "plan.txt: got '' as the first line"),
+    "trace cut short": (
+        "timeline.json",
+        lambda t: t[: len(t) // 2],
+        "timeline.json: got text that is not JSON",
+    ),
+    "trace of another plan": ("timeline.json", lambda t: t.replace('"decide"', '"decode"'), "with decode"),
+    "no schedule": ("config.json", lambda t: t.replace('"schedule"', '"timetable"'), "KeyError('schedule')"),
+    "no ranks": (
+        "config.json",
+        lambda t: t.replace('"ranks": 1', '"ranks": 0'),
+        "config.json: got no settings",
+    ),
+    "settings that are a list": ("config.json", lambda t: "[]", "config.json: got no settings"),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_that_is_not_whole_is_refused(run: Path, tmp_path: Path, capsys: Any, what: str) -> None:
+    name, change, told = BROKEN[what]
+    copy = broken(run, tmp_path, name, change)
+    assert main(["draw", "--compare", str(copy)]) == 2
+    err = capsys.readouterr().err
+    assert str(copy) in err
+    assert told in err
+    assert "expected" in err
+    assert not (copy / "compare.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--num-layers", "3"], "--num-layers: got it with --compare, which draws the run's own plan"),
+        (["--precision", "fp16"], "--precision: got it with --compare"),
+        (["--hardware", "h100", "--host-gbs", "3"], "--host-gbs: got it with --hardware"),
+        (["--hardware", "h1000"], "did you mean 'h100'"),
+        (["--out", "x.png"], "expected a name that ends in .svg, .html, .json or .txt"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(run: Path, capsys: Any, args: list[str], told: str) -> None:
+    assert main(["draw", "--compare", str(run), *args]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        assert main(["draw", "--compare", str(folder)]) == 2
+        assert "expected the folder of a run that measured a step: name one" in capsys.readouterr().err

@@ -1,0 +1,261 @@
+"""Laws of the pictures: every operation is in them once, in its place; nothing in them depends on a verb."""
+
+import json
+import re
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+from attrs import evolve
+from hypothesis import assume, given
+from table import chain, every_plan, graph_of, job, plan_of, plans
+from zfunc.schedules import Overlapped, Serial
+
+from zfunc.core.graph import Graph
+from zfunc.core.plan import Plan
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.draw import ARROWS_UP_TO, PALETTE, chrome_trace, svg, text
+
+SVG = "{http://www.w3.org/2000/svg}"
+EMPTY = Timeline((), "measured")
+
+
+def fills(picture: str) -> dict[str, str]:
+    """The colour of each class of bars."""
+    return dict(re.findall(r"\.(v\d+) { fill: (#[0-9a-f]{6}); }", picture))
+
+
+def bars(picture: str) -> list[ElementTree.Element]:
+    return [
+        r for r in ElementTree.fromstring(picture).iter(f"{SVG}rect") if r.find(f"{SVG}title") is not None
+    ]
+
+
+def tip(bar: ElementTree.Element) -> list[str]:
+    return (bar.findtext(f"{SVG}title") or "").splitlines()
+
+
+# --- SVG -------------------------------------------------------------------------------------------------
+
+
+@every_plan
+def test_svg_has_a_bar_for_every_operation_in_its_row_and_place(
+    recipe: str, name: str, schedule: str
+) -> None:
+    plan = plan_of(recipe, name, schedule)
+    timeline = simulate(plan)
+    drawn = {tip(bar)[0]: bar for bar in bars(svg(timeline, plan=plan))}
+    assert len(bars(svg(timeline))) == len(drawn) == len(plan.graph)
+    if not drawn:  # nothing to do is a step too
+        return
+    left = min(float(bar.get("x", "")) for bar in drawn.values())
+    right = max(float(bar.get("x", "")) + float(bar.get("width", "")) for bar in drawn.values())
+    scale = (right - left) / timeline.seconds
+    rows = {lane: {drawn[e.op].get("y") for e in timeline.on(lane)} for lane in timeline.lanes}
+    assert all(len(ys) == 1 for ys in rows.values())
+    assert len(set.union(*rows.values())) == len(rows)
+    for e in timeline.events:
+        assert float(drawn[e.op].get("x", "")) == pytest.approx(left + e.start * scale, abs=1.5)
+        assert float(drawn[e.op].get("width", "")) == pytest.approx(max(1.0, e.seconds * scale), abs=1.5)
+
+
+@given(plans())
+def test_svg_draws_any_plan(plan: Plan) -> None:
+    timeline = simulate(plan)
+    assert len(bars(svg(timeline, plan=plan))) == len(plan.graph)
+    assert svg(timeline, plan=plan) == svg(simulate(plan), plan=plan)
+
+
+def test_svg_is_self_contained() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    picture = svg(simulate(plan), plan=plan)
+    assert "<script" not in picture
+    assert re.findall(r"https?://[^\"]+", picture) == ["http://www.w3.org/2000/svg"]
+    assert "prefers-color-scheme: dark" in picture
+
+
+def test_svg_tooltips_say_when_and_after_what() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    tips = {tip(bar)[0]: tip(bar)[1:] for bar in bars(svg(simulate(plan), plan=plan))}
+    for i, op in enumerate(plan.graph):
+        after = [f"after {' '.join(plan.graph.ops[n].name for n in plan.waits[i])}"] if plan.waits[i] else []
+        assert tips[op.name][1:] == after
+        assert tips[op.name][0].startswith(f"{op.kind}: 10 us, from ")
+
+
+def test_svg_arrows_are_the_waits_of_a_short_plan() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    assert svg(simulate(plan), plan=plan).count('class="wait"') == plan.num_waits
+    assert svg(simulate(plan)).count('class="wait"') == 0
+
+
+def test_svg_of_a_long_plan_stays_usable() -> None:
+    made = job(chain(*[(8, 8)] * 250), bucket_size=64, micro_batches=5)
+    plan = Overlapped()(Graph(tuple(zero_offload(made))))
+    assert len(plan.graph) > 10_000 > ARROWS_UP_TO
+    picture = svg(simulate(plan), plan=plan)
+    assert len(bars(picture)) == len(plan.graph)
+    assert 'class="wait"' not in picture
+    assert 'class="op"' not in picture
+    assert len(picture) < 3_000_000
+
+
+def test_one_verb_has_one_colour_under_every_schedule() -> None:
+    graph = graph_of("zero_offload", "tied")
+    colours: dict[str, set[str]] = {}
+    for plan in (Serial()(graph), Overlapped()(graph)):
+        picture = svg(simulate(plan), plan=plan)
+        for bar in bars(picture):
+            colour = fills(picture)[bar.get("class", "")]
+            colours.setdefault(tip(bar)[0].partition("[")[0], set()).add(colour)
+    assert set(colours) == {op.verb for op in graph}
+    assert all(len(seen) == 1 for seen in colours.values())
+    assert len(set.union(*colours.values())) == len(colours) <= len(PALETTE)
+
+
+def test_more_verbs_than_colours_and_letters_can_be_drawn() -> None:
+    events = [Event("one", f"verb{n}", "compute", n, n + 1.0) for n in range(60)]
+    timeline = Timeline(events, "measured")
+    picture = svg(timeline)
+    coloured = {r.get("class", "") for r in ElementTree.fromstring(picture).iter(f"{SVG}rect")}
+    assert coloured == {*fills(picture), "page", "track"}
+    assert len(bars(picture)) == 60
+    assert set(fills(picture).values()) == set(PALETTE)
+    assert "verb59" in text(timeline)
+
+
+def test_svg_escapes_what_it_is_given() -> None:
+    timeline = Timeline((Event("a<&>'\"b", "f<&>'\"[0]", "compute", 0.0, 1.0),), "<measured>")
+    picture = svg(timeline, title="<&>")
+    assert tip(bars(picture)[0])[0] == "f<&>'\"[0]"
+    said = [t.text for t in ElementTree.fromstring(picture).iter(f"{SVG}text")]
+    assert {"<&>", "a<&>'\"b", "f<&>'\"[0]", "f<&>'\""} <= set(said)
+    assert "<measured>: 1 s, 1 operation on 1 lane" in said
+
+
+def test_names_are_written_where_they_fit_and_the_index_where_it_does() -> None:
+    ends = [0.0, 0.8, 0.83, 0.831, 1.0]
+    events = [Event("x", f"operation[{n}]", "host", a, b) for n, (a, b) in enumerate(pairwise(ends))]
+    root = ElementTree.fromstring(svg(Timeline(events, "simulated"), width=800))
+    assert [t.text for t in root.iter(f"{SVG}text") if t.get("class") == "op"] == [
+        "operation[0]",
+        "1",
+        "operation[3]",
+    ]
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+@every_plan
+def test_text_fits_and_names_every_lane_and_verb(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    for width in (40, 100, 200):
+        picture = text(simulate(plan), width=width)
+        head, *rest = picture.splitlines()
+        assert max(map(len, rest)) <= width
+        assert head.startswith("simulated: ")
+        assert [line.split()[0] for line in rest if line.endswith("|")] == [
+            lane.name for lane in plan.lanes if lane.ops
+        ]
+        legend = picture.partition(" 0 ")[2].partition("\n")[2]
+        assert {op.verb for op in plan.graph} <= set(legend.split())
+
+
+def test_text_is_as_written_down() -> None:
+    events = (
+        Event("gpu", "fill[0]", "compute", 0.0, 2e-3),
+        Event("gpu", "fill[1]", "compute", 2e-3, 4e-3),
+        Event("cpu", "find[0]", "host", 3e-3, 4e-3),
+    )
+    assert text(Timeline(events, "measured"), width=43).splitlines() == [
+        "measured: 4 ms, 3 operations on 2 lanes",
+        "gpu 100% |FfffffffffffffffFfffffffffffffff|",
+        "cpu  25% |························Iiiiiiii|",
+        "          0 ms    1       2       3       4",
+        "f fill   i find",
+    ]
+
+
+# --- trace -----------------------------------------------------------------------------------------------
+
+
+@every_plan
+def test_trace_has_every_event_in_microseconds_on_the_thread_of_its_lane(
+    recipe: str, name: str, schedule: str
+) -> None:
+    timeline = simulate(plan_of(recipe, name, schedule))
+    trace = json.loads(chrome_trace(timeline))["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert tuple(threads.values()) == timeline.lanes
+    drawn = [e for e in trace if e["ph"] == "X"]
+    assert [(threads[e["tid"]], e["name"], e["cat"]) for e in drawn] == [
+        (e.lane, e.op, e.kind) for e in timeline.events
+    ]
+    for e, event in zip(drawn, timeline.events, strict=True):
+        assert e["ts"] == pytest.approx(event.start * 1e6, abs=1e-3)
+        assert e["dur"] == pytest.approx(event.seconds * 1e6, abs=1e-3)
+
+
+# --- all three -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draw", [text, svg, chrome_trace])
+def test_simulated_or_measured_makes_no_difference_but_for_the_word(draw) -> None:
+    simulated = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    measured = draw(evolve(simulated, source="measured"))
+    assert measured.count("measured") == 1
+    assert measured.replace("measured", "simulated") == draw(simulated)
+
+
+def test_an_empty_timeline_is_an_empty_picture() -> None:
+    assert text(EMPTY).startswith("measured: 0 us, 0 operations on 0 lanes")
+    assert bars(svg(EMPTY)) == []
+    assert [e["ph"] for e in json.loads(chrome_trace(EMPTY))["traceEvents"]] == ["M"]
+
+
+def test_events_without_duration_can_be_drawn() -> None:
+    instant = Timeline((Event("x", "f", "host", 0.0, 0.0), Event("x", "g", "host", 0.0, 0.0)), "measured")
+    assert len(bars(svg(instant))) == 2
+    assert "|" in text(instant)
+
+
+def test_a_width_that_is_too_small_is_refused_with_one_that_is_not() -> None:
+    with pytest.raises(ValueError, match=r"got a width of 399 px, expected 400 or more: give it room"):
+        svg(EMPTY, width=399)
+    timeline = simulate(plan_of("zero_offload", "tied", "Overlapped"))
+    with pytest.raises(
+        ValueError, match=r"got a width of 5 columns, expected (\d+) or more: widen it"
+    ) as error:
+        text(timeline, width=5)
+    (enough,) = re.findall(r"expected (\d+)", str(error.value))
+    assert text(timeline, width=int(enough))
+    with pytest.raises(ValueError, match="expected"):
+        text(timeline, width=int(enough) - 1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(2.5, "2.5 s"), (1e-3, "1 ms"), (0.0421, "42.1 ms"), (7e-6, "7 us"), (12345.0, "12,345 s")],
+)
+def test_times_are_said_in_a_unit_that_suits_them(seconds: float, said: str) -> None:
+    timeline = Timeline((Event("x", "f", "host", 0.0, seconds),), "simulated")
+    assert f"simulated: {said}, 1 operation on 1 lane" in text(timeline)
+    assert f"simulated: {said}, 1 operation on 1 lane" in svg(timeline)
+
+
+@given(plans())
+def test_ticks_are_round_and_few(plan: Plan) -> None:
+    timeline = simulate(plan)
+    assume(timeline.seconds)
+    root = ElementTree.fromstring(svg(timeline))
+    xs = [float(t.get("d", "M").split()[0][1:]) for t in root.iter(f"{SVG}path") if t.get("class") == "tick"]
+    labels = [t.text or "" for t in root.iter(f"{SVG}text") if t.get("text-anchor") == "middle"]
+    second = labels[labels.index(next(x for x in labels if x.startswith("0 "))) + 1]
+    assert re.fullmatch(r"0*\.?0*[125]0*", second), labels  # 1, 2 or 5 times a power of ten
+    steps = {round(b - a) for a, b in pairwise(xs)}
+    assert len(xs) >= 2
+    assert max(steps) - min(steps) <= 1
+    assert min(steps) > 40

@@ -1,0 +1,163 @@
+"""Laws of the page: it holds the whole step and nothing foreign, however hostile the names, and stays usable."""
+
+import re
+import time
+from base64 import b64encode
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+import pytest
+from html_pages import HOSTILE, WORD, Elements, contrast, hostile, large, late, shown_data
+from hypothesis import given
+from table import every_plan, plan_of, plans
+
+from zfunc.core.critical_path import critical
+from zfunc.core.graph import Graph
+from zfunc.core.plan import Plan
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.legend import PALETTE
+from zfunc.viz.timeline_html import data, page
+
+
+def read_back(data: dict[str, Any], n: int) -> list[Event]:
+    """The events of a timeline, from the data of a page."""
+    times, ops = data["timelines"][n], data["ops"]
+    events: list[Event] = []
+    for lane in data["lanes"]:
+        for i in lane["ops"]:
+            index = ",".join(map(str, ops["index"][i]))
+            name = data["verbs"][ops["verb"][i]] + (f"[{index}]" if index else "")
+            start, end = (
+                x * times["tick"] for x in (times["start"][i], times["start"][i] + times["took"][i])
+            )
+            events.append(Event(lane["name"], name, data["kinds"][ops["kind"][i]], start, end))
+    return events
+
+
+def check(plan: Plan, timelines: list[Timeline]) -> None:
+    data = shown_data(page(timelines, plan=plan))
+    for n, timeline in enumerate(timelines):
+        found = read_back(data, n)
+        assert [(e.lane, e.op, e.kind) for e in found] == [(e.lane, e.op, e.kind) for e in timeline.events]
+        for a, b in zip(found, timeline.events, strict=True):
+            assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=0, abs=timeline.seconds * 1e-9)
+        assert data["timelines"][n]["source"] == timeline.source
+        op, chain = data["timelines"][n]["last"], list[str]()
+        while op >= 0:
+            chain.append(plan.graph.ops[op].name)
+            op = data["timelines"][n]["after"][op]
+        assert chain[::-1] == [link.event.op for link in critical(plan, timeline)]
+    for i, op in enumerate(plan.graph):
+        assert [data["regions"][r] for r in data["ops"]["reads"][i]] == [*map(str, op.reads)]
+        assert [data["regions"][r] for r in data["ops"]["writes"][i]] == [*map(str, op.writes)]
+        assert (data["ops"]["nbytes"][i], data["ops"]["flops"][i]) == (op.nbytes, op.flops)
+        assert data["ops"]["waits"][i] == [*plan.waits[i]]
+
+
+@every_plan
+def test_the_page_holds_the_step(recipe: str, name: str, schedule: str) -> None:
+    plan = plan_of(recipe, name, schedule)
+    check(plan, [simulate(plan)])
+
+
+@given(plans())
+def test_so_it_does_with_two_timelines_of_any_plan(plan: Plan) -> None:
+    timeline = simulate(plan)
+    check(plan, [timeline, late(timeline)])
+
+
+def test_the_page_needs_nothing_else() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    made = page(simulate(plan), plan=plan)
+    assert not re.findall(r"//[\w.-]+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttpRequest", made)
+    for tag, of in Elements(made).found:
+        assert tag not in ("link", "img", "iframe", "object", "embed", "base")
+        assert not {"src", "href", "style"} & of.keys()
+        assert not [name for name in of if name.startswith("on")]
+
+
+def test_only_its_own_script_and_style_may_run() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    elements = Elements(page(simulate(plan), plan=plan))
+    (policy,) = (of["content"] for of, _ in elements.all("meta") if "http-equiv" in of)
+    (script,) = (text for of, text in elements.all("script") if not of)
+    ((_, style),) = elements.all("style")
+    allowed = [f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'" for text in (script, style)]
+    assert policy == f"default-src 'none'; script-src {allowed[0]}; style-src {allowed[1]}"
+
+
+def test_hostile_names_are_text() -> None:
+    plan, timeline = hostile()
+    made = page(timeline, plan=plan, title=HOSTILE)
+    elements = Elements(made)
+    assert [of for of, _ in elements.all("script")] == [{"type": "application/json", "id": "data"}, {}]
+    assert [text for _, text in elements.all("title")] == [HOSTILE]
+    assert [text for _, text in elements.all("h1")] == [HOSTILE]
+    assert [e.op for e in read_back(shown_data(made), 0)] == [e.op for e in timeline.events]
+    assert shown_data(made)["timelines"][0]["source"] == HOSTILE
+    assert shown_data(made)["regions"] == [WORD]
+
+
+def test_the_numbers_are_there_without_a_script() -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    elements = Elements(page([timeline, late(timeline)], plan=plan))
+    rows = [text for of, text in elements.all("th") if of.get("scope") == "row"]
+    verbs = dict.fromkeys(op.verb for op in plan.graph)
+    assert rows == [*timeline.lanes, *verbs]
+    cells = [text for _, text in elements.all("td")]
+    assert len(cells) == 6 * len(rows)
+    shares = [float(text.rstrip("%")) / 100 for text in cells[2 : 6 * len(timeline.lanes) : 6]]
+    assert shares == pytest.approx([timeline.busy(lane) for lane in timeline.lanes], abs=0.006)
+    said = [text for _, text in elements.all("li")]
+    assert [text.partition(":")[0] for text in said] == ["simulated", "measured"]
+    assert all("bound by" in text for text in said)
+
+
+def test_what_is_not_of_the_plan_is_refused() -> None:
+    plan, other = (plan_of("zero_offload", name, "Overlapped") for name in ("tied", "frozen"))
+    with pytest.raises(ValueError, match="expected .* of the plan"):
+        page(simulate(other), plan=plan)
+    with pytest.raises(ValueError, match="got no timeline, expected one or more"):
+        page([], plan=plan)
+
+
+def test_a_step_of_nothing_is_a_page() -> None:
+    plan = Plan(Graph(()), (), ())
+    data = shown_data(page(Timeline((), "measured"), plan=plan))
+    assert (data["lanes"], data["ops"]["verb"]) == ([], [])
+    assert data["timelines"][0]["last"] == -1
+
+
+# --- large ones ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("num_ops", "bytes_an_op"), [(10_000, 160), pytest.param(100_000, 160, marks=pytest.mark.slow)]
+)
+def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
+    num_ops: int, bytes_an_op: int
+) -> None:
+    plan, timeline = large(num_ops)
+    began = time.process_time()  # a busy machine is not what is measured
+    made = page([timeline, late(timeline)], plan=plan)
+    assert time.process_time() - began < 20 * num_ops / 100_000 + 2
+    assert len(made) < 60_000 + bytes_an_op * num_ops
+    assert len(read_back(data(timeline, plan), 0)) == num_ops
+
+
+# --- colours ---------------------------------------------------------------------------------------------
+
+
+def test_text_can_be_read_in_light_and_in_dark() -> None:
+    css = (files("zfunc.viz") / "web" / "page.css").read_text()
+    light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", part)) for part in css.split("@media")[:2])
+    assert light.keys() - dark.keys() == {"--on-bar"}
+    for theme in (light, light | dark):
+        for text in ("--ink", "--dim"):
+            assert min(contrast(theme[text], theme[on]) for on in ("--page", "--panel")) >= 5.5
+        assert min(contrast(theme["--on-bar"], colour) for colour in PALETTE) >= 5.5
+        for mark in ("--critical", "--focus"):
+            assert contrast(theme[mark], theme["--page"]) >= 4.5

@@ -1,0 +1,322 @@
+"""The page in a real browser: it opens, paints what ran, follows hands, keys and links, runs nothing foreign."""
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Shown, needs_browser, results, show
+from html_pages import HOSTILE, WORD, Elements, hostile, large, late
+from table import plan_of
+
+from zfunc.core.simulator import simulate
+from zfunc.viz.timeline_html import SCRIPTS, data, page
+
+pytestmark = needs_browser
+MODEL = (files("zfunc.viz") / "web" / SCRIPTS[0]).read_text()
+TOOLS = """
+const el = (id) => document.getElementById(id), picture = el("picture");
+const rect = picture.getBoundingClientRect();
+const at_ = (x, y) => ({ bubbles: true, cancelable: true, clientX: rect.left + x, clientY: rect.top + y });
+const mouse = { pointerId: 1, pointerType: "mouse" };
+const pointer = (type, x, y, of = mouse) => picture.dispatchEvent(new PointerEvent(type, { ...at_(x, y), ...of }));
+const wheel = (x, y, deltaY) => picture.dispatchEvent(new WheelEvent("wheel", { ...at_(x, y), deltaY }));
+const key = (name, on = picture) => on.dispatchEvent(new KeyboardEvent("keydown", { key: name, bubbles: true }));
+const click = (x, y) => (pointer("pointerdown", x, y), pointer("pointerup", x, y));
+const chosen = () => el("detail").querySelector("h2")?.firstChild.textContent.trim() ?? "";
+const pressed = () => [...el("legend").children].map((chip) => chip.getAttribute("aria-pressed") === "true");
+const rest = () => new Promise((done) => setTimeout(done, 400));
+picture.setPointerCapture = () => {}; // a made-up pointer cannot be captured
+"""
+
+
+def opened(made: str, folder: Path, link: str = "") -> Shown:
+    """A page as it is shown, without complaints."""
+    shown = show(made, folder, link=link)
+    assert not shown.console, shown.console
+    return shown
+
+
+def after(made: str, gestures: str, folder: Path, link: str = "") -> Any:
+    """What `gestures` found in a page, which has to let a script of the test in."""
+    script = f"""<script>(async () => {{
+        const found = {{}};
+        {TOOLS}
+        try {{ {gestures} }} catch (error) {{ found.error = String(error.stack); }}
+        document.documentElement.dataset.results = JSON.stringify(found);
+    }})();</script>"""
+    made = re.sub(r"<meta http-equiv[^>]*>", "", made).replace("</body>", f"{script}</body>")
+    found = json.loads(opened(made, folder, link).attribute("data-results"))
+    assert "error" not in found, found["error"]
+    return found
+
+
+def span(link: str) -> tuple[float, float]:
+    """The times in a link."""
+    t0, t1 = re.findall(r"[#&]t=([^,]+),([^&]+)", link)[0]
+    return float(t0), float(t1)
+
+
+def test_a_page_of_10_000_operations_opens_and_paints_fast(tmp_path: Path) -> None:
+    plan, timeline = large(10_000)
+    shown = opened(page([timeline, late(timeline)], plan=plan), tmp_path)
+    assert shown.attribute("data-ready") == "10000"
+    assert (
+        float(shown.attribute("data-painted")) < 250
+    )  # ms, without a GPU, on a machine that does other things
+    assert shown.seconds < 30
+
+
+@pytest.mark.slow
+def test_a_page_of_100_000_operations_opens(tmp_path: Path) -> None:
+    plan, timeline = large(100_000)
+    shown = opened(page(timeline, plan=plan), tmp_path)
+    assert shown.attribute("data-ready") == "100000"
+    assert shown.seconds < 60
+
+
+def test_hostile_names_do_nothing(tmp_path: Path) -> None:
+    plan, timeline = hostile()
+    name = plan.graph.ops[1].name
+    link = "#op=" + "".join(f"%{b:02X}" for b in name.encode())
+    shown = opened(page(timeline, plan=plan, title=HOSTILE), tmp_path, link)
+    elements = Elements(shown.dom)
+    assert [text for _, text in elements.all("title")] == [HOSTILE]
+    assert shown.attribute("data-ready") == "2"
+    assert [text.strip() for _, text in elements.all("h2")] == [name]
+    assert WORD in [text for _, text in elements.all("code")]
+
+
+def test_the_policy_stops_a_script_that_is_not_the_pages(tmp_path: Path) -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    foreign = "<script>document.title = 'run'</script></body>"
+    shown = show(page(simulate(plan), plan=plan).replace("</body>", foreign), tmp_path)
+    assert "<title>One training step</title>" in shown.dom
+    assert any("Content Security Policy" in line for line in shown.console)
+
+
+def test_pointing_and_choosing_tell_of_an_operation(tmp_path: Path) -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    e = next(timeline.on(timeline.lanes[1]))
+    found = after(
+        page(timeline, plan=plan),
+        """
+        const model = decode(JSON.parse(el("data").textContent));
+        const place = layout(model, el("stage").clientWidth);
+        const x = place.gutter + MIDDLE * place.plot, y = place.rows[1].y + 4;
+        pointer("pointermove", x, y);
+        [found.tip, found.hidden] = [el("tip").innerText, [el("tip").hidden]];
+        pointer("pointermove", 2, 2);
+        found.hidden.push(el("tip").hidden);
+        click(x, y);
+        [found.chosen, found.told] = [chosen(), el("detail").innerText];
+        key(".");
+        found.next = chosen();
+        key(",");
+        found.previous = chosen();
+        key("b");
+        found.cause = chosen();
+        key("Escape");
+        found.none = chosen();
+        """.replace("MIDDLE", repr((e.start + e.end) / 2 / timeline.seconds)),
+        tmp_path,
+    )
+    i = plan.graph.position[e.op]
+    op = plan.graph.ops[i]
+    assert found["tip"].startswith(e.op)
+    assert "simulated: " in found["tip"]
+    assert found["hidden"] == [False, True]
+    assert found["chosen"] == found["previous"] == e.op
+    for part in (op.kind, *map(str, (*op.reads, *op.writes)), "waits for", "on its lane", "awaited by"):
+        assert part in found["told"]
+    assert found["next"] == plan.graph.ops[plan.lanes[1].ops[1]].name
+    assert found["cause"] == plan.graph.ops[plan.waits[i][0]].name
+    assert found["none"] == ""
+
+
+def test_wheel_drag_fingers_and_keys_move_the_view(tmp_path: Path) -> None:
+    plan = plan_of("zero_offload", "tied", "Overlapped")
+    timeline = simulate(plan)
+    found = after(
+        page(timeline, plan=plan),
+        """
+        const place = layout(decode(JSON.parse(el("data").textContent)), el("stage").clientWidth);
+        const y = place.rows[0].y + 4, left = place.gutter, wide = place.plot;
+        const seen = async (name) => (await rest(), (found[name] = location.hash));
+        wheel(left + wide / 4, y, -500);
+        await seen("zoomed");
+        pointer("pointerdown", 500, y);
+        pointer("pointermove", 500 - wide / 4, y);
+        pointer("pointerup", 500 - wide / 4, y);
+        await seen("dragged");
+        found.chosen = chosen();
+        key("0");
+        await seen("whole");
+        key("+");
+        await seen("closer");
+        key("ArrowRight");
+        await seen("right");
+        key("Home");
+        const [a, b] = [1, 2].map((pointerId) => ({ pointerId, pointerType: "touch" }));
+        pointer("pointerdown", 400, y, a);
+        pointer("pointerdown", 500, y, b);
+        pointer("pointermove", 600, y, b);
+        pointer("pointerup", 600, y, b);
+        pointer("pointerup", 400, y, a);
+        await seen("pinched");
+        """,
+        tmp_path,
+    )
+    whole = timeline.seconds
+    t0, t1 = span(found["zoomed"])
+    assert t1 - t0 == pytest.approx(whole / 2.718281828)
+    assert t0 + (t1 - t0) / 4 == pytest.approx(whole / 4)  # what is under the pointer stays where it is
+    assert span(found["dragged"]) == pytest.approx((t0 + (t1 - t0) / 4, t1 + (t1 - t0) / 4))
+    assert (found["chosen"], found["whole"]) == ("", "")
+    assert span(found["closer"]) == pytest.approx((whole / 6, whole * 5 / 6))
+    assert span(found["right"]) == pytest.approx((whole * 0.8 / 3, whole * 2.8 / 3))
+    t0, t1 = span(found["pinched"])
+    assert t1 - t0 == pytest.approx(whole / 2)
+
+
+def test_search_legend_and_links(tmp_path: Path) -> None:
+    plan = plan_of("zero_offload", "tied accumulated", "Overlapped")
+    timeline = simulate(plan)
+    verbs = [*dict.fromkeys(op.verb for op in plan.graph)]
+    link = f"#t=0,{timeline.seconds / 2!r}&find={verbs[-1].upper()}&critical=0&hide={verbs[0]},nothing"
+    found = after(
+        page([timeline, late(timeline)], plan=plan),
+        """
+        found.linked = [el("find").value, el("critical").getAttribute("aria-pressed"), el("matches").textContent];
+        found.shown = pressed();
+        el("later").click();
+        found.first = [chosen(), el("matches").textContent];
+        el("later").click();
+        found.second = [chosen(), el("matches").textContent];
+        key("Escape");
+        el("find").value = "";
+        el("find").dispatchEvent(new Event("input"));
+        found.cleared = el("matches").textContent;
+        el("legend").children[0].click();
+        found.all = pressed();
+        el("legend").children[1].dispatchEvent(new MouseEvent("click", { shiftKey: true }));
+        found.alone = pressed();
+        key("c", document);
+        await rest();
+        found.link = location.hash;
+        location.hash = "#op=" + encodeURIComponent(found.first[0]);
+        await rest();
+        found.followed = [chosen(), ...pressed()];
+        """,
+        tmp_path,
+        link,
+    )
+    hits = sorted((e for e in timeline.events if verbs[-1] in e.op), key=lambda e: e.start)
+    many = len(hits)
+    others = [True] * (len(verbs) - 1)
+    assert many > 1
+    assert found["linked"] == [verbs[-1].upper(), "false", f"{many} found"]
+    assert found["shown"] == [False, *others]
+    assert found["first"] == [hits[0].op, f"1 of {many}"]
+    assert found["second"] == [hits[1].op, f"2 of {many}"]
+    assert found["cleared"] == ""
+    assert found["all"] == [True, *others]
+    assert found["alone"] == [n == 1 for n in range(len(verbs))]
+    assert "critical" not in found["link"]
+    assert f"hide={verbs[0]},{verbs[2]}" in found["link"]
+    assert found["followed"] == [hits[0].op, True, *others]
+
+
+def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:
+    """However far away, the filled share of a row is its lane's; what is hit is what is there."""
+    plan, timeline = large(3000)
+    found = results(
+        f"const data = {json.dumps(data(late(timeline), plan))};\n{MODEL}"
+        """
+        const model = decode(data), [timeline] = model.timelines, whole = model.seconds;
+
+        function filled(row, view, width) {
+          const scale = width / (view.t1 - view.t0);
+          const part = (x0, x1) => Math.max(0, Math.min(x1, width) - Math.max(x0, 0)) / width;
+          let painted = 0, exact = 0;
+          const bar = (op, x0, x1) => (painted += part(x0, x1));
+          const column = (x, verb, share) => (painted += share * part(x, x + 1));
+          paintable(row, timeline, view, width, model.ops.verb, bar, column);
+          for (const op of row.order)
+            exact += part((timeline.from[op] - view.t0) * scale, (timeline.to[op] - view.t0) * scale);
+          return [painted, exact];
+        }
+
+        function run() {
+          const close = within({ t0: whole * 0.4, t1: whole * 0.41 }, whole);
+          const rows = timeline.rows.flatMap((row) => [{ t0: 0, t1: whole }, close].flatMap((view) =>
+            [37, 1000].map((width) => filled(row, view, width))));
+          let hits = 0, edges = 0, mutual = 0;
+          for (const row of timeline.rows) for (const op of row.order) {
+            hits += at(row, timeline, (timeline.from[op] + timeline.to[op]) / 2, whole * 1e-9) === op;
+            edges += before(model, op).length + behind(model, op).length;
+            mutual += before(model, op).every((n) => behind(model, n).includes(op));
+          }
+          return { rows, hits, edges, mutual };
+        }
+        """,
+        tmp_path,
+    )
+    assert len(found["rows"]) == 5 * 2 * 2
+    for painted, exact in found["rows"]:
+        assert painted == pytest.approx(exact, abs=0.03)
+    assert found["hits"] == found["mutual"] == 3000
+    assert found["edges"] == 2 * (plan.num_waits + sum(len(lane.ops) - 1 for lane in plan.lanes))
+
+
+def test_views_ticks_words_and_links(tmp_path: Path) -> None:
+    found = results(
+        MODEL
+        + """
+        function run() {
+          const spans = [...Array(300)].map((_, n) => 10 ** (((n * 37) % 130) / 10 - 10));
+          const views = spans.map((span, n) => ({ t0: span * (n % 7), t1: span * (n % 7) + span }));
+          const marks = views.map((view) => ticks(view, 10));
+          const inside = ({ t0, t1 }, { time }) => time >= t0 * (1 - 1e-9) && time <= t1 * (1 + 1e-9);
+          const [all, some] = [{ t0: 0, t1: 10 }, { t0: 4, t1: 6 }];
+          const state = { view: { t0: 1, t1: 2.5 }, op: "a[1,2] &#%", find: "", critical: false, hide: ["h,1"] };
+          return {
+            few: marks.every((of) => of.length >= 2 && of.length <= 11),
+            apart: marks.every((of) => new Set(of.map(({ label }) => label)).size === of.length),
+            inside: views.every((view, n) => marks[n].every((mark) => inside(view, mark))),
+            zoomed: [zoomed(all, 2, 5, 10), zoomed(some, 0.01, 5, 10), zoomed(all, 2, 0, 10)],
+            panned: [1, 100, -100].map((by) => panned(some, by, 10)),
+            closest: zoomed(some, 1e30, 5, 10),
+            words: [inWords(0.04214), inWords(0), inWords(12345.6, 6), inWords(3e-9)],
+            amounts: [1.234e9, 0, 999].map((bytes) => amount(bytes, "B")),
+            links: ["#t=1,2&op=adam%5B3%5D&find=a%26b&hide=x,y", "", "#t=nan,3&op=%E0%A4", "#t=5,400"].map(
+              (link) => fromHash(link, 10)),
+            round: fromHash(toHash(state, 10), 10),
+            below: [below([1, 2, 2, 3], 2), below([1, 2, 2, 3], 2, true), below([], 1)],
+          };
+        }
+        """,
+        tmp_path,
+    )
+    whole = {"t0": 0, "t1": 10}
+    plain = {"op": "", "find": "", "critical": True, "hide": []}
+    assert found["few"]
+    assert found["apart"]
+    assert found["inside"]
+    assert found["zoomed"] == [{"t0": 2.5, "t1": 7.5}, whole, {"t0": 0, "t1": 5}]
+    assert found["panned"] == [{"t0": 5, "t1": 7}, {"t0": 8, "t1": 10}, {"t0": 0, "t1": 2}]
+    assert found["closest"]["t1"] - found["closest"]["t0"] == pytest.approx(1e-7, rel=1e-3)
+    assert found["words"] == ["42.1 ms", "0 s", "12,345.6 s", "3 ns"]
+    assert found["amounts"] == ["1.23 GB", "0 B", "999 B"]
+    assert found["links"] == [
+        {"view": {"t0": 1, "t1": 2}, "op": "adam[3]", "find": "a&b", "critical": True, "hide": ["x", "y"]},
+        {"view": whole, **plain},
+        {"view": whole, **plain, "op": "%E0%A4"},
+        {"view": whole, **plain},
+    ]
+    state = {"op": "a[1,2] &#%", "find": "", "critical": False, "hide": ["h,1"]}
+    assert found["round"] == {"view": {"t0": 1, "t1": 2.5}, **state}
+    assert found["below"] == [1, 3, 0]

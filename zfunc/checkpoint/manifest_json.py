@@ -1,0 +1,195 @@
+"""A manifest as strict JSON, in a file of the checkpoint's folder.
+
+The invariant: what is written reads back equal; whatever else is read is refused with its place, before anything is
+allocated by what it says. Names and types are checked here, how the parts fit together by Manifest itself.
+"""
+
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.checksums import CHUNK_LIMIT
+from zfunc.checkpoint.manifest import FILE, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.safetensors_file import Shard, read_shape, read_stored
+from zfunc.checkpoint.strict_json import MAX_INT, Node
+from zfunc.core.decision import Verdict
+from zfunc.core.optimizer_state import Stored
+from zfunc.errors import CheckpointError
+from zfunc.optim.loss_scale import LossScale
+
+VERSION = 1
+# What a file calls the moments: "8bit" are the first ones, so that a zfunc that knows no others refuses the new.
+MOMENTS: dict[str, Stored] = {"fp32": "fp32", "16bit": "16bit", "8bit": "8bit-1", "8bit-2": "8bit"}
+_WRITTEN = {moments: name for name, moments in MOMENTS.items()}
+LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
+_CRC = 2**32 - 1
+_PENDING = ("skip", "grad_scale", "number", "lr", "betas")  # of a verdict, what an update needs
+
+
+def to_json(manifest: Manifest) -> bytes:
+    """The text of a manifest. Raises CheckpointError if it would be larger than LIMIT."""
+    fields: dict[str, Any] = {
+        "version": VERSION,
+        "world": manifest.world,
+        "moments": _WRITTEN[manifest.moments],
+        "position": position_fields(manifest.position),
+        "optimizer": manifest.optimizer,
+        "extra": manifest.extra,
+        "shards": [shard_fields(x) for x in manifest.shards],
+        "parameters": [_kept(x) for x in manifest.parameters],
+    }
+    raw = strict_json.render({**fields, "checksum": _checksum(fields)})
+    if len(raw) > LIMIT:
+        raise CheckpointError(
+            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: write fewer, larger pieces"
+        )
+    return raw
+
+
+def from_json(raw: bytes, where: str = FILE) -> Manifest:
+    """The manifest of a text; `where` begins the message of the CheckpointError for what is none."""
+    root = strict_json.parse(raw, where)
+    if (version := root.entries().get("version")) is None or version.integer() != VERSION:
+        got = "no version" if version is None else f"version {version.value}"
+        root.refuse(f"version {VERSION}, or a zfunc that reads this one", got)
+    fields = {name: node.value for name, node in root.entries().items() if name != "checksum"}
+    checksum = root.entries().get("checksum")
+    _, world, moments, position, optimizer, extra, shards, parameters = Node(fields, where).fields(
+        "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
+    )
+    parts = (
+        world.integer(1, 1 << 20),
+        MOMENTS[moments.choice(tuple(MOMENTS))],
+        tuple(read_shard(x) for x in shards.items()),
+        tuple(_read_kept(x) for x in parameters.items()),
+        _read_position(position),
+        _read_object(optimizer),
+        _read_object(extra),
+    )
+    try:
+        manifest = Manifest(*parts)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    if checksum is not None and checksum.integer(high=_CRC) != _checksum(fields):
+        checksum.refuse(f"{_checksum(fields)}, that of the rest: some of it is not what was written")
+    return manifest
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is none."""
+    path = folder / FILE
+    return from_json(disk.read_small(path, LIMIT), str(path))
+
+
+def shard_fields(shard: Shard) -> dict[str, Any]:
+    """A shard as a manifest has it, to be rendered as JSON."""
+    tensors = [{**attrs.asdict(t), "checksums": shard.checksums[t.name]} for t in shard.tensors]
+    return {
+        "file": shard.file,
+        "size": shard.size,
+        "header": shard.header,
+        "chunk": shard.chunk,
+        "tensors": tensors,
+    }
+
+
+def position_fields(position: Position) -> dict[str, Any]:
+    """A position as a manifest has it, to be rendered as JSON."""
+    fields = attrs.asdict(position)
+    pending = fields.pop("pending")
+    if pending is None:
+        return fields
+    return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, "betas": [*pending["betas"]]}}
+
+
+def _kept(kept: Kept) -> dict[str, Any]:
+    pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in kept.pieces.items()}
+    return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
+
+
+def read_shard(node: Node) -> Shard:
+    """The shard that `shard_fields` made. Raises CheckpointError, with the place, for anything else."""
+    file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
+    entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
+    stored = tuple(read_stored(*entry[:3]) for entry in entries)
+    return Shard(
+        file=file.text(high=200),
+        size=size.integer(),
+        header=header.integer(high=_CRC),
+        chunk=chunk.integer(1, CHUNK_LIMIT),
+        tensors=stored,
+        checksums={t.name: entry[3].integers(_CRC) for t, entry in zip(stored, entries, strict=True)},
+    )
+
+
+def _read_kept(node: Node) -> Kept:
+    name, shape, trainable, pieces = node.fields("name", "shape", "trainable", "pieces")
+    return Kept(
+        name=name.text(),
+        shape=read_shape(shape),
+        trainable=trainable.boolean(),
+        pieces={kind: tuple(_read_piece(x) for x in xs.items()) for kind, xs in pieces.entries().items()},
+    )
+
+
+def _read_piece(node: Node) -> Piece:
+    items = node.items()
+    if len(items) != 5:
+        node.refuse("start, stop, shard, tensor, offset", f"a list of {len(items)}")
+    start, stop, shard, tensor, offset = items
+    return Piece(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
+
+
+def _read_position(node: Node) -> Position:
+    waits = "pending" in node.entries()
+    names = [x.name for x in attrs.fields(Position) if waits or x.name != "pending"]
+    step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
+    return Position(
+        step=step.integer(),
+        batches=batches.integer(),
+        sequences=sequences.integer(),
+        seed=seed.integer(-MAX_INT),
+        loss_scale=_read_loss_scale(loss_scale),
+        pending=_read_pending(*pending) if waits else None,
+    )
+
+
+def _read_pending(node: Node) -> Verdict:
+    if "betas" not in node.entries():
+        node.refuse(
+            "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"
+        )
+    skip, grad_scale, number, lr, betas = node.fields(*_PENDING)
+    if len(pair := betas.items()) != 2:
+        betas.refuse("two numbers", f"a list of {len(pair)}")
+    one, two = (x.number() for x in pair)
+    return Verdict(skip.boolean(), grad_scale.number(), number.integer(1), lr.number(), (one, two))
+
+
+def _read_loss_scale(node: Node) -> LossScale:
+    old = "consecutive" not in node.entries()  # written before there was one
+    names = [x.name for x in attrs.fields(LossScale) if not (old and x.name == "consecutive")]
+    values = dict(zip(names, node.fields(*names), strict=True))
+    consecutive = not old and values.pop("consecutive").boolean()
+    real = {name: values.pop(name).number() for name in ("scale", "minimum")}
+    counts = {name: x.integer(-1) for name, x in values.items()}
+    try:
+        return LossScale(**real, **counts, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
+    except ValueError as error:
+        name, _, value = str(error).removeprefix("LossScale: ").partition(", expected")[0].partition(": got ")
+        node.refuse("the counters of a loss scale", f"{name} {value}")
+
+
+def _read_object(node: Node) -> dict[str, Any]:
+    node.entries()
+    return cast("dict[str, Any]", node.value)
+
+
+def _checksum(fields: Mapping[str, Any]) -> int:
+    """The CRC-32 of everything else, as it is written."""
+    return zlib.crc32(strict_json.render(fields))

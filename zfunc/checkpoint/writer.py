@@ -1,0 +1,269 @@
+"""A checkpoint on its way to the disk: one file a rank, written bucket by bucket, published when all are whole.
+
+The invariant: what becomes of it is decided by all ranks. A failure on one is told to all, no checkpoint gets a
+name, and those before it are as they were.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.checksums import CHUNK, cut
+from zfunc.checkpoint.manifest import Position, check_plain
+from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
+from zfunc.checkpoint.safetensors_file import Shard
+from zfunc.checkpoint.shard_writer import Writer, create
+from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
+from zfunc.core.layout import Layout
+from zfunc.core.optimizer_state import Moments
+from zfunc.errors import CheckpointError, RankError
+from zfunc.runtime.collectives import Ranks
+from zfunc.values import of_type
+
+T = TypeVar("T")
+THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
+log = logging.getLogger("zfunc")
+
+
+def _folder(path: Any) -> Path:
+    of_type("Save: folder", path, str | os.PathLike, "a path: pass a string or a Path")
+    return Path(os.fspath(path)).expanduser()
+
+
+@frozen
+class Save:
+    """Where to save: `folder` gets a folder for every checkpoint, of which the newest `keep` stay.
+
+    `extra` is saved with it: a dict of JSON's own types. Raises ValueError for a
+    `keep` below 1, and CheckpointError for an `extra` that is something else.
+    """
+
+    folder: Path = field(converter=_folder)
+    keep: int = field(default=2, kw_only=True)
+    extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:
+            raise ValueError(
+                f"keep: got {self.keep!r}, expected at least 1: the newest checkpoint always stays"
+            )
+        check_plain(self.extra, "extra")
+
+
+@frozen
+class Saved:
+    """How it ended: the folder of a complete checkpoint, or why there is none."""
+
+    path: Path | None
+    failure: str = ""
+
+
+@frozen
+class Content:
+    """What a checkpoint is of: everything but the bytes."""
+
+    layout: Layout
+    moments: Moments
+    frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
+    position: Position
+    optimizer: Mapping[str, Any]
+    pending: Mapping[int, str]  # of gradients that wait: by bucket, their dtype in a shard's terms
+
+    def slices(self, rank: int, world: int) -> list[Slice]:
+        """Those of one rank."""
+        fixed = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
+        return [*slices_of(self.layout, self.moments, rank, world, self.pending), *fixed]
+
+
+@define(eq=False)
+class Saving:
+    """A checkpoint from `begin` to `publish` or `abandon`."""
+
+    content: Content
+    save: Save
+    ranks: Ranks
+    _pending: checkpoints.Pending | None  # rank 0 has it
+    _writer: Writer
+    _slices: Mapping[int, list[Slice]]
+    _failure: str = ""
+
+    def write(self, bucket: int, kept: Mapping[str, Tensor]) -> None:
+        """Write this rank's slices of a bucket; `kept` are its buffers of that bucket, by kind.
+
+        A disk that cannot take them does not stop the step: `publish` tells.
+        """
+        if self._failure:
+            return
+        parts = [part for x in self._slices.get(bucket, ()) for part in _parts(x, kept[x.kind])]
+        try:
+            in_parallel(self._put, parts)
+        except Exception as error:
+            self._failure = _told(error)
+
+    def _put(self, name: str, start: int, values: Tensor) -> None:
+        self._writer.write_at(name, start, as_bytes(values.cpu()))
+
+    def publish(self) -> Saved:
+        """When all ranks have written everything: wait for the disk, and give the checkpoint its name."""
+        ranks = self.ranks
+        try:
+            shard = together(ranks, self._finish)
+            told = ranks.texts(strict_json.render(shard_fields(shard)).decode())
+            path = together(ranks, partial(self._name, told))
+            return Saved(Path(ranks.texts(str(path))[0]))
+        except RankError:
+            raise
+        except Exception as error:  # a step whose updates have begun does not end for it
+            if not ranks.rank:
+                log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, error)
+            return Saved(None, _told(error))
+        finally:
+            self.abandon()
+
+    def abandon(self) -> None:
+        """Delete what there is of it. Nothing happens if it has its name, or the second time."""
+        self._writer.close()
+        if self._pending is not None:
+            checkpoints.abandon(self._pending)
+            self._pending = None
+
+    def _finish(self) -> Shard:
+        if self._failure:
+            raise CheckpointError(self._failure)
+        return self._writer.finish()
+
+    def _name(self, told: list[str]) -> Path | None:
+        """On rank 0: publish it, and return its folder."""
+        if self._pending is None:
+            return None
+        shards = [read_shard(strict_json.parse(text.encode(), "a rank's shard")) for text in told]
+        return checkpoints.publish(self._pending, self._manifest(shards), keep=self.save.keep)
+
+    def _manifest(self, shards: list[Shard]) -> Any:
+        content, world = self.content, self.ranks.world
+        return assemble(
+            content.layout,
+            content.moments,
+            [content.slices(rank, world) for rank in range(world)],
+            shards,
+            position=content.position,
+            optimizer=content.optimizer,
+            extra=self.save.extra,
+        )
+
+
+def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
+    """Reserve the room for a checkpoint: on every rank, or on none.
+
+    Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
+    """
+    slices, made = content.slices(ranks.rank, ranks.world), list[Writer]()
+    together(ranks, partial(_check, content, save))
+    pending = together(ranks, partial(_begin, content, save, ranks))
+    try:
+        folder = Path(ranks.texts(str(pending and pending.path))[0])
+        together(ranks, lambda: made.append(_create(folder, ranks, slices)))
+    except BaseException:
+        for writer in made:
+            writer.close()
+        if pending is not None:
+            checkpoints.abandon(pending)
+        raise
+    by_bucket: dict[int, list[Slice]] = {}
+    for x in slices:
+        by_bucket.setdefault(x.bucket, []).append(x)
+    return Saving(content, save, ranks, pending, made[0], by_bucket)
+
+
+def together(ranks: Ranks, function: Callable[[], T]) -> T:
+    """What `function` returns here, if it does on all ranks. Where it raises on any, all of them raise.
+
+    What they raise is CheckpointError; but the rank on which another error came up raises that.
+    """
+    result, failure = None, ""
+    mine: Exception | None = None
+    try:
+        result = function()
+    except Exception as error:
+        mine, failure = error, _told(error)
+    for rank, told in zip(ranks.members, ranks.texts(failure), strict=True):
+        if told and not (mine is not None and not isinstance(mine, CheckpointError)):
+            raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
+    if mine is not None:
+        raise mine
+    return cast("T", result)
+
+
+def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
+    """Make the calls on THREADS threads; the first exception is raised when all that had begun have ended."""
+    calls = list(calls)
+    if len(calls) < 2:
+        for call in calls:
+            function(*call)
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(function, *call) for call in calls]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def as_bytes(flat: Tensor) -> Any:
+    """The bytes of a contiguous host tensor, not copied: NumPy has no bf16."""
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _parts(x: Slice, kept: Tensor) -> Iterator[tuple[str, int, Tensor]]:
+    """What of a slice to write where: no more at once than shares a checksum."""
+    flat = kept[x.at : x.at + x.stop - x.start]
+    item = flat.element_size()
+    for begin_, end in cut(0, flat.nbytes, CHUNK):
+        yield x.stored.name, begin_ // item, flat[begin_ // item : end // item]
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _check(content: Content, save: Save) -> None:
+    """What goes into the manifest beside the bytes has to be readable again: said before anything is done."""
+    for what, value in (
+        ("position", position_fields(content.position)),
+        ("optimizer", dict(content.optimizer)),
+        ("extra", dict(save.extra)),
+    ):
+        check_plain(value, what)
+        try:
+            strict_json.render(value)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{what}: got {error}, expected text that can be encoded: change it"
+            ) from error
+
+
+def _begin(content: Content, save: Save, ranks: Ranks) -> checkpoints.Pending | None:
+    """On rank 0: the folder."""
+    return None if ranks.rank else checkpoints.begin(save.folder.absolute(), content.position.step)
+
+
+def _create(folder: Path, ranks: Ranks, slices: list[Slice]) -> Writer:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder}: got nothing there, expected the folder that rank 0 has made: save where all ranks see one "
+            "file system"
+        )
+    return create(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])

@@ -1,0 +1,221 @@
+"""Curves over steps as SVG inside a page: of 3 steps or of 100,000, and as light to read.
+
+The invariant: what is drawn is of a bounded size, whatever the number of steps. Of many points that fall on one
+place the highest and the lowest are kept, so no spike is lost; a point that is no number is a gap. Colours are the
+page's: only classes are named here.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from html import escape
+from itertools import accumulate, groupby
+from math import floor
+from typing import Literal
+
+from attrs import frozen
+
+from zfunc.viz.legend import round_step
+
+Points = tuple[tuple[int, float | None], ...]
+PLACES = 240  # along a chart, at most
+SMOOTH = 50  # a smoothed curve is the mean over so many-th a part of the steps
+_WIDTH, _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 560.0, 210.0, 76.0, 14.0, 10.0, 26.0
+
+
+@frozen
+class Curve:
+    """Points by step. "spread" shows the range at each place, "line" the mean, "dots" each, "limit" is dashed."""
+
+    name: str
+    form: Literal["spread", "line", "dots", "limit"]
+    points: Points
+
+
+@frozen
+class Chart:
+    """Curves on one pair of axes. `words` tells a value; `unit` is what round values are multiples of."""
+
+    title: str
+    curves: tuple[Curve, ...]
+    words: Callable[[float], str]
+    unit: float = 1.0
+    from_zero: bool = False
+    marks: tuple[int, ...] = ()  # steps at which something happened
+    marked: str = ""  # what
+
+
+@frozen
+class Place:
+    """The points of a curve that fall on one place: the first and last step, lowest, mean and highest value."""
+
+    first: int
+    last: int
+    values: tuple[float, float, float] | None  # None: a gap
+
+    @property
+    def middle(self) -> float:
+        """Between the first step and the last."""
+        return (self.first + self.last) / 2
+
+
+def smoothed(points: Points) -> Points:
+    """Each point as the mean of those around it, a fiftieth of all of them; gaps stay gaps.
+
+    >>> smoothed(((1, 2.0), (2, None), (3, 4.0)))
+    ((1, 2.0), (2, None), (3, 4.0))
+    """
+    half = len(points) // (2 * SMOOTH)
+    sums = [0.0, *accumulate(y or 0.0 for _, y in points)]
+    counts = [0, *accumulate(int(y is not None) for _, y in points)]
+    made: list[tuple[int, float | None]] = []
+    for n, (x, y) in enumerate(points):
+        a, b = max(0, n - half), min(len(points), n + half + 1)
+        made.append((x, None if y is None else (sums[b] - sums[a]) / (counts[b] - counts[a])))
+    return tuple(made)
+
+
+def placed(points: Points, span: tuple[int, int]) -> list[Place]:
+    """The points by place, in order."""
+    first, last = span
+    each = max(1, -(-(last - first + 1) // PLACES))  # steps on one place
+    return [_place(list(some)) for _, some in groupby(points, lambda p: (p[0] - first) // each)]
+
+
+def _place(some: Sequence[tuple[int, float | None]]) -> Place:
+    ys = [y for _, y in some if y is not None]
+    return Place(some[0][0], some[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
+
+
+def svg(chart: Chart, span: tuple[int, int]) -> str:
+    """The chart over the steps of `span`, first and last: an SVG element that takes its colours from the page."""
+    curves = [(curve, placed(curve.points, span)) for curve in chart.curves]
+    values = [v for _, places in curves for p in places if p.values for v in p.values]
+    if not values:
+        return '<p class="dim">no figures</p>'
+    frame = _Frame.around(values, span, from_zero=chart.from_zero)
+    return "".join(
+        [
+            f'<svg class="chart" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" '
+            f'aria-label="{escape(chart.title, quote=True)}">',
+            *_axes(chart, frame),
+            *(part for curve, places in curves for part in _drawn(curve, places, frame)),
+            *_marks(chart, frame),
+            *_readings(chart, curves, frame),
+            "</svg>",
+        ]
+    )
+
+
+@frozen
+class _Frame:
+    """Where a step and a value are, in px."""
+
+    first: int
+    last: int
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, values: Sequence[float], span: tuple[int, int], *, from_zero: bool) -> "_Frame":
+        low, high = min(values), max(values)
+        if from_zero:
+            low, high = min(0.0, low), max(0.0, high)
+        room = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
+        return cls(*span, low if from_zero and low == 0 else low - room, high + room)
+
+    def x(self, step: float) -> float:
+        wide = _WIDTH - _LEFT - _RIGHT
+        if self.last == self.first:
+            return _LEFT + wide / 2
+        return _LEFT + wide * (step - self.first) / (self.last - self.first)
+
+    def y(self, value: float) -> float:
+        return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.high - value) / (self.high - self.low)
+
+
+def rounds(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
+    """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times a power of ten.
+
+    >>> rounds(0.0, 90.0, 4)
+    [0.0, 50.0]
+    """
+    step = unit * round_step((high - low) / unit / most)
+    first = -floor(-low / step + 1e-9)
+    return [k * step for k in range(first, floor(high / step + 1e-9) + 1)]
+
+
+def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
+    bottom = _HEIGHT - _BOTTOM
+    for value in rounds(frame.low, frame.high, 4, chart.unit):
+        y = frame.y(value)
+        yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>'
+        label = escape(chart.words(value))
+        yield f'<text class="label" text-anchor="end" x="{_LEFT - 8:g}" y="{y + 4:.1f}">{label}</text>'
+    steps = [frame.first]
+    if frame.last > frame.first:
+        steps = [round(x) for x in rounds(frame.first, frame.last, 5) if abs(x - round(x)) < 1e-6]
+    for step in steps:
+        x = frame.x(step)
+        anchor = "end" if x > _WIDTH - 40 else "middle"
+        yield f'<text class="label" text-anchor="{anchor}" x="{x:.1f}" y="{bottom + 18:g}">{step:,}</text>'
+
+
+def _drawn(curve: Curve, places: list[Place], frame: _Frame) -> Iterator[str]:
+    if curve.form == "dots":
+        for p in places:
+            if p.values:
+                x, y = frame.x(p.middle), frame.y(p.values[1])
+                yield f'<circle class="dots" r="3" cx="{x:.1f}" cy="{y:.1f}"/>'
+        return
+    for there, some in groupby(places, lambda p: p.values is not None):
+        if there:
+            yield f'<path class="{curve.form}" d="{_path(curve, list(some), frame)}"/>'
+
+
+def _path(curve: Curve, places: list[Place], frame: _Frame) -> str:
+    """A line through the means, or there along the highest and back along the lowest."""
+    if curve.form != "spread":
+        return _through(places, 1, frame)
+    there, back = _through(places, 2, frame), _through(places[::-1], 0, frame)
+    return f"{there}L{back[1:]}"
+
+
+def _through(places: Iterable[Place], which: int, frame: _Frame) -> str:
+    points = [f"{frame.x(p.middle):.1f} {frame.y(p.values[which]):.1f}" for p in places if p.values]
+    return f"M{'L'.join(points)}" + ("h0" if len(points) == 1 else "")
+
+
+def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
+    """A tick on the axis for every mark, one for those that fall together."""
+    bottom = _HEIGHT - _BOTTOM
+    for x, some in groupby(chart.marks, lambda step: round(frame.x(step))):
+        steps = list(some)
+        said = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
+        told = escape(f"{chart.marked}: {said}")
+        yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{told}</title></path>'
+
+
+def _readings(chart: Chart, curves: list[tuple[Curve, list[Place]]], frame: _Frame) -> Iterator[str]:
+    """What a place tells when it is pointed at, without a script."""
+    told: dict[int, tuple[Place, list[str]]] = {}
+    for curve, places in curves:
+        for p in places:
+            key = round(frame.x(p.middle))
+            told.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.words)}")
+    keys = sorted(told)
+    for n, key in enumerate(keys):
+        left = (keys[n - 1] + key) / 2 if n else _LEFT
+        right = (key + keys[n + 1]) / 2 if n + 1 < len(keys) else _WIDTH - _RIGHT
+        place, lines = told[key]
+        steps = f"{place.first:,}" if place.first == place.last else f"{place.first:,} to {place.last:,}"
+        said = escape("\n".join([f"step {steps}", *lines]))
+        size = f'width="{max(0.0, right - left):.1f}" height="{_HEIGHT - _TOP - _BOTTOM:g}"'
+        yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{said}</title></rect>'
+
+
+def _reading(place: Place, curve: Curve, words: Callable[[float], str]) -> str:
+    if place.values is None:
+        return "not a number"
+    low, mean, high = place.values
+    if curve.form == "spread" and high > low:
+        return f"{words(low)} to {words(high)}"
+    return words(mean)

@@ -1,0 +1,123 @@
+"""`zfunc train --log-style deepspeed`: a training in the lines that DeepSpeed prints, for programs that read those.
+
+The invariant: wording, names and order are DeepSpeed's (0.19: `engine._report_progress`, `utils/timer.py`,
+`fp16/loss_scaler.py`); what it does not say is said in zfunc's own lines. They are printed, because its users
+redirect what is printed; a run folder is the same in either style.
+
+There a step is forward, then backward, then the optimizer. Here they overlap: `fwd`, `bwd` and `bwd_allreduce` are
+what those operations ran, and `step` is what is left of the step after the last of backward.
+"""
+
+from collections.abc import Iterator
+
+from attrs import define, field
+
+from zfunc.cli import console
+from zfunc.core.timeline import Timeline
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.loss_scale import LossScale
+from zfunc.train.deepspeed.convert import beside
+from zfunc.train.events import Event, Overflowed, Started, Stepped, Timed
+from zfunc.train.settings import LOG_EVERY
+from zfunc.viz.legend import verb_of
+
+WARM = 2  # steps that its running average leaves out
+RANK = "[Rank 0] "
+
+
+@define
+class DeepSpeedLines:
+    """A Screen: its lines for steps, overflows and times; those of `plain` for all else."""
+
+    plain: console.Plain
+    adam: AdamW = field(factory=AdamW)  # for its betas
+    every: int = LOG_EVERY
+    samples: int = 0  # of a step
+    parts: int = 1  # micro-batches of a step
+    skipped: int = 0
+    counted: int = 0  # steps seen here
+    seconds: float = 0.0  # of those that are not WARM
+    highest: int = 0  # bytes
+
+    def line(self, text: str) -> None:
+        """Print it at once."""
+        self.plain.line(text)
+
+    def show(self, event: Event) -> None:
+        """Print what is worth a line."""
+        match event:
+            case Stepped():
+                self._count(event)
+                for text in self._lines(event):
+                    self.line(text)
+            case Overflowed():
+                self.line(overflow_line(event.before, event.after))
+            case Timed():
+                self.line(time_line(event.timeline))
+            case _:
+                if isinstance(event, Started):
+                    self._begin(event)
+                self.plain.show(event)
+
+    def _begin(self, event: Started) -> None:
+        what = beside(event.settings)
+        self.adam, self.every = AdamW(**what.adam), what.steps_per_print or LOG_EVERY
+        self.skipped = event.skipped
+        self.samples, self.parts = event.settings.batch_size, event.settings.micro_batches
+
+    def _count(self, event: Stepped) -> None:
+        self.skipped += event.skipped
+        self.counted += 1
+        self.highest = max(self.highest, event.device_bytes or event.host_bytes)
+        if self.counted > WARM:
+            self.seconds += event.seconds
+
+    def _lines(self, event: Stepped) -> Iterator[str]:
+        if event.step % self.every == 0:
+            mom = self.adam.betas_at(max(1, event.step - self.skipped))
+            yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{mom}]"
+            yield RANK + self._speed(event)
+        if event.held_out is not None:
+            yield f"step {event.step}  {console.held_out_line(event.held_out, self.plain.unit)}"
+
+    def _speed(self, event: Stepped) -> str:
+        """Memory is the device's; the process's where the host is the device, as there."""
+        now = self.samples / event.seconds
+        average = self.samples * (self.counted - WARM) / self.seconds if self.seconds else now
+        memory = event.device_bytes or event.host_bytes
+        return (
+            f"epoch=0/micro_step={event.step * self.parts}/global_step={event.step}, "
+            f"RunningAvgSamplesPerSec={average}, CurrSamplesPerSec={now}, "
+            f"MemAllocated={memory / 2**30:.2f}GB, MaxMemAllocated={self.highest / 2**30:.2f}GB"
+        )
+
+
+def overflow_line(before: LossScale, after: LossScale) -> str:
+    """A step that was skipped, and what becomes of the loss scale.
+
+    >>> overflow_line(LossScale(scale=4.0, hysteresis=1), LossScale(scale=2.0, hysteresis=1))
+    '[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 4, reducing to 2'
+    """
+    if before.window == 0:
+        return "[deepspeed] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."
+    lead = f"[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {int(before.scale)}"
+    if before.left > 1:
+        return f"{lead}, but hysteresis is {before.left}. Reducing hysteresis to {before.left - 1}"
+    return f"{lead}, reducing to {int(after.scale)}"
+
+
+def time_line(timeline: Timeline) -> str:
+    """Where the time of a measured step went, in milliseconds."""
+    forward, backward = (_of(timeline, verb) for verb in ("forward", "backward"))
+    last = max((e.end for e in timeline.events if verb_of(e.op) == "backward"), default=0.0)
+    parts = {
+        "fwd": forward,
+        "bwd": backward,
+        "bwd_allreduce": timeline.seconds_of("network"),
+        "step": timeline.seconds - last,
+    }
+    return f"{RANK}time (ms)" + "".join(f" | {name}: {1e3 * seconds:.2f}" for name, seconds in parts.items())
+
+
+def _of(timeline: Timeline, verb: str) -> float:
+    return sum(e.seconds for e in timeline.events if verb_of(e.op) == verb)

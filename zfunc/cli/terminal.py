@@ -1,0 +1,118 @@
+"""What surrounds a command: signals that end it gently, its log as lines, and what a terminal may be shown."""
+
+import logging
+import os
+import signal
+import threading
+import unicodedata
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from attrs import define
+
+from zfunc.train.events import INTERRUPT, TERMINATED
+
+
+def printable(text: str) -> str:
+    r"""`text` without anything a terminal would obey: control and format characters are spelled out.
+
+    >>> printable("a\tb\x1b[2J")
+    'a    b\\x1b[2J'
+    """
+    shown = text.replace("\t", "    ")
+    return "".join(repr(c)[1:-1] if unicodedata.category(c)[0] == "C" else c for c in shown)
+
+
+@define
+class Asked:
+    """How the command is to end: `asked()` is "", INTERRUPT or TERMINATED, which is the stronger."""
+
+    how: str = ""
+    interrupts: int = 0
+
+    def __call__(self) -> str:
+        """What was asked for up to now."""
+        return self.how
+
+    def take(self, number: int) -> str:
+        """A signal has come. What is to be said of it, if anything; the second Ctrl-C raises KeyboardInterrupt."""
+        before = self.how
+        if number != signal.SIGINT:  # may well come twice: a launcher sends it, and who ends the launcher too
+            self.how = TERMINATED
+            return "" if before == TERMINATED else "terminated: stopping after this step"
+        self.interrupts += 1
+        if self.interrupts > 1:
+            raise KeyboardInterrupt
+        self.how = before or INTERRUPT
+        return "stopping after this step; once more stops at once"
+
+
+@contextmanager
+def interrupts(*, tell: bool) -> Iterator[Callable[[], str]]:
+    """Ctrl-C, SIGTERM and SIGHUP set what the context gives; the second Ctrl-C raises KeyboardInterrupt.
+
+    With `tell`, the first of each is answered on stderr. What handled the signals before does so again after the
+    context. SIGHUP stays ignored where it is, as nohup has it; when it comes because the terminal is gone, what is
+    printed from then on goes nowhere. In a thread other than the main one, which gets no signals, nothing changes.
+    """
+    seen = Asked()
+    terminals = [fd for fd in (1, 2) if os.isatty(fd)]
+
+    def handle(number: int, _frame: Any) -> None:
+        told = seen.take(number)
+        for fd in terminals:
+            if number == signal.SIGHUP and not os.isatty(fd):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
+        if told and tell:
+            with suppress(OSError):
+                os.write(
+                    2, f"{told}\n".encode()
+                )  # print is not safe here: the signal may have come inside one
+
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Printed(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        print(printable(record.getMessage()), flush=True)
+
+
+@contextmanager
+def logged() -> Iterator[None]:
+    """What zfunc logs, such as what it chose by itself, is printed in this context."""
+    log, handler = logging.getLogger("zfunc"), _Printed()
+    level, propagate = log.level, log.propagate
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+        log.propagate = propagate
+
+
+def size(nbytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> size(900), size(3 << 20), size(40e9)
+    ('900 B', '3.0 MiB', '37.3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError

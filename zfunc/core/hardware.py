@@ -1,0 +1,170 @@
+"""What a machine does in a second, what it has room for, and what its resources get in each other's way over.
+
+The invariant: a value that exists can be computed with: every rate is positive and finite, every share above 0 and
+at most 1, every tier one that holds bytes of its own. No operation is known by name: its time follows from its kind
+and its declared work.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from attrs import field, frozen, validators
+
+from zfunc.core.graph import KINDS, Kind, Op, Tier
+from zfunc.errors import nearest
+
+CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is host memory
+
+
+@frozen
+class Measured:
+    """The `seconds` that an operation of this kind, with these FLOPs and bytes, took on the machine, alone."""
+
+    kind: Kind = field(validator=validators.in_(KINDS))
+    flops: int
+    nbytes: int
+    seconds: float
+
+    def __attrs_post_init__(self) -> None:
+        """Work is 0 or more, and nothing takes no time."""
+        if self.flops < 0 or self.nbytes < 0 or not 0 < self.seconds < math.inf:
+            raise ValueError(
+                f"got {self}, expected FLOPs and bytes of 0 or more and seconds above 0: measure it again"
+            )
+
+
+def _dict(given: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(given)
+
+
+def _shares(given: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, float]]:
+    return {resource: dict(of) for resource, of in given.items()}
+
+
+@frozen
+class Hardware:
+    """What a machine does in a second, and what it has room for.
+
+    `flops` is FLOP/s, as reached, not as advertised; `rates` are the bytes an operation of each kind moves a second
+    (B/s). `latency` is what starting an operation costs, in seconds; `latencies` says it for kinds that differ.
+    `handoff` is what passes, in seconds, between the end of an operation and the start of
+    one on another lane that waits for it: a thread has to be woken, or an event to be seen.
+
+    `memory` is the bytes there are on the tiers "device", "host" (pinned and pageable together) and "disk"; a tier
+    that is not in it has no limit that is known. On a `unified` machine the device is the host, and its bytes come
+    out of the host's too.
+
+    `shared` names resources that several kinds compete for, with the share that an operation of a kind takes of one
+    while it runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
+    `measured` are operations whose time is known.
+
+    Raises ValueError for a rate that is missing, zero or negative, a share outside (0, 1], an unknown kind or tier.
+
+    >>> Hardware("unit", flops=10.0, rates={**ROUND.rates, "compute": 5.0}, latency=1.0).seconds(
+    ...     Op("work", (), "compute", flops=20, nbytes=15)
+    ... )
+    6.0
+    """
+
+    name: str
+    flops: float
+    rates: Mapping[Kind, float] = field(converter=_dict, hash=False)
+    latency: float = 10e-6
+    handoff: float = 0.0
+    latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
+    memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
+    unified: bool = False
+    shared: Mapping[str, Mapping[Kind, float]] = field(
+        factory=dict[str, Mapping[Kind, float]], converter=_shares, hash=False
+    )
+    measured: tuple[Measured, ...] = field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        """Check every figure."""
+        rates: dict[str, float] = {"flops": self.flops, **{k: self.rates.get(k, 0.0) for k in KINDS}}
+        for what, rate in rates.items():
+            if not 0 < rate < math.inf:
+                self._refuse(f"a {what} rate of {rate}", "a positive number a second: give one")
+        for latency in (self.latency, self.handoff, *self.latencies.values()):
+            if not 0 <= latency < math.inf:
+                self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
+        self._check_names("rates", self.rates, KINDS)
+        self._check_names("latencies", self.latencies, KINDS)
+        self._check_names("memory", self.memory, CAPACITIES)
+        for tier, nbytes in self.memory.items():
+            if not 0 < nbytes < math.inf:
+                self._refuse(f"{nbytes} bytes on the tier {tier}", "more than 0: leave it out if not known")
+        for resource, of in self.shared.items():
+            self._check_names(f"shared {resource!r}", of, KINDS)
+            for kind, share in of.items():
+                if not 0 < share <= 1:
+                    self._refuse(
+                        f"a share of {share} of {resource!r} for {kind}",
+                        "above 0 and at most 1: it is what one operation alone takes; leave out what takes none",
+                    )
+
+    def _check_names(self, what: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
+        for name in given:
+            if name not in known:
+                hint = nearest(str(name), list(known)) or ": use one of them"
+                self._refuse(f"{name!r} in {what}", f"only {', '.join(known)}{hint}")
+
+    def _refuse(self, got: str, expected: str) -> None:
+        raise ValueError(f"{self.name}: got {got}, expected {expected}")
+
+    def seconds(self, op: Op) -> float:
+        """How long `op` takes alone: as measured; where its FLOPs lie between those of measured operations of its
+        kind, in proportion to them (both on a log scale); otherwise latency, plus arithmetic, plus bytes."""
+        if self.measured:
+            if (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
+                return known
+            if op.flops and (curve := self._curves.get(op.kind)):
+                return _interpolated(op.flops, curve)
+        latency = self.latencies.get(op.kind, self.latency)
+        return latency + op.flops / self.flops + op.nbytes / self.rates[op.kind]
+
+    @cached_property
+    def _known(self) -> dict[tuple[Kind, int, int], float]:
+        return {(m.kind, m.flops, m.nbytes): m.seconds for m in self.measured}
+
+    @cached_property
+    def _curves(self) -> dict[Kind, list[tuple[int, float]]]:
+        """For each kind the measured (FLOPs, seconds), in order; one for each number of FLOPs."""
+        curves: dict[Kind, dict[int, float]] = {}
+        for m in self.measured:
+            if m.flops:
+                curves.setdefault(m.kind, {})[m.flops] = m.seconds
+        return {kind: sorted(points.items()) for kind, points in curves.items()}
+
+    def lacking(self, needed: Mapping[Tier, int]) -> dict[Tier, int]:
+        """Of bytes `needed` on each tier, those there is no room for; empty where everything fits.
+
+        >>> Hardware("small", flops=1.0, rates=ROUND.rates, memory={"host": 10}).lacking({"host": 8, "pinned": 5})
+        {'host': 3}
+        """
+        wanted: dict[Tier, int] = {tier: needed.get(tier, 0) for tier in CAPACITIES}
+        wanted["host"] += needed.get("pinned", 0) + (wanted["device"] if self.unified else 0)
+        there = self.memory
+        return {tier: n - there[tier] for tier, n in wanted.items() if tier in there and n > there[tier]}
+
+
+def _interpolated(work: int, curve: list[tuple[int, float]]) -> float:
+    """Seconds for `work` between its neighbours on `curve`; beyond the ends, at the rate of the last one."""
+    at = bisect_left(curve, (work, 0.0))
+    if at in (0, len(curve)):
+        nearest_work, seconds = curve[min(at, len(curve) - 1)]
+        return seconds * work / nearest_work
+    (low, fast), (high, slow) = curve[at - 1], curve[at]
+    share = math.log(work / low) / math.log(high / low)
+    return fast * (slow / fast) ** share
+
+
+ROUND = Hardware(
+    "round numbers",
+    flops=200e12,
+    rates={"compute": 2e12, "network": 20e9, "d2h": 20e9, "h2d": 20e9, "host": 100e9, "disk": 4e9},
+)
+"""Figures of the order of a data-centre GPU and its host, to draw with: neither measured nor advertised."""

@@ -1,0 +1,164 @@
+"""How many bytes a plan needs on each tier, and at which operation that is.
+
+The invariant: an upper bound for every timing the plan allows. A kept region counts always. Any other counts
+at an operation unless it is certain to be gone before (all its accesses finished) or to come later (none
+began). An operation's workspace counts where it may run beside the others.
+"""
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+
+from attrs import frozen
+
+from zfunc.core.graph import TIERS, Graph, Region, Tier
+from zfunc.core.plan import Clock, Plan, happens_before
+
+
+@frozen
+class Peak:
+    """Bytes on one tier: `kept` all the time, `transient` more at `op`, where the peak is ("" if nowhere)."""
+
+    tier: Tier
+    kept: int
+    transient: int
+    op: str
+
+    @property
+    def nbytes(self) -> int:
+        """The peak in bytes."""
+        return self.kept + self.transient
+
+
+def memory(plan: Plan) -> dict[Tier, Peak]:
+    """The peak of every tier, in bytes: enough for every timing that the plan allows.
+
+    >>> from zfunc.core.graph import Graph, Op
+    >>> from zfunc.core.plan import build
+    >>> x, y = Region("x", nbytes=8), Region("y", nbytes=4)
+    >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
+    >>> memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
+    Peak(tier='device', kept=0, transient=112, op='use')
+    """
+    always = kept(plan.graph)
+    at = _highest(plan, happens_before(plan), _lifetimes(plan))
+    transient = {tier: (highest.nbytes, highest.op) for tier, highest in at.items()}
+    return {tier: Peak(tier, always[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
+
+
+def kept(graph: Graph) -> dict[Tier, int]:
+    """Bytes of what is there from step to step, by tier: no schedule needs less."""
+    found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for r in graph.regions:
+        found[r.tier] += r.nbytes if r.kept else 0
+    return found
+
+
+def held(plan: Plan) -> dict[Tier, dict[str, int]]:
+    """What makes up the peak of every tier: bytes by buffer, the most first; they add up to `Peak.nbytes`.
+
+    >>> from zfunc.core.graph import Graph, Op
+    >>> from zfunc.core.plan import build
+    >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, kept=True)
+    >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
+    >>> held(build(Graph(ops), {"gpu": [0, 1]}))["device"]
+    {'workspace': 100, 'x': 8, 'y': 4}
+    """
+    found: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}
+
+    def count(tier: Tier, buffer: str, nbytes: int) -> None:
+        found[tier][buffer] = found[tier].get(buffer, 0) + nbytes
+
+    for r in plan.graph.regions:
+        if r.kept:
+            count(r.tier, r.buffer, r.nbytes)
+    clocks, lifetimes = happens_before(plan), _lifetimes(plan)
+    at = _highest(plan, clocks, lifetimes)
+    for life in lifetimes:
+        start, stop = _span(plan, clocks, at[life.tier].lane, life)
+        if start <= at[life.tier].moment < stop:
+            count(life.tier, life.buffer, life.nbytes)
+    return {tier: dict(sorted(of.items(), key=lambda item: -item[1])) for tier, of in found.items()}
+
+
+@frozen
+class _Lifetime:
+    """Something that comes and goes, and the operations that access it; the first is the one that allocates it."""
+
+    buffer: str
+    tier: Tier
+    nbytes: int
+    accesses: tuple[int, ...]
+
+
+@frozen
+class _Highest:
+    """The largest sum of what may be alive together: at a moment of one lane, just before `op` there ends."""
+
+    nbytes: int
+    lane: int
+    moment: int  # 0 is before the lane's first operation starts, n after that of its n-th
+    op: str
+
+
+def _lifetimes(plan: Plan) -> list[_Lifetime]:
+    accesses: dict[Region, list[int]] = {}
+    found: list[_Lifetime] = []
+    for i, op in enumerate(plan.graph):
+        for r in op.regions:
+            if not r.kept:
+                accesses.setdefault(r, []).append(i)
+        if op.workspace:
+            found.append(_Lifetime("workspace", "device", op.workspace, (i,)))
+    return found + [_Lifetime(r.buffer, r.tier, r.nbytes, tuple(ops)) for r, ops in accesses.items()]
+
+
+def _highest(plan: Plan, clocks: Mapping[int, Clock], lifetimes: Sequence[_Lifetime]) -> dict[Tier, _Highest]:
+    """Of every tier on which something comes and goes.
+
+    Every moment lies between the starts of two neighbours on any one lane, before the first or after the last,
+    so the maximum over these of one lane is a bound. All lanes bound the same thing; the tightest counts.
+    """
+    changes: dict[Tier, list[list[int]]] = {}
+    for life in lifetimes:
+        lanes = changes.setdefault(life.tier, [[0] * (len(lane.ops) + 2) for lane in plan.lanes])
+        for n, deltas in enumerate(lanes):
+            start, stop = _span(plan, clocks, n, life)
+            deltas[start] += life.nbytes
+            deltas[stop] -= life.nbytes
+    return {
+        tier: min(
+            (_highest_of(plan, n, deltas) for n, deltas in enumerate(lanes) if plan.lanes[n].ops),
+            key=lambda at: (at.nbytes, at.op),
+        )
+        for tier, lanes in changes.items()
+    }
+
+
+def _highest_of(plan: Plan, lane: int, deltas: list[int]) -> _Highest:
+    ops = plan.lanes[lane].ops
+    alive = list(accumulate(deltas))
+    moment = alive.index(max(alive))
+    return _Highest(alive[moment], lane, moment, plan.graph.ops[ops[max(0, moment - 1)]].name)
+
+
+def _span(plan: Plan, clocks: Mapping[int, Clock], lane: int, life: _Lifetime) -> tuple[int, int]:
+    """The moments of a lane, from the first to before the last, at which something may be alive."""
+    return clocks[life.accesses[0]][lane] + 1, _first_after(plan, clocks, lane, life.accesses) + 1
+
+
+def _first_after(plan: Plan, clocks: Mapping[int, Clock], lane: int, accesses: Sequence[int]) -> int:
+    """The first position on `lane` whose operation starts after every access has finished."""
+    last: dict[int, int] = {}
+    for a in accesses:
+        there, p = plan.place[a]
+        last[there] = max(p, last.get(there, -1))
+    ops = plan.lanes[lane].ops
+    low, high = last.get(lane, -1) + 1, len(ops)
+    while low < high:  # what an operation knows to be finished only grows along its lane
+        middle = (low + high) // 2
+        known = clocks[ops[middle]]
+        if all(there == lane or known[there] >= p for there, p in last.items()):
+            high = middle
+        else:
+            low = middle + 1
+    return low

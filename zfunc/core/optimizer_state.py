@@ -1,0 +1,63 @@
+"""What a step keeps on the host of every parameter: one table of buffers for each choice of moments. No torch here.
+
+The invariant: a buffer's elements follow the layout, one for each parameter or one for each block of 64, so a
+slice of the layout that begins on its alignment is a slice of every buffer.
+"""
+
+from typing import Literal
+
+from attrs import frozen
+
+from zfunc.core.layout import ALIGNMENT
+
+Moments = Literal["fp32", "16bit", "8bit"]
+SizedType = Literal["fp32", "bf16", "int16", "uint8"]
+BYTES: dict[SizedType, int] = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
+
+
+@frozen
+class Buffer:
+    """A buffer of the optimizer's state: its element type, and how many parameters share an element."""
+
+    name: str
+    dtype: SizedType
+    shared: int = 1
+
+    def numel(self, parameters: int) -> int:
+        """Elements for so many parameters, a multiple of what an element is shared by."""
+        return parameters // self.shared
+
+    def nbytes(self, parameters: int) -> int:
+        """Bytes for so many parameters."""
+        return self.numel(parameters) * BYTES[self.dtype]
+
+
+_SPLIT = (Buffer("master_high", "bf16"), Buffer("master_low", "int16"))
+
+BUFFERS: dict[Moments, tuple[Buffer, ...]] = {
+    "fp32": (Buffer("master", "fp32"), Buffer("exp_avg", "fp32"), Buffer("exp_avg_sq", "fp32")),
+    "16bit": (*_SPLIT, Buffer("exp_avg", "bf16"), Buffer("exp_avg_sq", "bf16")),
+    "8bit": (
+        *_SPLIT,
+        Buffer("exp_avg", "uint8"),
+        Buffer("exp_avg_sq", "uint8"),
+        Buffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
+    ),
+}
+"""The state kept for each choice of moments: 12, 8 and 6.03 bytes a parameter."""
+
+Stored = Literal["fp32", "16bit", "8bit", "8bit-1"]
+STORED: dict[Stored, tuple[Buffer, ...]] = {
+    **BUFFERS,
+    "8bit-1": (
+        *_SPLIT,
+        Buffer("exp_avg", "uint8"),
+        Buffer("exp_avg_sq", "uint8"),
+        Buffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
+        Buffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
+    ),
+}
+"""What a checkpoint may hold: these, and the first 8-bit moments, which are read and no longer written."""
+
+HIGH_HALF = _SPLIT[0].name
+"""Of a split master: the bf16 that goes to the device, where that computes in bf16."""

@@ -1,0 +1,379 @@
+"""When each operation happens: lanes, the order on each, and the waits between them.
+
+A `Plan` is a graph, an order of its operations on FIFO lanes, and for each operation the operations on other
+lanes it waits for. The invariant: `build` keeps a wait only if nothing else implies it, so deleting any one
+breaks a dependency. A plan prints as text and parses back; its digest is how two processes tell they agree.
+
+Called, as `zfunc.plan(...)`, this module plans a whole training step: see `zfunc.planner.plan_step.plan`.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from operator import index
+from typing import Any, cast
+
+from attrs import field, frozen
+
+from zfunc.core.graph import Graph, Op, Region
+
+# For each lane the position of the last operation known to have finished, -1 if none.
+Clock = tuple[int, ...]
+
+
+class PlanError(ValueError):
+    """A plan that cannot run, or would run to another result. The message shows the plan, marked."""
+
+
+def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
+    """A converter to a tuple of plain ints, for what a schedule says of operations."""
+
+    def convert(given: Any) -> tuple[int, ...]:
+        try:
+            return tuple(map(index, given))
+        except TypeError:
+            raise PlanError(
+                f"{what}: got {given!r:.200}, expected positions of operations in the graph, as whole numbers: "
+                "[i for i, op in enumerate(graph) if ...]"
+            ) from None
+
+    return convert
+
+
+_waits = _positions("waits of an operation")
+
+
+def _all_waits(given: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(given, Iterable):
+        raise PlanError(
+            f"waits: got {given!r:.200}, expected the waits of each operation: make a plan with build"
+        )
+    return tuple(map(_waits, cast("Iterable[Any]", given)))
+
+
+def _lanes(given: Any) -> tuple["Lane", ...]:
+    lanes = tuple(cast("Iterable[Any]", given)) if isinstance(given, Iterable) else (given,)
+    if strangers := [x for x in lanes if not isinstance(x, Lane)]:
+        raise PlanError(
+            f"lanes: got {strangers[0]!r:.200}, expected a zfunc.core.plan.Lane: make a plan with build"
+        )
+    return lanes
+
+
+@frozen
+class Lane:
+    """A FIFO resource: operations, by position in the graph, in the order they run.
+
+    Raises PlanError for a name that is none in the text of a plan, or positions that are no whole numbers.
+    """
+
+    name: str = field()
+    ops: tuple[int, ...] = field(converter=_positions("operations of a lane"))
+
+    @name.validator  # pyright: ignore
+    def _check_name(self, _: object, name: Any) -> None:
+        if not isinstance(name, str) or name.split() != [name]:
+            raise PlanError(f"lane: got the name {name!r}, expected a word, without spaces")
+
+
+@frozen
+class Plan:
+    """A graph put on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
+
+    Make one with `build`; `zfunc.core.verifier.verify` says whether it is right. Raises PlanError for other types.
+    """
+
+    graph: Graph = field()
+    lanes: tuple[Lane, ...] = field(converter=_lanes)
+    waits: tuple[tuple[int, ...], ...] = field(converter=_all_waits)
+
+    @graph.validator  # pyright: ignore
+    def _check_graph(self, _: object, graph: Any) -> None:
+        if not isinstance(graph, Graph):
+            raise PlanError(f"plan: got {graph!r:.200}, expected the graph that the schedule was handed")
+
+    @cached_property
+    def place(self) -> dict[int, tuple[int, int]]:
+        """For each operation, the number of its lane and its position there."""
+        return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
+
+    @property
+    def num_waits(self) -> int:
+        """How many cross-lane waits there are."""
+        return sum(map(len, self.waits))
+
+    def text(self) -> str:
+        """The whole plan as text: regions, operations in serial order, lanes with their waits."""
+        return "\n".join(_lines(self)) + "\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the text: equal plans, equal digests."""
+        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        return "\n".join(_lane_lines(self))
+
+
+def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
+    """Put `graph` on `lanes` (name to positions of its operations, in order) and derive the waits.
+
+    Waits are the conflicting pairs that cross lanes, less those implied by lane order and other waits: the
+    transitive reduction, found with one vector clock an operation. Raises PlanError if the order deadlocks, and
+    for an operation that is there twice or that the graph does not have.
+
+    >>> x = Region("x")
+    >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
+    >>> print(build(graph, {"gpu": [0], "cpu": [1]}))
+    lane gpu
+      make
+    lane cpu
+      use  after make
+    """
+    if not isinstance(lanes, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PlanError(
+            f"build: got {lanes!r:.200}, expected lanes by name: {{'gpu': positions, 'cpu': positions}}"
+        )
+    order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
+    for problem in misplaced(order):
+        raise PlanError(problem)
+    needs = graph.predecessors
+    clocks: dict[int, Clock] = {}
+    waits: list[tuple[int, ...]] = [()] * len(graph)
+    for op in in_order(order, needs):
+        waits[op] = _needed(op, needs[op], clocks, order)
+        clocks[op] = _tick(order, op, waits[op], clocks)
+    return Plan(graph, order.lanes, tuple(waits))
+
+
+def misplaced(plan: Plan) -> Iterator[str]:
+    """What is wrong with lanes alone: operations that the graph does not have, or that are there more than once."""
+    expected = "expected every operation of the graph once"
+    times = Counter(op for lane in plan.lanes for op in lane.ops)
+    for i in sorted(times.keys() - range(len(plan.graph))):
+        names = ", ".join(lane.name for lane in plan.lanes if i in lane.ops)
+        yield (
+            f"got operation number {i} on a lane ({names}), {expected}. Correct the schedule's lanes: there are "
+            f"{len(plan.graph)}, and the first is number 0"
+        )
+    for i, op in enumerate(plan.graph):
+        if times[i] > 1:
+            on = " and ".join(lane.name for lane in plan.lanes for x in lane.ops if x == i)
+            writes = ", ".join(map(str, op.writes)) or "nothing"
+            yield (
+                f"{op.name}: got it on the lanes {times[i]} times, {expected}. Correct the schedule's lanes: leave "
+                f"it on one of {on}, or it writes {writes} again:\n{marked(plan, [i])}"
+            )
+    for name, count in Counter(lane.name for lane in plan.lanes).items():
+        if count > 1:
+            yield f"got {count} lanes named {name}, expected names of their own: a lane is one thread or stream"
+
+
+def happens_before(plan: Plan) -> dict[int, Clock]:
+    """The vector clock of every operation, from lane order and waits alone.
+
+    `a` is sure to finish before `b` starts exactly if `clocks[b][lane of a] >= position of a`, for `a != b`.
+    """
+    clocks: dict[int, Clock] = {}
+    for op in in_order(plan, plan.waits):
+        clocks[op] = _tick(plan, op, plan.waits[op], clocks)
+    return clocks
+
+
+def in_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
+    """Every operation after the one before it on its lane and after all of `needs[op]`.
+
+    Raises PlanError, naming the operations that wait for each other, if there is no such order.
+    """
+    place = plan.place
+    pending = {op: sum(n in place for n in needs[op]) + (p > 0) for op, (_, p) in place.items()}
+    unlocks: dict[int, list[int]] = {}
+    for op, (lane, p) in place.items():
+        for n in needs[op]:
+            unlocks.setdefault(n, []).append(op)
+        if p > 0:
+            unlocks.setdefault(plan.lanes[lane].ops[p - 1], []).append(op)
+    ready = [op for op in reversed(place) if pending[op] == 0]
+    while ready:
+        op = ready.pop()
+        del pending[op]
+        yield op
+        for after in unlocks.get(op, ()):
+            pending[after] -= 1
+            if pending[after] == 0:
+                ready.append(after)
+    if pending:
+        raise PlanError(_deadlock(plan, needs, pending))
+
+
+def _needed(op: int, needs: Sequence[int], clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
+    lane, position = order.place[op]
+    known = clocks[order.lanes[lane].ops[position - 1]] if position else (-1,) * len(order.lanes)
+    latest: dict[int, int] = {}  # lane -> position of the last operation needed from it and not known done
+    for there, p in (order.place[n] for n in needs if n in order.place):
+        if there != lane and p > known[there]:
+            latest[there] = max(p, latest.get(there, -1))
+    needed = {there: order.lanes[there].ops[p] for there, p in sorted(latest.items())}
+    # Two of these cannot imply each other, so dropping every implied one at once is safe.
+    return tuple(
+        n
+        for there, n in needed.items()
+        if not any(clocks[m][there] >= latest[there] for m in needed.values() if m != n)
+    )
+
+
+def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]) -> Clock:
+    lane, position = plan.place[op]
+    clock = clocks[plan.lanes[lane].ops[position - 1]] if position else (-1,) * len(plan.lanes)
+    for n in waits:
+        if n in clocks:
+            clock = tuple(map(max, clock, clocks[n]))
+    return (*clock[:lane], position, *clock[lane + 1 :])
+
+
+def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
+    """Walk from a stuck operation to one it is stuck behind, until one comes again: that is the cycle."""
+    op = next(iter(pending))
+    path: list[int] = []
+    while op not in path:
+        path.append(op)
+        lane, p = plan.place[op]
+        behind = [n for n in needs[op] if n in pending]
+        op = behind[0] if behind else plan.lanes[lane].ops[p - 1]
+    cycle = [*path[path.index(op) :], op]
+    names = " waits for ".join(plan.graph.ops[i].name for i in cycle)
+    why = "; ".join(_why(plan, a, b, waits=b in needs[a]) for a, b in pairwise(cycle))
+    return (
+        f"deadlock: {names}. Got an order in which none of these can be first ({why}), expected every operation "
+        f"after those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
+    )
+
+
+def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
+    """What makes `op` come after `behind`: the lane they share, or a wait, mostly because of a region."""
+    name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
+    lane, there = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
+    if not waits:
+        return f"{name} is after {before} on lane {lane}"
+    of = (c.region for c in plan.graph.conflicts if (c.before, c.after) == (behind, op))
+    region = next((f" because of {r}" for r in of), "")
+    return f"{name} (lane {lane}) waits for {before} (lane {there}){region}"
+
+
+def marked(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
+    """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan.
+
+    An operation that is `missing` has a line with "+>" where its kind and the graph's order would have it.
+    """
+    names = {f"  {plan.graph.ops[i].name}" for i in ops}
+    lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
+    if missing is not None:
+        lines.insert(_line_for(plan, missing), f"+>  {plan.graph.ops[missing].name}  is missing")
+    if len(lines) <= 60:
+        return "\n".join(lines)
+    hits = [i for i, line in enumerate(lines) if line.startswith(("->", "+>"))]
+    near = [i for i, line in enumerate(lines) if "  lane " in line or any(abs(i - h) <= 2 for h in hits)]
+    shown: list[str] = []
+    for i, previous in zip(near, [-1, *near], strict=False):
+        shown += [*(["    ..."] if i > previous + 1 else []), lines[i]]
+    return "\n".join(shown)
+
+
+def lane_for(plan: Plan, op: int) -> Lane | None:
+    """The lane that has most operations of the same kind; None if no lane has any."""
+    kind, ops = plan.graph.ops[op].kind, plan.graph.ops
+    alike = {n: sum(ops[i].kind == kind for i in lane.ops) for n, lane in enumerate(plan.lanes)}
+    best = max(alike, key=lambda n: alike[n], default=-1)
+    return plan.lanes[best] if best >= 0 and alike[best] else None
+
+
+def _line_for(plan: Plan, op: int) -> int:
+    """The number of the line before which `op` belongs."""
+    lane, line = lane_for(plan, op), 0
+    for other in plan.lanes:
+        line += 1
+        line += sum(i < op for i in other.ops) if other is lane else len(other.ops)
+        if other is lane:
+            break
+    return line
+
+
+def _lane_lines(plan: Plan) -> Iterator[str]:
+    names = [op.name for op in plan.graph.ops]
+    for lane in plan.lanes:
+        yield f"lane {lane.name}"
+        for i in lane.ops:
+            after = " ".join(names[n] for n in plan.waits[i])
+            yield f"  {names[i]}  after {after}" if after else f"  {names[i]}"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield "zfunc plan 1"
+    for r in plan.graph.regions:
+        kept = [*(["kept"] if r.kept else []), *([r.dtype] if r.dtype else [])]
+        yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
+    for op in plan.graph.ops:
+        work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace") if (v := getattr(op, k))]
+        yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
+    yield from _lane_lines(plan)
+
+
+def parse(text: str) -> Plan:
+    """The plan that `Plan.text` printed. Raises ValueError, with the line, for text that is not one.
+
+    >>> plan = build(Graph((Op("make", (), "compute", writes=(Region("x"),)),)), {"gpu": [0]})
+    >>> parse(plan.text()) == plan
+    True
+    """
+    regions: dict[str, Region] = {}
+    ops: list[Op] = []
+    position: dict[str, int] = {}
+    lanes: list[tuple[str, list[int]]] = []
+    waits: dict[int, tuple[int, ...]] = {}
+
+    def region(words: list[str]) -> None:
+        name, nbytes, tier, *rest = words
+        kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
+        regions[name] = Region(*_split(name), int(nbytes), _any(tier), kept, _any(*dtype))
+
+    def op(words: list[str]) -> None:
+        colon, arrow = words.index(":"), words.index("->")
+        verb, index = _split(words[0])
+        work = {k: int(v) for k, v in (word.split("=") for word in words[2:colon])}
+        reads = tuple(regions[w] for w in words[colon + 1 : arrow])
+        writes = tuple(regions[w] for w in words[arrow + 1 :])
+        position[words[0]] = len(ops)
+        ops.append(Op(verb, index, _any(words[1]), reads, writes, **work))
+
+    def lane(words: list[str]) -> None:
+        lanes.append((words[0], []))
+
+    def step(words: list[str]) -> None:
+        i = position[words[0]]
+        lanes[-1][1].append(i)
+        waits[i] = tuple(position[name] for name in words[2:])
+
+    readers: dict[str, Callable[[list[str]], None]] = {"region": region, "op": op, "lane": lane}
+    first, *lines = text.splitlines() or [""]
+    if first != "zfunc plan 1":
+        raise ValueError(f"got {first!r} as the first line, expected 'zfunc plan 1': give the text of a plan")
+    for number, line in enumerate(lines, start=2):
+        word, *rest = line.split() or [""]
+        try:
+            step([word, *rest]) if line.startswith("  ") else readers[word](rest)
+        except (KeyError, ValueError, IndexError, TypeError) as error:
+            raise ValueError(f"line {number} of the plan cannot be read: {line!r} ({error!r})") from error
+    graph = Graph(tuple(ops))
+    return Plan(graph, tuple(Lane(*made) for made in lanes), tuple(waits.get(i, ()) for i in range(len(ops))))
+
+
+def _split(name: str) -> tuple[str, tuple[int, ...]]:
+    buffer, _, index = name.rstrip("]").partition("[")
+    return buffer, tuple(int(i) for i in index.split(",") if i)
+
+
+def _any(value: object) -> Any:
+    """A word that the value it goes into checks itself."""
+    return value

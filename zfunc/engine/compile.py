@@ -1,0 +1,332 @@
+"""`compile`: segments and settings become a Program, planned and verified before anything is allocated.
+
+The invariant: everything about the arguments is checked here, once, with what was got, what was expected and
+what to do; nothing below checks again.
+"""
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from attrs import evolve
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from zfunc import schedules
+from zfunc.core.layout import Layout, Parameter
+from zfunc.engine.jobs import check_recipe, make_job, one_of
+from zfunc.engine.offload_ratio import said, with_what_fits
+from zfunc.engine.program import Cache, Precision, Program, Recipe, Schedule, make_plan, recipe_of, specialize
+from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
+from zfunc.engine.stage_context import SegmentCall, Stage
+from zfunc.engine.stages import STAGES
+from zfunc.engine.vjp import RECOMPUTE, Passes, Recompute, passes
+from zfunc.errors import nearest
+from zfunc.optim.adamw import AdamW
+from zfunc.optim.buffer_checks import no_inference_mode
+from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.executor import Executor
+from zfunc.runtime.thread_budget import default_threads
+from zfunc.values import number, of_type, truth
+
+log = logging.getLogger("zfunc")
+
+
+def compile(
+    segments: Sequence[Segment],
+    *,
+    optimizer: AdamW | None = None,
+    schedule: Schedule | str | None = None,
+    precision: Precision = "bf16",
+    clip_norm: float | None = None,
+    micro_batches: int = 1,
+    bucket_size: int = 50_000_000,
+    device: torch.device | str | None = None,
+    group: Any = None,
+    stage: Literal[1, 2] = 2,
+    recompute: Recompute = "all",
+    compile_segments: bool = False,
+    grad_slots: int = 2,
+    host_slots: int = 2,
+    offload_ratio: float | Literal["auto"] = 1.0,
+    speculate: int = 0,
+    delay_from: int | None = None,
+    recipe: Recipe | None = None,
+    example: tuple[Any, Any] | None = None,
+    stages: dict[str, Stage] | None = None,
+    patience: float = 600.0,
+) -> Program:
+    """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
+
+    - `schedule`: anything callable `Graph -> Plan`, or the name of a class in `zfunc.schedules`; by default
+      `Overlapped()`.
+    - `precision`: of parameters and gradients on the device; master weights are fp32 always. "fp16" trains with
+      dynamic loss scaling.
+    - `clip_norm`: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; a barrier before Adam.
+    - `micro_batches`: equal parts of a batch, accumulated in fp32; 65,536 at most.
+    - `bucket_size`: elements of a bucket; `grad_slots` of them are on the device, `host_slots` in pinned memory.
+    - `recompute`: what backward computes again: "all" (a segment keeps only its input), "none" (it keeps all
+      that autograd would), or "min-cut" (it keeps the residuals that are cheapest to keep).
+    - `compile_segments`: put every distinct segment through `torch.compile`.
+    - `group`: the ranks to train with, a `torch.distributed` process group; None is the default group where there
+      is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
+    - `stage`: of ZeRO. 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device in full, in
+      the compute precision, and reduces once.
+    - `offload_ratio`: the share of the optimizer's state that is on the host. The rest stays on the device, in
+      whole buckets (there are more of them then), and is updated there. "auto": as much stays as fits, with
+      `example`.
+    - `speculate`: of so many buckets the update does not wait for the norm, with clipping or fp16: it goes into a
+      shadow, as if nothing were clipped or skipped, and is made again if that was wrong. The bits are the same, and
+      more host memory is needed.
+    - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
+      (`zfunc.flush` applies the last one). It changes what is trained. What stays on the device is not delayed.
+    - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
+    - `recipe`: what a step does, as operations in serial order: `zfunc.core.recipes.zero_offload`, or one of your
+      own. New operations need a function each in `stages`.
+    - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
+
+    Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
+    """
+    no_inference_mode("compile")
+    segments = _checked(segments)
+    optimizer = AdamW() if optimizer is None else optimizer
+    of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+    of_type(
+        "stages",
+        {} if stages is None else stages,
+        Mapping,
+        "a dict of functions by verb, or None: pass {verb: function}",
+    )
+    one_of("recompute", recompute, list(RECOMPUTE))
+    truth("compile_segments", compile_segments)
+    patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
+    ranks = _ranks(group)
+    if compile_segments and recompute == "none":
+        raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+    if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):
+        raise TypeError(
+            f"recipe: got {recipe!r}, expected a function Job -> operations, as zfunc.core.recipes.zero_offload"
+        )
+    if recipe is not None and delay_from is not None:
+        raise ValueError(
+            "recipe: got one with delay_from, expected one of the two: a delayed step has its own"
+        )
+    if offload_ratio == "auto" and example is None:
+        raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
+    where = pick_device(device)
+    default_threads()  # decided, and said in the log, before any lane runs
+    job = make_job(
+        segments,
+        optimizer,
+        precision=precision,
+        clip_norm=clip_norm,
+        micro_batches=micro_batches,
+        bucket_size=bucket_size,
+        recompute=recompute,
+        stage=stage,
+        world=ranks.world,
+        grad_slots=grad_slots,
+        host_slots=host_slots,
+        offload_ratio=offload_ratio,
+        speculate=speculate,
+        delay_from=delay_from,
+        on_gpu=where.type == "cuda",
+    )
+    chosen, functions = _schedule(schedule), {**STAGES, **(stages or {})}
+    if recipe is not None:
+        check_recipe(recipe, job, functions)
+    recipe = recipe or recipe_of(job)
+    program = Program(
+        segments=segments,
+        calls=_calls(segments, job.layout, recompute, compile_segments, where),
+        layout=job.layout,
+        optimizer=optimizer,
+        schedule=chosen,
+        precision=precision,
+        clip_norm=None if clip_norm is None else float(clip_norm),
+        micro_batches=micro_batches,
+        device=where,
+        recompute=recompute,
+        job=job,
+        plan=make_plan(job, chosen, recipe),
+        stages=functions,
+        executor=Executor(where, patience=patience),
+        cache=Cache(),
+        ranks=ranks,
+        delay_from=delay_from,
+        recipe=recipe,
+    )
+    if example is None:
+        return said(program, offload_ratio)
+    if offload_ratio == "auto":
+        program = with_what_fits(program, example)
+    return said(evolve(program, plan=specialize(program, example).plan), offload_ratio)
+
+
+def pick_device(device: torch.device | str | None) -> torch.device:
+    """The device to train on: the one asked for, else CUDA where there is one; what was chosen is logged."""
+    if device is None:
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        log.info("device: %s, because torch %s", found, "sees a GPU" if found == "cuda" else "sees no GPU")
+        return torch.device(found, torch.cuda.current_device()) if found == "cuda" else torch.device("cpu")
+    try:
+        where = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(
+            f"device: got {device!r}, expected 'cpu' or 'cuda'{nearest(str(device), ['cpu', 'cuda'])}"
+        ) from None
+    if where.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {str(device)!r}, expected 'cpu' or 'cuda'")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            f"device: got {str(device)!r}, but torch sees no GPU: use device='cpu', or install CUDA"
+        )
+    if where.type == "cuda" and where.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return where
+
+
+def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    of_type("segments", segments, Iterable, "a list of Segments: pass [segment, ...]")
+    segments = tuple(segments)
+    if not segments:
+        raise ValueError("segments: got none, expected at least one: the last ends in the loss")
+    for s in segments:
+        if not isinstance(s, Segment):
+            raise TypeError(
+                f"segments: got a {type(s).__name__}, expected Segments: use zfunc.segment(name, module)"
+            )
+    for name, times in Counter(s.name for s in segments).items():
+        if times > 1:
+            raise ValueError(f"segments: got two named {name!r}, expected a name of its own for each")
+    known: dict[str, Parameter] = {}
+    origins: dict[int, str] = {}
+    for s in segments:
+        for name, p in _owned(s).items():
+            if name in known:
+                raise ValueError(
+                    f"segments: got two parameters named {name!r}, expected a name of its own for each: rename "
+                    f"segment {s.name!r}, or tie them with share="
+                )
+            known[name] = p
+        for name, tensor in s.origins.items():
+            if gradient_hooks(tensor):
+                refuse_hooks(s.name, f"parameter {name!r}")
+            if origins.setdefault(id(tensor), name) != name and name not in s.shared:
+                raise ValueError(
+                    f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
+                    f"to be said: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
+                )
+    check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
+    for s in segments:
+        for short, p in zip(s.short, s.parameters, strict=True):
+            if p.name not in known:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
+                    f"{nearest(p.name, list(known))}: give the full name, 'segment.name in its module'"
+                )
+            if p.shape != known[p.name].shape:
+                raise ValueError(
+                    f"segment {s.name!r}: {short} has shape {p.shape}, {p.name!r} it is shared with has "
+                    f"{known[p.name].shape}: tied parameters have one shape"
+                )
+    return segments
+
+
+def _owned(segment: Segment) -> dict[str, Parameter]:
+    return {p.name: p for p in segment.parameters if p.name not in segment.shared}
+
+
+def _calls(
+    segments: Sequence[Segment], layout: Layout, recompute: Recompute, compiled: bool, device: torch.device
+) -> tuple[SegmentCall, ...]:
+    """One pair of passes for each distinct segment, so that it is traced or compiled once."""
+    trainable = {span.name for span in layout.spans}
+    made: list[tuple[Segment, tuple[Any, ...], tuple[Passes, Passes]]] = []
+    calls: list[SegmentCall] = []
+    last = len(segments) - 1
+    for s, segment in enumerate(segments):
+        keep: Recompute = recompute
+        if s == last and recompute == "all":
+            keep = "min-cut" if compiled else "none"
+        settings = (keep, s > layout.first_trainable, s == last)
+        pair = next((p for other, seen, p in made if seen == settings and segment.like(other)), None)
+        if pair is None:
+            function = _scalar(segment) if s == last else segment.function
+            pair_of = partial(
+                passes, function, recompute=keep, wrt_input=settings[1], last=s == last, name=segment.name
+            )
+            plain = pair_of()
+            fast = pair_of(compiled=True) if compiled else plain
+            pair = fast, plain
+            made.append((segment, settings, pair))
+        names = segment.by_short
+        calls.append(
+            SegmentCall(
+                *pair,
+                {short: full for short, full in names.items() if full in trainable},
+                {short: full for short, full in names.items() if full not in trainable},
+                {short: t.to(device) for short, t in segment.constants.items()},
+            )
+        )
+    return tuple(calls)
+
+
+def _scalar(segment: Segment) -> Callable[..., Tensor]:
+    """The last segment, its loss checked and in fp32. One that is fp16 inside overflows at a scale of 2**16."""
+
+    def loss(*args: Any) -> Tensor:
+        y = segment.function(*args)
+        if not isinstance(y, Tensor) or y.dim() != 0 or not y.is_floating_point():
+            got = f"shape {tuple(y.shape)}, {y.dtype}" if isinstance(y, Tensor) else type(y).__name__
+            raise ValueError(
+                f"segment {segment.name!r}: got {got} from the last segment, expected a scalar: the mean loss of "
+                "its micro-batch, as from F.cross_entropy(logits, targets)"
+            )
+        return y.float()
+
+    return loss
+
+
+def _schedule(schedule: Schedule | str | None) -> Schedule:
+    if schedule is None:
+        return schedules.Overlapped()
+    if isinstance(schedule, str):
+        one_of("schedule", schedule, schedules.__all__)
+        return getattr(schedules, schedule)()
+    if isinstance(schedule, type):
+        try:
+            schedule = schedule()
+        except TypeError as error:
+            raise TypeError(
+                f"schedule: got the class {schedule.__name__}, expected one that can be made without arguments, "
+                f"or an object: {error}"
+            ) from error
+    if not callable(schedule):
+        raise TypeError(
+            f"schedule: got a {type(schedule).__name__}, expected something callable Graph -> Plan"
+        )
+    return schedule
+
+
+def _ranks(group: Any) -> Ranks:
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(
+            f"group: got {group!r}, expected a process group of torch.distributed that this rank is in, or None: "
+            "make one with torch.distributed.new_group"
+        )
+    ranks = Ranks.of(group)
+    if ranks.world > 1:
+        try:
+            (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+        except RuntimeError as error:
+            raise ValueError(
+                f"group: got one without a backend for tensors on the host ({error}), expected one with: pass "
+                'init_process_group("cpu:gloo,cuda:nccl")'
+            ) from error
+    return ranks

@@ -1,0 +1,220 @@
+"""What a segment costs, found by running it on tensors without data: shapes, FLOPs, memory, randomness.
+
+The invariant: nothing is allocated and nothing is computed; the same code runs as in training, on fake
+tensors, and what it would have kept alive is counted. So a plan's memory is known before it is run.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from zfunc.core.layout import round_up
+from zfunc.core.regions import ALLOCATION
+from zfunc.runtime.rng import is_draw
+
+T = TypeVar("T")
+
+
+class InPlaceError(ValueError):
+    """A function writes into `tensor`, which it did not allocate. `what` names it, `instead` says what to use."""
+
+    def __init__(self, func: Any, tensor: Tensor, what: str = "", instead: str = "") -> None:
+        what = what or (
+            f"a tensor of shape {tuple(tensor.shape)} made outside the function (a parameter, the input, a buffer "
+            "or a captured tensor)"
+        )
+        instead = instead or "return a new tensor instead (running statistics cannot be kept)"
+        super().__init__(f"got an in-place change ({func}) of {what}, expected a pure function: {instead}")
+        self.func, self.tensor = func, tensor
+
+
+class Tracker(TorchDispatchMode):
+    """Counts the bytes of all storages made under it that are alive: `live` now, `peak` at most.
+
+    Also notes whether an operation drew random numbers, and refuses to write into a tensor made elsewhere:
+    the function would not be pure.
+    """
+
+    def __init__(self, *, pure: bool = False) -> None:
+        super().__init__()
+        self.live = self.peak = self.flops = 0
+        self.random = False
+        self._pure = pure
+        self._sizes: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._pure:
+            self._check_pure(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        self.random = self.random or is_draw(func, args, kwargs or {})
+        if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
+            for t in tree_leaves(out):
+                if isinstance(t, Tensor):
+                    self._count(t)
+        return out
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        size = round_up(storage.nbytes(), ALLOCATION)
+        self._sizes[key] = size
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+
+    def holds(self, t: Tensor) -> bool:
+        """Whether the storage of `t` was made under this tracker."""
+        return t.untyped_storage()._cdata in self._sizes
+
+    def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
+        if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
+            raise ValueError(
+                f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
+                "handed: a captured one would never be trained"
+            )
+        if kwargs.get("generator") is not None:
+            raise ValueError(
+                f"got a generator of the function's own (in {func}), expected the default one: that is seeded the "
+                "same for the forward and for recomputing it"
+            )
+        if not func._schema.is_mutable:
+            return
+        for value, declared in zip(args, func._schema.arguments, strict=False):
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                self._check_own(func, value)
+        for name, value in kwargs.items():
+            declared = next(a for a in func._schema.arguments if a.name == name)
+            if declared.alias_info is not None and declared.alias_info.is_write:
+                self._check_own(func, value)
+
+    def _check_own(self, func: Any, value: Any) -> None:
+        for t in tree_leaves(value):
+            if isinstance(t, Tensor) and not self.holds(t):
+                raise InPlaceError(func, t)
+
+
+@frozen
+class Trace:
+    """What a segment costs for one micro-batch, in FLOPs and bytes, and what it returns (`out`, on meta).
+
+    The peaks count what a pass allocates, its results included; `residual_bytes` is what is alive between the
+    two beside the output. `random` is whether one of them draws random numbers.
+    """
+
+    out: Any
+    forward_flops: int
+    backward_flops: int
+    output_bytes: int
+    residual_bytes: int
+    forward_peak: int
+    backward_peak: int
+    random: bool
+
+
+Forward = Callable[..., tuple[Any, Any]]
+Backward = Callable[..., Any]
+
+
+def on_fakes(function: Callable[..., T], *args: Any, device: torch.device) -> T:
+    """`function(*args)`, on tensors without data in the place of those in `args`."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return function(*_faked(args, device))
+
+
+def trace(
+    forward: Forward,
+    backward: Backward | None,
+    *args: Any,
+    device: torch.device,
+    prepare: Callable[..., None] = lambda *_: None,
+) -> Trace:
+    """Trace one segment: `forward(*args)` returns `(y, residuals)`, `backward(*args, residuals, cotangents)`
+    what is handed down; None where nothing below is trained. `prepare(*args)` does before what they do only
+    the first time (tracing themselves), which is no cost of training.
+
+    `args` are pytrees of tensors, of which only shape, strides and dtype count.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        args = _faked(args, device)
+        prepare(*args)
+        with Tracker() as tracker:
+            y, residuals = forward(*args)
+            forward_flops = tracker.flops
+            forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
+            output_bytes = _storage_bytes(y)
+        backward_peak = backward_flops = 0
+        if backward is not None:
+            cotangents = _cotangents(y)
+            with Tracker() as tracker:
+                backward(*args, residuals, cotangents)
+            backward_peak, backward_flops = tracker.peak, tracker.flops
+            random_numbers = random_numbers or tracker.random
+        return Trace(
+            out=tree_map_only(Tensor, lambda t: like(t, "meta"), y),
+            forward_flops=forward_flops,
+            backward_flops=backward_flops,
+            output_bytes=output_bytes,
+            residual_bytes=max(0, after - output_bytes),
+            forward_peak=forward_peak,
+            backward_peak=backward_peak,
+            random=random_numbers,
+        )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without torch's log of errors in this thread's fake tensors: they are raised as well, and told shorter."""
+    logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(others)
+
+
+def _faked(args: Any, device: torch.device) -> Any:
+    return tree_map_only(Tensor, lambda t: like(t, device), args)
+
+
+def _cotangents(y: Any) -> list[Tensor]:
+    return [torch.empty_like(t) for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def like(t: Tensor, device: torch.device | str) -> Tensor:
+    """An empty tensor of the same shape, strides and dtype: what a trace sees depends on the strides too."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+
+def _storage_bytes(tree: Any) -> int:
+    held = [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    storages = {storage._cdata: storage.nbytes() for storage in held}
+    return sum(round_up(n, ALLOCATION) for n in storages.values())
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the tensors of a pytree, each rounded as an allocator would."""
+    leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
+    return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

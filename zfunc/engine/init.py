@@ -1,0 +1,97 @@
+"""`init`: a State to begin with, and the empty buffers of any State.
+
+The invariant: initial values depend on the seed, the segments and what was given, never on the layout or the ranks.
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
+from zfunc.core.memory_model import memory
+from zfunc.engine.program import Program, check_memory, check_program, staging
+from zfunc.engine.state import Buffers, State, allocate, view
+from zfunc.engine.weights import put_weights
+from zfunc.errors import nearest
+from zfunc.optim.buffer_checks import no_inference_mode
+from zfunc.optim.loss_scale import UNSCALED, LossScale
+from zfunc.runtime.rng import key
+from zfunc.values import of_type, whole
+
+
+def init(
+    program: Program,
+    *,
+    seed: int = 0,
+    params: Mapping[str, Tensor] | None = None,
+    loss_scale: LossScale | None = None,
+) -> State:
+    """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
+
+    Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
+    Raises OutOfMemory before allocating anything if the plan does not fit, RuntimeError in inference mode, and
+    ValueError for names or shapes in `params` that the program does not have.
+    """
+    no_inference_mode("init")
+    check_program(program, "init")
+    whole("init: seed", seed, -LARGEST_SEED, LARGEST_SEED)
+    of_type(
+        "init: params",
+        {} if params is None else params,
+        Mapping,
+        "{full name: tensor}: pass such as zfunc.params returns",
+    )
+    of_type(
+        "init: loss_scale",
+        loss_scale,
+        LossScale | None,
+        "a zfunc.LossScale or None: pass zfunc.LossScale(scale=...)",
+    )
+    given = dict(params or {})
+    _check_names(program, given)
+    buffers = allocated(program, "init")
+    spans = {span.name: span for span in program.layout.spans}
+    frozen_spans = {span.name: span for span in program.layout.frozen}
+    for s, segment in enumerate(program.segments):
+        values = segment.initial(key(seed, "init", s))
+        names = [p.name for p in segment.parameters if p.name not in segment.shared]
+        if missing := [name for name in names if name not in values and name not in given]:
+            raise ValueError(
+                f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
+                "owns: return it from initial, or pass it in params"
+            )
+        for name in names:
+            value = (given[name] if name in given else values[name]).detach()
+            span = spans.get(name) or frozen_spans[name]
+            if tuple(value.shape) != span.shape:
+                raise ValueError(
+                    f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
+                )
+            if name in spans:
+                put_weights(buffers, program.layout, spans[name], value, program.ranks)
+            else:
+                view(buffers.frozen, span).copy_(value)
+    scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
+    return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+
+
+def allocated(program: Program, action: str) -> Buffers:
+    """Buffers of a State without its values, and the program's own. Raises OutOfMemory before there are any."""
+    check_memory(program, memory(program.plan), held={}, action=action)
+    buffers = allocate(program.job, program.dtype, program.device)
+    staging(program)
+    return buffers
+
+
+def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
+    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+    for name, value in given.items():
+        if name not in shapes:
+            raise ValueError(
+                f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
+            )
+        if not isinstance(value, Tensor) or value.is_complex():
+            got = value.dtype if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers")
+        if tuple(value.shape) != shapes[name]:
+            raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")

@@ -1,0 +1,103 @@
+"""Partial offload: how much of the optimizer's state fits on the device, and what was chosen.
+
+The invariant: what is said to be on the host is what the plan has there.
+"""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+from attrs import evolve
+
+from zfunc.core.layout import resident_buckets
+from zfunc.core.memory_model import memory
+from zfunc.core.regions import Job
+from zfunc.engine.program import Cache, Program, batch_key, make_plan, specialize
+from zfunc.errors import OutOfMemory
+from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+
+STEPS = 32  # ratios that are tried
+HEADROOM = 0.05  # of what is free, left free: an allocator cannot use every byte
+
+log = logging.getLogger("zfunc")
+
+
+def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
+    """The program with as much of the optimizer's state on the device as fits beside a step on such a batch.
+
+    On a CPU the device is the host, and everything stays where it is. Raises OutOfMemory if not even a step without
+    any of it fits.
+    """
+    job = specialize(program, example).job
+    on_cpu = program.device.type == "cpu"
+    there = available_host_bytes() if on_cpu else available_device_bytes(program.device)
+
+    def needed(job: Job) -> int:
+        peaks = memory(make_plan(job, program.schedule, program.recipe))
+        return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
+
+    room = int(there * (1 - HEADROOM))
+
+    def fits(ratio: float) -> bool:
+        return needed(with_ratio(job, ratio)) <= room
+
+    # On a CPU less is needed the more stays where it is.
+    ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
+    program.ranks.agree("compile")
+    told = program.ranks.texts(
+        "" if ratio is None else str(ratio)
+    )  # the same on all ranks: the most any needs
+    if "" in told:
+        raise OutOfMemory(
+            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, of which {room:,} may be used, "
+            f"expected {needed(job):,} for a step with all of the optimizer's state on the host, on every rank. "
+            "Use more micro_batches, or a smaller model"
+        )
+    ratio = max(map(float, told))
+    key = batch_key(program, example)
+    _, random = program.cache.costs[key]
+    job = with_ratio(job, ratio)
+    bare = evolve(program.job, resident=job.resident)
+    return evolve(program, job=bare, cache=Cache(costs={key: (job, random)}, reached=program.cache.reached))
+
+
+def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
+    """The smallest share of the state on the host for which `fits` holds, in STEPS; None if for none."""
+    ratios = [n / STEPS for n in range(STEPS + 1)]
+    found = bisect_left(ratios, True, key=fits)
+    return ratios[found] if found < len(ratios) else None
+
+
+def with_ratio(job: Job, offload_ratio: float) -> Job:
+    """The job with that share of its state on the host, in the buckets it has."""
+    return evolve(job, resident=resident_buckets(job.layout, offload_ratio))
+
+
+def share_on_host(job: Job) -> float:
+    """The share of the optimizer's state that is on the host, 0 to 1."""
+    return sum(job.layout.buckets[b].numel for b in job.offloaded) / job.layout.numel
+
+
+def said(program: Program, asked: Any) -> Program:
+    """The program, after a logged line on what is where unless everything is on the host."""
+    job = program.job
+    if job.resident or asked != 1:
+        log.info(
+            "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the "
+            "device",
+            100 * share_on_host(job),
+            asked if asked == "auto" else f"{100 * asked:g}%",
+            len(job.resident),
+            len(job.layout.buckets),
+        )
+    if job.shadows and not job.shadowed:
+        why = (
+            "without clipping or fp16 nothing waits for the norm"
+            if job.offloaded
+            else "nothing is on the host"
+        )
+        log.info("speculate: %s: there is nothing to speculate on", why)
+    if job.delayed and not job.offloaded:
+        log.info("delay_from: nothing is on the host, so nothing is delayed")
+    return program

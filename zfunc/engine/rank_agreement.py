@@ -1,0 +1,59 @@
+"""What ranks compare before every step, so that none trains on something else without a word.
+
+The invariant: either all ranks begin a step, with one plan, of equal batches, from equal weights, or all raise.
+"""
+
+from typing import Any
+
+import torch
+from attrs import asdict
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zfunc.engine.program import Program, Specialized
+from zfunc.engine.state import Buffers, State
+
+
+def agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
+    """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
+
+    Weights are compared once for each State, by a checksum of what is on the device.
+    """
+    ranks = program.ranks
+    if ranks.world == 1:
+        return
+    told, weights = _told(program, state, batch), ""
+    if not state.buffers.compared:
+        weights = f"weights of checksum {_checksum(state.buffers)}: equal seeds or params make them equal"
+    ranks.agree(
+        "train_step",
+        "what the next step does",
+        "\n".join([*told, special.plan.digest, weights]),
+        lambda: "\n".join([*told, special.plan.text(), weights]),
+    )
+    state.buffers.compared = True
+
+
+def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
+    optimizer, number = program.optimizer, state.step + 1
+    settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
+    shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    return [
+        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}",
+        f"batch of shapes {shapes}, {program.micro_batches} micro-batches",
+        f"learning rate {optimizer.lr_at(number)}, betas {optimizer.betas_at(number)}, {settings}",
+        f"clip_norm {program.clip_norm}",
+        f"precision {program.precision}, recompute {program.recompute}",
+    ]
+
+
+def _checksum(buffers: Buffers) -> int:
+    """A sum over the bits of all parameters on the device, each weighted by where it is."""
+    total = 0
+    for flat in (buffers.params, buffers.frozen):
+        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+        for start in range(0, bits.numel(), 1 << 24):  # a bounded piece at a time: it is widened
+            piece = bits[start : start + (1 << 24)].to(torch.int64)
+            place = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
+            total = (total * 31 + int((piece * place).sum())) % (1 << 61)
+    return total

@@ -1,0 +1,206 @@
+"""The state of a checkpoint into a rank's buffers, whatever world, layout or kind of moments it was written with.
+
+The invariant: only the slices this rank keeps are read, straight into its buffers where moments are of one kind;
+where they are not, a bounded part at a time goes through fp32.
+"""
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+from attrs import define, field
+from torch import Tensor
+
+from zfunc.checkpoint.checksums import cut
+from zfunc.checkpoint.directory import Checkpoint
+from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING
+from zfunc.checkpoint.read_plan import Read, Wanted, plan_reads
+from zfunc.checkpoint.shard_reader import Reader, open_shard
+from zfunc.checkpoint.slices import slices_of
+from zfunc.checkpoint.writer import as_bytes, in_parallel
+from zfunc.core.graph import Region
+from zfunc.core.layout import Layout
+from zfunc.core.optimizer_state import STORED, Moments
+from zfunc.engine.state import Buffers, regions
+from zfunc.engine.weights import send_weights
+from zfunc.optim.compact import DTYPES
+from zfunc.optim.compact_reference import Compact, join, pack, unpack, unpack_first_codes
+from zfunc.runtime.collectives import Ranks
+
+PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
+OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
+TYPES = {moments: {x.name: DTYPES[x.dtype] for x in kept} for moments, kept in STORED.items()}
+FILE_DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I16": torch.int16,
+    "U8": torch.uint8,
+}
+
+Target = tuple[Wanted, Tensor]  # a slice, and a contiguous host tensor of its size and type
+
+
+def fill(buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpoint, ranks: Ranks) -> None:
+    """Read this rank's slices and all frozen parameters; the device is sent only what is there already.
+
+    Raises CheckpointError, naming file, parameter and offset, for bytes that are not what was written.
+    """
+    with Files(checkpoint) as files:
+        if checkpoint.manifest.moments == moments:
+            files.fill(list(_own(buffers, layout, moments, ranks)))
+        else:
+            _convert(files, buffers, layout, moments, ranks)
+        if checkpoint.manifest.position.pending is not None:
+            files.fill(list(_pending(buffers, layout, moments, ranks)))
+        _read_frozen(files, buffers, layout)
+
+
+def send(buffers: Buffers, layout: Layout, ranks: Ranks) -> None:
+    """Give every rank's device the weights that are on all hosts: a collective for each bucket."""
+    for bucket in layout.buckets:
+        send_weights(buffers, bucket, ranks)
+
+
+def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> Iterator[Target]:
+    """Every slice of this rank, and where its buffers have it."""
+    mem = regions(buffers, layout)
+    for x in slices_of(layout, moments, ranks.rank, ranks.world):
+        into = mem[Region(x.kind, (x.bucket,))]
+        yield Wanted(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
+
+
+def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> Iterator[Target]:
+    """Every slice of a gradient that waits, and where it does."""
+    into = {r.index[0]: x for r, x in buffers.waiting.items()}
+    for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
+        if x.kind == PENDING:
+            at = into[x.bucket][x.at : x.at + x.stop - x.start]
+            yield Wanted(x.kind, x.parameter, x.start, x.stop), at
+
+
+def _convert(files: "Files", buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> None:
+    """Through fp32. Moments are rounded as the step that was saved would have rounded them; weights are exact."""
+    kinds = list(KINDS[moments].items())
+    mine = list(_own(buffers, layout, moments, ranks))
+    for first in range(0, len(mine), len(kinds)):
+        of_one = mine[first : first + len(kinds)]  # all kinds of one parameter; in the first none is shared
+        wanted, _ = of_one[0]
+        for start in range(wanted.start, wanted.stop, PART):
+            stop = min(start + PART, wanted.stop)
+            converted = _packed(_unpacked(files, wanted.parameter, start, stop), moments, files.step)
+            for (name, kind), (w, into), values in zip(kinds, of_one, converted, strict=True):
+                at = start // kind.shared - w.start
+                into[at : at + values.numel()].copy_(values.view(TYPES[moments][name]))
+
+
+def _unpacked(files: "Files", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
+    """Master, exp_avg and exp_avg_sq of elements start to stop, as fp32 arrays."""
+    moments = files.checkpoint.manifest.moments
+    targets = [
+        (
+            Wanted(name, parameter, start // kind.shared, kind.numel(stop)),
+            torch.empty(kind.numel(stop) - start // kind.shared, dtype=TYPES[moments][name]),
+        )
+        for name, kind in KINDS[moments].items()
+    ]
+    files.read(targets)
+    if moments == "fp32":
+        return tuple(x.numpy() for _, x in targets)
+    arrays = [_array(x) for _, x in targets]
+    if moments == "8bit-1":
+        return join(*arrays[:2]), *unpack_first_codes(*arrays[2:])
+    return unpack(Compact(*arrays))
+
+
+def _packed(values: tuple[Any, ...], moments: Moments, step: int) -> list[Tensor]:
+    if moments == "fp32":
+        return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
+    packed = pack(*values, moments=moments, step=step)
+    return [
+        torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x) for x in packed if x is not None
+    ]
+
+
+def _array(x: Tensor) -> Any:
+    """NumPy has no bf16: its bits."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def _read_frozen(files: "Files", buffers: Buffers, layout: Layout) -> None:
+    """All of them: every rank has them."""
+    files.fill(
+        [
+            (Wanted(FROZEN, x.name, 0, x.stop - x.start), buffers.frozen[x.start : x.stop])
+            for x in layout.frozen
+        ]
+    )
+
+
+@define(eq=False)
+class Files:
+    """The shards of a checkpoint, opened as they are needed, a few at a time."""
+
+    checkpoint: Checkpoint
+    _open: dict[int, Reader] = field(factory=dict[int, Reader])
+
+    def __enter__(self) -> "Files":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        for n in list(self._open):
+            self._open.pop(n).close()
+
+    @property
+    def step(self) -> int:
+        """The step that the checkpoint is of."""
+        return self.checkpoint.manifest.position.step
+
+    def fill(self, targets: Sequence[Target]) -> None:
+        """Fill the targets: straight, or, where they are on the device or of another type, in bounded parts."""
+        straight = [t for t in targets if t[1].device.type == "cpu" and t[1].dtype == self._dtype(t[0])]
+        self.read(straight)
+        for wanted, into in targets:
+            if into.device.type == "cpu" and into.dtype == self._dtype(wanted):
+                continue
+            for start in range(wanted.start, wanted.stop, PART):
+                stop = min(start + PART, wanted.stop)
+                values = torch.empty(stop - start, dtype=self._dtype(wanted))
+                self.read([(Wanted(wanted.kind, wanted.parameter, start, stop), values)])
+                into[start - wanted.start : stop - wanted.start].copy_(values)
+
+    def _dtype(self, wanted: Wanted) -> torch.dtype:
+        """Of what is in the files."""
+        manifest = self.checkpoint.manifest
+        piece = next(iter(manifest.by_name[wanted.parameter].pieces[wanted.kind]), None)
+        name = manifest.tensors[piece.shard][piece.tensor].dtype if piece else "F32"
+        return FILE_DTYPES[name]
+
+    def read(self, targets: Sequence[Target]) -> None:
+        """Fill the targets, file by file; they are on the host, of the type that is in the files."""
+        reads = plan_reads(self.checkpoint.manifest, [wanted for wanted, _ in targets])
+        by_shard: dict[int, list[Read]] = {}
+        for read in reads:
+            by_shard.setdefault(read.shard, []).append(read)
+        for n, of_shard in by_shard.items():
+            reader = self._reader(n)
+            calls = [call for read in of_shard for call in self._calls(read, targets[read.wanted][1])]
+            in_parallel(reader.read_into, calls)
+
+    def _reader(self, n: int) -> Reader:
+        if n not in self._open:
+            while len(self._open) >= OPEN:
+                self._open.pop(next(iter(self._open))).close()
+            shard = self.checkpoint.manifest.shards[n]
+            self._open[n] = open_shard(self.checkpoint.path / shard.file, shard)
+        return self._open[n]
+
+    def _calls(self, read: Read, into: Tensor) -> Iterator[tuple[str, int, int, Any]]:
+        """One for each chunk, so that several threads have something to do."""
+        item, chunk = into.element_size(), self.checkpoint.manifest.shards[read.shard].chunk
+        for begin, end in cut(read.start * item, read.stop * item, chunk):
+            start, stop = begin // item, end // item
+            at = read.to + start - read.start
+            yield read.tensor, start, stop, as_bytes(into[at : at + stop - start])

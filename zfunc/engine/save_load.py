@@ -1,0 +1,223 @@
+"""`save` and `load`: a State to a folder and back, by one process or by all ranks together.
+
+The invariant: what is loaded trains on as if nothing had happened, to the bit where the number of ranks and the
+kind of moments are the same.
+"""
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import writer as saving
+from zfunc.checkpoint.directory import Checkpoint
+from zfunc.checkpoint.manifest import PENDING, Manifest, Position, check_model
+from zfunc.checkpoint.writer import Save, Saved, Saving, together
+from zfunc.core.graph import Region
+from zfunc.core.recipes import checkpoint
+from zfunc.engine import restore as loading
+from zfunc.engine.init import allocated
+from zfunc.engine.program import Program, between_steps, check_program, check_state, occupied
+from zfunc.engine.state import Buffers, State, regions
+from zfunc.errors import CheckpointError
+from zfunc.optim.buffer_checks import no_inference_mode
+from zfunc.optim.loss_scale import UNSCALED, LossScale
+from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.executor import Options
+
+log = logging.getLogger("zfunc")
+
+
+def save(
+    folder: str | os.PathLike[str],
+    program: Program,
+    state: State,
+    *,
+    keep: int = 2,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save `state` in a folder of its own inside `folder`, and return that when it is on the disk.
+
+    Nothing is overwritten; the newest `keep` checkpoints stay. `extra`, a dict of JSON's own types, is saved with
+    it. With several ranks all of them have to call this, on one file system. To save while the next step goes on,
+    pass `save=` to `train_step`. Raises CheckpointError, on every rank, where it cannot be written: then the
+    checkpoints before it are as they were.
+    """
+    check_state(program, state, "save")
+    with occupied(
+        program, "save", "got a program that is in a step, expected none: pass save= to train_step"
+    ):
+        at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
+        program.ranks.agree("save", "what is to be saved", at)
+        wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
+        special = between_steps(program, checkpoint, pending=state.pending is not None)
+        on_its_way = begin(program, state, wanted)
+        mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
+        try:
+            program.executor.run(special.prepared, mem, None, Options(), set())
+        finally:
+            on_its_way.abandon()
+    saved: Saved = mem[Region("published")]
+    if saved.path is None:
+        raise CheckpointError(saved.failure)
+    return saved.path
+
+
+def begin(program: Program, state: State, save: Save) -> Saving:
+    """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
+    waiting = state.buffers.waiting if state.pending is not None else {}
+    content = saving.Content(
+        layout=program.layout,
+        moments=program.job.moments,
+        frozen_dtype=names[program.dtype],
+        position=Position(
+            state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
+        ),
+        optimizer=_settings(program, state.step),
+        pending={r.index[0]: names[x.dtype] for r, x in waiting.items()},
+    )
+    return saving.begin(content, save, program.ranks)
+
+
+def load(path: str | os.PathLike[str], program: Program) -> State:
+    """The State of a checkpoint: `path` is its folder, or one of checkpoints, of which it takes the newest.
+
+    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or kind of
+    moments; each rank reads only the slices it keeps. (A gradient that waits has to find the buckets whose
+    gradients wait: with part of them on the device, load it as it was saved.) Settings of the optimizer are the
+    program's; where they are not those saved, one logged line says so. Of a folder of checkpoints, one that is
+    damaged is passed over for the one before, which is logged too. With several ranks all of them have to call it.
+
+    Raises CheckpointError, on every rank, for another model, and for damage with file, parameter and offset;
+    OutOfMemory before anything is allocated.
+    """
+    return restore(path, program)[0]
+
+
+def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
+    """`load`, and the checkpoint it was: its folder and manifest."""
+    no_inference_mode("load")
+    check_program(program, "load")
+    ranks, damaged = program.ranks, list[str]()
+    buffers: Buffers | None = None
+    ranks.agree("load")
+    for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
+        checkpoint = together(ranks, partial(_opened, folder, program))
+        buffers = buffers or together(ranks, partial(allocated, program, "load"))
+        fill = partial(loading.fill, buffers, program.layout, program.job.moments, checkpoint, ranks)
+        try:
+            together(ranks, fill)
+        except CheckpointError as error:
+            damaged.append(str(error))
+            continue
+        for failure in damaged:
+            log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
+        loading.send(buffers, program.layout, ranks)
+        _compare(checkpoint, program)
+        return _state(buffers, program, checkpoint), checkpoint
+    raise CheckpointError("; ".join(damaged))
+
+
+def _folders(path: Path, ranks: Ranks) -> list[Path]:
+    """The checkpoints to try, the newest first, as rank 0 sees them."""
+    found: list[str] = []
+
+    def look() -> None:
+        if ranks.rank == 0:
+            newest = checkpoints.locate(path)
+            named = newest == path  # it and no other
+            found.extend(
+                [str(path)] if named else [str(x.path) for x in checkpoints.complete(newest.parent, [])]
+            )
+
+    together(ranks, look)
+    return [Path(x) for x in json.loads(ranks.texts(json.dumps(found))[0])]
+
+
+def _opened(folder: Path, program: Program) -> Checkpoint:
+    checkpoint = checkpoints.open_checkpoint(folder)
+    try:
+        check_model(checkpoint.manifest, (p for s in program.segments for p in s.parameters))
+        _check_pending(checkpoint.manifest, program)
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return checkpoint
+
+
+def _check_pending(manifest: Manifest, program: Program) -> None:
+    """Gradients that wait go where gradients wait, in a type that holds them."""
+    if manifest.position.pending is None:
+        return
+    layout, job = program.layout, program.job
+    buckets = [layout.buckets[b] for b in job.offloaded] if job.delayed else []
+    here = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
+    narrow = {
+        x.name
+        for bucket in buckets
+        for x in bucket.spans
+        if program.precision == "fp16" and job.num_deliveries(bucket) == 1
+    }
+    for name in narrow & manifest.pending:
+        piece = manifest.by_name[name].pieces[PENDING][0]
+        if (stored := manifest.tensors[piece.shard][piece.tensor].dtype) != "F16":
+            raise CheckpointError(
+                f"{name!r}: got a gradient that waits in {stored}, expected F16, which it may not fit into. Load "
+                "it with the precision and micro_batches it was saved with, then zfunc.flush and save it again"
+            )
+    if here != manifest.pending:
+        got = f"{len(manifest.pending)} parameters whose last gradient waits, as delayed updates leave it"
+        expected = f"them to be those that this program updates late, which are {len(here)}"
+        raise CheckpointError(
+            f"got {got}, expected {expected}. Load it with the delay_from, offload_ratio, bucket_size and number "
+            "of ranks it was saved with, then zfunc.flush and save it again for others"
+        )
+
+
+def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
+    at = checkpoint.manifest.position
+    scale, scaled = at.loss_scale, program.precision == "fp16"
+    if scaled != (checkpoint.manifest.optimizer.get("precision") == "fp16"):
+        scale = LossScale() if scaled else UNSCALED
+    return State(
+        buffers,
+        program.identity,
+        buffers.generation,
+        step=at.step,
+        batches=at.batches,
+        sequences=at.sequences,
+        loss_scale=scale,
+        seed=at.seed,
+        pending=at.pending,
+    )
+
+
+def _settings(program: Program, step: int) -> dict[str, Any]:
+    """The optimizer's, in JSON's own types; what depends on the step is the last update's, or the first's."""
+    optimizer, update = program.optimizer, max(1, step)
+    return {
+        "lr": float(optimizer.lr_at(update)),
+        "betas": list(optimizer.betas_at(update)),
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+        "decoupled": optimizer.decoupled,
+        "moments": optimizer.moments,
+        "clip_norm": program.clip_norm,
+        "precision": program.precision,
+        "micro_batches": program.micro_batches,
+    }
+
+
+def _compare(checkpoint: Checkpoint, program: Program) -> None:
+    """Say which settings go on with other values than were saved."""
+    if program.ranks.rank:
+        return
+    saved = checkpoint.manifest.optimizer
+    here = _settings(program, checkpoint.manifest.position.step)
+    changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in here.items() if k in saved and saved[k] != v]
+    if changed:
+        log.warning("checkpoint: %s: other settings than were saved: %s", checkpoint.path, ", ".join(changed))

@@ -1,0 +1,71 @@
+"""What a stage function is, and what it is handed: an operation, the memory it declares, the constants of its step.
+
+The invariant: nothing here changes in a step but what is in `Memory`.
+"""
+
+from collections.abc import Callable, MutableMapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zfunc.core.decision import Verdict
+from zfunc.core.graph import Op, Region
+from zfunc.core.layout import Layout
+from zfunc.engine.vjp import Passes
+from zfunc.optim.adamw import AdamW, Betas
+from zfunc.runtime.collectives import Ranks
+
+Memory = MutableMapping[Region, Any]
+
+
+@frozen(eq=False)
+class SegmentCall:
+    """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
+
+    passes: Passes
+    plain: Passes  # the same, never through torch.compile: what costs are traced with
+    trained: dict[str, str]  # short name -> full name
+    fixed: dict[str, str]
+    constants: dict[str, Tensor]
+
+
+@frozen(eq=False)
+class Step:
+    """The constants of one step: nothing a stage could change.
+
+    `number` is that of the update this step's gradient goes into, from 1, with its `lr` and `betas`. Gradients on
+    the device are of the loss times `loss_scale`. With `skip_overflow`, as in fp16, a gradient that is not finite
+    skips the step instead of raising. `dtype` is the precision on the `device`. `randomness(m, s)` is a context in
+    which what segment `s` draws for micro-batch `m` is seeded. `applies_pending`: the gradient of the step before
+    is applied in this one.
+    """
+
+    layout: Layout
+    calls: tuple[SegmentCall, ...]
+    optimizer: AdamW
+    number: int  # of the update that this step's gradient goes into, from 1
+    lr: float
+    betas: Betas
+    loss_scale: float
+    clip_norm: float | None
+    skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
+    micro_batches: int
+    dtype: torch.dtype
+    device: torch.device
+    randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
+    ranks: Ranks
+    applies_pending: bool  # the gradient of the step before
+
+    def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> Verdict:
+        """What is decided of this step, which clips by `factor`."""
+        return Verdict(skip, factor / self.loss_scale, self.number, self.lr, self.betas, loss)
+
+    def slice_of(self, b: int) -> slice:
+        """Of a bucket's elements those that this rank keeps and updates."""
+        return slice(*self.layout.buckets[b].slice_of(self.ranks.rank, self.ranks.world))
+
+
+Stage = Callable[[Op, Memory, Step], None]

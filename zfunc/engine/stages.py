@@ -1,0 +1,270 @@
+"""What each operation does: `{verb: function}`, each a few lines over the regions its operation declares.
+
+The invariant: a stage touches `mem[region]` for the regions of its own operation and nothing else that can
+change; in debug mode it is handed no others. A stage returns nothing: it writes what its operation writes.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.checkpoint.manifest import FROZEN, PENDING
+from zfunc.checkpoint.slices import FROZEN_BUCKET
+from zfunc.core.graph import Op
+from zfunc.core.layout import Bucket
+from zfunc.core.regions import WAITING
+from zfunc.engine.stage_context import Memory, SegmentCall, Stage, Step
+from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
+from zfunc.engine.vjp import Weights
+from zfunc.errors import NonFiniteError
+from zfunc.optim.host_adam import accumulate_, square_sum
+
+
+def load(op: Op, mem: Memory, step: Step) -> None:
+    """Bring one micro-batch to the device; floating-point inputs in the compute precision."""
+    inputs, targets = mem[op.read("batch")]
+    mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
+    mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
+
+
+def forward(op: Op, mem: Memory, step: Step) -> None:
+    """Run one segment, its randomness seeded by where it stands."""
+    m, s = op.index
+    with step.randomness(m, s):
+        y, residuals = step.calls[s].passes.forward(_weights(op, mem, step.calls[s]), _inputs(op, mem))
+    mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
+    if op.touches("residuals"):
+        mem[op.write("residuals")] = residuals
+
+
+def backward(op: Op, mem: Memory, step: Step) -> None:
+    """Pull the cotangent back through one segment, under the seed its forward had."""
+    m, s = op.index
+    call = step.calls[s]
+    residuals = mem[op.read("residuals")] if op.touches("residuals") else None
+    with step.randomness(m, s):
+        grads, below = call.passes.backward(
+            _weights(op, mem, call), _inputs(op, mem), residuals, _cotangents(op, mem, step)
+        )
+    if op.touches("grads"):
+        mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
+    if any(r.buffer == "grad_act" for r in op.writes):
+        mem[op.write("grad_act")] = below
+
+
+def pack(op: Op, mem: Memory, step: Step) -> None:
+    """Copy one segment's gradients into its bucket's slot; the first to come zeroes what it does not cover."""
+    _, b, s = op.index
+    bucket, call = step.layout.buckets[b], step.calls[s]
+    slot, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    covered, gaps = _cover(bucket, tuple(call.trained.values()))
+    if not any(r.buffer == "grad_slot" for r in op.reads):
+        for start, stop in gaps:
+            slot[start:stop].zero_()
+    pieces = [slot[start:stop].view(shape) for _, start, stop, shape in covered]
+    torch._foreach_copy_(pieces, [grads[name] for name, *_ in covered])
+
+
+def add(op: Op, mem: Memory, step: Step) -> None:
+    """Add one segment's gradients to its bucket's sum on the device."""
+    _, b, s = op.index
+    total, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    covered, _ = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
+    pieces = [total[start:stop].view(shape) for _, start, stop, shape in covered]
+    torch._foreach_add_(pieces, [grads[name] for name, *_ in covered])
+
+
+def reduce_scatter(op: Op, mem: Memory, step: Step) -> None:
+    """Sum a bucket over the ranks: this rank's slice of the slot becomes the sum of everybody's."""
+    _, b, _ = op.index
+    slot = mem[op.write("grad_slot")][: step.layout.buckets[b].numel]
+    step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
+
+
+def square_sum_(op: Op, mem: Memory, step: Step) -> None:
+    """Sum the squares of this rank's slice of a complete bucket, where it is."""
+    (b,) = op.index
+    (r,) = op.reads
+    grad = mem[r][step.slice_of(b)] if r.buffer == "grad_slot" else mem[r]
+    if grad.is_cuda:
+        # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
+        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
+        mem[op.write("squares")].copy_(norm.double().square_())
+    else:
+        mem[op.write("squares")].fill_(square_sum(grad))
+
+
+def to_host(op: Op, mem: Memory, step: Step) -> None:
+    """Copy this rank's slice of a bucket's gradient, and its squares if it is complete, to pinned memory."""
+    _, b, _ = op.index
+    grad = mem[op.read("grad_slot")][step.slice_of(b)]
+    for r in op.writes:
+        if r.buffer == "host_squares":
+            mem[r].copy_(mem[op.read("squares")], non_blocking=True)
+        else:
+            mem[r][: grad.numel()].copy_(grad, non_blocking=True)
+
+
+def accumulate(op: Op, mem: Memory, step: Step) -> None:
+    """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
+    total = mem[op.write("grad_sum")]
+    first = not any(r.buffer == "grad_sum" for r in op.reads)
+    grad = mem[op.read("host_slot")][: total.numel()]
+    mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
+
+
+def hold(op: Op, mem: Memory, step: Step) -> None:
+    """Put this rank's slice of a delivered gradient where it waits on the device, or add it to what is there."""
+    _, b, _ = op.index
+    grad = mem[op.read("grad_slot")][step.slice_of(b)]
+    (into,) = op.writes
+    mem[into].add_(grad) if into in op.reads else mem[into].copy_(grad)
+
+
+def squares_to_host(op: Op, mem: Memory, step: Step) -> None:
+    """Copy the squares of a bucket that stays on the device to pinned memory."""
+    mem[op.write("host_squares")].copy_(mem[op.read("squares")], non_blocking=True)
+
+
+def global_norm(op: Op, mem: Memory, step: Step) -> None:
+    """The unscaled norm of the whole gradient; squares are added over the ranks, then bucket by bucket."""
+    _finished(step)
+    total = 0.0
+    for squares in step.ranks.sums([float(mem[r]) for r in op.reads]):
+        total += squares
+    mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
+
+
+def mean_loss(op: Op, mem: Memory, step: Step) -> None:
+    """The mean of the losses of every micro-batch of every rank."""
+    _finished(step)
+    losses = [float(mem[r]) for r in op.reads]
+    (total,) = step.ranks.sums([sum(losses) / len(losses)])
+    mem[op.write("mean_loss")] = total / step.ranks.world
+
+
+def decide(op: Op, mem: Memory, step: Step) -> None:
+    """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
+    losses = [float(mem[r]) for r in op.reads if r.buffer in ("loss", "mean_loss")]
+    loss = sum(losses) / len(losses)
+    norm = mem[op.read("norm")] if op.touches("norm") else 0.0
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and not step.skip_overflow:
+        what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
+        done = "nothing was updated and the state is unharmed"
+        if step.applies_pending:
+            done = "nothing was updated with it, and the delayed update before it was made: go on from its .state"
+        raise NonFiniteError(
+            f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
+            "learning rate, or clip"
+        )
+    factor = 1.0
+    if step.clip_norm is not None and finite:
+        factor = min(1.0, step.clip_norm / (norm + 1e-6))
+    mem[op.write("verdict")] = step.verdict(skip=not finite, factor=factor, loss=loss)
+
+
+def write(op: Op, mem: Memory, step: Step) -> None:
+    """Write this rank's slice of a bucket's state to the checkpoint."""
+    (b,) = op.index
+    names = {r: PENDING if r.buffer in WAITING else r.buffer for r in op.reads if r.buffer != "checkpoint"}
+    kept = {name: mem[r] for r, name in names.items()}
+    mem[op.read("checkpoint")].write(b, kept)
+    mem[op.write("written")] = None
+
+
+def write_frozen(op: Op, mem: Memory, step: Step) -> None:
+    """Write the parameters that are not trained; only rank 0's file has room for them."""
+    mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
+    mem[op.write("written_frozen")] = None
+
+
+def publish(op: Op, mem: Memory, step: Step) -> None:
+    """Finish the checkpoint on all ranks; whether that went well is what this writes."""
+    mem[op.write("published")] = mem[op.read("checkpoint")].publish()
+
+
+STAGES: dict[str, Stage] = {
+    "load": load,
+    "forward": forward,
+    "backward": backward,
+    "pack": pack,
+    "add": add,
+    "reduce_scatter": reduce_scatter,
+    "square_sum": square_sum_,
+    "to_host": to_host,
+    "accumulate": accumulate,
+    "hold": hold,
+    "squares_to_host": squares_to_host,
+    "global_norm": global_norm,
+    "mean_loss": mean_loss,
+    "decide": decide,
+    "adam": adam,
+    "speculate": speculate,
+    "confirm": confirm,
+    "adam_on_device": adam_on_device,
+    "to_device": to_device,
+    "all_gather": all_gather,
+    "write": write,
+    "write_frozen": write_frozen,
+    "publish": publish,
+}
+
+
+def _finished(step: Step) -> None:
+    """Host memory that copies write is read here, by an operation whose kind says stream: wait for the stream."""
+    if step.ranks.world > 1 and step.device.type == "cuda":
+        torch.cuda.current_stream(step.device).synchronize()
+
+
+def _to_device(t: Tensor, step: Step, *, cast: bool) -> Tensor:
+    dtype = step.dtype if cast and t.is_floating_point() else t.dtype
+    return t.to(step.device, dtype, non_blocking=True).contiguous()  # as it was traced
+
+
+def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):  # nearly always
+        return function(tree)
+    return torch.utils._pytree.tree_map_only(Tensor, function, tree)
+
+
+def _weights(op: Op, mem: Memory, call: SegmentCall) -> Weights:
+    views: dict[str, Tensor] = {}
+    for r in op.reads:
+        if r.buffer in ("params", "frozen"):
+            views.update(mem[r].views)
+    trained = {short: views[full] for short, full in call.trained.items()}
+    fixed = {short: views[full] for short, full in call.fixed.items()}
+    return Weights(trained, {**fixed, **call.constants})
+
+
+def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
+    x = mem[op.read("act")]
+    return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
+
+
+def _cotangents(op: Op, mem: Memory, step: Step) -> list[Tensor]:
+    """From the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
+    if op.touches("targets"):
+        seed = step.loss_scale / (step.micro_batches * step.ranks.world)
+        return [torch.full((), seed, dtype=torch.float32, device=step.device)]
+    return mem[op.read("grad_act")]
+
+
+@cache
+def _cover(
+    bucket: Bucket, names: tuple[str, ...]
+) -> tuple[tuple[tuple[str, int, int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:
+    """Which spans of `bucket` have these names, and the gaps between them, relative to the bucket."""
+    covered = [
+        (x.name, x.start - bucket.start, x.stop - bucket.start, x.shape)
+        for x in bucket.spans
+        if x.name in set(names)
+    ]
+    edges = [0, *(edge for _, start, stop, _ in covered for edge in (start, stop)), bucket.numel]
+    gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
+    return tuple(covered), tuple(gaps)

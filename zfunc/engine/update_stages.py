@@ -1,0 +1,105 @@
+"""What the operations that update parameters do: Adam where the state is, and the new parameters to every device.
+
+The invariant: whichever of them makes an update, a bucket's state, gradient and verdict determine its bits.
+"""
+
+from torch import Tensor
+
+from zfunc.core.decision import Verdict
+from zfunc.core.graph import Op
+from zfunc.core.optimizer_state import BUFFERS, HIGH_HALF
+from zfunc.core.regions import SHADOW, WAITING
+from zfunc.engine.stage_context import Memory, Step
+from zfunc.engine.state import Flat
+from zfunc.optim.compact import optimizer_state
+from zfunc.optim.device_adam import device_adam_update_
+from zfunc.optim.host_adam import adam_update_
+
+GRADIENTS = (*WAITING, "host_slot", "grad_slot", "device_grad", "device_sum")  # what an update may read
+COPIES = ("param_slot", "param_copy")  # of new parameters, on their way to the device
+
+
+def adam(op: Op, mem: Memory, step: Step) -> None:
+    """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
+    verdict: Verdict = mem[op.read("verdict")]
+    if not verdict.skip:
+        _update(op, mem, step, verdict)
+
+
+def speculate(op: Op, mem: Memory, step: Step) -> None:
+    """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
+    _update(op, mem, step, step.verdict(), into=SHADOW)
+
+
+def confirm(op: Op, mem: Memory, step: Step) -> None:
+    """Swap the shadow in if the update in it is the right one; else make that from the old state."""
+    verdict: Verdict = mem[op.read("verdict")]
+    if verdict.skip:
+        return
+    if verdict.grad_scale != 1.0 / step.loss_scale:
+        _update(op, mem, step, verdict)
+        return
+    for x in BUFFERS[step.optimizer.moments]:
+        old, new = op.write(x.name), op.write(SHADOW + x.name)
+        mem[old], mem[new] = mem[new], mem[old]
+
+
+def adam_on_device(op: Op, mem: Memory, step: Step) -> None:
+    """Update this rank's slice of a bucket whose state is on the device, and of its parameters."""
+    (b,) = op.index
+    verdict: Verdict = mem[op.read("verdict")]
+    if verdict.skip:
+        return
+    params = mem[op.write("params")].flat[step.slice_of(b)]
+    if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
+        _update(op, mem, step, verdict)
+        params.copy_(mem[op.write(HIGH_HALF)])  # as the host would have sent it
+    else:
+        _update(op, mem, step, verdict, copy=params)
+
+
+def _update(
+    op: Op, mem: Memory, step: Step, verdict: Verdict, *, into: str = "", copy: Tensor | None = None
+) -> None:
+    """Adam of a bucket with the gradient the operation reads, into its state or its shadow, and into `copy`."""
+    (b,) = op.index
+    optimizer, mine, moments = step.optimizer, step.slice_of(b), BUFFERS[step.optimizer.moments]
+    (grad,) = (mem[r] for r in op.reads if r.buffer in GRADIENTS)
+    if any(r.buffer == "grad_slot" for r in op.reads):
+        grad = grad[mine]
+    kept = {x.name: mem[op.read(x.name)] for x in moments}
+    new = {x.name: mem[op.write(into + x.name)] for x in moments} if into else kept
+    for r in op.writes:
+        copy = mem[r] if r.buffer in COPIES else copy
+    sweep = device_adam_update_ if grad.is_cuda else adam_update_
+    for first, last, decayed in step.layout.buckets[b].runs_within(mine.start, mine.stop):
+        start, stop = first - mine.start, last - mine.start
+        sweep(
+            *optimizer_state(kept, start, stop),
+            grad[start:stop],
+            out=None if copy is None else copy[start:stop],
+            step=verdict.number,
+            lr=verdict.lr,
+            betas=verdict.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay if decayed else 0.0,
+            decoupled=optimizer.decoupled,
+            grad_scale=verdict.grad_scale,
+            **({"into": optimizer_state(new, start, stop)} if into else {}),
+        )
+
+
+def to_device(op: Op, mem: Memory, step: Step) -> None:
+    """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
+    if not mem[op.read("verdict")].skip:
+        (b,) = op.index
+        params = mem[op.write("params")].flat[step.slice_of(b)]
+        (copy,) = (mem[r] for r in op.reads if r.buffer in (*COPIES, HIGH_HALF))
+        params.copy_(copy[: params.numel()], non_blocking=True)
+
+
+def all_gather(op: Op, mem: Memory, step: Step) -> None:
+    """Exchange the slices of a bucket's parameters; those of a skipped step are the old ones."""
+    (b,) = op.index
+    params: Flat = mem[op.write("params")]
+    step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])

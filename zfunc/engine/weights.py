@@ -1,0 +1,81 @@
+"""fp32 weights into a State and out of it, whatever the master is kept in and wherever its slices are.
+
+The invariant: what the device has after `put_weights` is what a step with these weights would have sent it.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zfunc.core.layout import Bucket, Layout, Span
+from zfunc.engine.state import Buffers, view
+from zfunc.optim.compact import SplitMaster, optimizer_state
+from zfunc.runtime.collectives import Ranks
+
+PART = 1 << 20  # elements
+
+
+def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
+    """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
+
+    To be read only: where nothing has to be put together, it is the master itself.
+    """
+    master, *_ = optimizer_state(buffers.kept(bucket.index), 0, bucket.numel // ranks.world)
+    mine = _joined(master)
+    if ranks.world == 1:
+        return mine
+    full = torch.empty(bucket.numel)
+    ranks.all_gather(full, mine)
+    return full
+
+
+def parameter_weights(buffers: Buffers, layout: Layout, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter once, by full name: its fp32 weights on the host, in its own shape; if it is frozen, what the
+    device has. A collective a bucket: all ranks go through all of them. To be read only, as above.
+    """
+    for bucket in layout.buckets:
+        flat = bucket_weights(buffers, bucket, ranks)
+        for span in bucket.spans:
+            yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
+    for span in layout.frozen:
+        yield span.name, view(buffers.frozen, span).float().cpu()
+
+
+def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: Ranks) -> None:
+    """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
+    flat = value.flatten().to("cpu", torch.float32)
+    on_device = buffers.params[span.start : span.stop]
+    bucket = layout.bucket_of(span)
+    kept = buffers.kept(bucket.index)
+    split = None if "master" in kept else SplitMaster.of(flat)
+    sent = split is not None and on_device.dtype == split.high.dtype
+    on_device.copy_(split.high if split is not None and sent else flat)
+    piece = layout.piece(span, ranks.rank, ranks.world)
+    master, *_ = optimizer_state(kept, piece.at, piece.at + piece.stop - piece.start)
+    if split is not None and isinstance(master, SplitMaster):
+        master.high.copy_(split.high[piece.start : piece.stop])
+        master.low.copy_(split.low[piece.start : piece.stop])
+    elif isinstance(master, Tensor):
+        master.copy_(flat[piece.start : piece.stop])
+
+
+def send_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> None:
+    """Give the device the weights of a bucket that the host has: a collective."""
+    kept, size = buffers.kept(bucket.index), bucket.numel // ranks.world
+    params = buffers.params[bucket.start : bucket.stop]
+    mine = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+    for first in range(0, size, PART):  # a split master is joined: not all of it at once
+        last = min(first + PART, size)
+        master, *_ = optimizer_state(kept, first, last)
+        sent = isinstance(master, SplitMaster) and params.dtype == master.high.dtype
+        mine[first:last].copy_(master.high if sent else _joined(master))
+    if ranks.world > 1:
+        ranks.all_gather(params, mine)
+
+
+def _joined(master: Tensor | SplitMaster) -> Tensor:
+    """fp32 weights on the host."""
+    if isinstance(master, SplitMaster):
+        return SplitMaster(master.high.cpu(), master.low.cpu()).join()
+    return master.cpu()

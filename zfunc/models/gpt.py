@@ -1,0 +1,223 @@
+"""GPT-2 cut into modules that stand alone: the model of the command line and of the examples.
+
+A module of this file knows nothing of the others: the embedding, each block and the head are built,
+initialised and run one at a time, so that a model that does not fit anywhere can still be made segment
+by segment. One invariant: `reset_parameters` of such a module sets *every* parameter under it, in the
+same order of random numbers whether the module was just built or comes from the meta device.
+"""
+
+import math
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zfunc.models.kv_cache import Cache
+from zfunc.models.loss import next_token_loss
+
+__all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
+
+_INIT_STD = 0.02
+
+
+def _check_count(_: Any, attribute: "attrs.Attribute[int]", value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(
+            f"got {attribute.name}={value!r}; expected an integer of at least 1; "
+            f"pass {attribute.name}=1 or more"
+        )
+
+
+def _check_dropout(_: Any, __: "attrs.Attribute[float]", value: Any) -> None:
+    if not 0.0 <= value < 1.0:
+        raise ValueError(
+            f"got dropout={value!r}; expected a probability in [0, 1); pass dropout=0.0 to leave it out"
+        )
+
+
+@attrs.frozen
+class GPTConfig:
+    """The size of a GPT-2. The defaults read bytes and train in about two minutes on two CPU cores.
+
+    `vocab_size` in tokens, `seq_length` the longest sequence in tokens (it sizes the learned positions),
+    `dropout` a probability, `tied` whether the output projection is the token embedding. Raises
+    ValueError when a size is not a positive integer or the heads do not divide the hidden size.
+
+    >>> GPTConfig(hidden_size=768, num_attention_heads=12).head_size
+    64
+    >>> GPTConfig(hidden_size=100, num_attention_heads=12)
+    Traceback (most recent call last):
+    ValueError: got hidden_size=100 for num_attention_heads=12; expected a multiple; try hidden_size=96 or 108
+    """
+
+    vocab_size: int = attrs.field(default=256, validator=_check_count)
+    seq_length: int = attrs.field(default=128, validator=_check_count)
+    num_layers: int = attrs.field(default=4, validator=_check_count)
+    hidden_size: int = attrs.field(default=128, validator=_check_count)
+    num_attention_heads: int = attrs.field(default=4, validator=_check_count)
+    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
+    tied: bool = True
+
+    def __attrs_post_init__(self) -> None:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if hidden % heads:
+            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
+            choice = f"{below} or {above}" if below else f"{above}"
+            raise ValueError(
+                f"got hidden_size={hidden} for num_attention_heads={heads}; "
+                f"expected a multiple; try hidden_size={choice}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Features of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+
+class Embed(nn.Module):
+    """Token plus learned position embedding, then dropout: int64 [batch, seq] -> [batch, seq, hidden]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tok = _embedding(config.vocab_size, config.hidden_size)
+        self.pos = _embedding(config.seq_length, config.hidden_size)
+        _materialise(self)
+
+    def reset_parameters(self) -> None:
+        """Set every parameter: GPT-2's normal with deviation 0.02."""
+        nn.init.normal_(self.tok.weight, std=_INIT_STD)
+        nn.init.normal_(self.pos.weight, std=_INIT_STD)
+
+    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+        """Embed `tokens`, which follow those in `cache`. Raises ValueError for more than the learned positions."""
+        first = 0 if cache is None else cache.advanced(tokens.shape[-1])
+        seq = first + tokens.shape[-1]
+        if seq > self.config.seq_length:
+            raise ValueError(
+                f"got {seq} tokens; expected at most seq_length={self.config.seq_length}; "
+                "cut the sequence, or build the model with a longer seq_length"
+            )
+        x = self.tok(tokens) + self.pos.weight[first:seq]  # [batch, seq, hidden]
+        return F.dropout(x, self.config.dropout, self.training)
+
+
+class Block(nn.Module):
+    """A pre-LayerNorm GPT-2 block, attention then MLP: [batch, seq, hidden] -> [batch, seq, hidden]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden = config.hidden_size
+        self.ln_1 = nn.LayerNorm(hidden, device="meta")
+        self.qkv = nn.Linear(hidden, 3 * hidden, device="meta")
+        self.attn_out = nn.Linear(hidden, hidden, device="meta")
+        self.ln_2 = nn.LayerNorm(hidden, device="meta")
+        self.up = nn.Linear(hidden, 4 * hidden, device="meta")
+        self.down = nn.Linear(4 * hidden, hidden, device="meta")
+        _materialise(self)
+
+    def reset_parameters(self) -> None:
+        """Set every parameter: normal 0.02, the two residual projections divided by sqrt(2 num_layers)."""
+        residual_std = _INIT_STD / math.sqrt(2 * self.config.num_layers)
+        self.ln_1.reset_parameters()
+        _reset_linear(self.qkv, _INIT_STD)
+        _reset_linear(self.attn_out, residual_std)
+        self.ln_2.reset_parameters()
+        _reset_linear(self.up, _INIT_STD)
+        _reset_linear(self.down, residual_std)
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Mix along the sequence, causally, then along the features; `cache` has the tokens before those of `x`."""
+        rate = self.config.dropout
+        x = x + F.dropout(self._attend(self.ln_1(x), cache), rate, self.training)
+        y = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
+        return x + F.dropout(y, rate, self.training)
+
+    def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
+        heads = (self.config.num_attention_heads, self.config.head_size)
+        rate = self.config.dropout if self.training else 0.0
+        q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        # [batch, heads, seq, head_size]
+        alone = cache is None or not cache.advanced(x.shape[1])  # else one token, which sees all before it
+        if cache is not None:
+            k, v = cache.extended(k, v)
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=alone)
+        return self.attn_out(y.transpose(1, 2).flatten(-2))
+
+
+class Head(nn.Module):
+    """Final LayerNorm, projection to the vocabulary, mean cross entropy: the last segment of the model."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.ln_f = nn.LayerNorm(config.hidden_size, device="meta")
+        self.out = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+        _materialise(self)
+
+    def reset_parameters(self) -> None:
+        """Set every parameter; a tied `out.weight` is drawn too, and dropped by whoever ties it."""
+        self.ln_f.reset_parameters()
+        _reset_linear(self.out, _INIT_STD)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Give the scores of the next token: [batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
+        return self.out(self.ln_f(x)).float()
+
+    def forward(self, x: Tensor, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Give the mean loss in nats, an fp32 scalar, or the logits when there are no targets.
+
+        `targets` is int64 [batch, seq]; those of -100 are left out of the mean (a micro-batch where
+        all are has no mean: NaN). Or it is those and weights [batch], as `zfunc.hf.batch` makes them.
+        """
+        logits = self.logits(x)
+        return logits if targets is None else next_token_loss(logits, targets)
+
+
+def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:
+    """Build the model as names and modules in the order they run; under `torch.device("meta")` it is free.
+
+    The modules come untied: with `config.tied`, the "out.weight" of "head" is to be shared with
+    "embed.tok.weight".
+
+    >>> [name for name, _ in modules(GPTConfig(num_layers=2))]
+    ['embed', 'block0', 'block1', 'head']
+    """
+    blocks = ((f"block{index}", Block(config)) for index in range(config.num_layers))
+    return (("embed", Embed(config)), *blocks, ("head", Head(config)))
+
+
+def num_parameters(config: GPTConfig) -> int:
+    """Count the parameters without building them; a tied embedding counts once.
+
+    >>> num_parameters(GPTConfig(50257, 1024, num_layers=12, hidden_size=768, num_attention_heads=12))
+    124439808
+    """
+    vocab, hidden = config.vocab_size, config.hidden_size
+    embed = (vocab + config.seq_length) * hidden
+    block = 12 * hidden * hidden + 13 * hidden
+    head = 2 * hidden + (0 if config.tied else vocab * hidden)
+    return embed + config.num_layers * block + head
+
+
+def _reset_linear(linear: nn.Linear, std: float) -> None:
+    nn.init.normal_(linear.weight, std=std)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+def _embedding(rows: int, columns: int) -> nn.Embedding:
+    # Not nn.Embedding(rows, columns, device="meta"): it calls normal_, which on meta imports all of
+    # torch._dynamo (two seconds).
+    return nn.Embedding.from_pretrained(torch.empty(rows, columns, device="meta"), freeze=False)
+
+
+def _materialise(module: nn.Module) -> None:
+    # Children are made on meta, so that PyTorch's own initialisation draws nothing from the generator:
+    # building here and materialising later give the same numbers.
+    device = torch.get_default_device()
+    if device.type != "meta":
+        module.to_empty(device=device)
+        module.reset_parameters()  # type: ignore[operator]

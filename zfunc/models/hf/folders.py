@@ -1,0 +1,204 @@
+"""`save` and `export`: what was trained, as a folder that `from_pretrained` loads.
+
+The invariant: a folder under the name that was asked for is whole and on the disk, and none that was there is
+touched.
+"""
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import define
+from torch import Tensor
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.export import FORMATS, DType, Exported
+from zfunc.checkpoint.export import export as export_weights
+from zfunc.checkpoint.safetensors_file import Stored
+from zfunc.checkpoint.shard_writer import Writer, create
+from zfunc.checkpoint.writer import as_bytes, together
+from zfunc.engine.program import DTYPES, Program, check_state
+from zfunc.engine.state import State
+from zfunc.engine.weights import parameter_weights
+from zfunc.errors import CheckpointError, nearest
+from zfunc.models.hf.weights import SINGLE, empty_model, read_config
+
+KEPT = (  # that go along from the folder the config is from
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Names of a tokenizer's files, and of settings for generating."""
+
+
+def export(source: Path | str, out: Path | str, *, config: Any, dtype: DType = "fp32") -> Exported:
+    """Write a checkpoint of a program of `zfunc.hf` as a new folder that `from_pretrained` loads.
+
+    `source` is a checkpoint, a folder of them or a run. `config` is the folder that was trained from: its
+    config.json, and its tokenizer's files, come along; or it is the config alone. A tied head is stored once, as
+    transformers does. What `zfunc.checkpoint.export.export` says of `dtype`, of memory and of what is raised holds
+    here.
+
+    Raises ValueError where the checkpoint is not of the config's model, or `out` is there.
+    """
+    folder = _Folder.begin(Path(out), config, dtype)
+    try:
+        manifest = checkpoints.open_checkpoint(checkpoints.locate(Path(source))).manifest
+        folder.check({x.name: x.shape for x in manifest.parameters})
+        done = export_weights(Path(source), folder.partial / SINGLE, dtype=dtype)
+        folder.publish()
+    finally:
+        folder.abandon()
+    return Exported(Path(out), done.parameters, done.bytes, done.step, dtype)
+
+
+def save(out: Path | str, program: Program, state: State, *, config: Any, dtype: DType = "fp32") -> Path:
+    """Write the weights of a program of `zfunc.hf` as a new folder that `from_pretrained` loads, and return that.
+
+    `config` and `dtype` as for `export`: the master weights, exactly, or rounded to nearest. Written bucket by
+    bucket: no second copy of the model is made. `state` can be trained on. With several ranks all of them have to
+    call this, and the first one writes. Raises ValueError and CheckpointError as `export` does.
+    """
+    check_state(program, state, "hf.save")
+    ranks = program.ranks
+    ranks.agree("hf.save")
+
+    def begin() -> _Saving | None:
+        return _Saving.begin(Path(out), program, config, dtype, state.step) if not ranks.rank else None
+
+    saving = together(ranks, begin)
+    try:
+        for name, values in parameter_weights(state.buffers, program.layout, ranks):
+            if saving is not None:
+                saving.write(name, values.flatten())
+        together(ranks, saving.finish if saving is not None else lambda: None)
+    finally:
+        if saving is not None:
+            saving.abandon()
+    return Path(out)
+
+
+@define(eq=False)
+class _Folder:
+    """A folder under another name until it is whole."""
+
+    out: Path
+    partial: Path
+    shapes: dict[str, tuple[int, ...]]  # of the config's model, by name
+
+    @classmethod
+    def begin(cls, out: Path, config: Any, dtype: DType) -> "_Folder":
+        """Make it, with all but the weights. Raises ValueError for what cannot be a new folder."""
+        if dtype not in FORMATS:
+            raise ValueError(
+                f"dtype: got {dtype!r}{nearest(str(dtype), list(FORMATS))}, expected fp32, bf16 or fp16: choose one"
+            )
+        if os.path.lexists(out):
+            raise ValueError(
+                f"out: got {out}, which is there, expected a new folder: name another, or move that one"
+            )
+        if not out.parent.is_dir():
+            raise ValueError(f"out: got {out}, expected a folder in one that is there: make {out.parent}")
+        origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
+        try:
+            config = read_config(origin) if origin else config
+            model = empty_model(config)
+        except CheckpointError:
+            raise
+        except (ValueError, OSError) as error:  # transformers' own, which name no argument
+            raise ValueError(f"config: {error}") from error
+        partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
+        with disk.naming(partial, "making a folder (of another export that is writing it, or was killed?)"):
+            partial.mkdir()
+        made = cls(out, partial, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        try:
+            with disk.naming(partial, "copying a model's small files"):
+                _write_config(partial, config, model, dtype)
+                for name in KEPT if origin else ():
+                    if (origin / name).is_file():
+                        shutil.copyfile(origin / name, partial / name)
+        except BaseException:
+            made.abandon()
+            raise
+        return made
+
+    def check(self, found: dict[str, tuple[int, ...]]) -> None:
+        """Raise ValueError unless these are the config's parameters."""
+        for name in (*found, *self.shapes):
+            if found.get(name) != self.shapes.get(name):
+                hint = "" if name in self.shapes else nearest(name, list(self.shapes))
+                raise ValueError(
+                    f"config: got one of a model with {name!r} of shape {self.shapes.get(name)}{hint}, expected "
+                    f"{found.get(name)}, as was trained: pass the config the segments were made from, "
+                    "or its folder"
+                )
+
+    def publish(self) -> None:
+        """Bring all files to the disk and give the folder its name."""
+        for path in self.partial.iterdir():
+            disk.sync(path)
+        disk.sync(self.partial)
+        with disk.naming(self.out, "giving a folder its name"):
+            os.rename(self.partial, self.out)
+        disk.sync(self.out.parent)
+
+    def abandon(self) -> None:
+        """Delete what there is of it. Nothing happens if it has its name, or the second time."""
+        with suppress(OSError):
+            shutil.rmtree(self.partial)
+
+
+def _write_config(folder: Path, config: Any, model: Any, dtype: DType) -> None:
+    """config.json, with the type of the weights beside it, or from_pretrained would round them."""
+    told = type(config).from_dict(config.to_dict())
+    told.dtype = DTYPES[dtype]
+    told.architectures = [type(model).__name__]
+    told.save_pretrained(folder)
+
+
+@define(eq=False)
+class _Saving:
+    """The weights of a state on their way into such a folder. What fails on the way is raised at the end."""
+
+    folder: _Folder
+    writer: Writer
+    dtype: DType
+    failure: Exception | None = None
+
+    @classmethod
+    def begin(cls, out: Path, program: Program, config: Any, dtype: DType, step: int) -> "_Saving":
+        folder = _Folder.begin(out, config, dtype)
+        try:
+            found = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+            folder.check(found)
+            tensors = [Stored(name, FORMATS[dtype].stored, shape) for name, shape in found.items()]
+            metadata = {"format": "pt", "step": str(step)}
+            return cls(folder, create(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
+        except BaseException:
+            folder.abandon()
+            raise
+
+    def write(self, name: str, values: Tensor) -> None:
+        if self.failure is not None:
+            return
+        try:
+            rounded = values.to(DTYPES[self.dtype])
+            if not torch.equal(rounded.isfinite(), values.isfinite()):
+                raise ValueError(f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32")
+            self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
+        except (ValueError, CheckpointError) as error:
+            self.failure = error
+
+    def finish(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+        self.writer.finish()
+        self.folder.publish()
+
+    def abandon(self) -> None:
+        self.writer.close()
+        self.folder.abandon()

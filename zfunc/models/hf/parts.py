@@ -1,0 +1,70 @@
+"""The three kinds of segments of a causal language model, as modules around the model's own.
+
+The invariant: what goes from one to the next is the hidden states, [batch, seq, hidden], and nothing else:
+positions and masks follow from their shape, and are made again where they are needed.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zfunc.models.kv_cache import Cache
+from zfunc.models.loss import next_token_loss
+
+
+class Embed(nn.Module):
+    """Token embeddings, with learned positions and dropout where the model has them: int64 [batch, seq] in."""
+
+    def __init__(self, tokens: nn.Module, positions: nn.Embedding | None, dropout: nn.Module | None) -> None:
+        super().__init__()
+        self.tokens, self.positions, self.dropout = tokens, positions, dropout
+
+    def forward(self, input_ids: Tensor, cache: Cache | None = None) -> Tensor:
+        """Embed what follows the tokens in `cache`. Raises ValueError for more than the learned positions."""
+        x = self.tokens(input_ids)
+        first = 0 if cache is None else cache.advanced(input_ids.shape[-1])
+        if self.positions is not None:
+            seq, longest = first + input_ids.shape[-1], self.positions.num_embeddings
+            if seq > longest:
+                raise ValueError(
+                    f"got {seq} tokens, expected at most the {longest} there are positions for: cut it"
+                )
+            x = x + self.positions(torch.arange(first, seq, device=input_ids.device))
+        return x if self.dropout is None else self.dropout(x)
+
+
+class Layer(nn.Module):
+    """A decoder layer, with the rotary positions it is handed in the model."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str | None) -> None:
+        super().__init__()
+        self.layer, self.rotary = layer, rotary
+        self.kind = kind  # of attention, where positions depend on it
+
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+        """Mix along the sequence, then along the features; `cache` has the tokens before those of `x`."""
+        first = 0 if cache is None else cache.advanced(x.shape[1])
+        given: dict[str, Any] = {} if cache is None else {"cache": cache}  # which gets to `attention.attend`
+        if self.rotary is None:
+            return self.layer(x, **given)
+        at = torch.arange(first, first + x.shape[1], device=x.device)[None]
+        cos_sin = self.rotary(x, at) if self.kind is None else self.rotary(x, at, self.kind)
+        return self.layer(x, position_embeddings=cos_sin, **given)
+
+
+class Head(nn.Module):
+    """Final norm, projection to the vocabulary, loss: the last segment."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:
+        super().__init__()
+        self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Give the scores of the next token: [batch, seq, vocab], in the compute precision."""
+        y = self.lm_head(self.norm(x))
+        return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
+
+    def forward(self, x: Tensor, targets: Any = None) -> Tensor:
+        """Give the mean loss in nats, an fp32 scalar; without targets, the logits."""
+        return self.logits(x) if targets is None else next_token_loss(self.logits(x).float(), targets)

@@ -1,0 +1,197 @@
+"""`load`: a local folder as transformers writes it, as segments whose initial values are in its files.
+
+The invariant: before anything is read, every parameter is known to be in a file, in its shape, and every tensor in
+the files to be a parameter's. Files are mapped into memory; a tensor is read when `zfunc.init` copies it, segment
+after segment, so the model is in memory once.
+"""
+
+import logging
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+from torch import Tensor
+
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint import strict_json
+from zfunc.engine.segment import Segment, Values
+from zfunc.errors import CheckpointError, nearest
+from zfunc.models.hf.cutting import check_transformers, segments
+from zfunc.models.hf.families import family_of, unsupported
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "BF16", "F16")
+INDEX_LIMIT = 64 << 20  # bytes
+_BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
+_NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class Stored:
+    """A tensor in a file: its name there, its type and shape."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def load(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
+    """`(config, segments)` of a folder with config.json and model.safetensors, or its shards with their index.
+
+    Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights; they may be in fp32,
+    bf16 or fp16, and become fp32 master weights. The files have to stay there until then.
+
+    Raises CheckpointError for a folder without them, and where names or shapes are not the config's model's;
+    ValueError for a model that cannot be cut, as `segments` does.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    model = empty_model(config)
+    family_of(model)  # first: files of another family have other names, which is no damage
+    stored = _stored(folder)
+    places = _places(model, stored)
+    log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
+    return config, tuple(evolve(s, initial=partial(_read, _own(s), places)) for s in segments(model))
+
+
+def read_config(folder: Path) -> Any:
+    """The config in a folder. Raises CheckpointError where there is none."""
+    check_transformers()
+    from transformers import AutoConfig
+
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{folder}: got no config.json in it, expected a local folder with one: {_next(folder)}"
+        )
+    return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _next(folder: Path) -> str:
+    """What to do about a folder that is none of a model, or that is not there: it may be a name on the Hub."""
+    if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
+        return _NEXT
+    return (
+        "there is no such folder. If it is a model's name on the Hugging Face Hub, which is not asked, type "
+        f"hf download {folder} --local-dir {folder.name} and name the folder {folder.name}"
+    )
+
+
+def empty_model(config: Any) -> Any:
+    """The causal language model of a config, on the meta device. Raises ValueError where transformers has none."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise unsupported(next(iter(config.architectures or ()), config.model_type))
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+
+
+def _own(segment: Segment) -> tuple[str, ...]:
+    return tuple(p.name for p in segment.parameters if p.name not in segment.shared)
+
+
+def _stored(folder: Path) -> list[Stored]:
+    """Every tensor in the folder's files. Of one that has both, the single file counts, as for transformers."""
+    if (folder / SINGLE).is_file():
+        return _tensors(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise CheckpointError(
+            f"{folder}: got neither {SINGLE} nor {INDEX} in it, expected one of them: {_NEXT}"
+        )
+    index = strict_json.parse(disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT), str(folder / INDEX))
+    indexed = {name: node.text() for name, node in index.entries()["weight_map"].entries().items()}
+    names = sorted(set(indexed.values()))
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder / INDEX}: got the file {name!r:.200}, which is not in the folder: {_NEXT}"
+            )
+    found = [t for name in names for t in _tensors(folder / name)]
+    for t in found:
+        if indexed.get(t.name) != t.file.name:
+            raise CheckpointError(f"{t.file}: got {t.name!r} in it, expected what {INDEX} says: {_NEXT}")
+    if missing := indexed.keys() - {t.name for t in found}:
+        raise CheckpointError(f"{folder / INDEX}: got {min(missing)!r}, which is not in its file: {_NEXT}")
+    return found
+
+
+def _tensors(file: Path) -> list[Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    found: list[Stored] = []
+    try:
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  it is no dict
+                part = opened.get_slice(name)
+                found.append(Stored(file, name, part.get_dtype(), tuple(part.get_shape())))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {_NEXT}") from error
+    return found
+
+
+def _places(model: Any, stored: list[Stored]) -> dict[str, list[Stored]]:
+    """Where each parameter is; a tied one may be stored under each of its names.
+
+    A file may be of the model without its head: then names lack what the parts below it begin with.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    names = known_names(model)
+    places: dict[str, list[Stored]] = {name: [] for name in shapes}
+    for t in stored:
+        if (name := names.get(t.name)) is not None:
+            _check(t, name, shapes[name])
+            places[name].append(t)
+        elif not _BUFFERS.search(t.name):
+            hint = nearest(t.name, [x for x in shapes if not places[x]])
+            raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
+    for name, found in places.items():
+        if not found:
+            folder, hint = stored[0].file.parent, nearest(name, [t.name for t in stored])
+            raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {_NEXT}")
+    return places
+
+
+def known_names(model: Any) -> dict[str, str]:
+    """The parameter a name in a file means: its own in the model, a tied one's, or either without the prefix."""
+    first = {id(p): name for name, p in model.named_parameters()}
+    every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    prefix = f"{model.base_model_prefix}."
+    return {**{name.removeprefix(prefix): x for name, x in every.items()}, **every}
+
+
+def _check(t: Stored, name: str, shape: tuple[int, ...]) -> None:
+    if t.shape != shape:
+        raise CheckpointError(
+            f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {_NEXT}"
+        )
+    if t.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(FLOATS)}: use some that are not quantized"
+        )
+
+
+def _read(names: tuple[str, ...], places: Mapping[str, list[Stored]], _seed: int) -> Values:
+    """The tensors of one segment, as views of the mapped files."""
+    return {name: _tensor(name, places[name]) for name in names}
+
+
+def _tensor(name: str, found: list[Stored]) -> Tensor:
+    from safetensors import safe_open
+
+    values: list[Tensor] = []
+    for t in found:
+        with safe_open(t.file, "pt") as opened:
+            values.append(opened.get_tensor(t.name))
+    for t, value in zip(found[1:], values[1:], strict=True):
+        if not torch.equal(value, values[0]):
+            raise CheckpointError(
+                f"{t.file}: got other values in {t.name!r} than in {found[0].name!r}, expected the same, because "
+                f"the config ties them to {name!r}: set tie_word_embeddings to false in config.json"
+            )
+    return values[0]

@@ -1,0 +1,107 @@
+"""The optimizer as a value: what Adam is told, checked at birth. What a step computes is in adam_reference.py."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from zfunc.core.optimizer_state import BUFFERS, Moments
+from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.reference import coefficients
+
+
+def everything(name: str, shape: tuple[int, ...]) -> bool:
+    """Every parameter is decayed, as in torch."""
+    del name, shape
+    return True
+
+
+def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
+    """Decay matrices and embeddings, not the vectors of norms and biases.
+
+    >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
+    (True, False)
+    """
+    del name
+    return len(shape) >= 2
+
+
+Betas = tuple[float, float]
+
+
+def _function(x: Any) -> bool:
+    """Whether it is called with the step: a tensor is not, and a class is not yet."""
+    return callable(x) and not isinstance(x, type)
+
+
+def _lr(lr: Any) -> Any:
+    return lr if _function(lr) else checked_finite("lr", lr, minimum=0.0)
+
+
+def _betas(betas: Any) -> Any:
+    return betas if _function(betas) else checked_betas(betas)
+
+
+def _decay(weight_decay: Any) -> float:
+    return checked_finite("weight_decay", weight_decay, minimum=0.0)
+
+
+@attrs.frozen
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
+
+    `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says which
+    parameters weight decay touches; `matrices_only` leaves out norms and biases. The moments are corrected for
+    their start at 0 by the betas of the step alone, as in torch: exact where these stay the same.
+
+    `moments` says what the host keeps of a parameter between steps: "fp32", 12 bytes (master, exp_avg, exp_avg_sq);
+    "16bit", 8 bytes (the master in two halves, exact, and both moments in bf16); "8bit", 6 bytes (the same master,
+    both moments in 8 bits, with a scale for every 64). Arithmetic is fp32 always (`zfunc.optim.compact_reference`).
+
+    Numbers may be NumPy's or tensors of one element, and are kept as floats. Values out of range, and a learning
+    rate that overflows fp32 in the first step, raise ValueError or TypeError here, at birth.
+
+    >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
+    0.0003
+    """
+
+    lr: float | Callable[[int], float] = attrs.field(default=1e-3, converter=_lr)
+    betas: Betas | Callable[[int], Betas] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_betas)
+    eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
+    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=_decay)
+    decoupled: bool = attrs.field(default=True, kw_only=True)
+    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=everything, kw_only=True)
+    moments: Moments = attrs.field(default="fp32", kw_only=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Check every field."""
+        if not isinstance(self.decoupled, bool):
+            refuse(
+                TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
+            )
+        if not isinstance(self.moments, str) or self.moments not in BUFFERS:
+            refuse(ValueError, "moments", repr(self.moments), f"one of {', '.join(BUFFERS)}", "choose one")
+        if not callable(self.decay):
+            refuse(
+                TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
+            )
+        if not callable(self.lr) and not callable(self.betas):
+            self._check_factors(1, self.lr, self.betas)  # the largest of all steps
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1, as a float; TypeError or ValueError for no such number."""
+        lr = self.lr
+        if callable(lr):
+            lr = checked_finite(f"lr at step {step}", lr(step), minimum=0.0)
+        if callable(self.lr) or callable(self.betas):
+            self._check_factors(step, lr, self.betas_at(step))
+        return lr
+
+    def _check_factors(self, step: int, lr: float, betas: Betas) -> None:
+        check_factors(coefficients(step, lr, betas, self.eps, self.weight_decay, self.decoupled, 1.0))
+
+    def betas_at(self, step: int) -> Betas:
+        """The decay rates of both moments in a step, counted from 1; ValueError where one is not in [0, 1)."""
+        if not callable(self.betas):
+            return self.betas
+        return checked_betas(self.betas(step), f"betas at step {step}")

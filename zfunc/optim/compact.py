@@ -1,0 +1,79 @@
+"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments, there and back.
+
+The invariant: these types only say what the bytes are. What they mean is in compact_reference.py, and converting
+goes through it; the kernel updates them in place.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from attrs import frozen
+from torch import Tensor
+
+from zfunc.core.optimizer_state import HIGH_HALF, SizedType
+from zfunc.optim.buffer_checks import span_of
+from zfunc.optim.compact_reference import BLOCK, join, split
+
+DTYPES: dict[SizedType, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "int16": torch.int16,
+    "uint8": torch.uint8,
+}
+
+
+@frozen(eq=False)
+class SplitMaster:
+    """fp32 weights [n] in two halves; `high` is their bf16 copy, rounded to nearest, ties away from zero.
+
+    >>> halves = SplitMaster.of(torch.tensor([1.0, 3.1415927]))
+    >>> halves.high, halves.join()
+    (tensor([1.0000, 3.1406], dtype=torch.bfloat16), tensor([1.0000, 3.1416]))
+    """
+
+    high: Tensor  # [n] bf16
+    low: Tensor  # [n] int16
+
+    @classmethod
+    def of(cls, weights: Tensor) -> "SplitMaster":
+        """The halves of fp32 weights [n] on the host; TypeError or ValueError for others."""
+        numel = weights.numel() if isinstance(weights, Tensor) else 0
+        span_of("weights", weights, numel, [torch.float32], written=False)
+        high, low = split(weights.detach().numpy())
+        return cls(torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low))
+
+    def join(self) -> Tensor:
+        """The fp32 weights [n], exact: a NaN comes back as a NaN."""
+        high = self.high.view(torch.int16).numpy().view(np.uint16)
+        return torch.from_numpy(join(high, self.low.numpy()))
+
+
+@frozen(eq=False)
+class Codes:
+    """exp_avg_sq [n] in 8 bits an element, and a scale for each block of 64 elements.
+
+    The exp_avg beside it is [n] uint8 and needs no scale: its codes count in units that follow from these.
+    """
+
+    codes: Tensor  # [n] uint8
+    scales: Tensor  # [ceil(n / 64)] int16
+
+    @classmethod
+    def zeros(cls, n: int) -> "Codes":
+        """exp_avg_sq before the first step."""
+        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.int16))
+
+
+def optimizer_state(
+    kept: Mapping[str, Tensor], start: int, stop: int
+) -> tuple[Tensor | SplitMaster, Tensor, Tensor | Codes]:
+    """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
+    part = slice(start, stop)
+    if "master" in kept:
+        return kept["master"][part], kept["exp_avg"][part], kept["exp_avg_sq"][part]
+    master = SplitMaster(kept[HIGH_HALF][part], kept["master_low"][part])
+    exp_avg, exp_avg_sq = kept["exp_avg"][part], kept["exp_avg_sq"][part]
+    if "exp_avg_sq_scale" not in kept:
+        return master, exp_avg, exp_avg_sq
+    return master, exp_avg, Codes(exp_avg_sq, kept["exp_avg_sq_scale"][start // BLOCK : -(-stop // BLOCK)])

@@ -1,0 +1,217 @@
+"""Compact optimizer state in NumPy: the formats the kernel packs, and a step over them, bit by bit.
+
+The invariant: a compact step is unpack, `adam_reference.reference_update`, pack. All arithmetic stays float32;
+only what is kept between two steps is rounded, and its errors even out over the steps: rounded to nearest, a
+moment that changes by less than half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %)
+would stand still for ever.
+
+Three formats:
+
+- the split master: the weight's bfloat16 (the copy that goes to the device) and the 16 bits it lacks; exact.
+- bfloat16 moments.
+- 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
+  exp_avg_sq has codes and a scale for each block. Codes 1 to 254 are unsigned floats with as many mantissa bits as
+  let the codes reach from the largest value of the block down to its smallest: 5 bits over 8 binades, 4 over 16,
+  3 over 32 or 2 over 64. Code 0 is zero and 255 infinity. A value below all 64 binades gets code 1.
+  exp_avg is a signed float of 3 exponent and 4 mantissa bits with subnormals, in units of the power of two at or
+  below the root of the element's own exp_avg_sq. So it needs no scale, and its precision depends on no other
+  element. It holds up to 31 units; larger values are cut to that. With beta1^2 < beta2, exp_avg is at most
+  (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) roots: 7.3 with the default betas.
+
+Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
+frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because any regular
+sequence would fall in step with some gradient or decay that is regular too. So rounding is unbiased, needs no state
+and no generator, and depends on nothing but i and t: not on threads, chunks, buckets or ranks.
+
+Sources: split master, in the spirit of Zamirai et al., "Revisiting BFloat16 Training" (2020); block-wise 8-bit
+moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared scale
+for a block, the OCP Microscaling formats (2023).
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zfunc.optim.reference import Array, reference_update
+
+BLOCK = 64  # elements that share a scale, and the period of the dither
+SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio
+EXP_AVG, EXP_AVG_SQ = 0, 1  # the moments have dithers of their own
+
+# exp_avg_sq, as bits of a float32: a code counts units of 2^shift, the shift being MIN_SHIFT plus 0 to 3.
+MIN_SHIFT, NUM_SHIFTS = 18, 4
+SCALE_BITS = 0x7FF80000  # where a scale has the value of code 0; the number of the shift is in the bits below
+HIGHEST_CODE, INFINITE = 254, 255
+LIMIT = 0x7F600000  # 1.75 * 2^127: what is above counts as infinite
+
+# exp_avg, in its units: 2^-6 below 2^-2, then 4 mantissa bits up to 31.
+CUT = 19  # bits of a float32 below those mantissa bits
+SMALLEST_NORMAL, LARGEST = 125 << 23, 0x41F80000  # bits of 2^-2 and of 31
+ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are near those of its root
+
+
+class Compact(NamedTuple):
+    """The compact state of n elements; the scale is None where moments are bfloat16."""
+
+    high: Array  # [n] uint16, the bfloat16 half of the master
+    low: Array  # [n] int16, what it lacks
+    exp_avg: Array  # [n] uint16 holding bf16, or uint8 codes
+    exp_avg_sq: Array  # [n] as exp_avg
+    exp_avg_sq_scale: Array | None = None  # [ceil(n / 64)] int16
+
+
+def split(x: Array) -> tuple[Array, Array]:
+    """The bfloat16 nearest to x (ties away from zero), as uint16, and the int16 that `join` makes x of again.
+
+    >>> high, low = split(np.float32([1.0, -3.1415927]))
+    >>> join(high, low)
+    array([ 1.       , -3.1415927], dtype=float32)
+    """
+    bits = np.where(
+        np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)
+    )  # other NaNs could round over to a zero
+    high = (bits + np.uint32(0x8000)) >> np.uint32(16)
+    return high.astype(np.uint16), bits.astype(np.uint16).view(np.int16)
+
+
+def join(high: Array, low: Array) -> Array:
+    """The float32 whose halves these are."""
+    return ((high.astype(np.uint32) << np.uint32(16)) + low.astype(np.int32).view(np.uint32)).view(np.float32)
+
+
+def first_dither(step: int, moment: int) -> int:
+    """The dither of a block's first element, in 2^-32: MurmurHash3's finalizer (Appleby) over step and moment."""
+    x = (2 * step + moment) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    x = (x ^ x >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def dither(n: int, step: int, moment: int) -> NDArray[np.uint32]:
+    """What rounding adds in one step: [n] fractions of 2^32, with the period of a block."""
+    index = np.arange(n, dtype=np.uint32) % np.uint32(BLOCK)
+    return index * np.uint32(SPREAD) + np.uint32(first_dither(step, moment))
+
+
+def pack_bf16(x: Array, dither: Array) -> Array:
+    """Round float32 to bfloat16 (in uint16): up with the probability the dither gives; NaN stays NaN."""
+    rounded = x.view(np.uint32) + (dither >> np.uint32(16))
+    return (np.where(np.isnan(x), np.uint32(0x7FC00000), rounded) >> np.uint32(16)).astype(np.uint16)
+
+
+def pack_exp_avg_sq(x: Array, dither: Array) -> tuple[Array, Array]:
+    """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks."""
+    size = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
+    finite = size <= LIMIT
+    blocks = np.pad(np.where(finite, size, 0), (0, -x.size % BLOCK)).astype(np.int64).reshape(-1, BLOCK)
+    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
+    top = -(-blocks.max(axis=1, initial=0) // coarsest) * coarsest  # the value of the highest code
+    least = np.where(blocks > 0, blocks, top[:, None]).min(axis=1, initial=EXPONENT)
+    reach = [HIGHEST_CODE - 1 << MIN_SHIFT + k for k in range(NUM_SHIFTS - 1)]  # down to code 1
+    choice = np.sum([top - least > x for x in reach], axis=0)
+    base = np.maximum(top - (HIGHEST_CODE << MIN_SHIFT + choice), 0)
+    scale = (base >> 16 | choice).astype(np.int16)
+    shift, base = (y.repeat(BLOCK)[: x.size] for y in (MIN_SHIFT + choice, base))
+    code = size.astype(np.int64) - base + (dither >> (32 - shift).astype(np.uint32)) >> shift
+    code = np.where(size == 0, 0, np.maximum(code, 1))
+    return np.where(finite, code, INFINITE).astype(np.uint8), scale
+
+
+def unpack_exp_avg_sq(codes: Array, scale: Array) -> Array:
+    """The float32 values of codes [n], given the scales [ceil(n / 64)] of their blocks; exact."""
+    bits = np.where(codes == INFINITE, np.uint32(EXPONENT), _plain_bits(codes, scale))
+    return np.where(codes == 0, np.uint32(0), bits).view(np.float32)
+
+
+def pack_exp_avg(x: Array, dither: Array, codes: Array, scale: Array) -> Array:
+    """Round float32 x [n] to codes [n] uint8, in units of the packed exp_avg_sq: `codes` and `scale`."""
+    with np.errstate(all="ignore"):
+        x = x * (np.uint32(254 << 23) - _unit_bits(codes, scale)).view(np.float32)
+    x = np.where(np.isnan(x), np.float32(np.nan), x)  # without a sign
+    size = np.minimum(x.view(np.uint32) & np.uint32(0x7FFFFFFF), np.uint32(LARGEST))
+    # Below the smallest normal value, adding it lets the float adder line the bits up, as those of a subnormal.
+    normal = np.uint32(SMALLEST_NORMAL)
+    small = (size.view(np.float32) + normal.view(np.float32)).view(np.uint32) - normal
+    units = np.where(size < normal, small, size - normal + np.uint32(1 << 23))
+    code = (units + (dither >> np.uint32(32 - CUT))) >> np.uint32(CUT)
+    return (code | (x.view(np.uint32) >> np.uint32(31) << np.uint32(7))).astype(np.uint8)
+
+
+def unpack_exp_avg(x: Array, codes: Array, scale: Array) -> Array:
+    """The float32 values of exp_avg's codes x [n], given the packed exp_avg_sq; exact."""
+    size, normal = (x.astype(np.uint32) & np.uint32(127)) << np.uint32(CUT), np.uint32(SMALLEST_NORMAL)
+    small = (size + normal).view(np.float32) - normal.view(np.float32)
+    units = np.where(size < 1 << 23, small, (size + normal - np.uint32(1 << 23)).view(np.float32))
+    signed = units.view(np.uint32) | x.astype(np.uint32) >> np.uint32(7) << np.uint32(31)
+    return signed.view(np.float32) * _unit_bits(codes, scale).view(np.float32)
+
+
+def _plain_bits(codes: Array, scale: Array) -> Array:
+    """The bits that codes [n] of exp_avg_sq would stand for if none of them was special."""
+    bits = scale.view(np.uint16).astype(np.uint32) << np.uint32(16)
+    base, choice = bits & np.uint32(SCALE_BITS), bits >> np.uint32(16) & np.uint32(NUM_SHIFTS - 1)
+    base, shift = (y.repeat(BLOCK)[: codes.size] for y in (base, choice + np.uint32(MIN_SHIFT)))
+    return base + (codes.astype(np.uint32) << shift)
+
+
+def _unit_bits(codes: Array, scale: Array) -> Array:
+    """The bits of exp_avg's unit: the power of two at or below the root of exp_avg_sq."""
+    return (_plain_bits(codes, scale) >> np.uint32(1)) + np.uint32(ROOT) & np.uint32(EXPONENT)
+
+
+def unpack_first_codes(
+    exp_avg: Array, exp_avg_sq: Array, exp_avg_exponent: Array, exp_avg_sq_exponent: Array
+) -> tuple[Array, Array]:
+    """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit moments, which checkpoints may still hold.
+
+    Their codes [n] are floats of 4 mantissa bits below an exponent [ceil(n / 64)] for each block, which counts from
+    the lowest there is. 3 exponent bits and a sign for exp_avg, 4 for exp_avg_sq; a block of exponent 255 is NaN.
+
+    >>> m, v = unpack_first_codes(*np.uint8([[0x70, 0xF0], [0xF0, 1]]), *np.uint8([[89], [101]]))
+    >>> m, v == [1.0, 2.0**-18]
+    (array([ 1., -1.], dtype=float32), array([ True,  True]))
+    """
+
+    def unpacked(codes: Array, stored: Array, exponent_bits: int, lowest: int) -> Array:
+        size = codes & np.uint8((16 << exponent_bits) - 1)
+        binade = np.maximum(size >> 4, 1).astype(np.int32)
+        units = np.where(size < 16, size, size % 16 + 16).astype(np.float64)
+        exponent = stored.astype(np.int32).repeat(BLOCK)[: codes.size] + lowest
+        values = np.ldexp(units, binade + exponent - (127 + 3 + (1 << exponent_bits)))
+        return np.where(exponent < 255, values, np.nan).astype(np.float32)
+
+    m = unpacked(exp_avg, exp_avg_exponent, 3, 38)
+    return np.where(exp_avg < 128, m, -m), unpacked(exp_avg_sq, exp_avg_sq_exponent, 4, 26)
+
+
+def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
+    """Compact state ("16bit" or "8bit") of float32 buffers [n], its moments rounded as step `step` does."""
+    high, low = split(master)
+    first = dither(master.size, step, EXP_AVG)
+    second = dither(master.size, step, EXP_AVG_SQ)
+    if moments == "16bit":
+        return Compact(high, low, pack_bf16(exp_avg, first), pack_bf16(exp_avg_sq, second))
+    v, scale = pack_exp_avg_sq(exp_avg_sq, second)
+    return Compact(high, low, pack_exp_avg(exp_avg, first, v, scale), v, scale)
+
+
+def unpack(state: Compact) -> tuple[Array, Array, Array]:
+    """The float32 master, exp_avg and exp_avg_sq of a compact state; exact."""
+    master = join(state.high, state.low)
+    if state.exp_avg_sq_scale is None:
+        return master, *((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in state[2:4])
+    packed = state.exp_avg_sq, state.exp_avg_sq_scale
+    return master, unpack_exp_avg(state.exp_avg, *packed), unpack_exp_avg_sq(*packed)
+
+
+def reference_compact_update(
+    state: Compact, grad: Array, *, step: int, out: str | None = None, **settings: Any
+) -> tuple[Compact, Array | None]:
+    """One Adam step over compact state; arguments as `reference_update`. The inputs are left alone.
+
+    Returns the next state, and the copy where `out` asks for one beside the high half.
+    """
+    moments = "16bit" if state.exp_avg_sq_scale is None else "8bit"
+    new = reference_update(*unpack(state), grad, step=step, out=out, **settings)
+    return pack(new.master, new.exp_avg, new.exp_avg_sq, moments=moments, step=step), new.out

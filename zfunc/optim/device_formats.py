@@ -1,0 +1,183 @@
+"""The formats of compact_reference.py in torch operations: compact state to float32 and back, on any device.
+
+The invariant: the bits are the reference's. Everything is int32 arithmetic that wraps or stays in range, exact, or
+one float32 sum rounded once; what is converted to fewer bits is in their range first. int32 because not every
+device computes with uint32: an arithmetic shift to the right stands for a logical one where the sign is cut off.
+
+Floats here lie in scratch of whole blocks; what is there beyond the last element of a shorter tensor is 0.
+"""
+
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfunc.optim.compact_reference import (
+    BLOCK,
+    CUT,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    HIGHEST_CODE,
+    INFINITE,
+    LARGEST,
+    LIMIT,
+    MIN_SHIFT,
+    NUM_SHIFTS,
+    ROOT,
+    SCALE_BITS,
+    SMALLEST_NORMAL,
+    SPREAD,
+    first_dither,
+)
+
+NAN, INFINITY, SIZE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF  # bits of a float32; those beside its sign
+BINADE = 1 << 23  # from a float32's bits to those of its double
+
+
+class Scratch(NamedTuple):
+    """Buffers of one piece whose contents do not matter between two steps of a computation."""
+
+    a: Tensor  # [n] fp32
+    b: Tensor  # [n] fp32
+    wide: Tensor  # [n] fp64, in whose memory b is
+    mask: Tensor  # [n] bool
+
+
+def dithers(step: int, cuts: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """What rounding adds to exp_avg and exp_avg_sq over a block: two [64] int32, of so many bits each."""
+    index = torch.arange(BLOCK, dtype=torch.int64, device=device) * SPREAD
+    first, second = (
+        ((index + first_dither(step, moment)) & 0xFFFFFFFF) >> (32 - cut)
+        for moment, cut in zip((EXP_AVG, EXP_AVG_SQ), cuts, strict=True)
+    )
+    return first.int(), second.int()
+
+
+def load_(x: Tensor, values: Tensor) -> None:
+    """x [whole blocks] = values [n], converted; 0 beyond them."""
+    x[: values.numel()].copy_(values)
+    x[values.numel() :].zero_()
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bits of float32 x as int32: the same memory."""
+    return x.view(torch.int32)
+
+
+# ---- the split master ---------------------------------------------------------------------------------
+
+
+def join_(x: Tensor, high: Tensor, low: Tensor, scratch: Scratch) -> None:
+    """x = the float32 whose halves these are: high [n] bf16, low [n] int16."""
+    bits, small = bits_of(x), bits_of(scratch.a)
+    load_(bits, high.view(torch.int16))
+    load_(small, low)
+    bits.bitwise_left_shift_(16).add_(small)
+
+
+def split_(high: Tensor, low: Tensor, x: Tensor, scratch: Scratch) -> None:
+    """The halves of x, whose contents are lost: high [n] bf16, low [n] int16."""
+    bits, up, n = bits_of(x), bits_of(scratch.a), high.numel()
+    torch.ne(x, x, out=scratch.mask)
+    bits.masked_fill_(scratch.mask, NAN)  # other NaNs could round over to a zero
+    torch.add(bits, 1 << 15, out=up)
+    high.view(torch.int16).copy_(up.bitwise_right_shift_(16)[:n])
+    low.copy_(bits.bitwise_left_shift_(16).bitwise_right_shift_(16)[:n])
+
+
+# ---- bfloat16 moments ---------------------------------------------------------------------------------
+
+
+def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
+    """to [n] bf16 = x, rounded up with the probability the dither gives; NaN stays NaN."""
+    bits = bits_of(scratch.a)
+    torch.add(_blocks(bits_of(x)), dither, out=_blocks(bits))
+    torch.ne(x, x, out=scratch.mask)
+    bits.masked_fill_(scratch.mask, NAN).bitwise_right_shift_(16)
+    to.view(torch.int16).copy_(bits[: to.numel()])
+
+
+# ---- 8-bit moments ------------------------------------------------------------------------------------
+# A code of exp_avg is subnormal or not. Both readings are computed, and which one holds is their order: below the
+# smallest normal value the linear scale lies above the logarithmic one when packing, and beneath it when unpacking.
+# Its unit follows from the code of exp_avg_sq, read as if none was special: so that one comes first both ways, and
+# its infinities and zeros last.
+
+CODES_CUTS = (
+    CUT,
+    MIN_SHIFT + NUM_SHIFTS - 1,
+)  # of the dithers: exp_avg_sq's has the bits of its coarsest codes
+
+
+def unpack_codes_(
+    m: Tensor, v: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, scratch: Scratch
+) -> None:
+    """m, v = the values of codes [n] uint8, given the scales [ceil(n / 64)] int16 of exp_avg_sq."""
+    bits, log, linear = (bits_of(y) for y in (m, scratch.a, scratch.b))
+    load_(bits, exp_avg)
+    torch.bitwise_and(bits, 127, out=log)
+    log.bitwise_left_shift_(CUT).add_(SMALLEST_NORMAL)
+    torch.sub(_floats(log), _float(SMALLEST_NORMAL), out=_floats(linear))
+    torch.minimum(log.sub_(BINADE), linear, out=linear)
+    linear.bitwise_or_(bits.bitwise_and_(128).bitwise_left_shift_(24))
+    base = (scales[:, None].int() & (SCALE_BITS >> 16)).bitwise_left_shift_(16)
+    shift = (scales[:, None].int() & (NUM_SHIFTS - 1)).add_(MIN_SHIFT)
+    load_(bits_of(v), exp_avg_sq)
+    _blocks(bits_of(v)).bitwise_left_shift_(shift).add_(base)
+    _unit_(log, bits_of(v))
+    torch.mul(_floats(linear), _floats(log), out=m)
+    load_(log, exp_avg_sq)
+    bits_of(v).masked_fill_(torch.eq(log, 0, out=scratch.mask), 0)
+    bits_of(v).masked_fill_(torch.eq(log, INFINITE, out=scratch.mask), INFINITY)
+
+
+def pack_codes_(
+    exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, m: Tensor, v: Tensor,
+    dithers: tuple[Tensor, Tensor], scratch: Scratch,
+) -> None:  # fmt: skip
+    """Codes [n] uint8 and the scales [ceil(n / 64)] int16 of exp_avg_sq = m and v, whose contents are lost."""
+    bits, log, linear = (_blocks(bits_of(y)) for y in (v, scratch.a, scratch.b))
+    bits.bitwise_and_(SIZE)
+    mask = _blocks(scratch.mask)
+    torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # what is infinite counts as 0
+    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
+    top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
+    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)  # the smallest less 1: of 0, above all
+    choice = torch.zeros_like(top)
+    for k in range(NUM_SHIFTS - 1):
+        choice.add_(top - below - 1 > HIGHEST_CODE - 1 << MIN_SHIFT + k)
+    shift = choice + MIN_SHIFT
+    base = top.sub_(torch.full_like(shift, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
+    torch.bitwise_right_shift(dithers[1], NUM_SHIFTS - 1 - choice, out=log)
+    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)  # above 0 stays above 0: it divides
+    log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, LIMIT, out=mask), INFINITE)
+    exp_avg_sq.copy_(log.view(-1)[: exp_avg_sq.numel()])
+    scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])
+    _unit_(bits, log.bitwise_left_shift_(shift).add_(base))
+    m.mul_(_floats(bits.neg_().add_(254 << 23)).view(-1))
+    bits = _blocks(bits_of(m))
+    bits.masked_fill_(torch.ne(_blocks(m), _blocks(m), out=mask), NAN)  # without a sign
+    torch.bitwise_and(bits, SIZE, out=log).clamp_(max=LARGEST)
+    torch.add(_floats(log), _float(SMALLEST_NORMAL), out=_floats(linear))
+    torch.maximum(linear, log.add_(BINADE), out=linear).sub_(SMALLEST_NORMAL).add_(dithers[0])
+    linear.bitwise_right_shift_(CUT).bitwise_or_(bits.bitwise_right_shift_(24).bitwise_and_(128))
+    exp_avg.copy_(linear.view(-1)[: exp_avg.numel()])
+
+
+def _unit_(to: Tensor, bits: Tensor) -> None:
+    """to = the bits of exp_avg's unit, given those of exp_avg_sq; `bits` may be more than a float's 31."""
+    torch.bitwise_right_shift(bits, 1, out=to)
+    to.bitwise_and_(SIZE).add_(ROOT).bitwise_and_(INFINITY)
+
+
+def _blocks(x: Tensor) -> Tensor:
+    return x.view(-1, BLOCK)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    return bits.view(torch.float32)
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("f", struct.pack("I", bits))[0]

@@ -1,0 +1,208 @@
+"""The host sweeps: Adam, accumulation and the sum of squares as checked calls into the kernel.
+
+The invariant: a call that raises has touched no buffer. Everything is checked before the kernel starts,
+because the kernel sees addresses only. What the kernel computes is in adam_reference.py and compact_reference.py.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zfunc.optim.buffer_checks import (
+    check_disjoint,
+    check_factors,
+    checked_betas,
+    checked_eps,
+    checked_finite,
+    checked_step,
+    checked_threads,
+    refuse,
+    span_of,
+)
+from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither
+from zfunc.optim.kernel import cpu_adam
+from zfunc.optim.reference import Coefficients, coefficients
+
+Types = dict[torch.dtype, int]
+FLOATS: Types = {torch.float32: cpu_adam.FP32, torch.bfloat16: cpu_adam.BF16, torch.float16: cpu_adam.FP16}
+
+
+def adam_update_(
+    master: Tensor | SplitMaster,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor | Codes,
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    into: tuple[Tensor | SplitMaster, Tensor, Tensor | Codes] | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    decoupled: bool = True,
+    grad_scale: float = 1.0,
+    threads: int | None = None,
+) -> None:
+    """One Adam step over 1-D contiguous host buffers, in place or `into` others, in one sweep.
+
+    master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
+    with [n] uint8 and Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
+    (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
+    master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at a
+    multiple of 64. into: (master, exp_avg, exp_avg_sq) of the same kinds and sizes; they receive the new state, the
+    same bits as in place, and the first three are read and never written. `step` counts from 1. `threads=None`
+    takes `default_threads()`; the thread count never changes a bit. The arithmetic is that of
+    `adam_reference.reference_update`, between unpacking and packing as in `compact_reference`.
+
+    Raises TypeError or ValueError, with every buffer untouched, on a wrong dtype, device, shape or layout, on
+    buffers that overlap, on memory that cannot be written (at its ends), and on factors out of range or not
+    finite: a step whose norm is inf or NaN has to be skipped, not applied. Gradients themselves may hold inf and
+    NaN; they propagate.
+
+    >>> weights, m, v = torch.ones(2), torch.zeros(2), torch.zeros(2)
+    >>> adam_update_(weights, m, v, torch.tensor([0.5, 0.0]), step=1, lr=0.25, eps=0.25)
+    >>> weights
+    tensor([0.8333, 1.0000])
+    >>> shadow = tuple(torch.empty(2) for _ in range(3))
+    >>> adam_update_(weights, m, v, torch.ones(2), into=shadow, step=2, lr=0.25, eps=0.25)
+    >>> weights, shadow[0]
+    (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
+    """
+    n = _numel(master.high if isinstance(master, SplitMaster) else master)
+    kept = _state(master, exp_avg, exp_avg_sq, n, written=into is None)
+    fresh = {} if into is None else _into(into, (master, exp_avg, exp_avg_sq), n)
+    spans = {**kept.spans, **fresh, "grad": span_of("grad", grad, n, FLOATS, written=False)}
+    if out is not None:
+        spans["out"] = span_of("out", out, n, FLOATS)
+    check_disjoint(list(spans.values()))
+    at = {name: address for name, (address, *_) in spans.items()}
+    step = checked_step(step)
+    factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
+    cpu_adam.adam_update(
+        kept.moments,
+        *(at.get(name, 0) for name in _BUFFERS),
+        first_dither(step, EXP_AVG),
+        first_dither(step, EXP_AVG_SQ),
+        at["grad"],
+        at.get("out", 0),
+        n,
+        FLOATS[grad.dtype],
+        cpu_adam.NONE if out is None else FLOATS[out.dtype],
+        cpu_adam.NO_DECAY if not weight_decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2,
+        *factors,
+        checked_threads(threads),
+        into=[at.get(_INTO + name, 0) for name in _BUFFERS] if fresh else (),
+    )
+
+
+def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> float:
+    """Add grad to acc, or put it there if `first`; returns the sum of squares of the new acc, in double.
+
+    acc: [n] fp32, written. grad: [n] fp32, bf16 or fp16. The sum is taken in an order fixed by n alone:
+    the same bits for any thread count and instruction set. inf and NaN propagate into it, so it is the
+    finite check as well. Bad buffers raise TypeError or ValueError and leave acc untouched.
+
+    >>> acc = torch.empty(2)
+    >>> accumulate_(acc, torch.tensor([1.0, 2.0]), first=True), accumulate_(acc, torch.ones(2), first=False)
+    (5.0, 13.0)
+    """
+    n = _numel(acc)
+    spans = [span_of("acc", acc, n, [torch.float32]), span_of("grad", grad, n, FLOATS, written=False)]
+    check_disjoint(spans)
+    return cpu_adam.accumulate(
+        spans[0][0], spans[1][0], n, FLOATS[grad.dtype], bool(first), checked_threads(threads)
+    )
+
+
+def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
+    """The sum of squares of grad [n] (fp32, bf16 or fp16) in double, with the guarantees of `accumulate_`.
+
+    >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+    25.0
+    """
+    n = _numel(grad)
+    address = span_of("grad", grad, n, FLOATS, written=False)[0]
+    return cpu_adam.accumulate(0, address, n, FLOATS[grad.dtype], False, checked_threads(threads))
+
+
+# ---- what a step is told ---------------------------------------------------------------------------
+
+
+def checked_coefficients(
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+) -> Coefficients:
+    """The factors of a checked step; TypeError or ValueError where one is out of range, or too large for fp32."""
+    factors = coefficients(
+        step,
+        checked_finite("lr", lr, minimum=0.0),
+        checked_betas(betas),
+        checked_eps(eps),
+        checked_finite("weight_decay", weight_decay, minimum=0.0),
+        decoupled,
+        checked_finite("grad_scale", grad_scale),
+    )
+    check_factors(factors)
+    return factors
+
+
+# ---- the buffers of a state ------------------------------------------------------------------------
+
+_INTO = "into "
+_BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg_sq.scales")
+
+
+class _State(NamedTuple):
+    moments: int
+    spans: dict[str, tuple[int, int, str]]  # by the names of _BUFFERS
+
+
+def _numel(tensor: Any) -> int:
+    return tensor.numel() if isinstance(tensor, Tensor) else 0
+
+
+def _state(
+    master: Any, exp_avg: Any, exp_avg_sq: Any, n: int, *, to: str = "", written: bool = True
+) -> _State:
+    """What the three are kept in, and where; anything that is not one of the three kinds raises."""
+
+    def span(name: str, tensor: Any, dtype: torch.dtype, count: int = n) -> tuple[int, int, str]:
+        return span_of(to + name, tensor, count, [dtype], written=written)
+
+    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if not isinstance(master, SplitMaster):
+        buffers = {"master": master, **moments}
+        return _State(cpu_adam.MOMENTS_FP32, {to + x: span(x, t, torch.float32) for x, t in buffers.items()})
+    spans = {
+        f"{to}master": span("master.high", master.high, torch.bfloat16),
+        f"{to}master.low": span("master.low", master.low, torch.int16),
+    }
+    if not isinstance(exp_avg_sq, Codes):
+        spans |= {to + x: span(x, t, torch.bfloat16) for x, t in moments.items()}
+        return _State(cpu_adam.MOMENTS_16BIT, spans)
+    spans[f"{to}exp_avg"] = span("exp_avg", exp_avg, torch.uint8)
+    spans[f"{to}exp_avg_sq"] = span("exp_avg_sq.codes", exp_avg_sq.codes, torch.uint8)
+    scales = span("exp_avg_sq.scales", exp_avg_sq.scales, torch.int16, -(-n // BLOCK))
+    spans[f"{to}exp_avg_sq.scales"] = scales
+    return _State(cpu_adam.MOMENTS_8BIT, spans)
+
+
+def _into(into: Any, state: tuple[Any, Any, Any], n: int) -> dict[str, tuple[int, int, str]]:
+    """Where the new state goes: three of the kinds of the old one."""
+    if not isinstance(into, tuple) or len(into) != len(state):
+        got = f"{len(into)} of them" if isinstance(into, tuple) else type(into).__name__
+        refuse(TypeError, "into", got, "a tuple of three", "pass (master, exp_avg, exp_avg_sq), or None")
+    for name, new, old in zip(("master", "exp_avg", "exp_avg_sq"), into, state, strict=True):
+        kinds = [x for x in (SplitMaster, Codes) if isinstance(new, x) or isinstance(old, x)]
+        if not all(isinstance(new, x) and isinstance(old, x) for x in kinds):
+            got, expected = type(new).__name__, f"{type(old).__name__}, as in the state given"
+            refuse(TypeError, _INTO + name, got, expected, "make it of the same kind")
+    return _state(*into, n, to=_INTO).spans

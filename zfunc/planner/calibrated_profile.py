@@ -1,0 +1,125 @@
+"""A machine's Profile from what operations took on it.
+
+The invariant: nothing is assumed. What was not measured is not in the profile, and asking for it says so; every
+figure says how it was measured, and of what was reached all is counted on.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from attrs import field, frozen
+
+from zfunc.core.graph import KINDS, Kind
+from zfunc.planner.fit_rates import Costs, Line
+from zfunc.planner.profile import Figure, Precision, Profile
+
+NEEDED: tuple[Kind, ...] = ("compute", "host", "d2h", "h2d")
+RATE_OF: dict[Kind, str] = {
+    "compute": "device_memory",
+    "host": "host_memory",
+    "d2h": "d2h",
+    "h2d": "h2d",
+    "disk": "disk",
+}
+
+
+@frozen
+class Machine:
+    """What can be looked up: how many devices and cores a node has, bytes free on each tier, and who trained.
+
+    `threads` is how many each kind of operation keeps busy where the device is the host (`unified`); {} elsewhere.
+    """
+
+    title: str
+    precision: Precision
+    devices: int
+    cores: int
+    memory: Mapping[Literal["device", "host", "disk"], int] = field(
+        converter=dict[Literal["device", "host", "disk"], int]
+    )
+    unified: bool
+    threads: Mapping[Kind, int] = field(factory=dict[Kind, int], converter=dict[Kind, int])
+    world: int = 1
+    local_ranks: int = 1
+
+
+def described(machine: Machine, found: Costs, disk: Line, how: str, *, handoff: float = 0.0) -> Profile:
+    """The Profile of `machine`, whose operations took what was `found`, measured as `how` says. `handoff` is what
+    passes before an operation learns of the end of another on another lane, in seconds.
+
+    Raises ValueError where the steps had no operation to tell a rate by.
+    """
+    kinds = KINDS if machine.world > 1 else (*NEEDED, "disk")
+    lines: dict[Kind, Line] = {k: line for k in kinds if (line := found.line(k)) is not None}
+    flops = found.flops()
+    missing = [f"of kind {kind!r} that moves bytes" for kind in NEEDED if kind not in lines]
+    if missing or flops is None:
+        what = missing[0] if missing else "with FLOPs"
+        raise ValueError(f"got no operation {what} in the steps, expected some: take a model that has one")
+    rates = _rates(machine, lines, disk)
+    latencies = {**_latencies(machine, lines, disk), "handoff": min(1.0, handoff)}
+    figures: dict[str, dict[str, float]] = {
+        "count": {"devices": machine.devices, "cores": machine.cores},
+        "bytes": {tier: float(nbytes) for tier, nbytes in machine.memory.items()},
+        "flops_per_s": {machine.precision: flops},
+        "bytes_per_s": rates,
+        "seconds": latencies,
+        "reached": dict.fromkeys(
+            (*(f"{tier}_bytes" for tier in machine.memory), machine.precision, *rates), 1.0
+        ),
+    }
+    words = {
+        "count": "as the operating system tells",
+        "bytes": "free when this was measured",
+        "reached": "the figure is what was reached",
+    }
+    return Profile(
+        "calibrated",
+        machine.title,
+        {
+            table: {
+                key: Figure(_short(value), "measured", words.get(table, how)) for key, value in of.items()
+            }
+            for table, of in figures.items()
+        },
+        unified=machine.unified,
+        shared=_shared(machine),
+        measured=found.measured,
+    )
+
+
+def _rates(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+    """Those of the node are what each of its ranks reached, at the same time as the others, times their number."""
+    rates = {RATE_OF[kind]: lines[kind].rate for kind in NEEDED}
+    rates["host_memory"] *= machine.local_ranks
+    rates["disk"] = disk.rate * machine.local_ranks
+    return rates | ({_network(machine): lines["network"].rate} if "network" in lines else {})
+
+
+def _latencies(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+    latencies: dict[str, float] = {kind: lines[kind].latency for kind in NEEDED}
+    latencies["disk"] = min(1.0, disk.latency)
+    if "network" in lines:
+        latencies[_network(machine)] = lines["network"].latency / math.ceil(math.log2(machine.world))
+    return latencies
+
+
+def _network(machine: Machine) -> str:
+    return "network_in_node" if machine.world == machine.local_ranks else "network_between_nodes"
+
+
+def _shared(machine: Machine) -> dict[str, dict[str, Figure]]:
+    """Where the device is the host, operations compete for its cores: each takes those its threads run on."""
+    shares = {
+        kind: Figure(
+            min(1.0, n / machine.cores), "measured", f"{n} of {machine.cores} cores are busy with it"
+        )
+        for kind, n in machine.threads.items()
+    }
+    return {"cores": {**shares}} if shares else {}
+
+
+def _short(value: float) -> float:
+    """To 5 digits: the rest is noise."""
+    return float(f"{value:.5g}")

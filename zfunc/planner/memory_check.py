@@ -1,0 +1,77 @@
+"""Is there room on this machine for a program's step? Asked before anything is allocated; if not, what would help.
+
+The invariant: nothing is traced again where there is room; where there is none, what is advised was planned for the
+memory that is free here.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from attrs import evolve
+
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import held
+from zfunc.engine.offload_ratio import share_on_host
+from zfunc.engine.program import Program, specialize
+from zfunc.errors import OutOfMemory
+from zfunc.planner.candidate import Choice, Setup, gigabytes, short_of
+from zfunc.planner.cost_model import Task
+from zfunc.planner.suggestions import Advice, advise
+from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.thread_budget import local_ranks
+
+LARGEST = 3  # buffers of a peak that are named
+
+
+def at_hand(program: Program) -> Hardware:
+    """This machine's free memory, as one rank may take it. Its speed is not asked: the figures are round ones."""
+    ranks = min(local_ranks(), program.ranks.world)
+    room = {"host": max(1, available_host_bytes() // ranks)}
+    if program.device.type == "cpu":
+        return evolve(ROUND, name="this machine", memory=room, unified=True)
+    device = max(1, available_device_bytes(program.device))
+    return evolve(ROUND, name="this machine", memory={**room, "device": device})
+
+
+def check_room(
+    program: Program, example: tuple[Any, Any], *, bucket_size: int, settable: Collection[str]
+) -> None:
+    """Raise OutOfMemory unless there is room for a step of `program` on such a batch.
+
+    `bucket_size` is what it was compiled with, `settable` the names of what may be advised to change.
+    """
+    on, peaks = at_hand(program), specialize(program, example).memory
+    if on.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
+        task = Task(program.segments, example, on)
+        raise OutOfMemory(_no_room(task, _setup(program, bucket_size), settable))
+
+
+def _setup(program: Program, bucket_size: int) -> Setup:
+    """What a program was compiled with."""
+    job = program.job
+    ratio = share_on_host(job) if job.resident else 1.0
+    slots = job.grad_slots, job.host_slots
+    moments = program.optimizer.moments
+    choice = Choice(program.schedule, bucket_size, *slots, ratio, job.shadows, job.delayed)
+    given = program.precision, program.clip_norm, program.micro_batches, program.recompute
+    return Setup(*given, moments, job.stage, job.world, choice)
+
+
+def _no_room(task: Task, setup: Setup, settable: Collection[str]) -> str:
+    """What a step lacks, and what would help: each change planned."""
+    made = task.step(setup)
+    tier = max(made.lacking, key=lambda name: made.lacking[name])
+    parts = [f"{name} {gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
+    advice = advise(setup, made, rows=task.rows, replan=task.step, settable=settable)
+    would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
+    return (
+        f"a step needs more memory than is free: {short_of(made.lacking)}, most of what it needs being "
+        f"{', '.join(parts)}; nothing was allocated. {would}; or make the model smaller (--num-layers, "
+        "--hidden-size)"
+    )
+
+
+def _would(advice: Advice) -> str:
+    if advice.step.fits:
+        return f"{advice.flags} would fit"
+    return f"with {advice.flags} it would still be {short_of(advice.step.lacking)}"

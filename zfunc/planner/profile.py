@@ -1,0 +1,239 @@
+"""A machine's figures with where each comes from, and the Hardware a training on it gets.
+
+A figure is a peak of a data sheet, an assumption with its reason, or a measurement. The table `reached` says which
+share of a peak is counted on. So what is assumed is in the profile, in words, and not in this code.
+
+The invariant: a Profile that exists has every figure it needs, each of a plausible size in its table's unit, and
+each with its origin.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from attrs import field, frozen
+
+from zfunc.core.graph import KINDS, Kind, Tier
+from zfunc.core.hardware import Hardware, Measured
+from zfunc.errors import nearest
+
+Origin = Literal["source", "assumed", "measured"]
+Precision = Literal["fp32", "fp16", "bf16"]
+ORIGINS: tuple[Origin, ...] = get_args(Origin)
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+RATES = ("device_memory", "host_memory", "d2h", "h2d", "disk")
+NETWORKS = ("network_in_node", "network_between_nodes")
+# A table's name is the unit of what is in it. First the figures there must be, then those there may be.
+TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # of a node
+    "count": (("devices", "cores"), ()),
+    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor
+    "bytes": (("device", "host", "disk"), ("context",)),
+    # the peak of one device, without sparsity
+    "flops_per_s": ((), PRECISIONS),
+    # the peak, one way: host_memory and disk of the node, all else of one device
+    "bytes_per_s": (RATES, NETWORKS),
+    # to start an operation; of a network, a hop; to tell another lane that an operation has ended
+    "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), NETWORKS),
+    # the share that is counted on of the figure of that name
+    "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
+}
+# What is outside is a slip of the unit: GB/s where B/s is meant, microseconds where seconds are.
+BOUNDS: dict[str, tuple[float, float]] = {
+    "count": (1, 1e6),
+    "bytes": (1e6, 1e16),
+    "flops_per_s": (1e8, 1e18),
+    "bytes_per_s": (1e6, 1e15),
+    "seconds": (0, 1),
+    "reached": (1e-3, 1),
+    "shared": (1e-6, 1),
+}
+NONE_SENT = 1.0  # B/s of the network of a single rank, which has nobody to send to
+
+
+@frozen
+class Figure:
+    """A number and its origin: the key of a source, the reason for an assumption, or how it was measured."""
+
+    value: float
+    origin: Origin
+    words: str
+    note: str = ""
+
+
+def _figures(given: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, Figure]]:
+    return {table: dict(figures) for table, figures in given.items()}
+
+
+def _texts(given: Mapping[str, str]) -> dict[str, str]:
+    return dict(given)
+
+
+@frozen
+class Profile:
+    """A machine: `figures[table][key]`, in the unit the table is named after (see TABLES).
+
+    `sources` are titles and addresses of data sheets by the keys figures name. On a `unified` machine the device is
+    the host itself. `shared` says which resources kinds of operations compete for (see `Hardware`); where it is
+    empty and there is a device, copies compete with the host's work for host memory. `measured` are operations
+    timed on it.
+
+    Raises ValueError, which names the profile, the table and the key, for a figure that is missing or absurd.
+    """
+
+    name: str
+    title: str
+    figures: Mapping[str, Mapping[str, Figure]] = field(converter=_figures, hash=False)
+    sources: Mapping[str, str] = field(factory=dict[str, str], converter=_texts, hash=False)
+    unified: bool = False
+    shared: Mapping[str, Mapping[str, Figure]] = field(
+        factory=dict[str, dict[str, Figure]], converter=_figures, hash=False
+    )
+    measured: tuple[Measured, ...] = field(default=(), converter=tuple)
+
+    def __attrs_post_init__(self) -> None:
+        """Check that every figure is there, has a plausible value, and says where it comes from."""
+        self._check_names("", self.figures, tuple(TABLES))
+        for table, (needed, optional) in TABLES.items():
+            there = self.figures.get(table, {})
+            self._check_names(table, there, (*needed, *optional))
+            for key in needed:
+                self._figure(table, key)
+            for key, figure in there.items():
+                self._check(table, table, key, figure)
+        for resource, shares in self.shared.items():
+            self._check_names(f"shared.{resource}", shares, KINDS)
+            for kind, figure in shares.items():
+                self._check(f"shared.{resource}", "shared", kind, figure)
+        if not self.precisions:
+            self._refuse(
+                "flops_per_s", "", "nothing in it", f"one at least of {', '.join(PRECISIONS)}: add it"
+            )
+        for key in (*self.figures["flops_per_s"], *self.figures["bytes_per_s"]):
+            self._figure("reached", key)
+        for key in NETWORKS:
+            if key in self.figures["bytes_per_s"]:
+                self._figure("seconds", key)
+        if self.device_bytes <= 0:
+            self._refuse(
+                "bytes",
+                "context",
+                f"{self.value('bytes', 'context'):g}",
+                "less than the device has: lower it",
+            )
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """Those whose FLOP/s are known."""
+        return tuple(p for p in PRECISIONS if p in self.figures.get("flops_per_s", {}))
+
+    def value(self, table: str, key: str) -> float:
+        """A figure's value. Raises ValueError where it is not known."""
+        return self._figure(table, key).value
+
+    def reached(self, table: str, key: str) -> float:
+        """A peak times the share of it that is counted on."""
+        share = f"{key}_bytes" if table == "bytes" else key
+        return self.value(table, key) * self.value("reached", share)
+
+    @property
+    def device_bytes(self) -> float:
+        """What tensors can have of a device: what is counted on of its bytes, less the process's own context."""
+        context = self.figures["bytes"].get("context")
+        return self.reached("bytes", "device") - (context.value if context is not None else 0)
+
+    def hardware(self, precision: str, world: int = 1) -> Hardware:
+        """What one of `world` ranks gets, computing in `precision` ("fp32", "fp16" or "bf16").
+
+        The ranks of a node share its host memory, bandwidth and disk evenly. Collectives go at the rate inside the
+        node as long as all ranks are in one; between nodes at that of all ports of a node together, because rings
+        enter it through every port, but never faster than inside. They take a latency for each of log2(world) hops.
+
+        Raises ValueError for a precision or a network whose figures are not known, and where `world` is no
+        positive number.
+        """
+        if precision not in self.precisions:
+            there = ", ".join(self.precisions)
+            raise ValueError(
+                f"{self.name}: got precision {precision!r}, expected one it has: use {there}, or calibrate with it"
+            )
+        if world < 1:
+            raise ValueError(f"{self.name}: got a world of {world}, expected 1 rank at least: give a count")
+        local = min(world, int(self.value("count", "devices")))
+        rates, latencies = self._rates(local), self._latencies()
+        if world > 1:
+            network = NETWORKS[world > local]
+            rates["network"] = self.reached("bytes_per_s", network)
+            if world > local > 1:
+                inside = self.reached("bytes_per_s", NETWORKS[0])
+                rates["network"] = min(inside, local * rates["network"])
+            latencies["network"] = self.value("seconds", network) * math.ceil(math.log2(world))
+        of = f", one of {world} ranks" if world > 1 else ""
+        return Hardware(
+            f"{self.title}, {precision}{of}",
+            flops=self.reached("flops_per_s", precision),
+            rates=rates,
+            handoff=self.value("seconds", "handoff"),
+            latencies=latencies,
+            memory=self._memory(local),
+            unified=self.unified,
+            shared=self._shared(rates),
+            measured=self.measured,
+        )
+
+    def _rates(self, local: int) -> dict[Kind, float]:
+        return {
+            "compute": self.reached("bytes_per_s", "device_memory"),
+            "host": self.reached("bytes_per_s", "host_memory") / local,
+            "d2h": self.reached("bytes_per_s", "d2h"),
+            "h2d": self.reached("bytes_per_s", "h2d"),
+            "disk": self.reached("bytes_per_s", "disk") / local,
+            "network": NONE_SENT,
+        }
+
+    def _latencies(self) -> dict[Kind, float]:
+        return {kind: self.value("seconds", kind) for kind in KINDS if kind in self.figures["seconds"]}
+
+    def _memory(self, local: int) -> dict[Tier, int]:
+        memory: dict[Tier, int] = {
+            tier: int(self.reached("bytes", tier) / local) for tier in ("host", "disk")
+        }
+        return memory if self.unified else {"device": int(self.device_bytes), **memory}
+
+    def _shared(self, rates: Mapping[Kind, float]) -> dict[str, dict[Kind, float]]:
+        if self.shared or self.unified:
+            given = self.shared.items()
+            return {resource: {k: of[k].value for k in KINDS if k in of} for resource, of in given}
+        crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "disk")
+        return {"host memory": {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}}
+
+    def _figure(self, table: str, key: str) -> Figure:
+        try:
+            return self.figures[table][key]
+        except KeyError:
+            self._refuse(table, key, "no figure", "one: add it, with its source or the reason it is assumed")
+            raise
+
+    def _check(self, where: str, unit: str, key: str, figure: Figure) -> None:
+        low, high = BOUNDS[unit]
+        if not low <= figure.value <= high:
+            expected = f"between {low:g} and {high:g} ({unit}): write it in that unit"
+            self._refuse(where, key, f"{figure.value:g}", expected)
+        if unit == "count" and figure.value != int(figure.value):
+            self._refuse(where, key, f"{figure.value:g}", "a whole number: round it")
+        if not figure.words.strip():
+            self._refuse(where, key, f"nothing for {figure.origin!r}", "where the figure comes from: say it")
+        if figure.origin == "source" and figure.words not in self.sources:
+            hint = nearest(figure.words, list(self.sources)) or ": add it to [sources], title and address"
+            self._refuse(where, key, f"the source {figure.words!r}", f"one of [sources]{hint}")
+
+    def _check_names(self, table: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
+        for name in given:
+            if name not in known:
+                hint = nearest(name, list(known)) or ": leave it out"
+                self._refuse(table, name, "a name that means nothing", f"one of {', '.join(known)}{hint}")
+
+    def _refuse(self, table: str, key: str, got: str, expected: str) -> None:
+        place = " ".join([*([f"[{table}]"] if table else []), *([key] if key else [])])
+        raise ValueError(f"{self.name}: {place}: got {got}, expected {expected}")

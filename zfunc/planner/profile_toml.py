@@ -1,0 +1,183 @@
+"""Profiles as TOML files: those that come with zfunc, and those that `zfunc calibrate` writes.
+
+The invariant: what is written reads back as the same Profile, and a file that says something a Profile does not
+know is refused, with its path.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import asdict, fields
+
+from zfunc.core.hardware import Measured
+from zfunc.errors import nearest
+from zfunc.planner.profile import ORIGINS, TABLES, Figure, Profile
+
+FOLDER = Path(__file__).parent / "profiles"
+TOP = ("title", "unified", "sources", *TABLES, "shared", "measured")
+
+
+def names() -> tuple[str, ...]:
+    """The profiles that come with zfunc.
+
+    >>> names()
+    ('a10', 'a100-80gb', 'a6000', 'gh200', 'h100', 'h200', 'l4', ..., 'v100-32gb')
+    """
+    return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
+
+
+def load(name: str | Path) -> Profile:
+    """The profile of that name, or that a file holds.
+
+    Raises FileNotFoundError for a name that is neither, and ValueError for a file that is not a profile.
+
+    >>> load("h100").value("count", "devices")
+    8
+    """
+    if name in names():
+        path = FOLDER / f"{name}.toml"
+    elif not (path := Path(name)).is_file():
+        begun = [known for known in names() if name and known.startswith(str(name).lower())]
+        hint = nearest(str(name), begun or list(names())) or ": zfunc calibrate writes one of this machine"
+        raise FileNotFoundError(
+            f"hardware: got {str(name)!r}, which is no profile and no file, expected one of {', '.join(names())}, "
+            f"or a path{hint}"
+        )
+    return parse(path.read_text(), str(path) if path.parent != FOLDER else path.stem)
+
+
+def parse(text: str, name: str) -> Profile:
+    """The profile in a file's `text`; `name` is what it is called, in errors too. Raises ValueError.
+
+    >>> parse("titel = 'mine'", "mine.toml")
+    Traceback (most recent call last):
+    ValueError: mine.toml: titel: got a name that means nothing, expected one of title, ... (did you mean 'title'?)
+    """
+    try:
+        top = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
+    for key in top:
+        if key not in TOP:
+            hint = nearest(key, list(TOP)) or ": leave it out"
+            raise ValueError(
+                f"{name}: {key}: got a name that means nothing, expected one of {', '.join(TOP)}{hint}"
+            )
+    read = _Reader(name)
+    return Profile(
+        name,
+        title=read.typed(top, "title", str, name),
+        figures={table: read.figures(table, top.get(table, {})) for table in TABLES if table in top},
+        sources=read.texts("sources", top.get("sources", {})),
+        unified=read.typed(top, "unified", bool, False),
+        shared={
+            resource: read.figures(f"shared.{resource}", of)
+            for resource, of in read.table("shared", top.get("shared", {})).items()
+        },
+        measured=read.measured(top.get("measured", [])),
+    )
+
+
+class _Reader:
+    """Values of the types a Profile wants, or an error that names the place."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def typed(self, table: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
+        value = table.get(key, default)
+        if not isinstance(value, kind):
+            self._refuse(key, f"{value!r}", f"a {kind.__name__}")
+        return value
+
+    def table(self, where: str, given: Any) -> dict[str, Any]:
+        if not isinstance(given, dict):
+            self._refuse(f"[{where}]", f"{given!r}", "a table")
+        return given
+
+    def texts(self, where: str, given: Any) -> dict[str, str]:
+        for key, value in self.table(where, given).items():
+            if not isinstance(value, str):
+                self._refuse(f"[{where}] {key}", f"{value!r}", "a text")
+        return given
+
+    def figures(self, where: str, given: Any) -> dict[str, Figure]:
+        return {key: self._figure(f"[{where}] {key}", of) for key, of in self.table(where, given).items()}
+
+    def _figure(self, where: str, given: Any) -> Figure:
+        form = "{ value = 1e9, source = KEY }, or assumed = REASON, or measured = HOW"
+        if not isinstance(given, dict) or given.keys() - {"value", "note", *ORIGINS}:
+            self._refuse(where, f"{given!r}", form)
+        origins = [origin for origin in ORIGINS if origin in given]
+        texts = [given.get(key, "") for key in (*origins, "note")]
+        if len(origins) != 1 or not all(isinstance(text, str) for text in texts):
+            self._refuse(where, f"{given!r}", f"one origin, a text: {form}")
+        return Figure(self.number(where, given.get("value")), origins[0], *texts)
+
+    def number(self, where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            self._refuse(where, f"{value!r}", "a number")
+        return value
+
+    def measured(self, given: Any) -> Iterator[Measured]:
+        known = {f.name for f in fields(Measured)}
+        for n, entry in enumerate(given, start=1):
+            where = f"[[measured]] {n}"
+            if not isinstance(entry, dict) or entry.keys() != known:
+                self._refuse(where, f"{entry!r}", f"{', '.join(sorted(known))}, and nothing else")
+            try:
+                yield Measured(**{**entry, "seconds": self.number(where, entry["seconds"])})
+            except (ValueError, TypeError) as error:
+                raise ValueError(f"{self._name}: {where}: {error}") from error
+
+    def _refuse(self, where: str, got: str, expected: str) -> None:
+        raise ValueError(f"{self._name}: {where}: got {got}, expected {expected}: mend that line")
+
+
+def text(profile: Profile) -> str:
+    """The file of a profile; `parse` reads it back."""
+    return "\n".join(_lines(profile)) + "\n"
+
+
+def _lines(profile: Profile) -> Iterator[str]:
+    yield "# A machine's figures. A table's name is the unit of what is in it."
+    yield f"title = {_quoted(profile.title)}"
+    if profile.unified:
+        yield "unified = true  # the device is the host"
+    if profile.sources:
+        yield from ["", "[sources]"]
+        yield from (f"{_key(key)} = {_quoted(value)}" for key, value in profile.sources.items())
+    for table, figures in profile.figures.items():
+        yield from ["", f"[{table}]", *_figure_lines(figures)]
+    for resource, shares in profile.shared.items():
+        yield from ["", f"[shared.{_key(resource)}]  # what one operation takes while it runs alone"]
+        yield from _figure_lines(shares)
+    for entry in profile.measured:
+        yield from ["", "[[measured]]"]
+        yield from (f"{key} = {_plain(value)}" for key, value in asdict(entry).items())
+
+
+def _figure_lines(figures: Mapping[str, Figure]) -> Iterator[str]:
+    for key, f in figures.items():
+        note = f", note = {_quoted(f.note)}" if f.note else ""
+        yield f"{_key(key)} = {{ value = {_plain(f.value)}, {f.origin} = {_quoted(f.words)}{note} }}"
+
+
+def _plain(value: str | float) -> str:
+    """A value as TOML: a number in as few digits as are exact."""
+    if isinstance(value, str):
+        return _quoted(value)
+    short = f"{value:g}"
+    return short if isinstance(value, float) and "e" in short and float(short) == value else repr(value)
+
+
+def _quoted(words: str) -> str:
+    return json.dumps(words, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _key(key: str) -> str:
+    return key if re.fullmatch("[A-Za-z0-9_-]+", key) else _quoted(key)

@@ -1,0 +1,119 @@
+"""What else could be chosen, one setting at a time: the neighbours that a search weighs.
+
+The invariant: an alternative differs from the best step's choice in one setting, and in what goes with it.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+from attrs import evolve, frozen
+
+from zfunc.core.layout import make_layout
+from zfunc.core.memory_model import kept
+from zfunc.planner.candidate import Choice, Step, emitted
+
+
+@frozen
+class Space:
+    """What may be chosen. `speculate` is in shares of the buckets; of `offload_ratios`, None are those that fit."""
+
+    schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
+    bucket_sizes: tuple[int, ...] = (
+        10_000_000,
+        25_000_000,
+        50_000_000,
+        100_000_000,
+        200_000_000,
+        500_000_000,
+    )
+    grad_slots: tuple[int, ...] = (1, 2, 3, 4)
+    host_slots: tuple[int, ...] = (1, 2, 3, 4)
+    offload_ratios: tuple[float, ...] | None = None
+    speculate: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
+    delay: tuple[bool, ...] = (False,)
+
+
+def _schedules(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+    for name in space.schedules:
+        yield evolve(best.choice, schedule=name)
+
+
+def _speculate(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+    if best.job.barrier and not best.choice.delay:
+        count = len(best.job.offloaded)
+        for share in space.speculate:
+            yield evolve(best.choice, speculate=round(share * count))
+
+
+def _ratios(best: Step, space: Space, first: bool) -> Iterator[Choice]:
+    ratios = space.offload_ratios
+    if ratios is None:
+        ratios = ratios_that_fit(best) if first else ()
+    for ratio in ratios:
+        yield evolve(best.choice, offload_ratio=ratio)
+
+
+def ratios_that_fit(best: Step) -> tuple[float, ...]:
+    """Shares of the state that may stay on the host: all, down to where the device is full, and half way.
+
+    What is kept on the device grows evenly from a ratio of 1 to one of 0. The last is the lowest by arithmetic: it
+    may turn out too low by a bucket, and the one before is a little higher. Where the device is the host, nothing
+    is gained by what stays there.
+    """
+    if best.hardware.unified:
+        return (1.0,)
+    there = best.hardware.memory.get("device")
+    if there is None:
+        return (1.0, 0.5, 0.0)
+    most, least = (
+        kept(emitted(best.job, evolve(best.choice, offload_ratio=ratio)))["device"] for ratio in (0.0, 1.0)
+    )
+    free = there - best.memory["device"] + kept(best.plan.graph)["device"] - least
+    lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
+    whole = math.ceil(lowest * 100)
+    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + whole) // 2, min(100, whole + 2), whole)))
+
+
+def _buckets(best: Step, space: Space, first: bool) -> Iterator[Choice]:
+    sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.choice.bucket_size)
+    known = {_cuts(best, size) for size in (best.choice.bucket_size,)}
+    for size in sizes:
+        if (cuts := _cuts(best, size)) not in known:
+            known.add(cuts)
+            count = len(best.job.layout.buckets)
+            yield evolve(
+                best.choice, bucket_size=size, speculate=round(best.choice.speculate * len(cuts) / count)
+            )
+
+
+def _cuts(best: Step, bucket_size: int) -> tuple[int, ...]:
+    """Where buckets of that size end: two sizes that cut alike are one."""
+    layout = make_layout(best.job.layout.parameters, bucket_size=bucket_size, world=best.job.world)
+    return tuple(b.stop for b in layout.buckets)
+
+
+def _host_slots(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+    for count in _beside(space.host_slots, best.choice.host_slots):
+        yield evolve(best.choice, host_slots=count)
+
+
+def _grad_slots(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+    if best.job.stage == 2:  # in stage 1 every bucket has its own
+        for count in _beside(space.grad_slots, best.choice.grad_slots):
+            yield evolve(best.choice, grad_slots=count)
+
+
+def _delay(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+    for delay in space.delay:
+        yield evolve(best.choice, delay=delay, speculate=0 if delay else best.choice.speculate)
+
+
+COORDINATES: tuple[Callable[[Step, Space, bool], Iterator[Choice]], ...] = (
+    *(_schedules, _delay, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
+)
+
+
+def _beside(values: tuple[int, ...], value: int) -> Iterator[int]:
+    """The next smaller and the next larger one."""
+    yield from sorted(v for v in values if v < value)[-1:]
+    yield from sorted(v for v in values if v > value)[:1]

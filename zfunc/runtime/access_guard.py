@@ -1,0 +1,77 @@
+"""Debug mode: a stage sees only the regions its operation declared, and only in the way it declared them.
+
+What is checked: a key that was not declared raises; a kept tensor that is only written holds NaN beforehand, so a
+read of it shows; tensors that are only read must come out unchanged.
+"""
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zfunc.core.graph import Op, Region
+from zfunc.errors import UndeclaredAccess
+
+
+class Guard(MutableMapping[Region, Any]):
+    """The memory as operation `op` may use it. Slow: it copies what is only read."""
+
+    def __init__(self, op: Op, mem: MutableMapping[Region, Any]) -> None:
+        self._op, self._mem = op, mem
+        reads, writes = set(op.reads), set(op.writes)
+        self._may = reads | writes
+        self._writable = writes
+        self._before = {r: [t.clone() for t in tensors(mem[r])] for r in reads - writes if r in mem}
+        for r in writes - reads:
+            for t in tensors(mem.get(r)):
+                if t.is_floating_point():
+                    t.fill_(float("nan"))
+
+    def check(self) -> None:
+        """Raise if a region that was only to be read has changed."""
+        for r, before in self._before.items():
+            after = list(tensors(self._mem.get(r)))
+            if len(before) != len(after) or not all(map(_identical, before, after)):
+                raise UndeclaredAccess(
+                    f"{self._op.name} changed {r}, which it declares as read only: declare it under writes in "
+                    "zfunc.core.ops, or do not write it"
+                )
+
+    def _allowed(self, region: Region, allowed: set[Region], how: str) -> None:
+        if region not in allowed:
+            declared = ", ".join(sorted(map(str, allowed)))
+            raise UndeclaredAccess(
+                f"{self._op.name} {how} {region}, expected one of the regions it declares ({declared}): "
+                "declare it in zfunc.core.ops, or it may race with whoever else touches it"
+            )
+
+    def __getitem__(self, region: Region) -> Any:
+        self._allowed(region, self._may, "reads")
+        return self._mem[region]
+
+    def __setitem__(self, region: Region, value: Any) -> None:
+        self._allowed(region, self._writable, "writes")
+        self._mem[region] = value
+
+    def __delitem__(self, region: Region) -> None:
+        raise UndeclaredAccess(
+            f"{self._op.name} drops {region}: the executor does that after its last access"
+        )
+
+    def __iter__(self) -> Iterator[Region]:
+        return iter(self._may)
+
+    def __len__(self) -> int:
+        return len(self._may)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """The tensors of a region's value: a tensor, a pytree of them, or a flat buffer with its views."""
+    return [t for t in tree_leaves(getattr(value, "flat", value)) if isinstance(t, Tensor)]
+
+
+def _identical(a: Tensor, b: Tensor) -> bool:
+    """The same bytes: NaN equals NaN."""
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))

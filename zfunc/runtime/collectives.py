@@ -1,0 +1,286 @@
+"""The ranks that train together: which one this is, their collectives, and what they send.
+
+The invariant: every rank issues the same collectives in the same order. A call that has any begins with `agree`, so
+ranks in different calls find out in a collective that all calls have in common. In a step they run the same plan,
+which `zfunc.engine.rank_agreement` compares, and only the network lane issues collectives.
+
+A collective that a rank does not come to fails on all others with RankError, which names it
+(`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,
+else when the group's time-out is over. The roll call adds SETTLE seconds at most, after a time-out SETTLE_LATE, and
+a little if the store fails. That is so for tensors on the host. One on a GPU is only issued here, and it is NCCL's
+watchdog that ends the process after the same time-out.
+"""
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from attrs import define, field
+from torch import Tensor
+
+from zfunc.errors import RankError
+from zfunc.runtime.failure_detection import RollCall, Sign, StoreLost
+
+log = logging.getLogger("zfunc")
+
+SLICE = 0.5  # seconds in a collective, after which to ask whether another rank has given up
+LISTEN = 1.0  # seconds for a rank in a collective to notice that its connections are broken, or that others gave up
+SETTLE = 30.0  # seconds for a rank that computes to come and notice; no more than the time-out
+SETTLE_LATE = 5.0  # the same, after a time-out: who is in the collective answers within LISTEN
+
+GOT: dict[Sign, str] = {
+    "broken": "a broken connection",
+    "late": "a time-out",
+    "told": "word that another rank has given up",
+}
+MOST_TEXT = 1 << 30  # bytes of a text; what says more is no length
+LOOK = "See what each rank logged last"
+LONGER = f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)"
+
+# torch 2.13 renamed them.
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@define(eq=False)
+class Ranks:
+    """`world` ranks, of which this is number `rank`; a world of 1 has no group and sends nothing.
+
+    `sent` counts the bytes this rank has had to send, as the best algorithms for its collectives do:
+    (world - 1) / world of a buffer for a reduce-scatter, and as much for an all-gather.
+    """
+
+    group: Any = None  # torch.distributed.ProcessGroup
+    rank: int = 0
+    world: int = 1
+    sent: int = 0
+    broken: str = ""  # why collectives no longer match those of the others
+    members: tuple[int, ...] = (0,)  # number in the job of each rank of the group
+    store: Any = None  # torch.distributed.Store of the group
+    process: int = field(factory=os.getpid)
+
+    @classmethod
+    def of(cls, group: Any = None) -> "Ranks":
+        """The ranks of `group`; None is the default group, or this process alone if there is none."""
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            return cls()
+        members = tuple(dist.get_process_group_ranks(group))
+        store = getattr(group or dist.group.WORLD, "get_group_store", lambda: None)()
+        return cls(group, dist.get_rank(group), len(members), members=members, store=store)
+
+    @property
+    def roll(self) -> RollCall:
+        """What is asked when a collective has failed."""
+        return RollCall(self.store, self.rank, self.world)
+
+    def leave(self, why: str) -> None:
+        """Say that this rank comes to no collective any more; the others need not wait for the time-out then.
+
+        Where a collective has failed already nothing is said: then it is not this rank that left.
+        """
+        if self.broken or self.world == 1 or self.process != os.getpid():
+            return
+        self.broken = why
+        try:
+            self.roll.leave(why)
+        except StoreLost as lost:
+            log.warning(
+                "the other ranks could not be told that this one leaves: %s; they notice by themselves", lost
+            )
+
+    def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
+        """`mine`, this rank's slice of `full` [world * mine.numel()], becomes the sum over the ranks.
+
+        What the rest of `full` becomes is not said. `mine` may be a view of it.
+        """
+        self.sent += (self.world - 1) * mine.nbytes
+        if full.is_cuda:
+            self._issue("reduce_scatter", lambda: _reduce_scatter(mine, full, group=self.group))
+            return
+        # gloo's own is this all-reduce too, of a copy, as a work that cannot be waited for piece by piece.
+        self._wait_for("reduce_scatter", lambda: dist.all_reduce(full, group=self.group, async_op=True))
+        summed = full.view(self.world, -1)[self.rank]
+        if summed.data_ptr() != mine.data_ptr():
+            mine.copy_(summed)
+
+    def all_gather(self, full: Tensor, mine: Tensor) -> None:
+        """`full` [world * mine.numel()] becomes the slices of all ranks, of which `mine` is this one's."""
+        self.sent += (self.world - 1) * mine.nbytes
+        if full.is_cuda:
+            self._issue("all_gather", lambda: _all_gather(full, mine, group=self.group))
+        else:
+            self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """The sums of these numbers over the ranks, in double; the same bits on each."""
+        if self.world == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        self._all_reduce(total)
+        return total.tolist()
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks pass the same number, below 2^62; the same answer on each."""
+        extremes = torch.tensor([number, -number])
+        self._all_reduce(extremes, dist.ReduceOp.MAX)
+        highest, lowest = extremes.tolist()
+        return highest == -lowest
+
+    def texts(self, text: str) -> list[str]:
+        """The texts of all ranks, by rank."""
+        if self.world == 1:
+            return [text]
+        data = text.encode(errors="surrogatepass")
+        sizes = self._sizes(len(data))
+        longest = max(1, *sizes)
+        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
+        full = torch.empty(self.world * longest, dtype=torch.uint8)
+        self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
+        rows = full.view(self.world, longest)
+        return [
+            row[:n].numpy().tobytes().decode(errors="surrogatepass")
+            for row, n in zip(rows, sizes, strict=True)
+        ]
+
+    def _sizes(self, size: int) -> list[int]:
+        """The sizes of all ranks, each sent with its complement: what is no size is not taken for one."""
+        told = torch.zeros(self.world, 2, dtype=torch.int64)
+        told[self.rank] = torch.tensor([size, ~size])
+        self._all_reduce(told)
+        for rank, (n, complement) in enumerate(told.tolist()):
+            if complement != ~n or not 0 <= n <= MOST_TEXT:
+                why = f"rank {self.members[rank]} sent {n:,}, {complement:,} where the size of a text was expected"
+                self.leave(why)
+                raise RankError(
+                    f"texts on rank {self._me}: {why}: the ranks are in different calls, or something else uses "
+                    "their group. Make the same calls of zfunc on every rank, in the same order"
+                )
+        return [n for n, _ in told.tolist()]
+
+    def agree(self, call: str, what: str = "", told: str = "", text: Callable[[], str] | None = None) -> None:
+        """Raise RankError, on every rank, unless all are in the same `call` with the same `told`.
+
+        One number is compared; only if it differs are texts exchanged: `text()`, or else `told`. `what` is what
+        these are about.
+        """
+        if self.world == 1:
+            return
+        if self.broken:
+            raise RankError(
+                f"{call}: got ranks that are out of step, because {self.broken}; start all of them again"
+            )
+        digest = hashlib.blake2b(f"{call}\n{told}".encode()).hexdigest()
+        if not self.same(int(digest[:15], 16)):
+            self._same_call(call)
+            self.disagree(what, digest, text() if text else told)
+
+    def _same_call(self, call: str) -> None:
+        """Raise RankError, which says where each rank is, unless all are in the same call."""
+        calls = self.texts(call)
+        if len(set(calls)) > 1:
+            where = ", ".join(f"rank {n} in {other}" for n, other in zip(self.members, calls, strict=True))
+            raise RankError(
+                f"{call} on rank {self._me}: got {where}, expected all {self.world} ranks in the same call. "
+                f"Nothing was done. All of them have to call {call}, also those that need no result of it"
+            )
+
+    def disagree(self, what: str, digest: str, text: str) -> NoReturn:
+        """Raise RankError, which names the ranks whose digest is not the usual one, and the first line apart."""
+        digests, texts = self.texts(digest), self.texts(text)
+        usual = digests.index(max(set(digests), key=lambda d: (digests.count(d), d == digests[0])))
+        apart = [r for r, d in enumerate(digests) if d != digests[usual]]
+        named = [str(self.members[r]) for r in apart]
+        other = self.members[usual]
+        lines = zip_longest(*(texts[r].splitlines() for r in (apart[0], usual)), fillvalue="(nothing)")
+        number, (theirs, ours) = next((i, pair) for i, pair in enumerate(lines, 1) if pair[0] != pair[1])
+        raise RankError(
+            f"{what}: got another one on rank{'s' if apart[1:] else ''} {', '.join(named)} than on rank "
+            f"{other}, expected the same on all. Line {number} is {theirs!r} on rank {named[0]} and {ours!r} on "
+            f"rank {other}. Start every rank with the same code, settings, seeds and versions, and equal batches"
+        )
+
+    def _all_reduce(self, values: Tensor, how: Any = dist.ReduceOp.SUM) -> None:
+        """In place, of a small tensor on the host."""
+        self._wait_for("all_reduce", lambda: dist.all_reduce(values, how, group=self.group, async_op=True))
+
+    def _wait_for(self, what: str, issue: Callable[[], Any]) -> None:
+        """Of tensors on the host. Raises RankError if a rank does not come, on all that do."""
+        begun = time.monotonic()
+        work = self._issue(what, issue)
+        try:
+            finished = _wait(work, self.roll)
+        except RuntimeError as error:
+            # gloo tells a time-out from a broken connection by its text alone.
+            self._give_up(what, begun, "late" if "timed out" in str(error).lower() else "broken", error)
+        if not finished:
+            self._give_up(what, begun, "told")
+
+    def _issue(self, what: str, issue: Callable[[], Any]) -> Any:
+        if self.process != os.getpid():
+            raise RankError(
+                f"{what} on rank {self._me}: got process {os.getpid()}, a fork of the rank's process "
+                f"{self.process}, expected that one: its connections are not shared. Make ranks with torchrun"
+            )
+        if self.broken:
+            raise RankError(
+                f"{what} on rank {self._me}: got ranks that are out of step, because {self.broken}, expected all "
+                f"{self.world}; start all of them again"
+            )
+        begun = time.monotonic()
+        try:
+            return issue()
+        except dist.DistError as error:
+            self._give_up(what, begun, "broken", error)
+
+    def _give_up(self, what: str, begun: float, sign: Sign, error: Exception | None = None) -> NoReturn:
+        """Call the roll, and raise RankError with who is missing. From now on every collective raises."""
+        waited = time.monotonic() - begun
+        timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
+        most = SETTLE_LATE if sign == "late" else min(SETTLE, timeout)
+        late = sign == "late"
+        try:
+            absent = self.roll.take(sign, least=0.0 if late else LISTEN, most=most)
+            who, late = absent.text(self.members, self.rank), late or absent.late
+        except StoreLost as lost:
+            who = f"who is missing cannot be told, because {lost}"
+            agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun keeps it, not rank 0
+            if self.store is not None and self._me and not agent:
+                who = f"rank 0, which kept the store, is gone or stuck; if others are too cannot be told ({lost})"
+        self.broken = f"{who} ({what} failed after {waited:.1f} s)"
+        raise RankError(
+            f"{what} on rank {self._me}: got {GOT[sign]} after {waited:.1f} s, expected all {self.world} ranks: "
+            f"{who}. {LONGER if late else LOOK}, then start all of them again"
+        ) from error
+
+    @property
+    def _me(self) -> int:
+        return self.members[self.rank]
+
+
+def _wait(work: Any, roll: RollCall) -> bool:
+    """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
+    while roll.store is not None:
+        asked = time.monotonic()
+        try:
+            work.wait(timedelta(seconds=SLICE))
+            return True
+        except RuntimeError:
+            if work.is_completed():
+                break  # with an error, or just now
+            if time.monotonic() - asked < SLICE / 2:
+                raise
+        try:
+            if roll.failed():
+                return False
+        except StoreLost:
+            break
+    work.wait()
+    return True

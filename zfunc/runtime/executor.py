@@ -1,0 +1,409 @@
+"""Run a plan: lanes as threads and, on CUDA, one persistent stream each.
+
+The policy:
+
+- The lane that holds the compute runs on the calling thread; each other has a thread, made once.
+- An operation of kind "host" or "disk" is finished when its stage returns. Any other, on CUDA, is only issued
+  then: it runs on its lane's stream and is finished when the event recorded after it is.
+- A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream blocks
+  its thread; a wait for the host is a flag between threads.
+- A region that is not kept is dropped after its last access, so memory is what `zfunc.core.memory_model` counts.
+
+The invariant: the executor knows no verb. What it may not reorder, it takes from the plan.
+"""
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from functools import partial
+from queue import SimpleQueue
+from random import Random
+from typing import Any
+
+import torch
+from attrs import define, field, frozen
+
+from zfunc.core.graph import Kind, Op, Region
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Event, Timeline
+from zfunc.errors import ExecutionError, LaneTimeout
+from zfunc.runtime.access_guard import Guard, tensors
+from zfunc.runtime.fault_injection import Fault
+from zfunc.runtime.thread_pinning import take_seats
+from zfunc.values import number, whole
+
+log = logging.getLogger("zfunc")
+Stage = Callable[..., None]
+HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
+
+
+@frozen
+class Jitter:
+    """Seeded random delays of up to `seconds` before every operation, to show what order does not promise."""
+
+    seed: int = field(default=0, converter=partial(whole, "Jitter: seed"))
+    seconds: float = field(default=1e-3, converter=partial(number, "Jitter: seconds", least=0.0, most=60.0))
+
+
+@frozen(eq=False)
+class Item:
+    """One operation, ready to be issued: everything about it that does not change from step to step."""
+
+    op: Op
+    stage: Stage
+    position: int  # in the graph
+    waits: tuple[int, ...]
+    on_stream: bool
+    awaited: bool  # by another lane
+    drops: tuple[Region, ...]  # regions it accesses that do not outlive the step
+
+
+@frozen(eq=False)
+class Prepared:
+    """A plan with its stages looked up. Lanes in the plan's order; `main` is the one for the calling thread."""
+
+    plan: Plan
+    lanes: tuple[tuple[Item, ...], ...]
+    main: int
+    sweeping: frozenset[int]  # lanes of host operations without compute beside them
+    accesses: dict[Region, int]
+    events: dict[int, torch.cuda.Event]
+
+
+@define(eq=False)
+class Run:
+    """What the lanes of one step share."""
+
+    prepared: Prepared
+    mem: Any
+    step: Any
+    options: "Options"
+    origin: float
+    flags: dict[int, threading.Event]
+    left: dict[Region, int]
+    started: set[int]
+    lock: threading.Lock = field(factory=threading.Lock)
+    failure: BaseException | None = None
+    running: dict[str, str] = field(factory=dict)  # lane -> operation
+    spans: list[tuple[int, float, float]] = field(factory=list)  # position, seconds since the origin
+    timed: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = field(factory=dict)
+
+
+@frozen
+class Options:
+    """How to run: with delays, with only declared regions, with device times, with faults (all happen)."""
+
+    jitter: Jitter | None = None
+    debug: bool = False
+    trace: bool = False
+    faults: tuple[Fault, ...] = ()  # of this rank and step
+
+
+@frozen
+class Ran:
+    """What a run leaves: the timeline, and in seconds how long it took, and host operations of it."""
+
+    timeline: Timeline
+    seconds: float
+    host_seconds: float
+
+
+def prepare(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> Prepared:
+    """Look up everything a step needs. Raises ValueError for a verb without a stage."""
+    missing = sorted({op.verb for op in plan.graph} - stages.keys())
+    if missing:
+        raise ValueError(
+            f"got operations {missing} in the plan, expected verbs with a stage: {sorted(stages)}. Add a "
+            "function for each to the table of stages"
+        )
+    cuda = device.type == "cuda"
+    awaited = {n for waits in plan.waits for n in waits}
+    accesses: dict[Region, int] = {}
+    lanes: list[tuple[Item, ...]] = []
+    for lane in plan.lanes:
+        items: list[Item] = []
+        for i in lane.ops:
+            op = plan.graph.ops[i]
+            drops = tuple(r for r in op.regions if not r.kept)
+            for r in drops:
+                accesses[r] = accesses.get(r, 0) + 1
+            on_stream = cuda and op.kind not in HOST_CODE
+            items.append(Item(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
+        lanes.append(tuple(items))
+    kinds = [{x.op.kind for x in items} for items in lanes]
+    compute = [n for n, of in enumerate(kinds) if "compute" in of]
+    sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
+    events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind not in HOST_CODE}
+    return Prepared(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
+
+
+class Executor:
+    """The threads and streams of a program. Made once and kept: fresh streams each step would grow the allocator.
+
+    `patience` is how long, in seconds, a lane waits for another before it gives up and says for what.
+    """
+
+    def __init__(self, device: torch.device, *, patience: float = 600.0) -> None:
+        self.device = device
+        self.patience = patience
+        self._process = 0  # that has made a step
+        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._threads: dict[str, SimpleQueue[Any]] = {}
+        # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
+        # change with it. Made here, it has happened before any step, whatever lanes come later.
+        self._team = torch.get_num_threads()
+        torch.set_num_threads(self._team)
+
+    def run(
+        self, prepared: Prepared, mem: dict[Region, Any], step: Any, options: Options, started: set[int]
+    ) -> Ran:
+        """Run every lane to its end and return when all work, also on streams, is done.
+
+        `started` receives the position of every operation that was begun, also if the run fails.
+
+        An exception in a lane stops the others and is raised here as ExecutionError, with the operation's name;
+        one of zfunc's own errors, or an interrupt, is raised as it is.
+        """
+        self._process, plan = os.getpid(), prepared.plan
+        flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
+        base = self._begin(plan, options)  # finished when it returns: both clocks start here
+        run = Run(prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started)
+        others = [n for n in range(len(plan.lanes)) if n != prepared.main]
+        done = {n: threading.Event() for n in others}
+        handed: list[int] = []
+        try:
+            for n in others:
+                handed.append(n)
+                self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
+            self._drive(run, prepared.main)
+            for n in others:
+                self._join(run, done[n], plan.lanes[n].name)
+        except BaseException as error:  # an interrupt here, or a lane that never ends
+            self._fail(run, error)
+            for n in handed:  # what is running may still write: the caller must not look before it has ended
+                done[n].wait(0 if isinstance(error, LaneTimeout) else self.patience)
+            raise
+        finally:
+            self._synchronize()
+        if run.failure is not None:
+            raise run.failure
+        host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
+        return Ran(_timeline(run, base), time.perf_counter() - run.origin, host)
+
+    def check_process(self, action: str) -> None:
+        """Raise RuntimeError in a fork of the process that has made a step: its threads are not there."""
+        if self._process not in (0, os.getpid()):
+            raise RuntimeError(
+                f"{action}: got process {os.getpid()}, a fork of process {self._process} that has trained with "
+                "this program; expected that process. Neither lanes nor OpenMP threads survive a fork. Fork before "
+                'the first step, or start the child with multiprocessing.get_context("spawn")'
+            )
+
+    def _begin(self, plan: Plan, options: Options) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        here = torch.cuda.current_stream(self.device)
+        for lane in plan.lanes:
+            stream = self._stream(lane.name)
+            stream.wait_stream(here)  # what the caller has issued comes first
+        if not options.trace:
+            return None
+        base = torch.cuda.Event(enable_timing=True)
+        base.record(here)
+        base.synchronize()
+        return base
+
+    def _stream(self, lane: str) -> torch.cuda.Stream:
+        if lane not in self._streams:
+            self._streams[lane] = torch.cuda.Stream(self.device)
+        return self._streams[lane]
+
+    def _thread(self, lane: str) -> "SimpleQueue[Any]":
+        if lane not in self._threads:
+            tasks: SimpleQueue[Any] = SimpleQueue()
+            threading.Thread(target=_work, args=(tasks,), name=f"zfunc {lane}", daemon=True).start()
+            weakref.finalize(self, tasks.put, None)
+            self._threads[lane] = tasks
+        return self._threads[lane]
+
+    def _join(self, run: Run, done: threading.Event, lane: str) -> None:
+        while self._in_vain(run, done):
+            if run.failure is None:
+                self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
+            raise run.failure or AssertionError
+
+    def _synchronize(self) -> None:
+        for stream in self._streams.values():
+            stream.synchronize()
+
+    def _drive(self, run: Run, n: int) -> None:
+        """Issue the operations of one lane in order; on an exception stop every lane."""
+        lane = run.prepared.plan.lanes[n].name
+        cuda = self.device.type == "cuda"
+        stream = self._stream(lane) if cuda else None
+        random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
+        previous: Item | None = None
+        item: Item | None = None
+        try:
+            if (
+                n in run.prepared.sweeping and n != run.prepared.main
+            ):  # the caller's thread is not ours to bind
+                take_seats()
+            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+                for item in run.prepared.lanes[n]:
+                    self._await(run, item, lane, stream)
+                    if run.failure is not None:
+                        return
+                    if previous is not None and previous.on_stream and not item.on_stream:
+                        stream.synchronize()  # type: ignore[union-attr]  # FIFO: the one before has to finish
+                    if random is not None:
+                        time.sleep(random.random() * run.options.jitter.seconds)  # type: ignore[union-attr]
+                    if n != run.prepared.main:
+                        self._size_team(item)
+                    self._issue(run, item, lane, stream)
+                    previous = item
+        except BaseException as error:  # also an interrupt: no lane may be left running
+            self._fail(run, _named(error, item, lane))
+        finally:
+            run.running.pop(lane, None)
+
+    def _size_team(self, item: Item) -> None:
+        """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
+        would depend on the schedule. Copies and small host work are memory-bound and get one thread, or two
+        lanes on two cores would be four spinning threads.
+
+        The Adam kernel brings its own, of all cores, beside compute on the CPU too. A smaller one would starve
+        compute: every product waits at its barrier for the thread whose core the sweep has, and the others spin.
+        With a full one there are more threads than CPUs, for which libgomp cuts spinning short: who waits sleeps,
+        and is woken ahead of the sweep."""
+        wanted = self._team if item.op.kind == "compute" else 1
+        if torch.get_num_threads() != wanted:
+            torch.set_num_threads(wanted)
+
+    def _await(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+        for i in item.waits:
+            if self._in_vain(run, run.flags[i]):
+                other, _ = run.prepared.plan.place[i]
+                name = run.prepared.plan.graph.ops[i].name
+                what = f"{item.op.name} (lane {lane})"
+                raise LaneTimeout(
+                    _waiting(what, run.prepared.plan.lanes[other].name, run, self.patience, name)
+                )
+            event = run.prepared.events.get(i)
+            if event is not None and run.failure is None:
+                stream.wait_event(event) if item.on_stream else event.synchronize()  # type: ignore[union-attr]
+
+    def _in_vain(self, run: Run, flag: threading.Event) -> bool:
+        """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
+        say which rank is missing: while a lane is in one, this one waits as long again."""
+        if flag.wait(self.patience):
+            return False
+        while "disk" in (kinds := self._kinds(run)):  # however slow: the state is worth more than the time
+            log.warning("a step waits for the disk: %s", ", ".join(run.running.values()))
+            if flag.wait(self.patience):
+                return False
+        return not ("network" in kinds and flag.wait(self.patience))
+
+    def _kinds(self, run: Run) -> set[Kind]:
+        graph = run.prepared.plan.graph
+        return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
+
+    def _issue(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+        run.running[lane] = item.op.name
+        run.started.add(item.position)
+        timed = run.options.trace and item.on_stream
+        if item.on_stream:
+            _share(run.mem, item, stream)
+        if timed:
+            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            run.timed[item.position] = pair
+            pair[0].record(stream)
+        start = time.perf_counter()
+        for fault in run.options.faults:
+            if fault.op == item.op.name:
+                fault.happen()
+        if run.options.debug:
+            guard = Guard(item.op, run.mem)
+            item.stage(item.op, guard, run.step)
+            guard.check()
+        else:
+            item.stage(item.op, run.mem, run.step)
+        run.spans.append((item.position, start - run.origin, time.perf_counter() - run.origin))
+        if timed:
+            run.timed[item.position][1].record(stream)
+        if item.drops:
+            with run.lock:
+                for r in item.drops:
+                    run.left[r] -= 1
+                    if not run.left[r]:
+                        run.mem.pop(r, None)
+        run.running.pop(lane, None)
+        if item.awaited:
+            event = run.prepared.events.get(item.position)
+            if event is not None:
+                event.record(stream)
+            run.flags[
+                item.position
+            ].set()  # after the record, or a waiter would see the event of the last step
+
+    def _fail(self, run: Run, error: BaseException) -> None:
+        with run.lock:
+            run.failure = run.failure or error
+        for flag in run.flags.values():
+            flag.set()
+
+
+def _work(tasks: "SimpleQueue[Any]") -> None:
+    """A lane's thread."""
+    while (task := tasks.get()) is not None:
+        executor, run, n, done = task
+        try:
+            executor._drive(run, n)
+        finally:
+            del executor, run, task  # or an idle lane would keep the last step's memory
+            done.set()
+
+
+def _share(mem: Mapping[Region, Any], item: Item, stream: Any) -> None:
+    """Tell the allocator about tensors that come and go and are used on a stream they were not made on."""
+    for r in item.drops:
+        for t in tensors(mem.get(r)):
+            if t.is_cuda:
+                t.record_stream(stream)
+
+
+def _named(error: BaseException, item: Item | None, lane: str) -> BaseException:
+    """The error as train_step raises it: zfunc's own and interrupts as they are, the rest with the operation."""
+    own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
+    if own or item is None:
+        return error
+    named = ExecutionError(f"{item.op.name} on lane {lane}: {type(error).__name__}: {error}")
+    named.__cause__ = error
+    return named
+
+
+def _waiting(what: str, lane: str, run: Run, patience: float, op: str = "the end") -> str:
+    now = run.running.get(lane)
+    doing = f"is in {now}" if now else "is not in any operation"
+    return (
+        f"{what} waited {patience:g} s for {op} of lane {lane}, which {doing}: the step was stopped. If that "
+        "operation is only slow (a first compilation, say), give the executor more patience"
+    )
+
+
+def _timeline(run: Run, base: torch.cuda.Event | None) -> Timeline:
+    plan = run.prepared.plan
+    times = {i: (start, end) for i, start, end in run.spans}
+    if base is not None:
+        for i, (first, last) in run.timed.items():
+            times[i] = base.elapsed_time(first) / 1e3, base.elapsed_time(last) / 1e3
+    events = (
+        Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, *times[i])
+        for lane in plan.lanes
+        for i in lane.ops
+    )
+    return Timeline(tuple(events), "measured")

@@ -1,0 +1,115 @@
+"""Failures on purpose: at which rank, step and operation one happens, as a value the executor is given.
+
+The invariant: a fault names an operation of the plan, so that the test which asks for it knows where the rank was;
+`check` refuses one that would never happen.
+"""
+
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, NoReturn, get_args
+
+from attrs import field, frozen, validators
+
+from zfunc.core.plan import Plan
+from zfunc.errors import nearest
+
+log = logging.getLogger("zfunc")
+
+Action = Literal["kill", "hang", "raise", "terminate"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
+VARIABLE = "ZFUNC_FAULTS"
+FORM = "rank=1,step=7,op=adam[3],do=kill"
+_whole = validators.and_(validators.instance_of(int), validators.ge(0))
+
+
+class InjectedFault(RuntimeError):  # noqa: N818
+    """A fault with the action "raise" has happened."""
+
+
+@frozen
+class Fault:
+    """What happens to `rank` in the operation `op` of the step with the number `step`, just before its stage.
+
+    "kill" and "terminate" send SIGKILL or SIGTERM to this process, "hang" never returns, "raise" raises
+    InjectedFault.
+
+    >>> print(Fault(rank=1, step=7, op="adam[3]", action="kill"))
+    rank=1,step=7,op=adam[3],do=kill
+    """
+
+    rank: int = field(validator=_whole)
+    step: int = field(validator=_whole)
+    op: str
+    action: Action = field(validator=validators.in_(ACTIONS))
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return f"rank={self.rank},step={self.step},op={self.op},do={self.action}"
+
+    def happen(self) -> None:
+        """Do it to this process, and say so in the log."""
+        log.warning("fault injected: %s", self)
+        if self.action == "raise":
+            raise InjectedFault(f"{self.op}: got the injected fault {self}, expected to fail here")
+        if self.action == "hang":
+            threading.Event().wait()
+        os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGTERM)
+
+
+def parse(text: str) -> tuple[Fault, ...]:
+    """Faults from text, joined by `;`. Raises ValueError for any other text.
+
+    >>> first, second = parse("rank=0,step=2,op=pack[0,2,0],do=hang; do=kill,op=load[0],step=1,rank=1")
+    >>> first.op, second.action
+    ('pack[0,2,0]', 'kill')
+    """
+    return tuple(_parse(one.strip()) for one in text.split(";") if one.strip())
+
+
+def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
+    """The faults in ZFUNC_FAULTS, or none. Raises ValueError as `parse` does."""
+    return parse(environment.get(VARIABLE, ""))
+
+
+def due(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
+    """Those of this rank and step.
+
+    >>> due(parse("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
+    ()
+    """
+    return tuple(fault for fault in faults if (fault.rank, fault.step) == (rank, step))
+
+
+def check(faults: Iterable[Fault], plan: Plan) -> None:
+    """Raise ValueError, with the nearest name, for a fault in an operation that `plan` does not have."""
+    for fault in faults:
+        if fault.op not in plan.graph.position:
+            known = list(plan.graph.position)
+            raise ValueError(
+                f"fault {fault}: got the operation {fault.op!r}, expected one of the plan's "
+                f"{len(known)}{nearest(fault.op, known)}. Print the plan to see them"
+            )
+
+
+def _parse(text: str) -> Fault:
+    pairs = [pair.partition("=") for pair in re.split(r",(?![^\[]*\])", text)]  # not the commas of an index
+    given = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(pairs) != 4 or given.keys() != {"rank", "step", "op", "do"} or not given["op"]:
+        _refuse(text, "expected rank, step, op and do, once each")
+    for key in ("rank", "step"):
+        if not re.fullmatch(r"[0-9]{1,18}", given[key]):
+            _refuse(text, f"expected a whole number for {key}, got {given[key]!r}")
+    action: Any = given["do"]
+    if action not in ACTIONS:
+        _refuse(
+            text, f"expected one of {', '.join(ACTIONS)} for do, got {action!r}{nearest(action, [*ACTIONS])}"
+        )
+    return Fault(int(given["rank"]), int(given["step"]), given["op"], action)
+
+
+def _refuse(text: str, why: str) -> NoReturn:
+    raise ValueError(f"{VARIABLE}: got {text!r}, {why}. Write it as {FORM}, and a ; between two")

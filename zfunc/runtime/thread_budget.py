@@ -1,0 +1,121 @@
+"""How many threads a sweep over host memory gets, and where: chosen explicitly, said in the log, never the
+environment's."""
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+from attrs import frozen
+
+from zfunc.runtime.cpu_topology import ROOT, cpu_quota, nodes, physical_cores
+from zfunc.runtime.numa import Seat, seats
+
+log = logging.getLogger("zfunc")
+
+
+@frozen
+class Decision:
+    """The number of threads, and what it follows from."""
+
+    threads: int
+    cores: int  # physical, that this process may use
+    cpus: frozenset[int]
+    quota: float
+    ranks: int
+    overruled: str  # "" or the OMP_NUM_THREADS that does not count
+
+    def __str__(self) -> str:
+        """The line for the log."""
+        quota = "none" if math.isinf(self.quota) else f"{self.quota:g}"
+        return (
+            f"{self.threads} threads: {self.cores} physical cores of {len(self.cpus)} CPUs, quota {quota}, "
+            f"{self.ranks} local ranks{self.overruled and f'; {self.overruled}'}"
+        )
+
+
+def decide(environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT) -> Decision:
+    """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
+
+    OMP_NUM_THREADS does not count: torchrun sets it to 1 without being asked. Raises ValueError for a
+    LOCAL_WORLD_SIZE that is no whole number above 0.
+    """
+    cores, quota = physical_cores(cpus, root), cpu_quota(root)
+    ranks = local_ranks(environment)
+    threads = max(1, int(min(cores, quota)) // ranks)
+    asked, overruled = environment.get("OMP_NUM_THREADS"), ""
+    if asked is not None and asked.strip() != str(threads):
+        torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
+        overruled = f"OMP_NUM_THREADS={asked}{', set by torchrun,' if torchrun else ''} is overruled"
+    return Decision(threads, cores, cpus, quota, ranks, overruled)
+
+
+def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
+    text = environment.get(name, str(lowest))
+    if not text.strip().isdecimal() or int(text) < lowest:
+        raise ValueError(
+            f"{name}: got {text!r}, expected a whole number of at least {lowest}: torchrun sets it; without "
+            "torchrun, unset it"
+        )
+    return int(text)
+
+
+def local_rank() -> int:
+    """This process's number on its machine, from torchrun; 0 without. ValueError for what is no number."""
+    return _count(os.environ, "LOCAL_RANK", 0)
+
+
+def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks on this machine, from torchrun; 1 without. ValueError for what is no number."""
+    return _count(environment, "LOCAL_WORLD_SIZE", 1)
+
+
+def world_size(environment: Mapping[str, str] = os.environ) -> int:
+    """Ranks that train together, from torchrun; 1 without a RANK, which alone says that this is one of them.
+
+    Raises ValueError for what is no number.
+
+    >>> world_size({"WORLD_SIZE": "8", "RANK": "0"}), world_size({"WORLD_SIZE": "8"})
+    (8, 1)
+    """
+    found = _count(environment, "WORLD_SIZE", 1)
+    return found if "RANK" in environment else 1
+
+
+def allowed_cpus() -> frozenset[int]:
+    """The CPUs this process may use: those of its main thread, as zfunc binds threads of its own."""
+    return frozenset(os.sched_getaffinity(os.getpid()))
+
+
+@functools.cache
+def default_threads() -> int:
+    """Threads for a sweep of this process, as `decide` finds. Decided once, logged in one line."""
+    decision = decide(os.environ, allowed_cpus())
+    log.info("host Adam uses %s", decision)
+    return decision.threads
+
+
+@functools.cache
+def default_seats() -> tuple[Seat, ...]:
+    """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
+    rank, ranks = local_rank(), local_ranks()
+    place = partial(seats, nodes(), allowed_cpus(), cores=physical_cores)
+    chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
+    if chosen:
+        count = {seat.node: sum(x.node == seat.node for x in chosen) for seat in chosen}
+        log.info("host Adam on NUMA nodes: %s", ", ".join(f"{k} on node {n}" for n, k in count.items()))
+    return chosen
+
+
+@functools.cache
+def clamp(threads: int) -> int:
+    """`threads`, or as many as this process may use if that is less: logged, once."""
+    most = len(allowed_cpus())
+    if threads > most:
+        log.warning(
+            "host Adam: %d threads asked for, this process may use %d CPUs: using those", threads, most
+        )
+    return min(threads, most)

@@ -1,0 +1,49 @@
+"""The OpenMP team of a lane's thread, put on its seats.
+
+OpenMP keeps one team for each thread that opens parallel regions, and a new member runs where that thread does. A
+lane's thread belongs to zfunc, so its team may be bound; the caller's thread and its team never are.
+
+The invariant: binding changes where a sweep runs, never what it computes, and on one NUMA node nothing is bound.
+"""
+
+import ctypes
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from zfunc.runtime.numa import Seat
+from zfunc.runtime.thread_budget import default_seats
+
+log = logging.getLogger("zfunc")
+_seated = threading.local()
+
+
+def take_seats() -> None:
+    """Put the team of the calling thread on `default_seats`, the first time this thread asks for it."""
+    if default_seats() and not getattr(_seated, "done", False):
+        _seated.done = True
+        seat_team(default_seats())
+
+
+def seat_team(seats: Sequence[Seat]) -> bool:
+    """Bind thread r of the calling thread's team of `len(seats)` to `seats[r]`; whether that was possible.
+
+    It opens a parallel region of the runtime the kernel uses, found by the symbols the kernel is bound to.
+    """
+    try:
+        runtime: Any = ctypes.CDLL(None)
+        rank_of, parallel = runtime.omp_get_thread_num, runtime.GOMP_parallel
+    except AttributeError as error:
+        log.warning(
+            "host Adam is not bound to its NUMA nodes: %s; sweeps read memory of other nodes too", error
+        )
+        return False
+
+    @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    def bind(_: Any) -> None:
+        os.sched_setaffinity(0, seats[rank_of()].cpus)  # 0 is the thread that calls
+
+    parallel(bind, None, ctypes.c_uint(len(seats)), ctypes.c_uint(0))
+    return True

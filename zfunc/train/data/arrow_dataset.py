@@ -1,0 +1,266 @@
+"""Folders that Hugging Face's `datasets` wrote with `save_to_disk`: their splits, and their rows as documents.
+
+The invariant: a row is a document, or an error that names file and row; a batch of rows is in memory at a time, out
+of files that are mapped. They are in Arrow's own format, which pyarrow reads: pip install "zfunc[datasets]".
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from attrs import frozen
+
+from zfunc.models.loss import IGNORE_INDEX
+from zfunc.train.data.documents import Document
+
+DICT, STATE, INFO = "dataset_dict.json", "state.json", "dataset_info.json"
+TRAIN, HELD_OUT = "train", ("validation", "valid", "val", "dev", "eval", "test")
+IDS, LABELS, MASK = "input_ids", "labels", "attention_mask"
+_EXPECTED = f"expected text, or prompt and completion, or {IDS} with or without {LABELS}"
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+
+
+@frozen(eq=False)
+class Tokens:
+    """A document that is tokenized already: `ids` [tokens], and which of them are `learned`, None for all."""
+
+    ids: np.ndarray
+    learned: np.ndarray | None = None
+
+
+@frozen
+class SavedDataset:
+    """A folder's files by split, those of `held_out` if it has such a split, the `columns` that are read, and what
+    else there is.
+    """
+
+    train: tuple[Path, ...]
+    held_out: tuple[Path, ...]
+    columns: tuple[str, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def tokens(self) -> bool:
+        """Whether its rows are tokenized already."""
+        return IDS in self.columns
+
+
+def is_saved_dataset(path: Path) -> bool:
+    """Whether `path` is a folder that `save_to_disk` wrote, of a Dataset or a DatasetDict."""
+    return (path / DICT).is_file() or ((path / STATE).is_file() and (path / INFO).is_file())
+
+
+def open_saved(path: Path) -> SavedDataset:
+    """Raises ValueError for a folder with other columns or splits, or without files it should have."""
+    if not (path / DICT).is_file():
+        columns, unused = _columns(path)
+        return SavedDataset(_files(path), (), columns, tuple(_left_out(unused, ())))
+    splits = _strings(_object(path / DICT).get("splits"), path / DICT)
+    train = TRAIN if TRAIN in splits else splits[0] if len(splits) == 1 else None
+    if train is None:
+        raise ValueError(
+            f"--data: got {path} with the splits {', '.join(splits) or 'none'}, expected one called {TRAIN}: name "
+            f"the folder of one, such as {path / (splits[0] if splits else TRAIN)}"
+        )
+    held_out = next((name for name in HELD_OUT if name in splits and name != train), None)
+    columns, unused = _columns(path / train)
+    if held_out is not None and (others := _columns(path / held_out)[0]) != columns:
+        raise ValueError(
+            f"--data: got {path} with {', '.join(columns)} in {train} and {', '.join(others)} in {held_out}, "
+            f"expected the same: name the folder {path / train}"
+        )
+    rest = [name for name in splits if name not in (train, held_out)]
+    files = () if held_out is None else _files(path / held_out)
+    return SavedDataset(_files(path / train), files, columns, tuple(_left_out(unused, rest)))
+
+
+def _left_out(columns: tuple[str, ...], splits: "list[str] | tuple[str, ...]") -> Iterator[str]:
+    for what, names in (("columns", columns), ("splits", splits)):
+        if names:
+            yield f"left out: the {what} {', '.join(names)}"
+
+
+def _columns(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Of a Dataset: the columns that are read, and the others."""
+    features = _object(path / INFO).get("features")
+    names = tuple(features) if isinstance(features, dict) else ()
+    given = {"text", "prompt", "completion"} & set(names)
+    if IDS in names:
+        read = tuple(name for name in (IDS, LABELS, MASK) if name in names)
+    elif given in ({"text"}, {"prompt", "completion"}):
+        read = tuple(name for name in ("prompt", "completion", "text") if name in given)
+    else:
+        found = ", ".join(names) or "none"
+        raise ValueError(
+            f"--data: got {path} with the columns {found:.300}, {_EXPECTED}: rename_column does it"
+        )
+    return read, tuple(name for name in names if name not in read)
+
+
+def _files(path: Path) -> tuple[Path, ...]:
+    state = _object(path / STATE)
+    if state.get("_indices_data_files"):
+        raise ValueError(
+            f"--data: got {path}, whose rows are chosen by a table of indices, as old versions of datasets kept "
+            "them, expected the rows alone: call flatten_indices and save it anew"
+        )
+    listed = state.get("_data_files")
+    names = [x.get("filename") if isinstance(x, dict) else None for x in listed or ()]
+    files = tuple(path / Path(name).name for name in _strings(names, path / STATE))
+    for file in files:
+        if not file.is_file():
+            raise ValueError(
+                f"--data: got {path} without {file.name}, which its {STATE} lists: copy it there"
+            )
+    if not files:
+        raise ValueError(
+            f"--data: got {path} without a file of rows, expected one row at least: name other data"
+        )
+    return files
+
+
+# --- rows ------------------------------------------------------------------------------------------------
+
+
+def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Tokens]:
+    """The rows of one file, of which `columns` are read. Raises ValueError, with file and row, and OSError."""
+    number = 0
+    for batch in _batches(path, columns):
+        for row in _tokens(batch, path, number) if IDS in batch else _documents(batch, path, number):
+            yield row
+            number += 1
+
+
+def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Its record batches, each as the Arrow arrays of `columns`, which are checked through and through."""
+    try:
+        import pyarrow as pa
+    except ImportError as error:
+        raise ValueError(
+            f"--data: got {path.parent}, a saved dataset, and no package that reads it ({error}), expected "
+            "pyarrow: pip install 'zfunc[datasets]'"
+        ) from error
+    _check_end(path)
+    try:
+        with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
+            for batch in stream:
+                found = {name: batch.column(name) for name in columns}
+                for column in found.values():
+                    column.validate(full=True)
+                yield found
+    except (pa.ArrowException, OSError, KeyError) as error:
+        raise ValueError(
+            f"{path}: got what is no whole Arrow stream with {', '.join(columns)} ({error}), expected what "
+            "save_to_disk writes: save or copy it again"
+        ) from error
+
+
+def _check_end(path: Path) -> None:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - len(_END)))
+        if file.read() != _END:
+            raise ValueError(
+                f"{path}: got {size:,} bytes without an end, expected a whole file: copy it again"
+            )
+
+
+def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Document]:
+    texts = [_texts(column, name, path, first) for name, column in batch.items()]
+    for told in zip(*texts, strict=True):
+        yield Document(told[-1], told[0] if len(told) == 2 else "")
+
+
+def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
+    if not _is_text(column.type):
+        chat = "struct" in str(column.type)
+        action = "apply the chat template of the model first" if chat else "map it to text"
+        raise ValueError(f"{path}: got {name} of type {column.type!s:.200}, expected text: {action}")
+    found = column.to_pylist()
+    if None in found:
+        raise ValueError(
+            f"{path}, row {first + found.index(None)}: got no {name}, expected text: filter such rows"
+        )
+    return found
+
+
+def _is_text(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    return str(kind) in ("string", "large_string", "string_view")  # of which pyarrow 15 has no is_string_view
+
+
+def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
+    flat = {name: _numbers(column, name, path) for name, column in batch.items()}
+    lengths = flat[IDS][1]
+    for name, (_, other) in flat.items():
+        if (bad := np.flatnonzero(other != lengths)).size:
+            raise ValueError(
+                f"{path}, row {first + int(bad[0])}: got {other[bad[0]]} {name} for {lengths[bad[0]]} {IDS}, "
+                "expected as many: tokenize it anew"
+            )
+    ids, ends = flat[IDS][0], np.cumsum(lengths)
+    kept = flat[MASK][0] != 0 if MASK in flat else None  # padding goes
+    learned = flat[LABELS][0] != IGNORE_INDEX if LABELS in flat else None
+    if learned is not None and (bad := np.flatnonzero(learned & (flat[LABELS][0] != ids))).size:
+        row = first + int(np.searchsorted(ends, bad[0], side="right"))
+        raise ValueError(
+            f"{path}, row {row}: got the label {flat[LABELS][0][bad[0]]} for the token {ids[bad[0]]}, expected the "
+            f"token itself, or {IGNORE_INDEX} where it is not learned: labels are not to be shifted"
+        )
+    for start, end in zip(ends - lengths, ends, strict=True):
+        chosen = slice(start, end) if kept is None else start + np.flatnonzero(kept[start:end])
+        yield Tokens(ids[chosen], None if learned is None else learned[chosen])
+
+
+def _numbers(column: Any, name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """A column of lists as all their numbers, and how many each has."""
+    import pyarrow.compute as pc
+    from pyarrow import types
+
+    lists = types.is_list(column.type) or types.is_large_list(column.type)
+    lists = lists or types.is_fixed_size_list(column.type)
+    whole = lists and types.is_integer(column.type.value_type)
+    values = column.flatten() if whole else None
+    if values is None or column.null_count or values.null_count:
+        counts = {"rows": column.null_count, "numbers": 0 if values is None else values.null_count}
+        empty = " and ".join(f"{n:,} empty {what}" for what, n in counts.items() if n)
+        raise ValueError(
+            f"{path}: got {name} of type {column.type!s:.200}{empty and ' with '}{empty}, expected lists of whole "
+            "numbers: tokenize it anew"
+        )
+    return values.to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
+
+
+# --- JSON ------------------------------------------------------------------------------------------------
+
+
+def _object(path: Path) -> dict[str, Any]:
+    with _reading(path):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(told, dict):
+            raise ValueError("no object")
+        return told
+    raise AssertionError
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError, RecursionError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(
+            f"{path}: got what cannot be read ({why}), expected what save_to_disk writes: save it anew"
+        ) from error
+
+
+def _strings(value: Any, path: Path) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(x, str) for x in value):
+        raise ValueError(f"{path}: got {value!r:.80} for a list of names, expected what save_to_disk writes")
+    return value

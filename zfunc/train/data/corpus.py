@@ -1,0 +1,388 @@
+"""Corpora and batches: where tokens come from and the order in which they are trained on.
+
+A corpus is one memory map, so its size is bounded by the disk and not by memory, and a batch is a pure
+function of (seed, position): nothing is iterated, so nothing has to be saved but one integer. Position
+counts sequences since the start of training; it knows neither steps nor ranks, so a run resumed with
+another batch size or on another number of GPUs goes on where it stopped.
+"""
+
+import hashlib
+import math
+import os
+import struct
+import sysconfig
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+
+from zfunc.models.loss import IGNORE_INDEX
+
+__all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
+
+_BYTE_VOCAB_SIZE = 256
+_HELD_OUT_PERCENT = 8
+_CHUNK = 1 << 20  # bytes read at a time
+_ROUNDS = 3  # of the Feistel network; each mixes both halves
+# Left out of the standard library: tests (half of the bytes, and many distributions ship without them),
+# packages that distributions split off or newer versions dropped, and generated tables, which are not
+# programs. What remains is nearly the same on every machine with the same version of Python.
+_NOT_IN_STDLIB = frozenset(
+    {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"}
+    | {"encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
+)
+
+Source = tuple[str, Path]  # a name that is the same on every machine, and where the file is on this one
+
+
+@attrs.frozen(eq=False)
+class Corpus:
+    """Tokens to train on and tokens held out, both memory-mapped, and a few lines on what was read."""
+
+    name: str
+    train: np.ndarray  # [tokens] uint8, uint16 or uint32
+    held_out: np.ndarray  # [tokens] of the same dtype
+    vocab_size: int
+    description: tuple[str, ...]  # for the log: counts, what was held out and how, what was left out
+    learned: np.ndarray | None = (
+        None  # [tokens] uint8: 0 for one of `train` that is given; None: there are none
+    )
+    held_out_learned: np.ndarray | None = None
+
+    def __str__(self) -> str:
+        return "\n".join(self.description)
+
+
+def open_corpus(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    cache: str | os.PathLike[str],
+    dtype: str = "uint16",
+    vocab_size: int = 50257,
+) -> Corpus:
+    """Open what is at `path` for training; without a path, the sources of Python's standard library.
+
+    - A `.bin` file, or a folder with a `train.bin`: little-endian tokens, as nanoGPT writes them, mapped
+      and neither loaded nor scanned. `dtype` is "uint16" or "uint32"; `vocab_size` is taken on trust here,
+      and checked in each batch that is read with it. A `val.bin` beside `train.bin` is held out; without
+      one, the last 10 % are.
+    - Any other file: its bytes, mapped in place; the last 10 % are held out, by position.
+    - Any other folder, and the standard library: the bytes of its text files, a zero byte after each.
+      About 8 % of the files are held out, by a hash of their names; where the files are so few that this
+      leaves under 1 % or over half of the bytes, the last 10 % are. Hidden, empty and binary files (with
+      a zero byte) are left out. The bytes are gathered once into a file in the folder `cache`, and again
+      when a name, a size or a modification time has changed.
+
+    Bytes are tokens of a vocabulary of 256. Raises FileNotFoundError when there is nothing at `path`,
+    ValueError when it holds no text, is not a whole number of tokens or cannot be read.
+    """
+    if path is None:
+        return _open_files("Python standard library", stdlib_files(), Path(cache))
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"got {path}, which does not exist; expected a text file, a folder, or a .bin of tokens; "
+            "check the path, or name none to use the Python standard library"
+        )
+    if path.is_dir() and not (path / "train.bin").is_file():
+        return _open_files(str(path), walk(path, lambda part: part.startswith(".")), Path(cache))
+    path = path / "train.bin" if path.is_dir() else path
+    return _open_tokens(path, dtype, vocab_size) if path.suffix == ".bin" else _open_bytes(path)
+
+
+def batch_at(
+    tokens: np.ndarray,
+    position: int,
+    *,
+    batch_size: int,
+    seq_length: int,
+    seed: int,
+    vocab_size: int | None = None,
+    learned: np.ndarray | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Give the `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
+
+    The target of a token that is 0 in `learned` is -100.
+
+    A pure function. An epoch visits all non-overlapping windows once, in an order of its own and cut at
+    an offset of its own. Rank r of n reads its part of a batch at `position + r * batch_size // n`.
+    Raises ValueError for data shorter than `seq_length + 1` and for a token of `vocab_size` or more.
+
+    >>> tokens = np.arange(1000, dtype=np.uint16)
+    >>> inputs, targets = batch_at(tokens, 10, batch_size=4, seq_length=8, seed=0)
+    >>> inputs.shape, bool((targets == inputs + 1).all())
+    (torch.Size([4, 8]), True)
+    >>> bool((batch_at(tokens, 12, batch_size=1, seq_length=8, seed=0)[0] == inputs[2]).all())
+    True
+    """
+    _check_request(tokens, batch_size, seq_length)
+    if position < 0:
+        raise ValueError(
+            f"got position={position}; expected 0 or more; count sequences since the start of training"
+        )
+    starts = [_start(len(tokens), p, seq_length, seed) for p in range(position, position + batch_size)]
+    return _read(tokens, starts, seq_length, vocab_size, learned)
+
+
+def held_out_batches(
+    tokens: np.ndarray,
+    *,
+    batch_size: int,
+    seq_length: int,
+    limit: int,
+    vocab_size: int | None = None,
+    learned: np.ndarray | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Give at most `limit` evenly spaced windows in batches like those of `batch_at`.
+
+    The windows are the same for any `batch_size`, so that losses of trainings cut in other ways can be
+    compared. The last batch has what is left: weigh losses by rows. Raises as `batch_at` does.
+
+    >>> [len(x) for x, _ in held_out_batches(np.zeros(100, np.uint8), batch_size=4, seq_length=9, limit=10)]
+    [4, 4, 2]
+    """
+    _check_request(tokens, batch_size, seq_length)
+    if limit < 1:
+        raise ValueError(
+            f"got limit={limit} windows; expected 1 or more; pass how many are to be read at most"
+        )
+    windows = (len(tokens) - 1) // seq_length
+    count = min(limit, windows)
+    starts = [index * windows // count * seq_length for index in range(count)]
+    chunks = (starts[first : first + batch_size] for first in range(0, count, batch_size))
+    return (_read(tokens, chunk, seq_length, vocab_size, learned) for chunk in chunks)
+
+
+def stdlib_files() -> tuple[Source, ...]:
+    """List the .py sources of the standard library as (relative name, path), sorted by name.
+
+    Tests, GUI and packaging tools are left out, for they are not installed everywhere, and so are
+    generated tables.
+    """
+    files = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_STDLIB.__contains__)
+    generated = ("_sysconfigdata", "config-")  # the build of this machine's Python
+    return tuple(
+        (name, path) for name, path in files if name.endswith(".py") and not name.startswith(generated)
+    )
+
+
+def is_held_out(name: str) -> bool:
+    """Tell whether a file of this relative name is held out: 8 % of names are, the same on every machine.
+
+    >>> is_held_out("turtle.py"), is_held_out("ast.py")
+    (True, False)
+    """
+    digest = hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") % 100 < _HELD_OUT_PERCENT
+
+
+def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
+    if dtype not in ("uint16", "uint32"):
+        raise ValueError(
+            f'got dtype={dtype!r}; expected "uint16" or "uint32"; pass the one {path} was written in'
+        )
+    little = np.dtype(dtype).newbyteorder("<")
+    tokens, beside = memory_map(path, little), path.with_name("val.bin")
+    if path.name == "train.bin" and beside.is_file():
+        train, held_out, how = tokens, memory_map(beside, little), str(beside)
+    else:
+        (train, held_out), how = split_by_position(tokens), "the end"
+    first = f"{path}: {len(train):,} {dtype} tokens to train on, vocabulary {vocab_size:,}"
+    return Corpus(
+        str(path), train, held_out, vocab_size, (first, f"held out: {how}, {len(held_out):,} tokens")
+    )
+
+
+def _open_bytes(path: Path) -> Corpus:
+    train, held_out = split_by_position(memory_map(path, np.dtype(np.uint8)))
+    first = f"{path}: 1 file, {len(train) + len(held_out):,} bytes"
+    return Corpus(
+        str(path), train, held_out, _BYTE_VOCAB_SIZE, (first, f"held out: the end, {len(held_out):,} bytes")
+    )
+
+
+@attrs.frozen
+class _Gathered:
+    """The footer of a gathered file: its bytes are first those to train on, then those held out."""
+
+    num_files: int
+    num_held_out: int  # 0: split by position
+    num_empty: int
+    num_binary: int
+    num_bytes: int
+    train_bytes: int
+
+
+_FOOTER = struct.Struct("<6Q")
+
+
+def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
+    stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
+    key = hashlib.sha256(repr(stats).encode("utf-8", "surrogateescape")).hexdigest()[:16]
+    path = cache / f".corpus-{key}.bin"  # hidden: `cache` may lie in the folder that is read
+    if not path.is_file():
+        _gather(name, sources, path)
+    tokens = memory_map(path, np.dtype(np.uint8))
+    got = _Gathered(*_FOOTER.unpack(tokens[-_FOOTER.size :].tobytes()))
+    train, held_out = tokens[: got.train_bytes], tokens[got.train_bytes : got.num_bytes]
+    by_name = f"{got.num_held_out:,} of the files, by a hash of their names"
+    how = by_name if got.num_held_out else "the end (too few files to hold whole ones out)"
+    lines = (
+        f"{name}: {got.num_files:,} files, {got.num_bytes:,} bytes",
+        f"held out: {how}, {len(held_out):,} bytes",
+        f"left out: {got.num_empty:,} empty and {got.num_binary:,} binary files",
+    )
+    return Corpus(name, train, held_out, _BYTE_VOCAB_SIZE, lines)
+
+
+def _gather(name: str, sources: Sequence[Source], target: Path) -> None:
+    """Write the sources into one file and rename it into place when it is complete."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, partial = tempfile.mkstemp(dir=target.parent, prefix=".corpus-", suffix=".partial")
+    try:
+        with os.fdopen(descriptor, "w+b") as out:
+            train = Counter(_append(out, path) for relative, path in sources if not is_held_out(relative))
+            split = out.tell()
+            held_out = Counter(_append(out, path) for relative, path in sources if is_held_out(relative))
+            kinds, total, num_held_out = train + held_out, out.tell(), held_out["text"]
+            if not total:
+                raise ValueError(
+                    f"got no text in {name} ({kinds['empty']} empty and {kinds['binary']} binary files); "
+                    "expected at least one file of text; name another folder, or a .bin of tokens"
+                )
+            if not 0.01 <= (total - split) / total <= 0.5:
+                split, num_held_out = total - max(1, total // 10), 0
+            out.write(
+                _FOOTER.pack(kinds["text"], num_held_out, kinds["empty"], kinds["binary"], total, split)
+            )
+        os.replace(partial, target)
+    except BaseException:
+        os.unlink(partial)
+        raise
+
+
+def _append(out: BinaryIO, path: Path) -> str:
+    start = out.tell()
+    try:
+        with path.open("rb") as source:
+            while chunk := source.read(_CHUNK):
+                if b"\0" in chunk:  # binary; and zero is the separator
+                    out.seek(start)
+                    out.truncate()
+                    return "binary"
+                out.write(chunk)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if out.tell() == start:
+        return "empty"
+    out.write(b"\0")
+    return "text"
+
+
+def walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
+    """List the regular files under `root` by name; links to files are followed, links to folders are not."""
+
+    def fail(error: OSError) -> None:
+        raise unreadable(Path(error.filename), error)
+
+    paths: list[Path] = []
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = [part for part in folders if not skipped(part)]
+        paths += [Path(folder, part) for part in files if not skipped(part)]
+    return sorted((path.relative_to(root).as_posix(), path) for path in paths if path.is_file())
+
+
+def memory_map(path: Path, dtype: "np.dtype[np.generic]") -> np.ndarray:
+    try:
+        size = path.stat().st_size
+        if size == 0:
+            raise ValueError(f"got {path}, which is empty; expected data to train on; check how it was made")
+        if size % dtype.itemsize:
+            raise ValueError(
+                f"got {path} of {size:,} bytes; expected a multiple of {dtype.itemsize} "
+                f"({dtype.name}); check that the file is complete, and the dtype it was written in"
+            )
+        return np.memmap(path, dtype, mode="r")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> ValueError:
+    return ValueError(
+        f"got {path}, which cannot be read ({error.strerror}); expected a readable file; "
+        "change its permissions, or leave it out"
+    )
+
+
+def split_by_position(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    split = len(tokens) - max(1, len(tokens) // 10)
+    return tokens[:split], tokens[split:]
+
+
+def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None:
+    if batch_size < 1 or seq_length < 1:
+        raise ValueError(
+            f"got batch_size={batch_size}, seq_length={seq_length}; expected 1 or more of each; "
+            "pass positive numbers"
+        )
+    if len(tokens) <= seq_length:
+        raise ValueError(
+            f"got {len(tokens):,} tokens for seq_length={seq_length}; expected at least seq_length + 1 "
+            "(inputs and targets are one apart); use more data or shorter sequences"
+        )
+
+
+def _start(num_tokens: int, position: int, seq_length: int, seed: int) -> int:
+    # One window fewer than fits (where two do): then every offset leaves room for the same number of
+    # windows, and the epoch of a position is a plain division.
+    windows = max(1, (num_tokens - seq_length) // seq_length)
+    epoch, index = divmod(position, windows)
+    room = min(seq_length, num_tokens - windows * seq_length)
+    return _draw(seed, epoch) % room + _permute(index, windows, seed, epoch) * seq_length
+
+
+def _permute(index: int, size: int, seed: int, epoch: int) -> int:
+    """Map range(size) onto itself: a Feistel network on a rectangle barely larger, walked until inside."""
+    rows = math.isqrt(size - 1) + 1
+    columns = -(-size // rows)
+    while True:
+        row, column = divmod(index, columns)
+        for turn in range(_ROUNDS):
+            row = (row + _draw(seed, epoch, turn, 0, column)) % rows
+            column = (column + _draw(seed, epoch, turn, 1, row)) % columns
+        index = row * columns + column
+        if index < size:
+            return index
+
+
+def _draw(*key: int) -> int:
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big")
+
+
+def _read(
+    tokens: np.ndarray,
+    starts: Sequence[int],
+    seq_length: int,
+    vocab_size: int | None,
+    learned: np.ndarray | None,
+) -> tuple[Tensor, Tensor]:
+    rows = np.array([tokens[start : start + seq_length + 1] for start in starts], np.int64)
+    if vocab_size is not None and rows.max() >= vocab_size:
+        row, column = np.argwhere(rows >= vocab_size)[0]
+        raise ValueError(
+            f"got token {rows[row, column]} at position {starts[row] + column:,} of the data; expected "
+            f"tokens below vocab_size={vocab_size:,}; pass the vocabulary and the dtype of the file"
+        )
+    block = torch.from_numpy(rows)  # [batch, seq + 1]
+    inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+    if learned is not None:
+        kept = np.array([learned[start + 1 : start + seq_length + 1] for start in starts])
+        # Not in place: of one row, inputs and targets are the same memory.
+        targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
+    return inputs, targets

@@ -1,0 +1,50 @@
+"""The table as Markdown, for docs/deepspeed.md.
+
+The invariant: a page made from the table it says is that table; `python docs/make_deepspeed.py` writes it there.
+"""
+
+import json
+from typing import Any
+
+from zfunc.train.deepspeed.key import HONOURED, NO_EFFECT, Key
+from zfunc.train.deepspeed.table import OLD, ROWS
+
+BEGIN, END = "<!-- python docs/make_deepspeed.py writes from here -->", "<!-- to here -->"
+
+
+def with_table(page: str) -> str:
+    """The page with its table as it is now. Raises ValueError for a page without the two marks."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"got a page without {BEGIN} and {END}, expected both, a line each: add them")
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+def tables() -> str:
+    """A table for every part of a file, of its keys in order, and one of old names."""
+    parts: dict[str, list[Key]] = {}
+    for key in ROWS:
+        parts.setdefault(key.name.partition(".")[0] if "." in key.name else "", []).append(key)
+    sections = [_section(part, keys) for part, keys in parts.items()]
+    old = [f"| `{name}` | `{one.now}` |" for name, one in OLD.items()]
+    names = ["### Old names", "", "| in a file | read as |", "|---|---|", *old]
+    return "\n".join([*sections, *names, ""])
+
+
+def _section(part: str, keys: list[Key]) -> str:
+    head = f"### `{part}`" if part else "### At the top level"
+    prefix = f"{part}." if part else ""
+    rows = [f"| `{key.name.removeprefix(prefix)}` | {_default(key.default)} | {_here(key)} |" for key in keys]
+    return "\n".join([head, "", "| key | default there | here |", "|---|---|---|", *rows, ""])
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def _here(key: Key) -> str:
+    if key.fate == HONOURED:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in key.refused)
+        return f"{key.told}. {values} is refused: {key.instead}" if values else key.told
+    return f"no effect: {key.told}" if key.fate == NO_EFFECT else f"refused: {key.told}"

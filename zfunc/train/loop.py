@@ -1,0 +1,378 @@
+"""The training loop: a job in, events out. Nothing here prints or writes but checkpoints; whoever iterates does.
+
+The invariant: two jobs with equal settings give equal losses on one machine, however often one was stopped and went
+on from a checkpoint; unless the time bound takes steps away, and that is an event of its own.
+"""
+
+import logging
+import math
+import resource
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from attrs import define, field
+
+from zfunc.checkpoint.writer import Save
+from zfunc.core.memory_model import memory
+from zfunc.engine.evaluate import outputs
+from zfunc.engine.init import init
+from zfunc.engine.program import Program
+from zfunc.engine.save_load import restore, save
+from zfunc.engine.state import State
+from zfunc.engine.train_step import Metrics, flush, train_step
+from zfunc.errors import CheckpointError
+from zfunc.models.kv_cache import Cache
+from zfunc.runtime.fault_injection import Fault, from_environment
+from zfunc.train.deepspeed.convert import beside
+from zfunc.train.events import (
+    INTERRUPT,
+    TERMINATED,
+    Evaluated,
+    Event,
+    Finished,
+    Overflowed,
+    Said,
+    Sampled,
+    Saved,
+    Started,
+    Stepped,
+    Timed,
+    Traced,
+    Working,
+)
+from zfunc.train.pacing import Length, Progress, differences, restored
+from zfunc.train.resume import Start
+from zfunc.train.settings import LOG_EVERY
+from zfunc.train.setup import Batch, Job, machine, paced
+
+TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
+SAMPLE_TOKENS, TEMPERATURE = 320, 0.8
+Stop = Callable[[], str]  # how to end: "" not at all, INTERRUPT, or TERMINATED
+log = logging.getLogger("zfunc")
+
+
+def train(job: Job, *, stop: Stop = lambda: "", start: Start = Start()) -> Iterator[Event]:  # noqa: B008
+    """Run the job from `start`; `stop` is asked after every step.
+
+    Checkpoints go to `start.folder`. One that cannot be written is an event, and training goes on. Raises
+    CheckpointError if what is to be loaded cannot be, OutOfMemory, and what `zfunc.train_step` raises.
+    """
+    host_before = host_bytes()
+    if job.program.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(job.program.device)
+    loop = _Loop(job, stop, start)
+    yield from loop.begin()
+    while not loop.ended:
+        yield from loop.step()
+    yield from loop.end(host_before)
+
+
+@define(eq=False)
+class _Loop:
+    """A training under way; each of its methods is a part of it."""
+
+    job: Job
+    stop: Stop
+    start: Start
+    program: Program = field(init=False)
+    state: State = field(init=False)
+    progress: Progress = field(init=False)
+    first: int = field(init=False)  # steps that were done before
+    began: float = field(init=False)  # when the first step would have begun if it had been here
+    faults: tuple[Fault, ...] = field(factory=from_environment)
+    busy: float = 0.0  # seconds in steps taken here
+    tokens: int = 0
+    ended: str = ""
+    held_out: float | None = None
+    checkpoint: Path | None = None
+    saved_step: int | None = None  # of `checkpoint`
+    cut: bool = False  # a signal came in the middle of an evaluation: there will be no other
+
+    def begin(self) -> Iterator[Event]:
+        """A fresh state, or that of a checkpoint; and the evaluation that is due before the next step."""
+        checkpoint, job = self._load(), self.job
+        settings, at = job.settings, self.state.batches
+        self.first = at
+        if checkpoint is None or self.start.own:
+            self.checkpoint, self.saved_step = checkpoint, at
+        yield Started(
+            settings,
+            job.corpus.description,
+            job.unit,
+            self.program.layout.num_trainable,
+            self.program.plan,
+            self._planned(),
+            {**machine(self.program.device), "ranks": job.ranks.world},
+            at,
+            checkpoint,
+            self.start.own,
+            job.architecture,
+            job.sizes,
+            self.state.sequences,
+            self.progress.skipped,
+        )
+        self.began = time.perf_counter() - self.progress.elapsed
+        self.ended = self.progress.length.ended(at, self.progress.elapsed)
+        if not at or (self._due_to_evaluate(at) and not self.ended):
+            yield from self._evaluate(at)
+        how = self._look()[1]
+        self.ended = how if how == TERMINATED else self.ended or how
+
+    def step(self) -> Iterator[Event]:
+        """One step, with what follows it."""
+        settings, number, before = self.job.settings, self.state.batches + 1, self.progress.length
+        traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
+        timed = (
+            settings.log_style == "deepspeed"
+            and number % (beside(settings).steps_per_print or LOG_EVERY) == 0
+        )
+        begun, scale = time.perf_counter(), self.state.loss_scale
+        batch = self.job.batch(self.state.sequences)
+        metrics, saved = self._train_step(batch, traced=traced or timed)
+        seconds = time.perf_counter() - begun
+        if saved is not None:
+            yield saved
+        self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
+        self.progress = self.progress.stepped(metrics.loss, skipped=metrics.skipped)
+        elapsed = yield from self._settle(number)
+        if metrics.skipped:
+            yield Overflowed(number, scale, self.state.loss_scale)
+        cuda = self.program.device.type == "cuda"
+        yield Stepped(
+            step=number,
+            total=self.progress.length.total,
+            loss=metrics.loss,
+            lr=metrics.lr,
+            grad_norm=metrics.grad_norm,
+            skipped=metrics.skipped,
+            loss_scale=metrics.loss_scale,
+            tokens_per_second=settings.batch_size * settings.seq_length / seconds,
+            seconds=metrics.seconds,
+            host_seconds=metrics.host_seconds,
+            device_bytes=torch.cuda.memory_allocated(self.program.device) if cuda else 0,
+            host_bytes=host_bytes(),
+            seconds_left=self.progress.length.left(number, elapsed),
+            held_out=self.held_out,
+        )
+        if timed and metrics.timeline is not None:
+            yield Timed(number, metrics.timeline)
+        if traced and metrics.timeline is not None and metrics.plan is not None:
+            yield Traced(number, metrics.timeline, metrics.plan)
+        if (after := self.progress.length).total != before.total:
+            self.program = paced(self.program, settings, after.total)
+            if not self.ended:
+                yield Said(_changed(before, after, elapsed))
+
+    def _settle(self, number: int) -> Generator[Event, None, float]:
+        """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
+        before = self.progress
+        elapsed = self._over(before, number)
+        self.held_out = None
+        if not self.ended and self._due_to_evaluate(number):
+            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.cut = self.held_out is None
+            elapsed = self._over(before, number)  # it takes a while, which is this step's
+        return elapsed
+
+    def _over(self, before: Progress, number: int) -> float:
+        """Look at the clock after step `number`: how far it is now, and whether that was the last step."""
+        elapsed, how = self._look()
+        self.progress = before.looked(number, elapsed)
+        self.ended = how if how == TERMINATED else self.progress.length.ended(number, elapsed, stopping=how)
+        return elapsed
+
+    def end(self, host_before: int) -> Iterator[Event]:
+        """Save first: then nothing is lost if there is no time for the rest. Before that a gradient that waits is
+        applied, unless somebody stopped the training and may go on with it. The sample comes last: whoever does not
+        wait for it has everything else.
+        """
+        if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
+            self.state, self.saved_step = flush(self.program, self.state), None
+        job, state, at = self.job, self.state, self.state.batches
+        if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
+            yield self._save(self.start.folder)
+        if self.ended != TERMINATED:
+            if self.held_out is None and not self.cut:
+                yield from self._evaluate(at)
+            if self._look()[1] == TERMINATED:  # outside of what ranks may see differently
+                self.ended = TERMINATED
+        yield Finished(
+            ended=self.ended,
+            steps=at,
+            skipped=self.progress.skipped,
+            loss=fmean(self.progress.losses or (math.nan,)),
+            held_out=self.held_out,
+            tokens_per_second=self.tokens / self.busy if self.busy else 0.0,
+            seconds=time.perf_counter() - self.began,
+            peak_bytes=_peaks(self.program, host_before),
+            planned_bytes=self._planned(),
+            checkpoint=self.checkpoint,
+        )
+        if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
+            made = yield from sample(job, self.program, state, self.stop)
+            yield Sampled(made, job.tokenizer.decode(made) if job.tokenizer is not None else None)
+
+    def _due_to_evaluate(self, step: int) -> bool:
+        every = self.job.settings.eval_every
+        return every > 0 and step % every == 0
+
+    def _evaluate(self, at: int) -> Iterator[Event]:
+        """Before the first step, or after the last."""
+        if self.job.settings.eval_every:
+            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.cut = self.held_out is None
+        if self.held_out is not None:
+            yield Evaluated(self.held_out, at)
+
+    def _load(self) -> Path | None:
+        """Set program, state and progress. Returns the checkpoint they are from, if they are from one."""
+        job, start = self.job, self.start
+        if start.origin is None:
+            self.program, self.progress = job.program, Progress.new(job.settings)
+            self.state = init(
+                self.program, seed=job.settings.seed, loss_scale=beside(job.settings).loss_scale
+            )
+            return None
+        total = restored(start.extra, job.settings, 0).length.total
+        self.state, checkpoint = restore(start.origin, paced(job.program, job.settings, total))
+        extra = checkpoint.manifest.extra
+        self.progress = restored(extra, job.settings, self.state.batches)
+        self.program = paced(job.program, job.settings, self.progress.length.total)
+        changed = list(differences(extra, job.settings, job.corpus.description))
+        if changed and not job.ranks.rank:
+            told = ", ".join(changed)
+            log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, told)
+        return checkpoint.path
+
+    def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
+        """The next step; while it goes on, a checkpoint of the one before is written if it is due."""
+        due, at, failure = self._due(), self.state.batches, ""
+        if due is not None:
+            try:
+                self.state, metrics = train_step(
+                    self.program, self.state, batch, trace=traced, save=due, faults=self.faults
+                )
+                assert metrics.saved is not None
+                return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
+            except CheckpointError as error:  # before anything was done
+                failure = str(error)
+                if not self.job.ranks.rank:
+                    log.warning("checkpoint: none was saved of step %d: %s", at, failure)
+        self.state, metrics = train_step(self.program, self.state, batch, trace=traced, faults=self.faults)
+        return metrics, None if due is None else self._saved(at, None, failure, None)
+
+    def _due(self) -> Save | None:
+        settings, at = self.job.settings, self.state.batches
+        if self.start.folder is None or not settings.save_every or at in (self.first, self.saved_step):
+            return None
+        if at % settings.save_every:
+            return None
+        return Save(self.start.folder, keep=settings.keep, extra=self._extra())
+
+    def _save(self, folder: Path) -> Saved:
+        begun, at = time.perf_counter(), self.state.batches
+        path, failure = None, ""
+        try:
+            path = save(folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra())
+        except CheckpointError as error:
+            failure = str(error)
+        return self._saved(at, path, failure, time.perf_counter() - begun)
+
+    def _saved(self, at: int, path: Path | None, failure: str, seconds: float | None) -> Saved:
+        if path is not None:
+            self.checkpoint, self.saved_step = path, at
+        return Saved(at, path, failure, seconds)
+
+    def _extra(self) -> dict[str, Any]:
+        return self.progress.extra(self.job.settings, self.job.corpus.description)
+
+    def _look(self) -> tuple[float, str]:
+        """Seconds since the first step began, of all lives, and how to end: the same on all ranks.
+
+        The clock is that of rank 0; one rank that is to stop is enough, and being terminated is the stronger.
+        """
+        ranks, how = self.job.ranks, self.stop()
+        seconds = time.perf_counter() - self.began if ranks.rank == 0 else 0.0
+        elapsed, stopping, terminated = ranks.sums([seconds, float(how != ""), float(how == TERMINATED)])
+        return elapsed, TERMINATED if terminated else INTERRUPT if stopping else ""
+
+    def _planned(self) -> dict[str, int]:
+        return {tier: peak.nbytes for tier, peak in memory(self.program.plan).items()}
+
+
+def evaluate(
+    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+) -> Generator[Working, None, float | None]:
+    """How far it is, and returns the mean loss on the held-out windows, in bits per byte or token.
+
+    None if it was terminated, or if it is to stop and was not when it began.
+    """
+    losses, before = list[float](), stop()
+    parts = len(job.held_out) * len(program.segments)
+    for n, (inputs, targets) in enumerate(job.held_out):
+        more = [*[()] * (len(program.segments) - 1), (targets,)]
+        for s, y in enumerate(outputs(program, state, inputs, more)):
+            if (how := stop()) == TERMINATED or how != before:
+                return None
+            yield Working("evaluation", (n * len(program.segments) + s) / parts)
+            last = y
+        losses.append(float(last))
+    rows = [len(inputs) for inputs, _ in job.held_out]  # of the last batch there may be fewer
+    return fmean(losses, rows) / math.log(2)
+
+
+def sample(
+    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+) -> Generator[Working, None, tuple[int, ...]]:
+    """How far it is, and returns tokens the model makes, after the beginning of the held-out data.
+
+    They are fewer if it is to stop and was not when it began. Keys and values are kept from token to token. A
+    sequence that is full goes on in a new one, which begins with its newer half.
+    """
+    longest, before = job.settings.seq_length, stop()
+    text: list[int] = job.corpus.held_out[: (longest + 1) // 2].tolist()
+    prompt, caches = len(text), list[Cache]()
+    generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
+    made: list[int] = []
+    while len(made) < SAMPLE_TOKENS:
+        new = text[-1:]
+        if not caches or caches[0].length == longest:
+            new, caches = text[-prompt:], [Cache() for _ in program.segments[:-1]]
+        more = [*((cache,) for cache in caches), ()]
+        for y in outputs(program, state, torch.tensor([new]), more):
+            if (how := stop()) == TERMINATED or how != before:
+                return tuple(made)
+            yield Working("sample", len(made) / SAMPLE_TOKENS)
+            logits = y
+        chances = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
+        made.append(int(torch.multinomial(chances, 1, generator=generator)))
+        text.append(made[-1])
+    return tuple(made)
+
+
+def host_bytes() -> int:
+    """What this process holds of the host's memory now."""
+    resident = int(Path("/proc/self/statm").read_text().split()[1])
+    return resident * resource.getpagesize()
+
+
+def _changed(old: Length, new: Length, elapsed: float) -> str:
+    before = "" if old.total is None else f" instead of {old.total:,}"
+    each = new.seconds_per_step(elapsed)
+    return (
+        f"time: {new.total:,} steps{before} will fit into {new.settings.seconds:g} s ({each:.2g} s each); "
+        "the learning rate comes down by then"
+    )
+
+
+def _peaks(program: Program, before: int) -> dict[str, int]:
+    """Measured: of the process what it took since `before`, in which torch itself had its part already."""
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peaks = {"process": highest, "host": max(0, highest - before)}
+    if program.device.type == "cuda":
+        peaks["device"] = torch.cuda.max_memory_allocated(program.device)
+    return peaks

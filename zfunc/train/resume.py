@@ -1,0 +1,125 @@
+"""Where a training begins: afresh, or from which checkpoint. Decided once, before anything is computed.
+
+The invariant: rank 0 looks, and all ranks do what it found; where it found something wrong, none begins.
+"""
+
+import json
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+from attrs import field, frozen
+
+from zfunc.checkpoint import directory as checkpoints
+from zfunc.checkpoint.directory import Checkpoint
+from zfunc.errors import CheckpointError
+from zfunc.runtime.collectives import Ranks
+from zfunc.train.pacing import restored
+from zfunc.train.recorded import CONFIG, SUMMARY
+from zfunc.train.settings import AUTO, Settings
+
+COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to do
+
+
+@frozen
+class Start:
+    """`origin`, a checkpoint or a folder of them, is what to load; `own` if it is in the run's own folder.
+
+    `folder` is for new checkpoints; without one there are none. `extra` is that of the checkpoint. `line` says what
+    was found; `over`, that there is nothing to train.
+    """
+
+    folder: Path | None = None
+    origin: Path | None = None
+    own: bool = False
+    extra: dict[str, Any] = field(factory=dict[str, Any])
+    line: str = ""
+    over: bool = False
+
+
+def decide(run: Path, settings: Settings) -> Start:
+    """What `--resume` means for the run in the folder `run`. Raises ValueError where there is nothing to load."""
+    folder = (run / checkpoints.FOLDER).absolute()
+    if settings.resume is None:
+        return Start(folder)
+    try:
+        if settings.resume == AUTO:
+            return _go_on(run, folder, settings)
+        found = _open(Path(settings.resume).expanduser().absolute())
+    except CheckpointError as error:
+        raise ValueError(f"--resume: {error}") from error
+    return Start(folder, found.path, extra=dict(found.manifest.extra))
+
+
+def tell(ranks: Ranks, start: Start) -> None:
+    """On rank 0: what the others are to do."""
+    fields = attrs.asdict(start)
+    ranks.texts(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in fields.items()}))
+
+
+@contextmanager
+def refusing(ranks: Ranks) -> Generator[None, None, None]:
+    """On rank 0: what is raised in this context the others are told, as the reason not to begin."""
+    try:
+        yield
+    except Exception as error:
+        ranks.texts(f"\n{error}")
+        raise
+
+
+def hear(ranks: Ranks) -> Start:
+    """On any other rank: what rank 0 says. Raises ValueError if it refuses."""
+    told = ranks.texts("")[0]
+    if told.startswith("\n"):
+        raise ValueError(f"rank 0 cannot begin: {told[1:]}")
+    fields = json.loads(told)
+    folder, origin = (fields.pop(name) for name in ("folder", "origin"))
+    return Start(folder and Path(folder), origin and Path(origin), **fields)
+
+
+def resumed_from(run: Path) -> str | None:
+    """The checkpoint that a run's `config.json` says it began from, if it did from one."""
+    try:
+        found = json.loads((run / CONFIG).read_text())["resumed_from"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return cast("str | None", found)
+
+
+def _go_on(run: Path, folder: Path, settings: Settings) -> Start:
+    """From the run's newest checkpoint; or from the one it began from, or at the beginning."""
+    found = checkpoints.find(folder)
+    if found is not None:
+        over = _over(run, found, settings)
+        line = f"{run}: it was over at step {found.manifest.position.batches:,}: nothing is left to train"
+        return Start(folder, folder, True, dict(found.manifest.extra), line if over else "", over)
+    if _ended(run) in COMPLETE:
+        raise ValueError(
+            f"--resume {AUTO}: got {run}, whose training is over and left no checkpoint, expected one to go on "
+            "from: name another --out"
+        )
+    if (before := resumed_from(run)) is not None:
+        found = _open(Path(before))
+        return Start(folder, found.path, extra=dict(found.manifest.extra))
+    return Start(folder, line=f"--resume auto: no checkpoint in {run} yet: it begins at the first step")
+
+
+def _open(path: Path) -> Checkpoint:
+    return checkpoints.open_checkpoint(checkpoints.locate(path))
+
+
+def _over(run: Path, found: Checkpoint, settings: Settings) -> bool:
+    """Whether all of it was done, the summary too, and the settings ask for no more."""
+    step = found.manifest.position.batches
+    progress = restored(found.manifest.extra, settings, step)
+    return _ended(run) in COMPLETE and progress.length.ended(step, progress.elapsed) != ""
+
+
+def _ended(run: Path) -> str:
+    """How the run's summary says it ended; nothing if there is none."""
+    try:
+        return str(json.loads((run / SUMMARY).read_text())["ended"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""

@@ -1,0 +1,352 @@
+"""The run folder: what a job leaves on disk, readable at every moment.
+
+- `config.json`: all settings with nothing left open, data, plan, machine and versions, and the checkpoint it was
+  resumed from; written at the start.
+- `metrics.jsonl`: one JSON object a step, appended and flushed as the step ends. An evaluation adds
+  `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows, a checkpoint adds
+  `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
+  step 0.
+- `checkpoints`: see `zfunc.checkpoint.directory`.
+- `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, as a page to look into, as a
+  Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
+- `summary.json`: how it ended. A job that was killed has none. The sample is added to it when it is complete.
+
+The invariant: a file that is there is whole, but for the last line of `metrics.jsonl`, and no run writes into
+another's folder. A run that goes on in its folder cuts off what came after the checkpoint it goes on from, so the
+lines are those of a run that was never stopped.
+"""
+
+import fcntl
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from io import SEEK_END
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import attrs
+from attrs import define
+
+from zfunc.train.deepspeed import read
+from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
+from zfunc.train.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
+from zfunc.viz.draw import chrome_trace, svg
+from zfunc.viz.timeline_html import page
+
+RUNS = Path("runs")
+_LEFT = re.compile(r"\.[a-z]+\.[a-z]+\.[0-9]+\.partial")  # by write_whole, in a process that was killed
+log = logging.getLogger("zfunc")
+
+
+@define(eq=False)
+class Run:
+    """An open run folder, locked against other processes."""
+
+    path: Path
+    new: bool  # made for this run
+    _lock: int
+    _metrics: BinaryIO | None = None  # None until a run that goes on has begun
+    step: int = -1  # of the last line
+    begun: bool = False
+    summary: dict[str, Any] | None = None  # that was written
+
+    def begin(self, event: Started, held_out: str) -> None:
+        """Write down what begins. A run that goes on gets rid of what it has done since and says so no more."""
+        if self._metrics is None:
+            self.path.joinpath(SUMMARY).unlink(missing_ok=True)
+            for left in filter(lambda x: _LEFT.fullmatch(x.name), self.path.iterdir()):
+                left.unlink()
+            self._cut(event, held_out)
+        write_whole(self.path / CONFIG, _json(_config(event)))
+        self.begun = True
+
+    def append(self, step: int, fields: dict[str, Any]) -> None:
+        """Write the line of a step."""
+        assert self._metrics is not None
+        self._metrics.write(_line({"step": step, **fields}))
+        self._metrics.flush()  # a run that is killed keeps every step
+        self.step = step
+
+    def amend(self, step: int, fields: dict[str, Any]) -> None:
+        """Add to the last line, in place; to a line of its own if the last is another step's."""
+        if self.step != step:
+            self.append(step, fields)
+            return
+        assert self._metrics is not None
+        self._metrics.seek(-2, SEEK_END)  # its brace and its end
+        self._metrics.write(b", " + _line(fields)[1:])
+        self._metrics.flush()
+
+    def summarize(self, fields: dict[str, Any]) -> None:
+        """Write how it ended, or more of that."""
+        self.summary = {**(self.summary or {}), **fields}
+        write_whole(self.path / SUMMARY, _json(self.summary))
+
+    def _cut(self, event: Started, held_out: str) -> None:
+        """Keep the lines up to the checkpoint that was loaded, if it is the run's own; else none.
+
+        An evaluation at the step itself goes: where it was due, it is made again.
+        """
+        path, last = self.path / METRICS, event.step if event.own else -1
+        before, kept = _found(path, last)
+        if event.own and kept.get("step") != last:
+            log.warning("%s: got no line of step %d after which it goes on: some are lost", path, last)
+        elif event.own and event.checkpoint is not None:
+            kept = {k: v for k, v in kept.items() if k not in (held_out, "not_saved")}
+            kept["saved"] = event.checkpoint.name
+        with _whole(path) as file:
+            if before:
+                with path.open("rb") as old:
+                    _copy(old, file, before)
+            if kept:
+                file.write(_line(kept))
+        self._metrics = path.open("r+b")
+        self._metrics.seek(0, SEEK_END)
+        self.step = kept.get("step", -1)
+
+    def close(self) -> None:
+        """Close the files; a folder in which nothing was written is removed if it was made for this run."""
+        if self._metrics is not None:
+            self._metrics.close()
+        if not (self.path / CONFIG).exists():
+            self.path.joinpath(METRICS).unlink(missing_ok=True)
+            if self.new:
+                self.path.rmdir()
+        os.close(self._lock)
+
+
+def create(out: Path | None, *, again: bool = False) -> Run:
+    """Make the folder `out`, or one in `runs` named after date and time, and open its metrics.
+
+    `again`: it may be that of a run, which goes on. Raises ValueError if it holds other files, is another
+    process's, or cannot be written: said before anything is computed.
+    """
+    try:
+        path = out or _unnamed()
+        new = not path.exists() or out is None
+        path.mkdir(parents=True, exist_ok=True)
+        lock = _locked(path)
+        try:
+            if again and _is_run(path):
+                return Run(path, False, lock)
+            _check_empty(path, again=again)
+            return Run(path, new, lock, path.joinpath(METRICS).open("x+b"))
+        except BaseException:
+            os.close(lock)
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"--out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
+            "with room for a few files: name another with --out"
+        ) from error
+
+
+def record(run: Run, event: Event, unit: str) -> None:
+    """Write down what happened. `unit` is that of the data."""
+    held_out = f"held_out_bits_per_{unit}"
+    match event:
+        case Started():
+            run.begin(event, held_out)
+        case Evaluated():
+            run.amend(event.step, {held_out: event.held_out})
+        case Saved():
+            told = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
+            run.amend(event.step, told)
+        case Stepped():
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
+            run.append(event.step, fields if event.held_out is None else {**fields, held_out: event.held_out})
+        case Traced():
+            title = _title(event, json.loads((run.path / CONFIG).read_text()))
+            write_whole(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
+            write_whole(run.path / "timeline.html", page(event.timeline, plan=event.plan, title=title))
+            write_whole(run.path / PLAN, event.plan.text())
+            write_whole(run.path / TRACE, chrome_trace(event.timeline))
+        case Finished():
+            fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
+            name = event.checkpoint and event.checkpoint.name
+            run.summarize({**fields, held_out: event.held_out, "checkpoint": name, "sample": ""})
+        case Sampled():
+            run.summarize({"sample": sample_text(event, unit)})
+        case _:
+            pass
+
+
+def record_failure(run: Run, error: BaseException) -> None:
+    """Write down that, and why, the job did not end by itself. Training that had ended stays so: only the sample is
+    missing.
+    """
+    stopped = isinstance(error, KeyboardInterrupt)
+    if run.begun and not (stopped and run.summary):
+        told = f"{type(error).__name__}: {error}".rstrip(": ")
+        ended = {} if run.summary else {"ended": "stopped at once" if stopped else "failed"}
+        with suppress(OSError):  # a full disk may be the error itself, which is what has to be told
+            run.summarize({**ended, "error": told})
+
+
+def sample_text(event: Sampled, unit: str) -> str:
+    """The sample as text, for bytes and where a tokenizer is; as numbers, for tokens whose words are not known."""
+    if event.words is not None:
+        return event.words
+    if unit == "byte":
+        return bytes(event.tokens).decode("utf-8", errors="replace")
+    return " ".join(map(str, event.tokens))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that it is there whole, or not at all. A link is followed; a device or pipe is written to."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with _whole(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _whole(path: Path) -> Generator[BinaryIO, None, None]:
+    """A file that takes the place of `path` when all is written."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # or a crash may leave the name without the text
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _unnamed() -> Path:
+    """A folder nobody has: made here, so that two runs of one second get one each."""
+    RUNS.mkdir(exist_ok=True)
+    name = datetime.now().strftime("%Y%m%d-%H%M%S")
+    for number in range(1, 1000):
+        path = RUNS / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise FileExistsError(f"{RUNS / name} and a thousand more are there")
+
+
+def _config(event: Started) -> dict[str, Any]:
+    plan = event.plan
+    return {
+        "settings": {**attrs.asdict(event.settings), **event.sizes},
+        "architecture": event.architecture or "GPT",
+        "deepspeed": None if event.settings.config is None else read(event.settings.config).values,
+        "data": event.data,
+        "unit": event.unit,
+        "parameters": event.parameters,
+        "plan": {
+            "digest": plan.digest,
+            "operations": len(plan.graph.ops),
+            "lanes": [lane.name for lane in plan.lanes],
+            "waits": plan.num_waits,
+            "planned_bytes": event.planned_bytes,
+        },
+        "machine": event.machine,
+        "resumed_from": event.checkpoint and str(event.checkpoint),
+    }
+
+
+def _title(event: Traced, config: dict[str, Any]) -> str:
+    s, machine = config["settings"], config["machine"]
+    where = machine["gpu"] or f"{machine['cores']} cores of {machine['cpu']}"
+    model = f"{s['num_layers']} x {s['hidden_size']} {config['architecture']}, {s['precision']}"
+    return f"{s['schedule']}: step {event.step} of a {model}, measured on {where}"
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    return (json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n").encode()
+
+
+def _found(path: Path, last: int) -> tuple[int, dict[str, Any]]:
+    """Of metrics: the newest line up to step `last`, if there is one, and the number of bytes before it.
+
+    What follows a line that is none is not read.
+    """
+    before, kept, end = 0, dict[str, Any](), 0
+    if last < 1 or not path.exists():
+        return before, kept
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                fields = json.loads(line)
+                if not line.endswith(b"\n") or fields["step"] > last:
+                    break
+            except (ValueError, KeyError, TypeError):
+                break
+            before, kept, end = end, fields, end + len(line)
+    return before, kept
+
+
+def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
+    while nbytes and (part := old.read(min(nbytes, 1 << 20))):
+        new.write(part)
+        nbytes -= len(part)
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock on a folder until it is closed or this process ends."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(fd)
+        raise ValueError(
+            f"--out: got {path}, in which another process is at work, expected a folder of this run alone: wait "
+            "for it, or name another"
+        ) from error
+    except OSError as error:
+        log.warning("%s cannot be locked (%s): have one run at a time in it", path, error.strerror)
+    return fd
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        fields = json.loads((path / CONFIG).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(fields, dict) and {"settings", "plan"} <= fields.keys()
+
+
+def _check_empty(path: Path, *, again: bool) -> None:
+    """Refuse a folder with files; a run's that was killed before it began has but an empty one, which goes."""
+    left = list(path.iterdir())
+    if again:
+        debris = [x for x in left if _LEFT.fullmatch(x.name) or (x.name == METRICS and not x.stat().st_size)]
+        if len(debris) == len(left):
+            for x in debris:
+                x.unlink()
+            return
+        raise ValueError(
+            f"--out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
+            "that is new or empty: name another"
+        )
+    if left:
+        raise ValueError(
+            f"--out: got {path}, which holds files already, expected a new or empty folder: name another, or go on "
+            "in it with --resume auto if it is a run's; no run is ever overwritten"
+        )
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(_plain(value), indent=2) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types; it has no inf and no NaN."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,275 @@
+"""From settings to a job: what is open is chosen, the data is opened, the GPT is compiled. Nothing is trained.
+
+The invariant: after `prepare`, everything that can be wrong with settings, data and machine has been said, and no
+memory has been taken for the model.
+"""
+
+import logging
+import os
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import attrs
+import torch
+from attrs import evolve, field, frozen
+
+from zfunc._version import __version__
+from zfunc.core.layout import ALIGNMENT
+from zfunc.core.optimizer_state import BUFFERS
+from zfunc.engine.compile import compile, pick_device
+from zfunc.engine.program import Program
+from zfunc.engine.segment import Segment, segment
+from zfunc.errors import OutOfMemory
+from zfunc.models.gpt import GPTConfig, modules, num_parameters
+from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.lr import linear_warmup, warmup_cosine
+from zfunc.options import share
+from zfunc.planner.memory_check import check_room
+from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.cpu_topology import cpu_model
+from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.thread_budget import local_ranks
+from zfunc.train.data.batches import Batch, batch, held_out_parts
+from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.packing import holds_tokens, open_data
+from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
+from zfunc.train.deepspeed.convert import beside, told
+from zfunc.train.pretrained import Pretrained, pretrained, tokenizer
+from zfunc.train.settings import Settings, check_rows
+
+FINAL_LR = 0.1  # of the highest
+LONGEST_WARMUP = 150  # steps, where none is asked for
+GPT2_VOCAB_SIZE = 50_257
+PLANNED = (
+    400  # layers, at most, of a model that is planned although it surely does not fit, to say what would
+)
+FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
+FASTEST = {  # why a precision was chosen
+    "fp32": "a CPU computes fastest in it",
+    "bf16": "a GPU computes fastest in it",
+    "fp16": "a GPU computes fastest in 16 bits, and this one has no bf16",
+}
+
+log = logging.getLogger("zfunc")
+
+
+class ModelSettings(Protocol):
+    """What a GPT follows from, of the settings of any command; with `dropout`, where the command trains."""
+
+    @property
+    def num_layers(self) -> int: ...  # noqa: D102
+    @property
+    def hidden_size(self) -> int: ...  # noqa: D102
+    @property
+    def num_attention_heads(self) -> int: ...  # noqa: D102
+    @property
+    def seq_length(self) -> int: ...  # noqa: D102
+    @property
+    def vocab_size(self) -> int | None: ...  # noqa: D102
+    @property
+    def data(self) -> Path | None: ...  # noqa: D102
+    @property
+    def tokenizer(self) -> Path | None: ...  # noqa: D102
+
+
+@frozen(eq=False)
+class Job:
+    """A program and its data, with the settings it was made from: nothing in them is open any more."""
+
+    settings: Settings
+    corpus: Corpus
+    held_out: tuple[Batch, ...]
+    program: Program
+    tokenizer: Tokenizer | None = None
+    architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
+    sizes: dict[str, int] = field(factory=dict[str, int])
+
+    @property
+    def ranks(self) -> Ranks:
+        """Those that train this job together."""
+        return self.program.ranks
+
+    @property
+    def unit(self) -> str:
+        """What the data is made of: "byte" or "token"."""
+        return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
+
+    def batch(self, position: int) -> Batch:
+        """This rank's rows of the batch at `position`, in sequences since the start."""
+        return batch(self.settings, self.corpus, position, self.ranks)
+
+
+def prepare(settings: Settings, *, cache: Path) -> Job:
+    """Choose, open, compile. `cache` is a folder for gathered sources.
+
+    Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
+    """
+    settings, chosen = resolve(settings), settings.precision == "auto"
+    model = pretrained(settings)
+    words = tokenizer(settings, model)
+    corpus = _corpus(settings, model, words, cache)
+    vocab_size = corpus.vocab_size if words is None else settings.vocab_size or corpus.vocab_size
+    settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
+    if model is None:
+        check_size(settings, Ranks.of())
+    ranks = Ranks.of()
+    for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
+        log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
+    check_rows(settings.batch_size, ranks.world, settings.micro_batches)
+    example = batch(settings, corpus, 0, ranks)
+    held_out = held_out_parts(settings, corpus, ranks)
+    program = build(settings, example, None if model is None else model.segments)
+    settable = attrs.fields_dict(Settings)
+    check_room(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
+    reason = f", because {FASTEST[settings.precision]}" if chosen else ""
+    log.log(logging.DEBUG if ranks.rank else logging.INFO, "precision: %s%s", settings.precision, reason)
+    known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
+    return Job(settings, corpus, held_out, program, words, **known)
+
+
+def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | None, cache: Path) -> Corpus:
+    most = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
+    try:
+        corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"--data: {error}") from error
+    if words is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
+        raise ValueError(
+            f"--vocab-size: got {settings.vocab_size} for {words.name}, expected its {corpus.vocab_size} or "
+            "more: leave it out"
+        )
+    if words is None and settings.vocab_size not in (None, corpus.vocab_size):
+        raise ValueError(
+            f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
+            f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
+        )
+    return corpus
+
+
+def check_size(settings: Settings, ranks: Ranks) -> None:
+    """Raise OutOfMemory, by arithmetic, for what is too large to be planned, before a model is built of it."""
+    parameters, there = num_parameters(config(settings)), available_host_bytes()
+    tokens = settings.batch_size * (settings.seq_length + 1)
+    here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
+    kept = here * sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
+    bound = there if settings.num_layers > PLANNED else FAR_TOO_LARGE * there
+    for what, needed, most in (
+        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept, bound),
+        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8, there),
+    ):
+        if needed > most:
+            raise OutOfMemory(
+                f"{what} needs {needed:,.0f} bytes of host memory, {there:,} are there; nothing was allocated. "
+                "Make it smaller"
+            )
+
+
+def resolve(settings: Settings) -> Settings:
+    """The settings with device, precision and bucket size chosen for this machine."""
+    device = pick_device(None if settings.device == "auto" else settings.device)
+    cuda = device.type == "cuda"
+    if cuda and settings.device in ("auto", "cuda"):
+        device = torch.device("cuda", torch.cuda.current_device())  # that of this rank
+    precision = settings.precision
+    if precision == "auto":
+        precision = _fast_precision() if cuda else "fp32"
+    bucket_size = settings.bucket_size or (50_000_000 if cuda else 1 << 18)
+    return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
+
+
+def _fast_precision() -> str:
+    """The 16 bits that the GPU computes in; torch would emulate bf16 on an older one."""
+    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+
+
+def config(settings: ModelSettings) -> GPTConfig:
+    """The model of the settings."""
+    return GPTConfig(
+        vocab_size=settings.vocab_size or vocabulary(settings),
+        seq_length=settings.seq_length,
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        dropout=getattr(settings, "dropout", 0.0),
+    )
+
+
+def vocabulary(settings: ModelSettings) -> int:
+    """Tokens there are of data that was not read yet, which `prepare` finds there too: GPT-2's in a file of tokens,
+    else those of the tokenizer, or bytes.
+    """
+    if settings.data is not None and holds_tokens(settings.data):
+        return GPT2_VOCAB_SIZE
+    return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
+
+
+def segments(settings: ModelSettings) -> tuple[Segment, ...]:
+    """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
+    with torch.device("meta"):
+        built = modules(config(settings))
+    tied = {"out.weight": "embed.tok.weight"}
+    return tuple(segment(name, m, share=tied if name == "head" else None) for name, m in built)
+
+
+def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
+    """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
+    return compile(
+        segments(settings) if model is None else model,
+        optimizer=AdamW(
+            lr=learning_rate(settings, settings.steps),
+            weight_decay=settings.weight_decay,
+            decay=matrices_only,
+            moments=settings.moments,
+            **beside(settings).adam,
+        ),
+        schedule=settings.schedule,
+        precision=settings.precision,
+        clip_norm=settings.clip or None,
+        micro_batches=settings.micro_batches,
+        bucket_size=settings.bucket_size,
+        grad_slots=settings.grad_slots,
+        host_slots=settings.host_slots,
+        device=settings.device,
+        recompute=settings.recompute,
+        compile_segments=settings.compile_segments,
+        offload_ratio=share(settings.offload_ratio),
+        speculate=settings.speculate,
+        delay_from=settings.delay_from,
+        stage=beside(settings).stage,
+        example=example,
+    )
+
+
+def learning_rate(settings: Settings, total: int | None) -> Callable[[int], float]:
+    """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up. Where the
+    settings' configuration has a scheduler, that.
+    """
+    warmup = settings.warmup
+    if warmup is None:
+        warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
+    if (rate := beside(settings).rate(settings.lr, total, warmup)) is not None:
+        return rate
+    if total is None:
+        return linear_warmup(settings.lr, warmup)
+    return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
+
+
+def paced(program: Program, settings: Settings, total: int | None) -> Program:
+    """The program with the learning rate of so many steps; the same in all else, so it takes the same State."""
+    rate = learning_rate(settings, total)
+    return evolve(program, optimizer=evolve(program.optimizer, lr=rate))
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What this runs on and with, for the record."""
+    return {
+        "cpu": cpu_model() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "zfunc": __version__,
+    }

@@ -1,0 +1,82 @@
+"""A step as it was predicted, beside the step as it was measured: sums of both, by lane and by verb.
+
+The invariant: what is compared is what the very same operations took; nothing is scaled to fit.
+"""
+
+from collections.abc import Callable, Sequence
+
+from attrs import frozen
+
+from zfunc.core.critical_path import bound_by, critical, told
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.legend import Timelines, in_words, several, verb_of
+
+
+@frozen
+class Sum:
+    """What operations took together: a lane's, or a verb's. `seconds` of each timeline, in their order."""
+
+    name: str
+    ops: int
+    seconds: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float | None:
+        """The last over the first: measured over predicted. None where nothing was predicted."""
+        return self.seconds[-1] / self.seconds[0] if self.seconds[0] else None
+
+
+def sums(timelines: Timelines, by: Callable[[Event], str]) -> tuple[Sum, ...]:
+    """The sum of each group of operations, named by `by`, in order of appearance.
+
+    >>> events = Event("gpu", "use[0]", "compute", 0.0, 1.0), Event("gpu", "use[1]", "compute", 2.0, 5.0)
+    >>> sums(Timeline(events, "simulated"), by_lane)
+    (Sum(name='gpu', ops=2, seconds=(4.0,)),)
+    """
+    made = several(timelines)
+    ops: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+    for n, t in enumerate(made):
+        for e in t.events:
+            name = by(e)
+            ops[name] = ops.get(name, 0) + (n == 0)
+            seconds.setdefault(name, [0.0] * len(made))[n] += e.seconds
+    return tuple(Sum(name, ops[name], tuple(seconds[name])) for name in ops)
+
+
+def by_lane(event: Event) -> str:
+    """The lane of an event, to sum by."""
+    return event.lane
+
+
+def by_verb(event: Event) -> str:
+    """The verb of an event, to sum by."""
+    return verb_of(event.op)
+
+
+def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
+    """Predicted and measured, by lane and by verb, the step itself, and what bounds each."""
+    both = simulated, measured
+    whole = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
+    heads = ("", "ops", *(t.source for t in both), "ratio")
+    blocks = [
+        _rows((heads, *map(_cells, rows))) for rows in ([whole], sums(both, by_lane), sums(both, by_verb))
+    ]
+    bounds = [f"{t.source} bound by {told(bound_by(critical(plan, t)))}" for t in both]
+    return "\n\n".join([*blocks, "\n".join(bounds)])
+
+
+def _cells(row: Sum) -> tuple[str, ...]:
+    ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
+    return row.name, f"{row.ops:,}", *map(in_words, row.seconds), ratio
+
+
+def _rows(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    name, *others = widths
+    lines = (
+        f"{row[0]:<{name}}" + "".join(f"  {cell:>{w}}" for cell, w in zip(row[1:], others, strict=True))
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,268 @@
+"""What a step looks like: as text for a terminal, as SVG for a page, as a trace for Perfetto.
+
+The invariant: a picture shows timelines and nothing else, so a simulated and a measured step look
+the same but for the source named in the heading; where there are several, the rows of a lane stand together and
+all have one time axis. Verbs are told apart by order of appearance, never by name.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from math import floor
+from string import ascii_lowercase, digits
+from xml.sax.saxutils import escape
+
+from attrs import frozen
+
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.chrome_trace import chrome_trace
+from zfunc.viz.legend import (
+    PALETTE,
+    Timelines,
+    in_words,
+    lanes_of,
+    several,
+    summary,
+    ticks,
+    verb_of,
+    verbs_of,
+    wrapped,
+)
+
+__all__ = ["ARROWS_UP_TO", "chrome_trace", "svg", "text"]
+ARROWS_UP_TO = 200  # operations; with more, the waits hide what they should show
+
+# The size of the SVG's parts, in px.
+_MARGIN, _HEAD, _LINE, _ROW, _PAIRED, _BAR, _LETTER = 20.0, 64.0, 17.0, 46.0, 37.0, 32.0, 6.6
+_STYLE = """
+svg { --page: #ffffff; --ink: #1f2328; --dim: #656d76; --line: #d8dee4; --track: #f6f8fa; }
+@media (prefers-color-scheme: dark) {
+  svg { --page: #0d1117; --ink: #e6edf3; --dim: #9198a1; --line: #30363d; --track: #161b22; }
+}
+text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink); }
+.title { font-size: 16px; font-weight: 600; }
+.lane { font-weight: 600; }
+.dim { fill: var(--dim); }
+.op { font-size: 11px; fill: #10151b; pointer-events: none; }
+.page { fill: var(--page); }
+.track { fill: var(--track); }
+.tick { stroke: var(--line); }
+.wait { fill: none; stroke: var(--ink); stroke-opacity: .45; stroke-width: .9; pointer-events: none; }
+.tip { fill: var(--ink); fill-opacity: .7; }
+"""
+
+
+def text(timelines: Timelines, width: int = 100) -> str:
+    """The lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
+
+    A cell shows the verb that fills most of it; a capital says that an operation begins there. Raises
+    ValueError for a width too small to show anything.
+
+    >>> events = Event("gpu", "fill[0]", "compute", 0.0, 3e-3), Event("cpu", "use[0]", "host", 3e-3, 4e-3)
+    >>> print(text(Timeline(events, "simulated"), width=40))
+    simulated: 4 ms, 2 operations on 2 lanes
+    gpu  75% |Ffffffffffffffffffffff·······|
+    cpu  25% |·····················Uuuuuuuu|
+              0 ms          2              4
+    f fill   u use
+    """
+    made = several(timelines)
+    rows = [
+        (f"{lane} {t.source}" if len(made) > 1 else lane, lane, t) for lane in lanes_of(made) for t in made
+    ]
+    names = max((len(name) for name, _, _ in rows), default=0)
+    cells = width - names - len("  75% ||")
+    if cells < 16:
+        raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
+    verbs = verbs_of(made)
+    letters = _letters(verbs)
+    seconds = max(t.seconds for t in made)
+    per_cell = (seconds or 1.0) / cells
+    axis = [" "] * (cells + 1)
+    for at, word in ticks(seconds, cells // 8):
+        start = min(round(at / per_cell), len(axis) - len(word))
+        axis[start : start + len(word)] = word
+    lines = [
+        *map(summary, made),
+        *(
+            f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
+            for name, lane, t in rows
+        ),
+        " " * (names + 7) + "".join(axis),
+        *wrapped([f"{letters[verb]} {verb}" for verb in verbs], width),
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+@frozen
+class _Frame:
+    """Where things are, in px: rows by lane and number of the timeline, and the time axis."""
+
+    rows: dict[tuple[str, int], float]
+    left: float
+    right: float
+    head: float
+    bottom: float
+    scale: float  # px a second
+
+    def x(self, seconds: float) -> float:
+        return self.left + seconds * self.scale
+
+
+def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", width: int = 1200) -> str:
+    """One SVG file, `width` px wide, for light and dark pages; pointing at a bar tells what it is.
+
+    With the `plan` the bars also tell what they wait for, and a short plan of one timeline shows it as arrows.
+    Raises ValueError for a width below 400.
+
+    >>> svg(Timeline((Event("gpu", "use[0]", "compute", 0.0, 3e-3),), "simulated"), width=400)[:16]
+    '<svg xmlns="http'
+    """
+    if width < 400:
+        raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
+    made = several(timelines)
+    frame = _frame(made, width)
+    verbs = verbs_of(made, plan)
+    legend = list(_legend(verbs, width, frame.bottom + 38))
+    height = frame.bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
+    after = _waits(plan) if plan else {}
+    short = sum(len(t.events) for t in made) <= ARROWS_UP_TO
+    thinnest = 1.0 if short else 0.25  # px; many bars widened to be seen would hide how idle a lane is
+    size = f'width="{width}" height="{height:g}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {width} {height:g}" role="img">',
+            f"<style>{_STYLE}{''.join(_colours(verbs))}</style>",
+            '<defs><marker id="tip" viewBox="0 0 6 6" refX="5.4" refY="3" markerWidth="6" markerHeight="6" '
+            'orient="auto"><path class="tip" d="M0 .6 6 3 0 5.4z"/></marker></defs>',
+            f'<rect class="page" {size} rx="8"/>',
+            f'<text class="title" x="{_MARGIN:g}" y="30">{escape(title or "One training step")}</text>',
+            *(
+                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(summary(t))}</text>'
+                for n, t in enumerate(made)
+            ),
+            *_axis(max(t.seconds for t in made), frame),
+            *(_lane(made, lane, n, y, frame) for (lane, n), y in frame.rows.items()),
+            *(_arrows(made[0], after, frame) if short and len(made) == 1 else ()),
+            *(_bar(e, n, frame, thinnest, verbs, after) for n, t in enumerate(made) for e in t.events),
+            *(mark for _, mark in legend),
+            "</svg>\n",
+        ]
+    )
+
+
+def _frame(made: tuple[Timeline, ...], width: int) -> _Frame:
+    rows: dict[tuple[str, int], float] = {}
+    head = y = _HEAD + _LINE * (len(made) - 1)
+    for lane in lanes_of(made):
+        rows |= {(lane, n): y + _PAIRED * n for n in range(len(made))}
+        y += _ROW + _PAIRED * (len(made) - 1)
+    sources = [f"{t.source} 100% busy" for t in made] if len(made) > 1 else []
+    labels = (*(1.15 * len(lane) for lane in lanes_of(made)), *map(len, sources))
+    left = _MARGIN + max([78.0, *(_LETTER * letters + 16 for letters in labels)])
+    right = width - _MARGIN
+    return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in made) or 1.0))
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+def _letters(verbs: Iterable[str]) -> dict[str, str]:
+    """A letter for each verb: the first of its own that is free, any free one otherwise."""
+    letters: dict[str, str] = {}
+    for verb in verbs:
+        wanted = [c for c in verb.lower() if c in ascii_lowercase]
+        free = (c for c in (*wanted, *ascii_lowercase, *digits) if c not in letters.values())
+        letters[verb] = next(free, "#")
+    return letters
+
+
+def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str, str]) -> str:
+    filled: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(cells)]
+    begins: set[tuple[int, str]] = set()
+    for e in events:
+        letter = letters[verb_of(e.op)]
+        first = min(cells - 1, floor(e.start / per_cell + 1e-9))
+        begins.add((first, letter))
+        for n in range(first, cells):
+            if n > first and n * per_cell >= e.end - 1e-9 * per_cell:
+                break
+            filled[n][letter] += min(e.end, (n + 1) * per_cell) - max(e.start, n * per_cell)
+    most = [max(cell, key=lambda c: cell[c]) if cell else "·" for cell in filled]
+    return "".join(c.upper() if (n, c) in begins else c for n, c in enumerate(most))
+
+
+# --- SVG -------------------------------------------------------------------------------------------------
+
+
+def _colours(verbs: dict[str, int]) -> Iterator[str]:
+    used = sorted({n % len(PALETTE) for n in verbs.values()})
+    return (f".v{n} {{ fill: {PALETTE[n]}; }}\n" for n in used)
+
+
+def _waits(plan: Plan) -> dict[str, tuple[str, ...]]:
+    ops = plan.graph.ops
+    return {op.name: tuple(ops[n].name for n in waits) for op, waits in zip(ops, plan.waits, strict=True)}
+
+
+def _axis(seconds: float, frame: _Frame) -> Iterator[str]:
+    for at, word in ticks(seconds, max(2, int((frame.right + _MARGIN - frame.left) / 90))):
+        x = frame.x(at)
+        yield f'<path class="tick" d="M{x:.1f} {frame.head - 4:g}V{frame.bottom:g}"/>'
+        yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{frame.bottom + 15:g}">{word}</text>'
+
+
+def _lane(made: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
+    track = f'width="{frame.right - frame.left:g}" height="{_BAR:g}"'
+    name = f'<text class="lane" x="{_MARGIN:g}" y="{y + 14:g}">{escape(lane)}</text>' if n == 0 else ""
+    source = f"{escape(made[n].source)} " if len(made) > 1 else ""
+    return (
+        f'<rect class="track" x="{frame.left:g}" y="{y:g}" {track} rx="3"/>{name}'
+        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{source}{made[n].busy(lane):.0%} busy</text>'
+    )
+
+
+def _bar(
+    e: Event, n: int, frame: _Frame, thinnest: float, verbs: dict[str, int], after: dict[str, tuple[str, ...]]
+) -> str:
+    x, y, wide = frame.x(e.start), frame.rows[e.lane, n], max(thinnest, e.seconds * frame.scale)
+    gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
+    said = f"{e.op}\n{e.lane}: {in_words(e.seconds)}, from {in_words(e.start)}"
+    if waits := after.get(e.op):
+        said += "\nafter " + " ".join(waits)
+    bar = (
+        f'<rect class="v{verbs[verb_of(e.op)] % len(PALETTE)}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
+        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(said)}</title></rect>'
+    )
+    names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour already tells the verb
+    name = next((n for n in names if n and len(n) * _LETTER * 0.92 + 6 <= wide), "")
+    if not name:
+        return bar
+    middle = f'x="{x + (wide - gap) / 2:.1f}" y="{y + _BAR / 2 + 4:g}"'
+    return f'{bar}<text class="op" text-anchor="middle" {middle}>{escape(name)}</text>'
+
+
+def _arrows(timeline: Timeline, after: dict[str, tuple[str, ...]], frame: _Frame) -> Iterator[str]:
+    """From the end of what was waited for to the start of what waited, edge to edge."""
+    events = {e.op: e for e in timeline.events}
+    for name, waits in after.items():
+        for a, b in ((events[n], events[name]) for n in waits if n in events and name in events):
+            upper, lower = frame.rows[a.lane, 0], frame.rows[b.lane, 0]
+            x1, x2 = frame.x(a.end) - 0.8, frame.x(b.start) + 1.2
+            y1, y2 = upper + (_BAR if lower > upper else 0), lower + (0 if lower > upper else _BAR)
+            bend = (y2 - y1) / 2
+            curve = f"M{x1:.1f} {y1:g}C{x1:.1f} {y1 + bend:.1f} {x2:.1f} {y2 - bend:.1f} {x2:.1f} {y2:g}"
+            yield f'<path class="wait" marker-end="url(#tip)" d="{curve}"/>'
+
+
+def _legend(verbs: dict[str, int], width: int, y: float) -> Iterator[tuple[int, str]]:
+    """A swatch and the name of each verb, and the row it is on."""
+    row, x = 0, _MARGIN
+    for verb, n in verbs.items():
+        wide = 18 + 6.0 * len(verb) + 24
+        if x + wide > width - _MARGIN and x > _MARGIN:
+            row, x = row + 1, _MARGIN
+        top = y + 22 * row
+        swatch = f'<rect class="v{n % len(PALETTE)}" x="{x:.1f}" y="{top:g}" width="12" height="12" rx="2"/>'
+        yield row, f'{swatch}<text x="{x + 18:.1f}" y="{top + 10.5:g}">{escape(verb)}</text>'
+        x += wide

@@ -1,0 +1,144 @@
+"""A step as one HTML page to look into: zoom, what each operation is and waited for, the critical path.
+
+The invariant: one file that needs nothing else, in which no name, however hostile, is anything but text. Data is
+JSON in an element that is not run; script and style are allowed by their hashes, and nothing else may load. They
+are in `web/`: `model.js` reads and computes, `paint.js` paints, `words.js` tells, `page.js` listens.
+"""
+
+import json
+from base64 import b64encode
+from collections.abc import Iterable
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from math import floor, log10
+from string import Template
+from typing import Any
+
+from zfunc.core.critical_path import bound_by, critical, events_of, held_up_by, last_of, told
+from zfunc.core.graph import KINDS
+from zfunc.core.plan import Plan
+from zfunc.core.timeline import Event, Timeline
+from zfunc.viz.compare import Sum, by_lane, by_verb, sums
+from zfunc.viz.legend import PALETTE, Timelines, in_words, several, summary, verbs_of
+
+SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
+TITLE = "One training step"
+
+
+def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
+    """One self-contained HTML file that shows timelines of `plan`, of each lane one above the other.
+
+    Light and dark, for pointer, fingers and keys; 10,000 operations move smoothly, 100,000 open. Times are kept to
+    a billionth of the step. Raises ValueError for a timeline that is not of `plan`.
+
+    >>> from zfunc.core.graph import Graph, Op
+    >>> from zfunc.core.plan import build
+    >>> from zfunc.core.simulator import simulate
+    >>> plan = build(Graph((Op("use", (), "compute", nbytes=2),)), {"gpu": [0]})
+    >>> page(simulate(plan), plan=plan).splitlines()[0]
+    '<!doctype html>'
+    """
+    made = several(timelines)
+    style, script = part("page.css"), "".join(map(part, SCRIPTS))
+    policy = f"default-src 'none'; script-src {allowed(script)}; style-src {allowed(style)}"
+    return Template(part("page.html")).substitute(
+        title=escape(title or TITLE),
+        policy=policy,
+        style=style,
+        script=script,
+        summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in made),
+        tables=_table("lane", made, sums(made, by_lane)) + _table("verb", made, _in_order(made, plan)),
+        data=_json(data(made, plan)),
+    )
+
+
+def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
+    """What the page shows, as JSON values.
+
+    Operations, verbs, kinds, lanes and regions are numbers wherever they are referred to; times are whole numbers
+    of each timeline's `tick`, in seconds.
+    """
+    ops = plan.graph.ops
+    verbs = {verb: n for n, verb in enumerate(dict.fromkeys(op.verb for op in ops))}
+    regions = {r: n for n, r in enumerate(plan.graph.regions)}
+    return {
+        "palette": PALETTE,
+        "verbs": list(verbs),
+        "kinds": KINDS,
+        "lanes": [{"name": lane.name, "ops": lane.ops} for lane in plan.lanes if lane.ops],
+        "regions": list(map(str, regions)),
+        "ops": {
+            "verb": [verbs[op.verb] for op in ops],
+            "index": [op.index for op in ops],
+            "kind": [KINDS.index(op.kind) for op in ops],
+            "flops": [op.flops for op in ops],
+            "nbytes": [op.nbytes for op in ops],
+            "reads": [[regions[r] for r in op.reads] for op in ops],
+            "writes": [[regions[r] for r in op.writes] for op in ops],
+            "waits": plan.waits,
+        },
+        "timelines": [_times(t, plan) for t in several(timelines)],
+    }
+
+
+def _times(timeline: Timeline, plan: Plan) -> dict[str, Any]:
+    events = events_of(plan, timeline)
+    tick = 10.0 ** (floor(log10(timeline.seconds)) - 9) if timeline.seconds else 1.0
+    start, end = ([round(x / tick) for x in times] for times in _columns(events))
+    return {
+        "source": timeline.source,
+        "tick": tick,
+        "start": start,
+        "took": [b - a for a, b in zip(start, end, strict=True)],
+        "after": held_up_by(plan, events),
+        "last": last_of(events),
+    }
+
+
+def _columns(events: Iterable[Event]) -> tuple[list[float], list[float]]:
+    return [e.start for e in events], [e.end for e in events]
+
+
+def _summary(timeline: Timeline, plan: Plan) -> str:
+    return f"{summary(timeline)}; bound by {told(bound_by(critical(plan, timeline)))}"
+
+
+def _in_order(made: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
+    """The sums by verb, as verbs come in the graph, which is the order of their colours."""
+    number = verbs_of(made, plan)
+    return sorted(sums(made, by_verb), key=lambda row: number[row.name])
+
+
+def _table(what: str, made: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:
+    heads = [what, "operations"]
+    for t in made:
+        heads += [escape(t.source), "of the step"]
+    heads += ["ratio"] if len(made) > 1 else []
+    body = "".join(f"<tr>{_cells(row, made)}</tr>" for row in rows)
+    head = "".join(f"<th>{cell}</th>" for cell in heads)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def _cells(row: Sum, made: tuple[Timeline, ...]) -> str:
+    cells = [f"{row.ops:,}"]
+    for seconds, t in zip(row.seconds, made, strict=True):
+        cells += [in_words(seconds), f"{seconds / (t.seconds or 1.0):.0%}"]
+    if len(made) > 1:
+        cells.append("" if row.ratio is None else f"{row.ratio:.2f}")
+    return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
+
+
+def part(name: str) -> str:
+    """A file of `web/`, which is installed beside this module."""
+    return (files("zfunc.viz") / "web" / name).read_text(encoding="utf-8")
+
+
+def allowed(text: str) -> str:
+    """The source that a Content-Security-Policy allows, by what it is."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _json(value: Any) -> str:
+    """JSON that cannot end the element it is in: `<` only comes inside its strings."""
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
