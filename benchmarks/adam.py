@@ -23,10 +23,10 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, write
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.kernel import cpu_adam
-from zfunc.runtime.host_memory import host_buffer
+from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
 
 SCALE, LR, DECAY, STEP = 0.5, 1e-4, 0.1, 10
@@ -51,14 +51,14 @@ class Memory:
         fp32, bf16, uint8 = torch.float32, torch.bfloat16, torch.uint8
 
         def new(dtype: torch.dtype, size: int = n) -> Tensor:
-            return host_buffer(size, dtype, pinned=False)
+            return alloc_host(size, dtype, pinned=False)
 
         self.n = n
         self.master, self.exp_avg, self.exp_avg_sq, self.grad32 = (new(fp32) for _ in range(4))
         self.grad, self.out = new(bf16), new(bf16)
         self.split = SplitMaster(new(bf16), new(torch.int16))
         self.bf16 = new(bf16), new(bf16)
-        self.codes = new(uint8), Codes(new(uint8), new(torch.int16, -(-n // 64)))
+        self.codes = new(uint8), QuantizedMoment(new(uint8), new(torch.int16, -(-n // 64)))
         self.shadow = tuple(new(fp32) for _ in range(3))
         self.master.normal_(generator=generator)
         self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
@@ -73,7 +73,7 @@ class Memory:
         if moments == "16bit":
             return split, m[:n], v[:n]
         m, v = (x.view(torch.uint8) for x in self.shadow[1:])
-        return split, m[:n], Codes(v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)])
+        return split, m[:n], QuantizedMoment(v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)])
 
     def fill(self, *, idle: bool) -> None:
         """Moments of a training under way, or those that thousands of steps without a gradient have made small."""

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import LONGEST_WARMUP
 
 ON_TIME = "on time"
@@ -26,7 +26,7 @@ FROM: dict[str, int | None] = {
     "delayed from step 1": 1,
     "delayed after warm-up": LONGEST_WARMUP,
 }
-RATES = (Settings().lr, Settings().lr / 4)
+RATES = (TrainSettings().lr, TrainSettings().lr / 4)
 
 
 def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -18,13 +18,13 @@ from benchmarks.machine import write
 from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.memory_model import memory
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, parse
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
-from zfunc.runtime.executor import Executor, Options, prepare
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
 TARGET_OPS, TARGET_SECONDS = 100_000, 5.0
@@ -35,13 +35,13 @@ EXECUTOR = Executor(CPU)
 CHECKED = ("emit", "conflicts", "build", "verify")  # what the target counts
 
 
-def make_job(num_ops: int) -> Job:
+def make_job(num_ops: int) -> StepSpec:
     """About that many operations: forward, backward and the way of one bucket, for each segment."""
     num_segments = max(1, round(num_ops / OPS_A_SEGMENT))
     segments = [[Parameter(f"{s}.weight", (1024, 1024))] for s in range(num_segments)]
     layout = make_layout(segments, bucket_size=1024 * 1024, world=2)
     cost = SegmentCost(10**9, 10**6, 10**6, 10**5, 10**5, 3 * 10**9)
-    return Job(layout, (cost,) * num_segments, (True,) * num_segments, world=2)
+    return StepSpec(layout, (cost,) * num_segments, (True,) * num_segments, world=2)
 
 
 def measure(num_ops: int) -> tuple[int, dict[str, float]]:
@@ -59,14 +59,14 @@ def measure(num_ops: int) -> tuple[int, dict[str, float]]:
     timed("conflicts", lambda: graph.predecessors)
     plan: Plan = timed("build", lambda: schedules.Overlapped()(graph))
     timed("verify", lambda: verify(plan))
-    timed("memory", lambda: memory(plan))
+    timed("memory", lambda: peak_memory(plan))
     timed("simulate", lambda: simulate(plan))
     timed("interleave", lambda: schedules.Interleaved()(graph))
     text: str = timed("text", plan.text)
     timed("parse", lambda: parse(text))
     stages = dict.fromkeys({op.verb for op in graph}, lambda *_: None)  # issuing alone: the stages do nothing
-    ready = prepare(plan, stages, CPU)
-    timed("issue", lambda: EXECUTOR.run(ready, {}, None, Options(), set()))
+    ready = prepare_plan(plan, stages, CPU)
+    timed("issue", lambda: EXECUTOR.run(ready, {}, None, RunOptions(), set()))
     return len(graph), seconds
 
 

@@ -27,13 +27,13 @@ from benchmarks.machine import gpt, write
 from zfunc import schedules
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
-from zfunc.engine.cost_trace import Tracker
+from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program, specialize
 from zfunc.engine.state import State
-from zfunc.planner.bandwidth import clocks, others
-from zfunc.planner.calibrate import look_up, measure_disk
-from zfunc.planner.calibrated_profile import described
-from zfunc.planner.fit_rates import Step, costs, handoff, middle
+from zfunc.planner.bandwidth import clocks, other_processes
+from zfunc.planner.calibrate import machine_facts, measure_disk
+from zfunc.planner.calibrated_profile import make_profile
+from zfunc.planner.fit_rates import MeasuredStep, fit_costs, handoff, middle_half
 
 MODELS = "4x256x4x64x2,4x512x8x64x2,6x768x8x64x2"
 TRACED = {"alone": "Serial", "beside": "Overlapped"}  # what the calibration runs
@@ -49,8 +49,8 @@ class Measured:
     programs: dict[str, Program]
     batch: Any
     seconds: dict[str, list[float]]
-    traced: list[Step]  # one operation at a time
-    beside: list[Step]  # overlapped
+    traced: list[MeasuredStep]  # one operation at a time
+    beside: list[MeasuredStep]  # overlapped
     planned: int
     allocated: int
 
@@ -81,14 +81,14 @@ def measured(args: argparse.Namespace, model: str) -> Measured:
     state = zfunc.init(programs["alone"])
     plans = {name: specialize(program, batch).plan for name, program in programs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in programs}
-    traced: dict[str, list[Step]] = {name: [] for name in TRACED}
+    traced: dict[str, list[MeasuredStep]] = {name: [] for name in TRACED}
     for turn in range(WARM_UP + args.turns):
         for name, program in programs.items():
             state, m = zfunc.train_step(program, state, batch, trace=name in TRACED)
             if turn >= WARM_UP:
                 seconds[name].append(m.seconds)
                 if m.timeline is not None:
-                    traced[name].append(Step(plans[name], m.timeline, m.seconds))
+                    traced[name].append(MeasuredStep(plans[name], m.timeline, m.seconds))
     planned, allocated = memory(programs["alone"], state, batch)
     return Measured(model, programs, batch, seconds, *traced.values(), planned, allocated)
 
@@ -102,7 +102,7 @@ def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
         before = torch.cuda.memory_allocated()
         zfunc.train_step(program, state, batch)
         return planned, torch.cuda.max_memory_allocated() - before
-    with Tracker() as tracker:
+    with AllocationTracker() as tracker:
         zfunc.train_step(program, state, batch)
     return planned, tracker.peak
 
@@ -110,9 +110,9 @@ def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
 def calibrated(args: argparse.Namespace, one: Measured) -> Hardware:
     """This machine, by the traced steps of one model."""
     program = one.programs["alone"]
-    here, disk = look_up(program, Path(args.folder)), measure_disk(Path(args.folder))
-    told = handoff(middle(one.beside)) or 0.0
-    return described(here, costs(middle(one.traced)), disk, "a benchmark", handoff=told).hardware(
+    here, disk = machine_facts(program, Path(args.folder)), measure_disk(Path(args.folder))
+    told = handoff(middle_half(one.beside)) or 0.0
+    return make_profile(here, fit_costs(middle_half(one.traced)), disk, "a benchmark", handoff=told).hardware(
         args.precision
     )
 
@@ -156,7 +156,7 @@ def report(args: argparse.Namespace) -> dict[str, Any]:
     for model in args.models.split(","):
         before = clocks()
         one = measured(args, model)
-        busy = others(before, clocks())
+        busy = other_processes(before, clocks())
         told = list(rows(one, calibrated(args, one)))
         for row in told:
             low, high = (f"{x * 1e3:.1f}" for x in row["quartiles"])

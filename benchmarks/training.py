@@ -9,19 +9,19 @@ from statistics import fmean
 from typing import Any
 
 from zfunc.train.events import Evaluated, Finished, Stepped
-from zfunc.train.loop import train
-from zfunc.train.settings import Settings
-from zfunc.train.setup import prepare
+from zfunc.train.loop import train_events
+from zfunc.train.settings import TrainSettings
+from zfunc.train.setup import prepare_job
 
 WINDOW = 50  # steps a training loss is averaged over
 
 
 def trained(seed: int, steps: int, cache: Path, **settings: Any) -> dict[str, Any]:
     """Held-out bits per byte at every evaluation, the last one after the end, and training loss in between."""
-    made = Settings(seed=seed, steps=steps, seconds=None, device="cpu", **settings)
+    made = TrainSettings(seed=seed, steps=steps, seconds=None, device="cpu", **settings)
     held_out: list[tuple[int, float]] = []
     losses: list[float] = []
-    for event in train(prepare(made, cache=cache)):
+    for event in train_events(prepare_job(made, cache=cache)):
         if isinstance(event, Evaluated):
             held_out.append((event.step, event.held_out))
         elif isinstance(event, Stepped):

@@ -33,11 +33,11 @@ from one_bucket_timelines import Panel, lanes
 
 from zfunc.core.graph import Op
 from zfunc.core.hardware import ROUND
-from zfunc.core.optimizer_state import BUFFERS
+from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
-from zfunc.viz.legend import in_words
+from zfunc.viz.legend import format_seconds
 
 HERE = Path(__file__).parent
 PAGE = HERE / "one_bucket.md"
@@ -84,7 +84,7 @@ def figures() -> dict[str, str]:
     """Everything that stands in a sentence, by name."""
     plan, at = planned(PLAIN), events(planned(PLAIN))
     grad = next(r for r in boxes(PLAIN) if r.buffer == "host_grad")
-    names = {b.name for b in BUFFERS["fp32"]}
+    names = {b.name for b in STATE_FORMATS["fp32"]}
     state = sum(r.nbytes for r in boxes(PLAIN) if r.buffer in names)
     backwards = [e for e in at.values() if e.kind == "compute"]
     job = make_job()
@@ -99,12 +99,15 @@ def figures() -> dict[str, str]:
         "state": size(state),
         "state.per": f"{state / BLOCK:g}",
         "state.times": in_letters(state // named("to_device").nbytes),
-        "squares on host": in_words(grad.nbytes / ROUND.rates["host"]),
-        "grad waits": in_words(at[named("adam").name].start - at[named("to_host").name].end),
-        "host idle": in_words(at[named("global_norm").name].start),
-        "device idle": in_words(at["to_device[0]"].end - max(e.end for e in backwards)),
+        "squares on host": format_seconds(grad.nbytes / ROUND.rates["host"]),
+        "grad waits": format_seconds(at[named("adam").name].start - at[named("to_host").name].end),
+        "host idle": format_seconds(at[named("global_norm").name].start),
+        "device idle": format_seconds(at["to_device[0]"].end - max(e.end for e in backwards)),
         "places": in_letters(sum(held(PLAIN, r, None) for r in boxes(PLAIN))),
-        **{f"ranks {name}": in_words(simulate(planned(TWO_RANKS, name)).seconds) for name in SAID_OF_RANKS},
+        **{
+            f"ranks {name}": format_seconds(simulate(planned(TWO_RANKS, name)).seconds)
+            for name in SAID_OF_RANKS
+        },
         **race_figures(),
     }
     sizes = {r.buffer: r.nbytes for r in boxes(PLAIN)}
@@ -121,7 +124,7 @@ def op_figures(op: Op, plan: Plan) -> dict[str, str]:
     return {
         "bytes": size(op.nbytes),
         "per": f"{op.nbytes / BLOCK:g}",
-        "ms": in_words(ROUND.seconds(op)),
+        "ms": format_seconds(ROUND.seconds(op)),
         "waits": code(waits(plan, op)),
     }
 
@@ -134,7 +137,7 @@ def race_figures() -> dict[str, str]:
     return {
         "race.writes": code([writes.name]),
         "race.reads": code([reads.name]),
-        "race.margin": in_words(lucky[writes.name].start - lucky[reads.name].end),
+        "race.margin": format_seconds(lucky[writes.name].start - lucky[reads.name].end),
         "race.rate": f"{SLOW_BUS.rates['d2h'] / 1e9:g} GB/s",
         "race.share": f"{left / late[reads.name].seconds:.0%}".replace("%", " %"),
         "race.said": f"\n\n```text\n{refusal(bad)}\n```\n\n",
@@ -203,7 +206,7 @@ def subtitle(op: Op, plan: Plan) -> str:
         if waits(plan, op)
         else f"follows {before} there, and waits for nothing"
     )
-    return f"{op.kind} lane, {in_words(ROUND.seconds(op))} alone; {for_}"
+    return f"{op.kind} lane, {format_seconds(ROUND.seconds(op))} alone; {for_}"
 
 
 def main() -> None:

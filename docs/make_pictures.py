@@ -8,7 +8,7 @@ from pathlib import Path
 from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
@@ -19,14 +19,14 @@ BLOCK = 12 * WIDTH * WIDTH
 TOKENS = 4096
 
 
-def make_job() -> Job:
+def make_job() -> StepSpec:
     """Four blocks of a transformer, each a segment and a bucket, on two ranks."""
     layout = make_layout(
         [[Parameter(f"block{s}.weight", (12, WIDTH, WIDTH))] for s in range(4)], bucket_size=BLOCK, world=2
     )
     forward = 2 * BLOCK * TOKENS
     cost = SegmentCost(forward, input_bytes=2 * WIDTH * TOKENS, backward_flops=3 * forward)
-    return Job(layout, (cost,) * 4, (True,) * 4, world=2)
+    return StepSpec(layout, (cost,) * 4, (True,) * 4, world=2)
 
 
 def main() -> None:

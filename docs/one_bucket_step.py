@@ -14,7 +14,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.verifier import verify
@@ -48,7 +48,7 @@ WORDS = {
 SLOTS = ("grad_slot", "host_slot", "param_slot")  # their index is a slot's; buckets take turns
 
 
-def make_job(world: int = 1, **settings: Any) -> Job:
+def make_job(world: int = 1, **settings: Any) -> StepSpec:
     """The job of one rank: a transformer's blocks without norms and biases, each recomputed in backward."""
     shapes = {
         "qkv": (3 * WIDTH, WIDTH),
@@ -59,7 +59,7 @@ def make_job(world: int = 1, **settings: Any) -> Job:
     blocks = [[Parameter(f"block{n}.{name}", shape) for name, shape in shapes.items()] for n in range(BLOCKS)]
     forward = 2 * BLOCK * TOKENS
     cost = SegmentCost(forward, input_bytes=2 * WIDTH * TOKENS, backward_flops=3 * forward)
-    job = Job(
+    job = StepSpec(
         make_layout(blocks, bucket_size=BLOCK, world=world), (cost,) * BLOCKS, (True,) * BLOCKS, world=world
     )
     return evolve(job, **{"barrier": True, **settings})

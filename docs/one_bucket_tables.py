@@ -24,7 +24,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event
-from zfunc.viz.legend import in_words
+from zfunc.viz.legend import format_seconds
 
 SCHEDULES = ("Serial", "Overlapped", "Interleaved", "CriticalPath")
 
@@ -44,7 +44,7 @@ def walk_table() -> str:
     """The stations, with what each moves."""
     rows = [
         (code([op.name]), op.kind, work(op), f"{op.nbytes / BLOCK:.2g}" if op.nbytes > 8 else "",
-         in_words(ROUND.seconds(op)))
+         format_seconds(ROUND.seconds(op)))
         for op in walk(PLAIN)
     ]  # fmt: skip
     return table(("operation", "lane", "work", "bytes a parameter", "alone, on round numbers"), rows)
@@ -74,10 +74,17 @@ def schedules_table() -> str:
         plan = planned(PLAIN, name)
         at, same = events(plan), first.setdefault(plan.digest, name)
         moved = size(sum(op.nbytes for op in ops_of(plan.graph)))
-        ends = (in_words(at[named(verb).name].end) for verb in ("to_host", "adam", "to_device"))
+        ends = (format_seconds(at[named(verb).name].end) for verb in ("to_host", "adam", "to_device"))
         told = name if same == name else f"{name}: the plan of {same}"
         rows.append(
-            (told, str(len(plan.lanes)), str(plan.num_waits), *ends, in_words(simulate(plan).seconds), moved)
+            (
+                told,
+                str(len(plan.lanes)),
+                str(plan.num_waits),
+                *ends,
+                format_seconds(simulate(plan).seconds),
+                moved,
+            )
         )
     head = (
         "schedule",
@@ -95,7 +102,7 @@ def schedules_table() -> str:
 def recipes_table() -> str:
     """The bucket's operations and the step under four recipes."""
     rows = [
-        (name, code(op.verb for op in walk(graph)), in_words(simulate(planned(graph)).seconds))
+        (name, code(op.verb for op in walk(graph)), format_seconds(simulate(planned(graph)).seconds))
         for name, graph in RECIPES.items()
     ]
     return table(

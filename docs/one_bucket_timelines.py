@@ -15,7 +15,7 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import in_words, ticks, verb_of
+from zfunc.viz.legend import format_seconds, ticks, verb_of
 
 WIDTH, LEFT, TOP, BAR, STRIP, PANEL = 900.0, 128.0, 84.0, 24.0, 22.0, 40.0
 ORDER = ("compute", "network", "d2h", "host", "h2d")
@@ -103,7 +103,7 @@ def _panel(panel: Panel, y: float, axis: Axis) -> Iterator[str]:
     whose = owners(graph)
     events = {e.op: e for e in timeline.events}
     rows = {lane: y + PANEL + n * (BAR + STRIP) for n, lane in enumerate(timeline.lanes)}
-    took = "" if panel.lanes else f": {in_words(timeline.seconds)}"
+    took = "" if panel.lanes else f": {format_seconds(timeline.seconds)}"
     yield text(MARGIN, y + 16, panel.title + took, "name halo")
     for lane, top in rows.items():
         room = f'width="{WIDTH - MARGIN - LEFT:g}" height="{BAR:g}"'
@@ -121,7 +121,7 @@ def _panel(panel: Panel, y: float, axis: Axis) -> Iterator[str]:
 def _bar(e: Event, top: float, axis: Axis, colour: str, bucket: int | None, *, lit: bool) -> str:
     x, wide = axis.x(e.start), axis.x(e.end) - axis.x(e.start)
     wide = max(wide, 3.0) if lit else max(wide - 0.6, 0.4)
-    said = f"{e.op}: {in_words(e.seconds)}, from {in_words(e.start)}"
+    said = f"{e.op}: {format_seconds(e.seconds)}, from {format_seconds(e.start)}"
     bar = (
         f'<rect class="{"lit" if lit else "faint"}" style="fill: {colour}" x="{x:.1f}" y="{top:g}" '
         f'width="{wide:.1f}" height="{BAR:g}" rx="2"><title>{said}</title></rect>'

@@ -25,7 +25,7 @@ from scale_steps import (
 )
 from scale_tables import CASES, GH200, H100, H200, V100, constant_batch, four, gain
 
-from zfunc.planner.profile_toml import load
+from zfunc.planner.profile_toml import load_profile
 
 LAST = WORLDS[-1]
 FULL = evolve(H200, num_layers=86)  # 70 B to the letter
@@ -187,11 +187,11 @@ def _shape(case: Case) -> str:
 
 
 def _reached(case: Case) -> str:
-    return _percent(load(case.profile).value("reached", setup(case, 1).precision))
+    return _percent(load_profile(case.profile).value("reached", setup(case, 1).precision))
 
 
 def _network(case: Case) -> float:
-    return hardware(load(case.profile), setup(case, LAST).precision, LAST).rates["network"]
+    return hardware(load_profile(case.profile), setup(case, LAST).precision, LAST).rates["network"]
 
 
 def _rate(case: Case) -> str:
@@ -231,7 +231,7 @@ def _ratio(case: Case, world: int) -> str:
 
 def counted_on() -> str:
     """What `zfunc plan` has for a rank of several nodes, where it is less than the tables."""
-    planned = load(H100.profile).hardware("bf16", LAST).rates["network"]
+    planned = load_profile(H100.profile).hardware("bf16", LAST).rates["network"]
     return " `zfunc plan --world` counts on that." if planned < _network(H100) else ""
 
 

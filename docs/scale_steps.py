@@ -11,21 +11,21 @@ from typing import Any, Literal
 import torch
 from attrs import evolve, frozen
 
-from zfunc.cli.plan_settings import Planning
-from zfunc.core.critical_path import bound_by, critical
+from zfunc.cli.plan_settings import PlanSettings
+from zfunc.core.critical_path import bound_by, critical_path_of
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
 from zfunc.models.gpt import num_parameters
 from zfunc.options import AUTO
-from zfunc.planner.candidate import Choice, Setup, Step, step
-from zfunc.planner.cost_model import Task, precision_for
-from zfunc.planner.max_layers import largest
+from zfunc.planner.candidate import Choice, PlannedStep, Setup, play_through
+from zfunc.planner.cost_model import CostModel, precision_for
+from zfunc.planner.max_layers import max_layers
 from zfunc.planner.profile import Profile
-from zfunc.planner.profile_toml import load
+from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import search
-from zfunc.planner.search_space import Space
-from zfunc.train.setup import config, segments
+from zfunc.planner.search_space import SearchSpace
+from zfunc.train.setup import gpt_config, gpt_segments
 
 SEQ_LENGTH = 1024
 VOCAB_SIZE = 50_257
@@ -45,9 +45,9 @@ class Case:
     rows: int
 
     @property
-    def planning(self) -> Planning:
+    def planning(self) -> PlanSettings:
         """The model's settings, as `zfunc plan` has them."""
-        return Planning(
+        return PlanSettings(
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             num_attention_heads=self.num_attention_heads,
@@ -58,7 +58,7 @@ class Case:
     @property
     def parameters(self) -> int:
         """How many the model has."""
-        return num_parameters(config(self.planning))
+        return num_parameters(gpt_config(self.planning))
 
     @property
     def model(self) -> str:
@@ -121,10 +121,10 @@ class Figures:
 
 
 @cache
-def task(case: Case, rows: int) -> Task:
+def task(case: Case, rows: int) -> CostModel:
     """The model of `case` with a batch of `rows` on one rank; its segments are on the meta device."""
     tokens = torch.empty((rows, SEQ_LENGTH), dtype=torch.int64, device="meta")
-    return Task(segments(case.planning), (tokens, tokens), load(case.profile))
+    return CostModel(gpt_segments(case.planning), (tokens, tokens), load_profile(case.profile))
 
 
 def hardware(profile: Profile, precision: str, world: int, network: Network = "all ports") -> Hardware:
@@ -152,7 +152,9 @@ def hardware(profile: Profile, precision: str, world: int, network: Network = "a
 
 def setup(case: Case, world: int, **changes: Any) -> Setup:
     """Plain with clipping, in the 16 bits the machine is fast in; `changes` by their names in `zfunc.plan`."""
-    plain = Setup(precision_for(load(case.profile), AUTO), clip_norm=1.0, world=world, choice=Choice())
+    plain = Setup(
+        precision_for(load_profile(case.profile), AUTO), clip_norm=1.0, world=world, choice=Choice()
+    )
     return plain.having(**changes)
 
 
@@ -163,26 +165,26 @@ def simulated(
     """The figures of a step. `rows` is for one rank, the case's if it is 0."""
     rows = rows or case.rows
     settings = setup(case, world, **changes)
-    planned, on = task(case, rows), hardware(load(case.profile), settings.precision, world, network)
-    return figures(step(planned.job(settings), settings.choice, on), world, rows)
+    planned, on = task(case, rows), hardware(load_profile(case.profile), settings.precision, world, network)
+    return figures(play_through(planned.job(settings), settings.choice, on), world, rows)
 
 
 @cache
 def found(case: Case, world: int, *, ratios_only: bool = False) -> tuple[Choice, Figures]:
     """What a search finds: of everything but a delay, or of offload ratios alone."""
     settings = setup(case, world)
-    on = hardware(load(case.profile), settings.precision, world)
-    alone = Space((), (), (), (), speculate=(), delay=())
+    on = hardware(load_profile(case.profile), settings.precision, world)
+    alone = SearchSpace((), (), (), (), speculate=(), delay=())
     best = search(
-        task(case, case.rows).job(settings), on, settings.choice, alone if ratios_only else Space()
+        task(case, case.rows).job(settings), on, settings.choice, alone if ratios_only else SearchSpace()
     ).step
     return best.choice, figures(best, world, case.rows)
 
 
-def figures(made: Step, world: int, rows: int) -> Figures:
+def figures(made: PlannedStep, world: int, rows: int) -> Figures:
     """What is kept of `made`."""
     forward = sum(cost.flops for cost in made.job.costs) * made.job.micro_batches
-    shares: Any = bound_by(critical(made.plan, made.timeline))
+    shares: Any = bound_by(critical_path_of(made.plan, made.timeline))
     backward = max(e.end for e in made.timeline.events if e.op.startswith("backward"))
     return Figures(
         seconds=made.seconds,
@@ -200,7 +202,7 @@ def figures(made: Step, world: int, rows: int) -> Figures:
     )
 
 
-def _held_up(made: Step) -> dict[str, float]:
+def _held_up(made: PlannedStep) -> dict[str, float]:
     """How long the compute lane idles just before operations of a verb, by verb."""
     spent: dict[str, float] = {}
     now = 0.0
@@ -215,5 +217,5 @@ def most_layers(case: Case, world: int, **changes: Any) -> int:
     """How many layers of the case's width fit on one of `world` ranks, in every tier."""
     settings = setup(case, world, **changes)
     one = task(evolve(case, num_layers=1), case.rows)
-    on = hardware(load(case.profile), settings.precision, world)
-    return largest(one.job(settings), settings.choice, on)
+    on = hardware(load_profile(case.profile), settings.precision, world)
+    return max_layers(one.job(settings), settings.choice, on)

@@ -16,7 +16,7 @@ from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import critical_path, simulate
 from zfunc.viz.draw import text
@@ -104,7 +104,7 @@ print(f"\nno schedule is faster than {critical_path(serial.graph, slow) * 1e3:.1
 size = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (size,))] for s in range(4)], bucket_size=size, world=2)
 cost = SegmentCost(flops=2 * size * 4096, backward_flops=6 * size * 4096)
-ranks = Graph(zero_offload(Job(layout, (cost,) * 4, (True,) * 4, world=2)))
+ranks = Graph(zero_offload(StepSpec(layout, (cost,) * 4, (True,) * 4, world=2)))
 for schedule in (schedules.Overlapped(), schedules.Interleaved()):
     print(f"\n{schedule}\n{text(simulate(schedule(ranks)))}")
 

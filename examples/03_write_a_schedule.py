@@ -11,8 +11,8 @@ import sys
 from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.memory_model import memory
-from zfunc.core.ops import Emit, Job, SegmentCost
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.ops import OpBuilder, SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
@@ -27,13 +27,13 @@ from zfunc.viz.draw import text
 SIZE = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
 cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
-job = Job(layout, costs=(cost,) * 4, recompute=(True,) * 4)
+job = StepSpec(layout, costs=(cost,) * 4, recompute=(True,) * 4)
 
-# `Emit` makes the operations, each with what it reads and writes. `adam` of bucket 3 reads the verdict on
+# `OpBuilder` makes the operations, each with what it reads and writes. `adam` of bucket 3 reads the verdict on
 # this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the
 # device:
 
-adam = Emit(job).adam(3, host_slot=0)
+adam = OpBuilder(job).adam(3, host_slot=0)
 print(f"{adam} reads {', '.join(map(str, adam.reads))}")
 print(f"{adam} writes {', '.join(map(str, adam.writes))}")
 
@@ -127,7 +127,7 @@ for schedule in (schedules.Serial(), in_graph_order, as_it_would_start, schedule
     plan = verify(schedule(graph))
     name = getattr(schedule, "__name__", type(schedule).__name__)
     print(
-        f"{name:<20} {simulate(plan).seconds * 1e3:7.1f} ms   {memory(plan)['device'].nbytes / 2**20:6.0f} MiB"
+        f"{name:<20} {simulate(plan).seconds * 1e3:7.1f} ms   {peak_memory(plan)['device'].nbytes / 2**20:6.0f} MiB"
     )
 print(f"torch imported so far: {'torch' in sys.modules}")
 

@@ -14,7 +14,7 @@ import zfunc
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.verifier import races, verify
 from zfunc.engine.program import Program, specialize
-from zfunc.runtime.executor import prepare
+from zfunc.runtime.executor import prepare_plan
 
 torch.manual_seed(0)
 torch.set_num_threads(1)  # the tensors here are tiny
@@ -91,7 +91,7 @@ print(f"\n{len(waits)} waits, {caught} deletions caught")
 
 def smuggle(program: Program, plan: Plan) -> None:
     special = specialize(program, batch)
-    special = evolve(special, plan=plan, prepared=prepare(plan, program.stages, program.device))
+    special = evolve(special, plan=plan, prepared=prepare_plan(plan, program.stages, program.device))
     program.cache.specialized = dict.fromkeys(program.cache.specialized, special)
 
 

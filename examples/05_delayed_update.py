@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.simulator import simulate
 from zfunc.engine.program import Program
 from zfunc.viz.draw import text
@@ -73,9 +73,9 @@ for name, program in programs.items():
 # new parameters until backward is done with the old ones. What stays on the device needs room there.
 
 print(f"\n{'':<12} {'time':>8} {'device':>10} {'pinned':>10} {'host':>10}   of the plain step")
-plain = simulate(programs["plain"].plan, slow).seconds, memory(programs["plain"].plan)
+plain = simulate(programs["plain"].plan, slow).seconds, peak_memory(programs["plain"].plan)
 for name, program in programs.items():
-    bytes_here = memory(program.plan)
+    bytes_here = peak_memory(program.plan)
     ratios = [bytes_here[tier].nbytes / plain[1][tier].nbytes for tier in ("device", "pinned", "host")]
     time = simulate(program.plan, slow).seconds / plain[0]
     print(f"{name:<12} {time:8.2f} " + " ".join(f"{ratio:10.2f}" for ratio in ratios))

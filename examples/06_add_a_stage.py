@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.core.graph import Op, Region
 from zfunc.core.hardware import Hardware
-from zfunc.core.ops import Job
+from zfunc.core.ops import StepSpec
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.engine.program import Program
@@ -32,13 +32,13 @@ BLOCK, WIDTH, ROWS = 64, 256, 128
 # next bucket is compressed when the last one has left: nobody has to write that down either.
 
 
-def small(where: str, tier: str, job: Job) -> Region:
+def small(where: str, tier: str, job: StepSpec) -> Region:
     """Room for the codes of the largest bucket, and behind them its scales, as bytes seen through fp32."""
     nbytes = job.slot_numel + 4 * (job.slot_numel // BLOCK)
     return Region(f"small_{where}", (), nbytes, tier, kept=True, dtype="fp32")
 
 
-def compressed(job: Job) -> Iterator[Op]:
+def compressed(job: StepSpec) -> Iterator[Op]:
     device, host = small("device", "device", job), small("host", "pinned", job)
     for op in zero_offload(job):
         if op.verb != "to_host":

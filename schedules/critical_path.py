@@ -21,7 +21,7 @@ from attrs import define, field, frozen
 
 from zfunc.core.graph import Graph, Kind
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
 from zfunc.core.simulator import simulate
 
@@ -49,9 +49,9 @@ class CriticalPath:
 
 def _no_larger(plan: Plan, others: list[Plan]) -> bool:
     """Whether `plan` needs no more memory on any tier than the largest of `others`."""
-    peaks = [memory(other) for other in others]
+    peaks = [peak_memory(other) for other in others]
     return all(
-        peak.nbytes <= max(other[tier].nbytes for other in peaks) for tier, peak in memory(plan).items()
+        peak.nbytes <= max(other[tier].nbytes for other in peaks) for tier, peak in peak_memory(plan).items()
     )
 
 

@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 
@@ -38,5 +38,5 @@ class Search:
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
         """Bytes there is no room for, then seconds."""
-        lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in memory(plan).items()})
+        lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in peak_memory(plan).items()})
         return sum(lacking.values()), simulate(plan, self.hardware).seconds

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither, pack
 from zfunc.optim.kernel import cpu_adam as kernel
 from zfunc.optim.reference import coefficients
@@ -32,7 +32,11 @@ def on(state: State, change: Any) -> State:
     def one(x: Any) -> Any:
         if isinstance(x, SplitMaster):
             return SplitMaster(change(x.high), change(x.low))
-        return Codes(change(x.codes), change(x.scales)) if isinstance(x, Codes) else change(x)
+        return (
+            QuantizedMoment(change(x.codes), change(x.scales))
+            if isinstance(x, QuantizedMoment)
+            else change(x)
+        )
 
     master, exp_avg, exp_avg_sq = map(one, state)
     return master, exp_avg, exp_avg_sq
@@ -47,7 +51,7 @@ def buffers(state: Iterable[Any]) -> Iterator[Tensor]:
     for x in state:
         if isinstance(x, SplitMaster):
             yield from (x.high, x.low)
-        elif isinstance(x, Codes):
+        elif isinstance(x, QuantizedMoment):
             yield from (x.codes, x.scales)
         else:
             yield x
@@ -68,7 +72,7 @@ def of_floats(p: np.ndarray, m: np.ndarray, v: np.ndarray, moments: str) -> Stat
     if moments == "16bit":
         return master, _bf16(kept.exp_avg), _bf16(kept.exp_avg_sq)
     m, codes, scales = map(torch.from_numpy, kept[2:])
-    return master, m, Codes(codes, scales)
+    return master, m, QuantizedMoment(codes, scales)
 
 
 def fresh(n: int, moments: str, seed: int = 0) -> State:
@@ -134,7 +138,7 @@ def _addresses(state: State, start: int) -> list[int]:
     if not isinstance(master, SplitMaster):
         return [master[start:].data_ptr(), 0, m[start:].data_ptr(), v[start:].data_ptr(), 0]
     halves = [master.high[start:].data_ptr(), master.low[start:].data_ptr()]
-    if not isinstance(v, Codes):
+    if not isinstance(v, QuantizedMoment):
         return [*halves, m[start:].data_ptr(), v[start:].data_ptr(), 0]
     codes = v.codes[start:].data_ptr(), v.scales[start // BLOCK :].data_ptr()
     return [*halves, m[start:].data_ptr(), *codes]

@@ -27,7 +27,7 @@ from zfunc.errors import RankError
 from zfunc.runtime import collectives as ranks
 from zfunc.runtime import failure_detection as rollcall
 from zfunc.runtime import fault_injection as faults
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 LONG = 120.0  # a time-out that no scenario waits for
 SHORT = 6.0  # the one of ranks that do not come; their store has it too, and a busy disk takes its time
@@ -78,7 +78,7 @@ def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
     group = dist.new_group([1, 2])
     if rank == 1:
         write(out / "1.ready", "")
-        collective(Ranks.of(group), rank, out)
+        collective(RankGroup.of(group), rank, out)
     if rank == 2:
         when_there(out / "1.ready")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -86,7 +86,7 @@ def in_group_of_two(rank: int, out: Path, _: Faults) -> None:
 
 def leaves(rank: int, out: Path, _: Faults) -> None:
     """Rank 1 says that it leaves, but its process stays until the others have seen it."""
-    together = Ranks.of()
+    together = RankGroup.of()
     if rank == 1:
         together.leave("step 3 failed with OSError: No space left on device")
         when_there(out / "0.json", out / "2.json")
@@ -98,7 +98,7 @@ def comes_late(rank: int, out: Path, _: Faults) -> None:
     if rank == 2:
         when_there(out / "0.json", out / "1.json")
     try:
-        collective(Ranks.of(), rank, out)
+        collective(RankGroup.of(), rank, out)
     finally:
         when_there(out / "2.json")
 
@@ -130,7 +130,7 @@ def apart(rank: int, out: Path, _: Faults) -> None:
 def freezes(rank: int, out: Path, _: Faults) -> None:
     """Rank 0 stops as its machine would without power: its connections stay, and the store does not answer."""
     rollcall.ANSWER = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
-    together = Ranks.of()
+    together = RankGroup.of()
     together.sums([1.0])
     write(out / f"{rank}.ready", "")
     if rank == 0:
@@ -139,7 +139,7 @@ def freezes(rank: int, out: Path, _: Faults) -> None:
     collective(together, rank, out)
 
 
-def collective(together: Ranks, rank: int, out: Path) -> None:
+def collective(together: RankGroup, rank: int, out: Path) -> None:
     begun = time.monotonic()
     try:
         together.sums([1.0])
@@ -218,7 +218,7 @@ def run(scenario: Scenario, rank: int, out: Path) -> None:
     torch.set_num_threads(1)
     join(scenario, rank, out)
     try:
-        scenario.work(rank, out, faults.parse(scenario.faults))
+        scenario.work(rank, out, faults.parse_faults(scenario.faults))
     finally:
         dist.destroy_process_group()
 

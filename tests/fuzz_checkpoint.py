@@ -90,7 +90,7 @@ def sample() -> Iterator[Sample]:
     """A small checkpoint in a folder that goes away."""
     with TemporaryDirectory() as made:
         path = save(Path(made), moments="8bit")
-        shard = manifest_file.read(path).shards[0]
+        shard = manifest_file.read_manifest(path).shards[0]
         fields = json.loads((path / FILE).read_bytes())
         del fields["checksum"]  # it would refuse nearly all, and nothing behind it would be tried
         yield Sample(path, strict_json.render(fields), shard, (path / shard.file).read_bytes())

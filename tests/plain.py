@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import zfunc
 from zfunc.core.layout import Span
-from zfunc.engine.program import Program, split
+from zfunc.engine.program import Program, split_batch
 from zfunc.engine.state import State
 from zfunc.optim.compact import SplitMaster
 from zfunc.optim.reference import reference_update
@@ -60,7 +60,7 @@ def gradient(
     seed = torch.tensor(loss_scale / count)
     for batch in batches:
         terms: dict[str, list[Tensor]] = {}
-        for inputs, targets in split(batch, micro_batches):
+        for inputs, targets in split_batch(batch, micro_batches):
             mine, grads = _one(parts, values, trained, inputs, targets, dtype, seed)
             loss += mine / count
             for name, grad in grads:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint.directory import Pending
-from zfunc.checkpoint.manifest import KINDS, Kept, Kind, Manifest, Piece, Position
-from zfunc.checkpoint.read_plan import Wanted, plan_reads
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
-from zfunc.checkpoint.shard_reader import Reader, open_shard
-from zfunc.checkpoint.shard_writer import create
+from zfunc.checkpoint.directory import UnfinishedCheckpoint
+from zfunc.checkpoint.manifest import KINDS, Manifest, ParameterEntry, StateKind, StateSlice, TrainingPosition
+from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
+from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError
@@ -44,7 +44,7 @@ def slices(layout: Layout, world: int, rank: int) -> Iterator[tuple[Span, int, i
                 yield span, start - span.start, stop - span.start
 
 
-def stored_slice(kind: Kind, start: int, stop: int) -> tuple[int, int]:
+def stored_slice(kind: StateKind, start: int, stop: int) -> tuple[int, int]:
     """The elements of a kind that belong to elements start to stop of the parameter."""
     assert start % ALIGNMENT == 0
     return start // kind.shared, -(-stop // kind.shared)
@@ -52,7 +52,7 @@ def stored_slice(kind: Kind, start: int, stop: int) -> tuple[int, int]:
 
 def write_rank(
     folder: Path, layout: Layout, world: int, rank: int, moments: Moments, salt: int
-) -> tuple[Shard, list[tuple[str, str, Piece]]]:
+) -> tuple[Shard, list[tuple[str, str, StateSlice]]]:
     """One rank's file, and the pieces in it as (parameter, kind, piece)."""
     placed = [
         (span, name, kind, *stored_slice(kind, start, stop))
@@ -60,10 +60,10 @@ def write_rank(
         for name, kind in KINDS[moments].items()
     ]
     tensors = [
-        Stored(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
+        TensorInfo(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
         for span, name, kind, start, stop in placed
     ]
-    writer = create(folder / checkpoints.shard_name(rank, world), tensors, chunk=CHUNK)
+    writer = create_shard(folder / checkpoints.shard_name(rank, world), tensors, chunk=CHUNK)
     try:
         for span, name, kind, start, stop in placed:
             item = BYTES[kind.dtypes[0]]
@@ -73,7 +73,7 @@ def write_rank(
     finally:
         writer.close()
     pieces = [
-        (span.name, name, Piece(start, stop, rank, f"{span.name}/{name}", 0))
+        (span.name, name, StateSlice(start, stop, rank, f"{span.name}/{name}", 0))
         for span, name, _, start, stop in placed
     ]
     return shard, pieces
@@ -92,18 +92,20 @@ def save(
 ) -> Path:
     """Write and publish a checkpoint; every byte follows from names and `salt`."""
     layout = make_layout(model, bucket_size=bucket_size, world=world)
-    pending = checkpoints.begin(folder, step)
+    pending = checkpoints.begin_checkpoint(folder, step)
     try:
         manifest = write_all(pending, layout, world, moments, salt)
-        return checkpoints.publish(pending, manifest, keep=keep)
+        return checkpoints.publish_checkpoint(pending, manifest, keep=keep)
     except CheckpointError:
-        checkpoints.abandon(pending)
+        checkpoints.abandon_checkpoint(pending)
         raise
     finally:
         pending.release()
 
 
-def write_all(pending: Pending, layout: Layout, world: int, moments: Moments, salt: int) -> Manifest:
+def write_all(
+    pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: Moments, salt: int
+) -> Manifest:
     """The files of all ranks, and the manifest of them."""
     ranks = [write_rank(pending.path, layout, world, rank, moments, salt) for rank in range(world)]
     placed = [x for _, pieces in ranks for x in pieces]
@@ -112,7 +114,7 @@ def write_all(pending: Pending, layout: Layout, world: int, moments: Moments, sa
         moments=moments,
         shards=tuple(shard for shard, _ in ranks),
         parameters=tuple(
-            Kept(
+            ParameterEntry(
                 span.name,
                 span.shape,
                 True,
@@ -123,17 +125,19 @@ def write_all(pending: Pending, layout: Layout, world: int, moments: Moments, sa
             )
             for span in layout.spans
         ),
-        position=Position(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0)),
+        position=TrainingPosition(
+            pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0)
+        ),
         optimizer={"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True},
         extra={"salt": salt},
     )
 
 
-def fill(path: Path, manifest: Manifest, wanted: list[Wanted]) -> list[bytearray]:
+def fill(path: Path, manifest: Manifest, wanted: list[WantedSlice]) -> list[bytearray]:
     """The bytes of the wanted slices, read from the shards."""
     items = [BYTES[manifest.kinds(manifest.by_name[w.parameter])[w.kind].dtypes[0]] for w in wanted]
     buffers = [bytearray((w.stop - w.start) * item) for w, item in zip(wanted, items, strict=True)]
-    readers: dict[int, Reader] = {}
+    readers: dict[int, ShardReader] = {}
     try:
         for read in plan_reads(manifest, wanted):
             if read.shard not in readers:
@@ -150,10 +154,10 @@ def fill(path: Path, manifest: Manifest, wanted: list[Wanted]) -> list[bytearray
     return buffers
 
 
-def everything(manifest: Manifest) -> list[Wanted]:
+def everything(manifest: Manifest) -> list[WantedSlice]:
     """All there is in a checkpoint."""
     return [
-        Wanted(kind, kept.name, 0, pieces[-1].stop if pieces else 0)
+        WantedSlice(kind, kept.name, 0, pieces[-1].stop if pieces else 0)
         for kept in manifest.parameters
         for kind, pieces in kept.pieces.items()
     ]

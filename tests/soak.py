@@ -53,7 +53,9 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
     program = zfunc.compile(segments, optimizer=optimizer, precision="fp32", device="cpu", bucket_size=3000)
     folder = run / "checkpoints"
     phase[rank] = 1
-    state = zfunc.load(folder, program) if checkpoints.find(folder) else zfunc.init(program, seed=1)
+    state = (
+        zfunc.load(folder, program) if checkpoints.find_checkpoint(folder) else zfunc.init(program, seed=1)
+    )
     (run / f"loaded-{rank}").write_text(str(state.step))
     while state.step < STEPS:
         saves = state.step > 0 and state.step % EVERY == 0
@@ -179,7 +181,7 @@ def new_training(world: int, root: Path) -> Training:
 
 def one_life(training: Training, chance: random.Random, ops: list[str], seconds: float, f: Figures) -> bool:
     """Begin, kill, look at what is left; True if the training got to its end instead."""
-    found = checkpoints.find(training.run / "checkpoints")
+    found = checkpoints.find_checkpoint(training.run / "checkpoints")
     step = found.manifest.position.step if found else 0
     victims = [chance.randrange(training.world)] if chance.random() < 0.6 else list(range(training.world))
     at_op = chance.random() < 0.4

@@ -18,9 +18,9 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, build
-from zfunc.core.recipes import checkpoint, delayed, flush, zero_offload
+from zfunc.core.recipes import checkpoint, delayed, flush_recipe, zero_offload
 
 Segments = list[list[Parameter]]
 
@@ -56,7 +56,7 @@ def shuffled(graph: Graph, random: Random) -> Iterator[int]:
 
 def job(
     segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **given: object
-) -> Job:
+) -> StepSpec:
     """A job with costs that differ from segment to segment, so that no two regions are alike by accident."""
     layout = make_layout(segments, bucket_size=bucket_size, world=given.get("world", 1))
     costs = [
@@ -65,7 +65,7 @@ def job(
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
     resident = set(given.pop("resident", ())) & set(range(len(layout.buckets)))
-    return Job(layout, costs, recompute, target_bytes=16, resident=resident, **given)
+    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **given)
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -92,12 +92,16 @@ FROZEN: Segments = [
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), decay=False)]]
 
-TRAINING: dict[str, Callable[[Job], Iterator[Op]]] = {
+TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     "zero_offload": zero_offload,
     "delayed": lambda job: delayed(evolve(job, pending=True)),
     "first delayed": delayed,
 }
-RECIPES: dict[str, Callable[[Job], Iterator[Op]]] = {**TRAINING, "checkpoint": checkpoint, "flush": flush}
+RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
+    **TRAINING,
+    "checkpoint": checkpoint,
+    "flush": flush_recipe,
+}
 
 MOMENTS: list[dict[str, object]] = [
     {"moments": "fp32"},
@@ -105,7 +109,7 @@ MOMENTS: list[dict[str, object]] = [
     {"moments": "16bit", "send_high_half": True},
 ]
 
-JOBS: dict[str, Job] = {
+JOBS: dict[str, StepSpec] = {
     "tied": job(TIED, recompute=[True, False, False]),
     "tied barrier": job(TIED, barrier=True),
     "tied accumulated": job(TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3),
@@ -241,7 +245,7 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> Job:
+def jobs(draw: st.DrawFn) -> StepSpec:
     """Jobs over such layouts."""
     segments, bucket_size, world = draw(layouts())
     return job(

@@ -16,7 +16,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import specialize
 from zfunc.models.gpt import GPTConfig, modules
 from zfunc.runtime.executor import Jitter
-from zfunc.runtime.host_memory import host_buffer
+from zfunc.runtime.host_memory import alloc_host
 
 pytestmark = pytest.mark.gpu
 LIBRARIES = 96 << 20  # bytes; what cuBLAS and its kin allocate through torch for their own workspaces
@@ -153,7 +153,7 @@ def test_device_memory_does_not_grow_from_step_to_step() -> None:
 
 
 def test_pinned_buffers_are_exact_and_pinned() -> None:
-    buffer = host_buffer((1 << 20) + 3, torch.bfloat16, pinned=True)
+    buffer = alloc_host((1 << 20) + 3, torch.bfloat16, pinned=True)
     assert buffer.is_pinned()
     assert buffer[5:100].is_pinned()
     assert buffer.untyped_storage().nbytes() == 2 * ((1 << 20) + 3)

@@ -8,13 +8,13 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 PATIENCE = 60.0  # seconds for the other ranks to come
 
 
 @define(eq=False)
-class ThreadedRanks(Ranks):
+class ThreadedRanks(RankGroup):
     """One of `world` ranks that meet at a barrier. Sums are in the order of the ranks, the same on each."""
 
     barrier: Any = field(kw_only=True)

@@ -41,10 +41,10 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
 
 
-def nearest(got: str, known: list[str], *, cutoff: float = 0.4) -> str:
+def did_you_mean(got: str, known: list[str], *, cutoff: float = 0.4) -> str:
     """` (did you mean 'x'?)` for the known name nearest to `got`, or nothing if none is as alike as `cutoff`.
 
-    >>> nearest("fp61", ["fp32", "fp16"])
+    >>> did_you_mean("fp61", ["fp32", "fp16"])
     " (did you mean 'fp16'?)"
     """
     from difflib import get_close_matches

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import attrs
 from attrs import field, frozen
 
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 
 AUTO: Literal["auto"] = "auto"
 GROUPS = (  # of options, in the order in which help shows them: what is chosen first, and by most, comes first
@@ -104,7 +104,7 @@ class OneOf:
     def __call__(self, name: str, value: Any) -> None:
         """Raises ValueError for another value."""
         if value not in self.names:
-            hint = nearest(str(value), list(self.names)) or ": choose one of them"
+            hint = did_you_mean(str(value), list(self.names)) or ": choose one of them"
             raise ValueError(f"{flag(name)}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
 
 

@@ -17,10 +17,17 @@ from saved import assert_whole, save
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.directory import abandon, begin, complete, find, open_checkpoint, publish
+from zfunc.checkpoint.directory import (
+    abandon_checkpoint,
+    begin_checkpoint,
+    complete_checkpoints,
+    find_checkpoint,
+    open_checkpoint,
+    publish_checkpoint,
+)
 from zfunc.checkpoint.manifest import FILE
-from zfunc.checkpoint.safetensors_file import Stored
-from zfunc.checkpoint.shard_writer import create
+from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.errors import CheckpointError
 
 
@@ -29,7 +36,7 @@ def names(folder: Path) -> list[str]:
 
 
 def found_in(folder: Path) -> str:
-    found = find(folder)
+    found = find_checkpoint(folder)
     assert found is not None
     assert_whole(found)
     return found.path.name
@@ -50,10 +57,10 @@ def test_the_newest_is_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
 
 
 def test_where_there_is_none_none_is_found(tmp_path: Path) -> None:
-    assert find(tmp_path) is None
-    assert find(tmp_path / "nowhere") is None
-    begin(tmp_path, 1).release()  # killed before it was done
-    assert find(tmp_path) is None
+    assert find_checkpoint(tmp_path) is None
+    assert find_checkpoint(tmp_path / "nowhere") is None
+    begin_checkpoint(tmp_path, 1).release()  # killed before it was done
+    assert find_checkpoint(tmp_path) is None
 
 
 def test_training_that_went_back_goes_on_in_order(tmp_path: Path) -> None:
@@ -62,7 +69,7 @@ def test_training_that_went_back_goes_on_in_order(tmp_path: Path) -> None:
         save(tmp_path, step=step, keep=9)
     for step, name in ((30, "step-00000030.1"), (15, "step-00000015.2"), (25, "step-00000025.2")):
         assert save(tmp_path, step=step, keep=9, salt=step).name == found_in(tmp_path) == name
-    assert [x.path.name[5:] for x in complete(tmp_path, [])] == [
+    assert [x.path.name[5:] for x in complete_checkpoints(tmp_path, [])] == [
         "00000025.2",
         "00000015.2",
         "00000030.1",
@@ -112,14 +119,14 @@ def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -
     with pytest.raises(
         CheckpointError, match=r"no checkpoint that is complete: .*rank-00000-of.*No such file"
     ):
-        find(tmp_path)
+        find_checkpoint(tmp_path)
     shutil.rmtree(path)
     with pytest.raises(CheckpointError, match="latest names step-00000004, which is not there"):
-        find(tmp_path)
+        find_checkpoint(tmp_path)
 
 
 def test_what_killed_writers_left_goes_and_live_ones_stay(tmp_path: Path) -> None:
-    dead, live = begin(tmp_path, 1), begin(tmp_path, 2)
+    dead, live = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 2)
     dead.release()  # as its end would
     (dead.path / "half").write_bytes(b"abc")
     (tmp_path / "mine").mkdir()
@@ -127,8 +134,8 @@ def test_what_killed_writers_left_goes_and_live_ones_stay(tmp_path: Path) -> Non
     save(tmp_path, step=3)
     assert not dead.path.exists()
     assert names(tmp_path) == ["latest", "mine", "step-00000003", "unfinished-business", live.path.name]
-    abandon(live)
-    abandon(live)
+    abandon_checkpoint(live)
+    abandon_checkpoint(live)
     assert not live.path.exists()
 
 
@@ -147,13 +154,13 @@ def test_links_are_not_followed_when_old_ones_are_deleted(tmp_path: Path) -> Non
 def test_one_without_all_its_shards_is_not_published(tmp_path: Path) -> None:
     save(tmp_path, step=1)
     before = names(tmp_path)
-    pending = begin(tmp_path, 2)
+    pending = begin_checkpoint(tmp_path, 2)
     manifest = open_checkpoint(tmp_path / "step-00000001").manifest
     manifest = evolve(manifest, position=evolve(manifest.position, step=2))
     with pytest.raises(
         CheckpointError, match=r"unfinished-.*/rank-00000-of-00002.safetensors: got 'No such file"
     ):
-        publish(pending, manifest)
+        publish_checkpoint(pending, manifest)
     for shard in manifest.shards:
         shutil.copy(tmp_path / "step-00000001" / shard.file, pending.path)
     torn = pending.path / manifest.shards[1].file
@@ -161,22 +168,22 @@ def test_one_without_all_its_shards_is_not_published(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"rank-00001-of-00002.safetensors: got \d+ bytes, expected \d+"
     ):
-        publish(pending, manifest)
+        publish_checkpoint(pending, manifest)
     assert found_in(tmp_path) == "step-00000001"
-    abandon(pending)
+    abandon_checkpoint(pending)
     assert names(tmp_path) == before
 
 
 def test_what_cannot_be_published_says_why(tmp_path: Path) -> None:
     manifest = open_checkpoint(save(tmp_path, step=1)).manifest
-    pending = begin(tmp_path, 2)
+    pending = begin_checkpoint(tmp_path, 2)
     with pytest.raises(ValueError, match="keep: got 0, expected at least 1: the newest"):
-        publish(pending, manifest, keep=0)
+        publish_checkpoint(pending, manifest, keep=0)
     with pytest.raises(ValueError, match="got a manifest of step 1, expected step 2"):
-        publish(pending, manifest)
+        publish_checkpoint(pending, manifest)
     with pytest.raises(ValueError, match="step: got -1, expected"):
-        begin(tmp_path, -1)
-    abandon(pending)
+        begin_checkpoint(tmp_path, -1)
+    abandon_checkpoint(pending)
 
 
 def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
@@ -243,9 +250,9 @@ WRITER = """
 import sys; sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from saved import save
-from zfunc.checkpoint.directory import find
+from zfunc.checkpoint.directory import find_checkpoint
 folder = Path(sys.argv[2])
-found = find(folder)
+found = find_checkpoint(folder)
 step = found.manifest.position.step if found else 0
 print("ready", flush=True)
 while True:
@@ -271,7 +278,7 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             told = writer.stdout.read().split()
         published = max([published, *map(int, told)])
-        found = find(folder)
+        found = find_checkpoint(folder)
         assert found is not None or not published
         if found:
             assert_whole(found)
@@ -300,13 +307,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None:
     save(small_disk, step=1)
-    pending = begin(small_disk, 2)
+    pending = begin_checkpoint(small_disk, 2)
     with pytest.raises(
         CheckpointError, match=r"/a: got 'No space left on device' while making a file of \d+ byt"
     ):
-        create(pending.path / "a", [Stored("w", "U8", (2 << 20,))])
+        create_shard(pending.path / "a", [TensorInfo("w", "U8", (2 << 20,))])
     assert not list(pending.path.iterdir())
-    abandon(pending)
+    abandon_checkpoint(pending)
     with pytest.raises(
         CheckpointError, match=r"got 'No space left on device' while (making|writing).*free some space"
     ):
@@ -355,8 +362,8 @@ def test_a_folder_that_cannot_be_written_is_named(small_disk: Path) -> None:
 def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path, inner: str) -> None:
     (tmp_path / "x").write_text("mine")
     folder = tmp_path / "x" / inner
-    for use in (find, lambda folder: begin(folder, 1)):
-        if use is find and inner:
+    for use in (find_checkpoint, lambda folder: begin_checkpoint(folder, 1)):
+        if use is find_checkpoint and inner:
             continue
         with pytest.raises(
             CheckpointError, match=r"/x(/below)?: got '(File exists|Not a directory)' while .*: name "
@@ -385,7 +392,7 @@ def test_without_locks_nothing_unfinished_is_deleted(
     def unsupported(*_: object) -> None:
         raise OSError(95, "Operation not supported")
 
-    dead = begin(tmp_path, 1)
+    dead = begin_checkpoint(tmp_path, 1)
     dead.release()
     monkeypatch.setattr("fcntl.flock", unsupported)
     with caplog.at_level(logging.WARNING, "zfunc"):

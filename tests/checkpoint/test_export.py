@@ -23,11 +23,11 @@ from test_checkpoints import small_disk  # noqa: F401  a fixture
 import zfunc.checkpoint.export as exporting
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.directory import locate
-from zfunc.checkpoint.export import DType, Exported, export
-from zfunc.checkpoint.manifest import FROZEN, Kept, Manifest, Piece, Position
-from zfunc.checkpoint.safetensors_file import Stored
-from zfunc.checkpoint.shard_writer import create
+from zfunc.checkpoint.directory import locate_checkpoint
+from zfunc.checkpoint.export import DType, ExportedWeights, export_weights
+from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, TrainingPosition
+from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError
@@ -69,19 +69,21 @@ def nothing_left(out: Path) -> bool:
     return not [x for x in out.parent.iterdir() if out.name in x.name]
 
 
-def by_hand(folder: Path, shards: list[dict[Stored, bytes]], kept: list[Kept], moments: Moments) -> Path:
+def by_hand(
+    folder: Path, shards: list[dict[TensorInfo, bytes]], kept: list[ParameterEntry], moments: Moments
+) -> Path:
     """A checkpoint of any pieces."""
-    pending = checkpoints.begin(folder, 1)
+    pending = checkpoints.begin_checkpoint(folder, 1)
     made = []
     for rank, tensors in enumerate(shards):
         path = pending.path / checkpoints.shard_name(rank, len(shards))
-        writer = create(path, list(tensors), chunk=saved.CHUNK)
+        writer = create_shard(path, list(tensors), chunk=saved.CHUNK)
         for stored, data in tensors.items():
             writer.write_at(stored.name, 0, data)
         made.append(writer.finish())
-    position = Position(1, 1, 1, 0, LossScale())
+    position = TrainingPosition(1, 1, 1, 0, LossScale())
     manifest = Manifest(len(shards), moments, tuple(made), tuple(kept), position, {}, {})
-    return checkpoints.publish(pending, manifest)
+    return checkpoints.publish_checkpoint(pending, manifest)
 
 
 # --- what is in the file -------------------------------------------------------------------------------------
@@ -101,7 +103,7 @@ def test_every_weight_is_exact_whoever_wrote_it(
     monkeypatch.setattr(exporting, "PIECE", piece)
     path = save(tmp_path, step=7, world=world, bucket_size=bucket_size, moments=moments)
     out = tmp_path / "a.safetensors"
-    assert export(path, out) == Exported(out, 3, out.stat().st_size, 7, "fp32")
+    assert export_weights(path, out) == ExportedWeights(out, 3, out.stat().st_size, 7, "fp32")
     found = load_file(out)
     wanted = {p.name: p for segment in MODEL for p in segment}
     assert found.keys() == wanted.keys()
@@ -124,7 +126,7 @@ def test_weights_are_rounded_as_torch_rounds_them(
     keep_values(monkeypatch, {"embed.weight": x})
     model = [[Parameter("embed.weight", (10, 13))]]
     out = tmp_path / "a.safetensors"
-    export(save(tmp_path, moments=moments, model=model), out, dtype=dtype)
+    export_weights(save(tmp_path, moments=moments, model=model), out, dtype=dtype)
     found, wanted = load_file(out)["embed.weight"], torch.from_numpy(x).view(10, 13).to(DTYPES[dtype])
     assert found.dtype == wanted.dtype
     torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
@@ -140,7 +142,7 @@ def test_one_of_2_to_the_17_differs_from_the_high_half(
     monkeypatch.setattr(saved, "CHUNK", 4096)
     model = [[Parameter("w", (1 << 17,))]]
     out = tmp_path / "a.safetensors"
-    export(save(tmp_path, moments="8bit", bucket_size=1 << 20, model=model), out, dtype="bf16")
+    export_weights(save(tmp_path, moments="8bit", bucket_size=1 << 20, model=model), out, dtype="bf16")
     found = load_file(out)["w"]
     assert torch.equal(found, torch.from_numpy(x).to(torch.bfloat16))
     (differs,) = np.flatnonzero(found.view(torch.uint16).numpy() != split(x)[0])
@@ -151,13 +153,16 @@ def test_one_of_2_to_the_17_differs_from_the_high_half(
 def test_what_is_not_trained_is_converted_from_what_it_is_kept_in(tmp_path: Path, dtype: DType) -> None:
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     values = {k: torch.linspace(-3, 3, 150).to(t).view(5, 30) for k, t in kinds.items()}
-    tensors = {Stored(f"{k}/{FROZEN}", k, (5, 30)): as_bytes(x) for k, x in values.items()}
-    kept = [Kept(k, (5, 30), False, {FROZEN: (Piece(0, 150, 0, f"{k}/{FROZEN}", 0),)}) for k in kinds]
-    tensors[Stored("nan", "F16", (1,))] = b"\x01\x7c"  # a signalling one, which asks for a warning
-    kept.append(Kept("nan", (1,), False, {FROZEN: (Piece(0, 1, 0, "nan", 0),)}))
-    kept.append(Kept("empty", (0, 4), False, {FROZEN: ()}))
+    tensors = {TensorInfo(f"{k}/{FROZEN}", k, (5, 30)): as_bytes(x) for k, x in values.items()}
+    kept = [
+        ParameterEntry(k, (5, 30), False, {FROZEN: (StateSlice(0, 150, 0, f"{k}/{FROZEN}", 0),)})
+        for k in kinds
+    ]
+    tensors[TensorInfo("nan", "F16", (1,))] = b"\x01\x7c"  # a signalling one, which asks for a warning
+    kept.append(ParameterEntry("nan", (1,), False, {FROZEN: (StateSlice(0, 1, 0, "nan", 0),)}))
+    kept.append(ParameterEntry("empty", (0, 4), False, {FROZEN: ()}))
     out = tmp_path / "a.safetensors"
-    export(by_hand(tmp_path, [tensors], kept, "8bit"), out, dtype=dtype)
+    export_weights(by_hand(tmp_path, [tensors], kept, "8bit"), out, dtype=dtype)
     found = load_file(out)
     assert found["nan"].isnan().all()
     assert found.pop("empty").shape == (0, 4)
@@ -169,18 +174,18 @@ def test_halves_may_be_cut_in_different_places_and_lie_anywhere(tmp_path: Path) 
     x = np.random.default_rng(0).standard_normal(90).astype(np.float32)
     high, low = split(x)
     places = {"master_high": (high, "BF16", (0, 50, 90)), "master_low": (low, "I16", (0, 7, 64, 90))}
-    shards: list[dict[Stored, bytes]] = [{}, {}]
-    pieces: dict[str, tuple[Piece, ...]] = {}
+    shards: list[dict[TensorInfo, bytes]] = [{}, {}]
+    pieces: dict[str, tuple[StateSlice, ...]] = {}
     for kind, (half, dtype, (*starts, end)) in places.items():
         for n, (a, b) in enumerate(zip(starts, [*starts[1:], end], strict=True)):
-            stored = Stored(f"{kind}{n}", dtype, (b - a,))
+            stored = TensorInfo(f"{kind}{n}", dtype, (b - a,))
             shards[n % 2][stored] = half[a:b].tobytes()
-            pieces[kind] = (*pieces.get(kind, ()), Piece(a, b, n % 2, stored.name, 0))
+            pieces[kind] = (*pieces.get(kind, ()), StateSlice(a, b, n % 2, stored.name, 0))
     for kind in ("exp_avg", "exp_avg_sq"):
-        shards[1][Stored(kind, "BF16", (90,))] = bytes(180)
-        pieces[kind] = (Piece(0, 90, 1, kind, 0),)
+        shards[1][TensorInfo(kind, "BF16", (90,))] = bytes(180)
+        pieces[kind] = (StateSlice(0, 90, 1, kind, 0),)
     out = tmp_path / "a.safetensors"
-    export(by_hand(tmp_path, shards, [Kept("w", (90,), True, pieces)], "16bit"), out)
+    export_weights(by_hand(tmp_path, shards, [ParameterEntry("w", (90,), True, pieces)], "16bit"), out)
     assert as_bytes(load_file(out)["w"]) == x.tobytes()
 
 
@@ -194,7 +199,7 @@ def test_a_tied_parameter_is_there_once_and_loads(tmp_path: Path) -> None:
 
     path = save(tmp_path, model=[[MODEL[0][0]], [Parameter("embed.weight", (10, 13))]])
     out = tmp_path / "a.safetensors"
-    assert export(path, out).parameters == 1
+    assert export_weights(path, out).parameters == 1
     model, other = Tied(), Tied()
     load_model(model, str(out))
     other.load_state_dict(load_file(out), strict=False)
@@ -219,7 +224,7 @@ def test_only_the_weights_are_read_and_each_byte_once(
         original(fd, data, offset)
 
     monkeypatch.setattr(disk, "read_all", counted)
-    export(path, tmp_path / "a.safetensors")
+    export_weights(path, tmp_path / "a.safetensors")
     assert sum(read) == masters
 
 
@@ -233,7 +238,7 @@ def test_memory_does_not_grow_with_the_weights(
     path = save(tmp_path, moments=moments, model=[[Parameter("w", (numel,))]], bucket_size=1 << 22)
     tracemalloc.start()
     try:
-        size = export(path, tmp_path / "a.safetensors").bytes
+        size = export_weights(path, tmp_path / "a.safetensors").bytes
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -272,12 +277,12 @@ def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
     x = np.full(130, sign * np.nextafter(limit, np.float32(0)))
     keep_values(monkeypatch, {"embed.weight": x})
     model, out = [[Parameter("embed.weight", (10, 13))]], tmp_path / "a.safetensors"
-    export(save(tmp_path / "fits", model=model), out, dtype=dtype)
+    export_weights(save(tmp_path / "fits", model=model), out, dtype=dtype)
     assert load_file(out)["embed.weight"].isfinite().all()
     x[120], x[7:9] = sign * over, [np.inf, np.nan]
     path, again = save(tmp_path / "over", model=model, world=3), tmp_path / "b.safetensors"
     with pytest.raises(ValueError, match=f"'embed.weight': got a weight of magnitude {re.escape(told)}"):
-        export(path, again, dtype=dtype)
+        export_weights(path, again, dtype=dtype)
     assert nothing_left(again)
 
 
@@ -291,7 +296,7 @@ def test_the_largest_of_the_parameter_is_told(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         ValueError, match="'embed.weight': got a weight of magnitude 123456, expected less than 65520"
     ):
-        export(path, tmp_path / "a.safetensors", dtype="fp16")
+        export_weights(path, tmp_path / "a.safetensors", dtype="fp16")
 
 
 def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
@@ -299,7 +304,7 @@ def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
         with pytest.raises(
             ValueError, match=rf"dtype: got .* \(did you mean {near}\?\), expected fp32, bf16 or"
         ):
-            export(save(tmp_path), tmp_path / "a.safetensors", dtype=dtype)  # pyright: ignore
+            export_weights(save(tmp_path), tmp_path / "a.safetensors", dtype=dtype)  # pyright: ignore
 
 
 def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -315,7 +320,7 @@ def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: 
         "x.safetensors": "of which there is unfinished-x.safetensors: another export is writing it or was killed",
     }.items():
         with pytest.raises(ValueError, match=f"out: got .*{name}, {told}"):
-            export(tmp_path / "no checkpoint", tmp_path / name)
+            export_weights(tmp_path / "no checkpoint", tmp_path / name)
     assert mine.read_text() == "mine"
     assert (tmp_path / "unfinished-x.safetensors").read_text() == "another's"
     assert path.exists()
@@ -327,12 +332,14 @@ def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: 
 def test_a_checkpoint_a_folder_of_them_and_a_run_are_found(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "mine"
     older, newer = (save(run / "checkpoints", step=step) for step in (4, 5))
-    assert locate(run) == locate(run / "checkpoints") == locate(newer) == newer
-    assert locate(older) == older
-    assert export(run, tmp_path / "a.safetensors").step == 5
-    assert export(older, tmp_path / "b.safetensors").step == 4
+    assert (
+        locate_checkpoint(run) == locate_checkpoint(run / "checkpoints") == locate_checkpoint(newer) == newer
+    )
+    assert locate_checkpoint(older) == older
+    assert export_weights(run, tmp_path / "a.safetensors").step == 5
+    assert export_weights(older, tmp_path / "b.safetensors").step == 4
     renamed = older.rename(tmp_path / "best")
-    assert locate(renamed) == renamed
+    assert locate_checkpoint(renamed) == renamed
 
 
 def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -340,11 +347,11 @@ def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureF
     newest = save(tmp_path, step=5)
     (newest / "manifest.json").unlink()
     with caplog.at_level(logging.INFO, "zfunc"):
-        assert export(tmp_path, tmp_path / "a.safetensors").step == 4
+        assert export_weights(tmp_path, tmp_path / "a.safetensors").step == 4
     assert "step-00000004 is the newest that is complete: " in caplog.messages[0]
     assert caplog.messages[1] == f"export: the weights of {tmp_path / 'step-00000004'} as fp32"
     with pytest.raises(CheckpointError, match=r"step-00000005/manifest.json: got 'No such file"):
-        export(newest, tmp_path / "b.safetensors")
+        export_weights(newest, tmp_path / "b.safetensors")
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "run"])
@@ -360,7 +367,7 @@ def test_where_there_is_none_that_is_told(tmp_path: Path, kind: str) -> None:
     }
     out = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match=told[kind]):
-        export(tmp_path / kind, out)
+        export_weights(tmp_path / kind, out)
     assert nothing_left(out)
 
 
@@ -383,23 +390,23 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
         if not kind.startswith("master"):
             continue
         with pytest.raises(CheckpointError) as caught:
-            export(path, out)
+            export_weights(path, out)
         told = str(caught.value)
         assert told.startswith(f"'{name}', elements ")
         assert f"{file}: got other bytes than were written in '{tensor.name}', elements 0 to " in told
         assert f"(bytes {begins[tensor.name]} to " in told
         assert nothing_left(out)
-    export(path, out)
+    export_weights(path, out)
     file.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"{file}: got .* bytes, expected"):
-        export(path, tmp_path / "b.safetensors")
+        export_weights(path, tmp_path / "b.safetensors")
 
 
 def test_stopped_before_any_operation_the_file_is_whole_or_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = save(tmp_path)
-    export(path, tmp_path / "whole.safetensors")
+    export_weights(path, tmp_path / "whole.safetensors")
     whole = (tmp_path / "whole.safetensors").read_bytes()
     left = stops = 0
 
@@ -421,7 +428,7 @@ def test_stopped_before_any_operation_the_file_is_whole_or_not_there(
     while stopped:
         left = stops
         try:
-            export(path, out)
+            export_weights(path, out)
             stopped = False
         except KeyboardInterrupt:
             stops += 1
@@ -442,7 +449,7 @@ def killed(*args):
     written(*args)
     os.kill(os.getpid(), signal.SIGKILL)
 exporting._write = killed
-exporting.export(Path(sys.argv[1]), Path(sys.argv[2]))
+exporting.export_weights(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
@@ -454,9 +461,9 @@ def test_killed_half_way_no_file_has_the_name(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match="of which there is unfinished-a.safetensors: .* or was killed; delete that"
     ):
-        export(path, out)
+        export_weights(path, out)
     (tmp_path / "unfinished-a.safetensors").unlink()
-    assert export(path, out).parameters == 3
+    assert export_weights(path, out).parameters == 3
 
 
 def test_a_full_disk_is_told_and_no_file_is_left(small_disk: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -467,7 +474,7 @@ def test_a_full_disk_is_told_and_no_file_is_left(small_disk: Path, tmp_path: Pat
         free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
         (small_disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
         try:
-            export(path, out)
+            export_weights(path, out)
             break
         except CheckpointError as error:
             refused.append(str(error))
@@ -494,7 +501,7 @@ def test_what_came_under_the_name_meanwhile_is_not_overwritten(
     with pytest.raises(
         CheckpointError, match="a.safetensors: got 'File exists' while giving a file its name"
     ):
-        export(path, out)
+        export_weights(path, out)
     assert out.read_text() == "mine"
     assert not (tmp_path / "unfinished-a.safetensors").exists()
 
@@ -508,7 +515,7 @@ def test_where_there_are_no_hard_links_it_is_renamed_and_said(
     monkeypatch.setattr(os, "link", refused)
     out = tmp_path / "a.safetensors"
     with caplog.at_level(logging.INFO, "zfunc"):
-        export(save(tmp_path), out)
+        export_weights(save(tmp_path), out)
     assert f"no hard links in {tmp_path}: unfinished-a.safetensors is renamed" in caplog.messages[-1]
     assert len(load_file(out)) == 3
     assert not (tmp_path / "unfinished-a.safetensors").exists()
@@ -517,8 +524,8 @@ def test_where_there_are_no_hard_links_it_is_renamed_and_said(
 def test_it_works_where_there_is_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\nfrom pathlib import Path\n"
-        "from zfunc.checkpoint.export import export\n"
-        "export(Path(sys.argv[1]), Path(sys.argv[2]), dtype='bf16')\n"
+        "from zfunc.checkpoint.export import export_weights\n"
+        "export_weights(Path(sys.argv[1]), Path(sys.argv[2]), dtype='bf16')\n"
     )
     out = tmp_path / "a.safetensors"
     keep = [sys.executable, "-c", code, str(by_hand(tmp_path, [{}], [], "fp32")), str(out)]

@@ -14,11 +14,11 @@ from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FROZEN, KINDS, Kept, Manifest, Piece, check_model
-from zfunc.checkpoint.read_plan import Wanted, plan_reads
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
+from zfunc.checkpoint.manifest import FROZEN, KINDS, Manifest, ParameterEntry, StateSlice, check_model
+from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.optimizer_state import BUFFERS, Moments
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments
 from zfunc.errors import CheckpointError
 
 MOMENTS: list[Moments] = ["fp32", "16bit", "8bit"]
@@ -29,9 +29,9 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return checkpoints.open_checkpoint(save(tmp_path_factory.mktemp("a"), moments="8bit")).manifest
 
 
-def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[Wanted]:
+def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[WantedSlice]:
     return [
-        Wanted(name, span.name, *stored_slice(kind, start, stop))
+        WantedSlice(name, span.name, *stored_slice(kind, start, stop))
         for span, start, stop in slices(layout, world, rank)
         for name, kind in KINDS[moments].items()
     ]
@@ -46,7 +46,7 @@ def test_what_any_ranks_wrote_any_others_read(
 ) -> None:
     with TemporaryDirectory() as folder:
         path = save(Path(folder), world=writers, bucket_size=their_bucket, moments=moments)
-        manifest = manifest_file.read(path)
+        manifest = manifest_file.read_manifest(path)
         layout = make_layout(MODEL, bucket_size=our_bucket, world=readers)
         sizes = {span.name: span.stop - span.start for span in layout.spans}
         for rank in range(readers):
@@ -61,19 +61,20 @@ def test_what_any_ranks_wrote_any_others_read(
 def partition(layout: Layout, world: int) -> Manifest:
     """A manifest of fp32 state, no file behind it: a rank's pieces of all parameters share a tensor."""
     kinds = KINDS["fp32"]
-    pieces: dict[tuple[str, str], list[Piece]] = {(s.name, k): [] for s in layout.spans for k in kinds}
+    pieces: dict[tuple[str, str], list[StateSlice]] = {(s.name, k): [] for s in layout.spans for k in kinds}
     shards = []
     for rank in range(world):
         end = 0
         for span, start, stop in slices(layout, world, rank):
             for kind in kinds:
-                pieces[span.name, kind].append(Piece(start, stop, rank, kind, end))
+                pieces[span.name, kind].append(StateSlice(start, stop, rank, kind, end))
             end += stop - start
-        tensors = tuple(Stored(kind, "F32", (end,)) for kind in kinds)
+        tensors = tuple(TensorInfo(kind, "F32", (end,)) for kind in kinds)
         sums = dict.fromkeys(kinds, (0,) if end else ())
         shards.append(Shard(f"rank{rank}", end * 12 + 64, 0, 1 << 20, tensors, sums))
     kept = tuple(
-        Kept(s.name, s.shape, True, {k: tuple(pieces[s.name, k]) for k in kinds}) for s in layout.spans
+        ParameterEntry(s.name, s.shape, True, {k: tuple(pieces[s.name, k]) for k in kinds})
+        for s in layout.spans
     )
     return evolve(EMPTY, world=world, shards=tuple(shards), parameters=kept)
 
@@ -117,46 +118,46 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
     ("wanted", "message"),
     [
         (
-            Wanted("master", "embed.wieght", 0, 1),
+            WantedSlice("master", "embed.wieght", 0, 1),
             r"got 'embed.wieght' \(did you mean 'embed.weight'\?\), expected",
         ),
-        (Wanted("exp_avg", "embed.weight", 0, 131), "expected a slice of 130 elements"),
-        (Wanted("exp_avg", "embed.weight", 2, 1), "expected a slice of 130 elements"),
-        (Wanted("exp_avg_sq_scale", "embed.weight", 0, 4), "expected a slice of 3 elements"),
-        (Wanted("master", "embed.weight", 0, 1), r"got 'master' \(did you mean 'master_"),
+        (WantedSlice("exp_avg", "embed.weight", 0, 131), "expected a slice of 130 elements"),
+        (WantedSlice("exp_avg", "embed.weight", 2, 1), "expected a slice of 130 elements"),
+        (WantedSlice("exp_avg_sq_scale", "embed.weight", 0, 4), "expected a slice of 3 elements"),
+        (WantedSlice("master", "embed.weight", 0, 1), r"got 'master' \(did you mean 'master_"),
     ],
 )
-def test_what_is_not_there_is_not_planned(manifest: Manifest, wanted: Wanted, message: str) -> None:
+def test_what_is_not_there_is_not_planned(manifest: Manifest, wanted: WantedSlice, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_reads(manifest, [wanted])
 
 
 def test_of_a_parameter_without_elements_nothing_is_planned() -> None:
     manifest = partition(make_layout([[Parameter("a", (0,)), Parameter("b", (3,))]], bucket_size=64), 1)
-    assert plan_reads(manifest, [Wanted("master", "a", 0, 0)]) == ()
+    assert plan_reads(manifest, [WantedSlice("master", "a", 0, 0)]) == ()
     with pytest.raises(ValueError, match="expected a slice of 0 elements"):
-        plan_reads(manifest, [Wanted("master", "a", 0, 1)])
+        plan_reads(manifest, [WantedSlice("master", "a", 0, 1)])
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_what_is_written_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
     found = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))
     assert manifest_file.from_json(manifest_file.to_json(found.manifest)) == found.manifest
-    assert {w.kind for w in everything(found.manifest)} == {x.name for x in BUFFERS[moments]}
+    assert {w.kind for w in everything(found.manifest)} == {x.name for x in STATE_FORMATS[moments]}
     assert_whole(found)
 
 
 def test_neither_world_nor_buckets_can_be_told_from_the_elements(tmp_path: Path) -> None:
     """No padding: the shards hold as many bytes of data as the parameters have state."""
     for world, bucket_size in ((1, 50), (3, 1000), (7, 1)):
-        manifest = manifest_file.read(save(tmp_path, world=world, bucket_size=bucket_size))
+        manifest = manifest_file.read_manifest(save(tmp_path, world=world, bucket_size=bucket_size))
         assert sum(t.nbytes for x in manifest.shards for t in x.tensors) == (130 + 210 + 30) * 12
 
 
 def test_frozen_parameters_are_kept_as_they_are() -> None:
     for dtype in ("F32", "BF16", "F16"):
-        shard = Shard("a", 1000, 0, 64, (Stored("x", dtype, (5,)),), {"x": (0,)})
-        kept = Kept("stem", (5,), False, {FROZEN: (Piece(0, 5, 0, "x", 0),)})
+        shard = Shard("a", 1000, 0, 64, (TensorInfo("x", dtype, (5,)),), {"x": (0,)})
+        kept = ParameterEntry("stem", (5,), False, {FROZEN: (StateSlice(0, 5, 0, "x", 0),)})
         made = evolve(EMPTY, shards=(shard,), parameters=(kept,))
         assert manifest_file.from_json(manifest_file.to_json(made)) == made
         with pytest.raises(
@@ -166,9 +167,9 @@ def test_frozen_parameters_are_kept_as_they_are() -> None:
 
 
 def test_a_parameter_of_no_elements_has_no_pieces() -> None:
-    made = evolve(EMPTY, parameters=(Kept("none", (0, 3), True, dict.fromkeys(KINDS["fp32"], ())),))
+    made = evolve(EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(KINDS["fp32"], ())),))
     assert manifest_file.from_json(manifest_file.to_json(made)) == made
-    assert plan_reads(made, [Wanted("master", "none", 0, 0)]) == ()
+    assert plan_reads(made, [WantedSlice("master", "none", 0, 0)]) == ()
 
 
 MODELS: list[tuple[list[Parameter], str]] = [

@@ -16,20 +16,24 @@ from saved import content
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.checksums import combine, cut
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, Stored
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.checkpoint.shard_reader import open_shard
-from zfunc.checkpoint.shard_writer import create
+from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.errors import CheckpointError
 
-TENSORS = (Stored("codes", "U8", (5, 7)), Stored("w", "F32", (3, 11)), Stored("half", "BF16", (9,)))
+TENSORS = (
+    TensorInfo("codes", "U8", (5, 7)),
+    TensorInfo("w", "F32", (3, 11)),
+    TensorInfo("half", "BF16", (9,)),
+)
 
 
-def whole(tensors: tuple[Stored, ...]) -> dict[str, bytes]:
+def whole(tensors: tuple[TensorInfo, ...]) -> dict[str, bytes]:
     return {t.name: content(t.name, t.dtype, t.nbytes) for t in tensors}
 
 
-def write(path: Path, tensors: tuple[Stored, ...] = TENSORS, chunk: int = 32) -> Shard:
-    writer = create(path, tensors, chunk=chunk)
+def write(path: Path, tensors: tuple[TensorInfo, ...] = TENSORS, chunk: int = 32) -> Shard:
+    writer = create_shard(path, tensors, chunk=chunk)
     for name, data in whole(tensors).items():
         writer.write_at(name, 0, data)
     return writer.finish()
@@ -44,15 +48,15 @@ def read_all(path: Path, shard: Shard | None) -> dict[str, bytes]:
 
 
 @st.composite
-def tables(draw: st.DrawFn) -> tuple[Stored, ...]:
+def tables(draw: st.DrawFn) -> tuple[TensorInfo, ...]:
     shapes = st.lists(st.integers(0, 12), max_size=3)
     made = draw(st.lists(st.tuples(st.sampled_from(sorted(BYTES)), shapes), max_size=5))
-    return tuple(Stored(f"t{n}", dtype, shape) for n, (dtype, shape) in enumerate(made))
+    return tuple(TensorInfo(f"t{n}", dtype, shape) for n, (dtype, shape) in enumerate(made))
 
 
 @given(tables(), st.sampled_from([8, 24, 64, 1 << 20]), st.data())
 def test_any_writes_in_any_order_are_read_in_any_slices(
-    tensors: tuple[Stored, ...], chunk: int, data: st.DataObject
+    tensors: tuple[TensorInfo, ...], chunk: int, data: st.DataObject
 ) -> None:
     wanted = whole(tensors)
     parts = []
@@ -61,7 +65,7 @@ def test_any_writes_in_any_order_are_read_in_any_slices(
         parts += [(t, a, b) for a, b in pairwise(sorted({0, t.numel} | cuts))]
     with TemporaryDirectory() as folder:
         path = Path(folder, "x.safetensors")
-        writer = create(path, tensors, chunk=chunk)
+        writer = create_shard(path, tensors, chunk=chunk)
         for t, a, b in data.draw(st.permutations(parts)):
             item = BYTES[t.dtype]
             writer.write_at(t.name, a, wanted[t.name][a * item : b * item])
@@ -83,9 +87,9 @@ def test_the_checksum_of_neighbours_follows_from_theirs(a: bytes, b: bytes) -> N
 
 
 def test_threads_write_at_once(tmp_path: Path) -> None:
-    t = Stored("w", "F32", (4096,))
+    t = TensorInfo("w", "F32", (4096,))
     data = whole((t,))["w"]
-    writer = create(tmp_path / "x", [t], chunk=1000)
+    writer = create_shard(tmp_path / "x", [t], chunk=1000)
 
     def fill(thread: int) -> None:
         for start in range(thread * 16, 4096, 64):
@@ -123,8 +127,8 @@ def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(t
         "scalar": np.array(7, np.float32),
     }
     names = {"float32": "F32", "uint8": "U8", "int16": "I16"}
-    tensors = [Stored(name, names[x.dtype.name], x.shape) for name, x in arrays.items()]
-    writer = create(tmp_path / "ours", tensors, metadata={"format": "np", "note": ""})
+    tensors = [TensorInfo(name, names[x.dtype.name], x.shape) for name, x in arrays.items()]
+    writer = create_shard(tmp_path / "ours", tensors, metadata={"format": "np", "note": ""})
     for name, x in arrays.items():
         writer.write_at(name, 0, x)
     writer.finish()
@@ -189,7 +193,7 @@ def test_a_file_that_shrinks_while_it_is_read_says_so(tmp_path: Path) -> None:
 
 def test_another_file_of_the_same_size_is_refused(tmp_path: Path) -> None:
     shard = write(tmp_path / "x")
-    renamed = tuple(Stored(t.name.swapcase(), t.dtype, t.shape) for t in TENSORS)
+    renamed = tuple(TensorInfo(t.name.swapcase(), t.dtype, t.shape) for t in TENSORS)
     write(tmp_path / "y", renamed)
     with pytest.raises(CheckpointError, match=r"/y: got another header than was written, in bytes 0 to"):
         open_shard(tmp_path / "y", shard)
@@ -198,7 +202,7 @@ def test_another_file_of_the_same_size_is_refused(tmp_path: Path) -> None:
 def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = Stored("w", "F32", (1000,))
+    tensor = TensorInfo("w", "F32", (1000,))
     shard = write(tmp_path / "x", (tensor,), chunk=256)
     read: list[int] = []
     original = disk.read_all
@@ -237,7 +241,7 @@ def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
     ],
 )
 def test_what_cannot_be_written_says_why(tmp_path: Path, arguments: Any, message: str) -> None:
-    writer = create(tmp_path / "x", TENSORS)
+    writer = create_shard(tmp_path / "x", TENSORS)
     writer.write_at("w", 4, bytes(8))
     with pytest.raises(ValueError, match=message):
         writer.write_at(*arguments)
@@ -245,7 +249,7 @@ def test_what_cannot_be_written_says_why(tmp_path: Path, arguments: Any, message
 
 
 def test_a_file_with_an_element_missing_is_not_finished(tmp_path: Path) -> None:
-    writer = create(tmp_path / "x", [Stored("w", "F32", (100,))], chunk=64)
+    writer = create_shard(tmp_path / "x", [TensorInfo("w", "F32", (100,))], chunk=64)
     writer.write_at("w", 0, bytes(20))
     writer.write_at("w", 6, bytes(4 * 94))
     with pytest.raises(
@@ -274,23 +278,23 @@ def test_no_file_is_overwritten(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"/x: got 'File exists' while making a file of 128 bytes: name"
     ):
-        create(tmp_path / "x", [Stored("w", "U8", (64,))])
+        create_shard(tmp_path / "x", [TensorInfo("w", "U8", (64,))])
     assert (tmp_path / "x").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("tensors", "chunk", "message"),
     [
-        ([Stored("w", "U8", ()), Stored("w", "U8", ())], 64, "two tensors of one name"),
+        ([TensorInfo("w", "U8", ()), TensorInfo("w", "U8", ())], 64, "two tensors of one name"),
         ([], 63, "chunk: got 63 bytes, expected a multiple of 8"),
         ([], 1 << 30, "chunk: got 1073741824"),
     ],
 )
 def test_what_cannot_be_a_shard_says_why(
-    tmp_path: Path, tensors: list[Stored], chunk: int, message: str
+    tmp_path: Path, tensors: list[TensorInfo], chunk: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        create(tmp_path / "x", tensors, chunk=chunk)
+        create_shard(tmp_path / "x", tensors, chunk=chunk)
     assert not list(tmp_path.iterdir())
 
 
@@ -299,4 +303,4 @@ def test_what_cannot_be_a_shard_says_why(
 )
 def test_what_cannot_be_a_tensor_says_so(stored: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        Stored(*stored)
+        TensorInfo(*stored)

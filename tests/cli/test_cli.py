@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from zfunc.cli.main import main
 from zfunc.cli.terminal import interrupts, printable
 from zfunc.train.events import INTERRUPT, TERMINATED
-from zfunc.train.pacing import WARM_STEPS, Length
-from zfunc.train.settings import Settings
+from zfunc.train.pacing import WARM_STEPS, StepBudget
+from zfunc.train.settings import TrainSettings
 
 
 def model(*sizes: int) -> list[str]:
@@ -325,9 +325,11 @@ def test_the_time_bound_ends_a_run(texts: Path, capsys: pytest.CaptureFixture[st
     assert max(lrs) > 2 * lrs[-1]
 
 
-def paced(seconds_each: list[float], *, steps: int | None, seconds: float) -> tuple[int, float, str, Length]:
+def paced(
+    seconds_each: list[float], *, steps: int | None, seconds: float
+) -> tuple[int, float, str, StepBudget]:
     """Steps that take so long, the last of them for ever: when it ended, why, and the length."""
-    length, elapsed, step, why = Length(Settings(steps=steps, seconds=seconds), steps), 0.0, 0, ""
+    length, elapsed, step, why = StepBudget(TrainSettings(steps=steps, seconds=seconds), steps), 0.0, 0, ""
     while not why:
         elapsed += seconds_each[min(step, len(seconds_each) - 1)]
         step += 1
@@ -339,26 +341,26 @@ def paced(seconds_each: list[float], *, steps: int | None, seconds: float) -> tu
 def test_the_length_follows_the_clock_only_where_it_must() -> None:
     assert paced([0.09], steps=1000, seconds=100.0)[::2] == (1000, "steps")
     assert paced([0.25], steps=1000, seconds=100.0)[::2] == (400, "seconds")
-    slow = Length(Settings(steps=1000, seconds=100.0), 1000)
+    slow = StepBudget(TrainSettings(steps=1000, seconds=100.0), 1000)
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
     assert slow.total == 500
     assert slow.ended(499, 99.8) == ""
     assert slow.ended(400, 100.0) == "seconds"
     assert slow.ended(10, 1.0, stopping=INTERRUPT) == "interrupt"
-    timed = Length(Settings(steps=None, seconds=100.0), None)
+    timed = StepBudget(TrainSettings(steps=None, seconds=100.0), None)
     assert timed.left(1, 1.0) == 99.0
     assert paced([10.0], steps=None, seconds=100.0)[::2] == (10, "seconds")
     assert (
         paced([10.0] * 4, steps=1000, seconds=100.0)[3].total == 10
     )  # one warm step, of a tenth of the time
-    endless = Length(Settings(steps=7, seconds=None), 7)
+    endless = StepBudget(TrainSettings(steps=7, seconds=None), 7)
     assert endless.after(1, 1e9).total == 7
 
 
 def test_the_first_steps_say_nothing_about_the_pace() -> None:
     """Imports and tracing beside two busy loops: 8 s, of 140, for what takes 50 ms from then on."""
-    length = Length(Settings(steps=1500, seconds=140.0), 1500)
+    length = StepBudget(TrainSettings(steps=1500, seconds=140.0), 1500)
     for step in range(1, WARM_STEPS + 1):
         length = length.after(step, 8.0 * step)
         assert (length.total, length.left(step, 8.0 * step)) == (1500, 140.0 - 8.0 * step)

@@ -15,7 +15,7 @@ import pytest
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
 from zfunc.cli.parser import as_typed, shortened
-from zfunc.train.setup import _fast_precision, resolve
+from zfunc.train.setup import _fast_precision, resolve_settings
 
 Out = pytest.CaptureFixture[str]
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
@@ -225,7 +225,8 @@ def test_why_a_gpu_computes_in_16_bits(
     """The choice of a GPU with and without bf16, made for a CPU that then trains in it."""
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: has)
     monkeypatch.setattr(
-        "zfunc.train.setup.resolve", lambda s: attrs.evolve(resolve(s), precision=_fast_precision())
+        "zfunc.train.setup.resolve_settings",
+        lambda s: attrs.evolve(resolve_settings(s), precision=_fast_precision()),
     )
     args = [*TINY, "--device", "cpu", "--data", "short.txt", "--steps", "1", "--save-every", "0"]
     assert main(["train", *args]) == 0
@@ -345,7 +346,7 @@ def test_a_fault_of_zfuncs_own_is_a_failure_that_says_so(
     def fail(*_: Any) -> None:
         raise KeyError("lost")
 
-    monkeypatch.setattr("zfunc.train.history.history", fail)
+    monkeypatch.setattr("zfunc.train.history.read_history", fail)
     assert main(["report", "empty"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("zfunc report: error: KeyError: 'lost'")
@@ -356,7 +357,7 @@ def test_an_error_of_many_lines_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any) -> None:
         raise ValueError("got \x1b[2J" + "\n".join("x" * 5000 for _ in range(100)))
 
-    monkeypatch.setattr("zfunc.train.history.history", fail)
+    monkeypatch.setattr("zfunc.train.history.read_history", fail)
     assert main(["report", "empty"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 22
@@ -369,7 +370,7 @@ def test_errors_of_the_system_say_the_path(monkeypatch: pytest.MonkeyPatch, caps
     def fail(*_: Any) -> None:
         raise PermissionError(13, "Permission denied", "run/metrics.jsonl")
 
-    monkeypatch.setattr("zfunc.train.history.history", fail)
+    monkeypatch.setattr("zfunc.train.history.read_history", fail)
     assert "run/metrics.jsonl: got 'Permission denied' from the system" in refused(capsys, "report", "empty")
 
 
@@ -447,7 +448,7 @@ def test_names_that_are_no_text_are_spelled_out() -> None:
 def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     """Also where the tests themselves ignore it: a script starts its background jobs so."""
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)
-    monkeypatch.setattr("zfunc.train.history.history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr("zfunc.train.history.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
     try:
         assert main(["report", "nowhere"]) == 130
     finally:

@@ -12,15 +12,15 @@ import torch
 
 import zfunc
 from zfunc.cli import plan_report, planning
-from zfunc.cli.calibrate import Calibrate
+from zfunc.cli.calibrate import CalibrateSettings
 from zfunc.cli.catalogue import parser
-from zfunc.cli.draw_settings import Sketch
+from zfunc.cli.draw_settings import DrawSettings
 from zfunc.cli.main import main
-from zfunc.cli.plan_settings import Planning
+from zfunc.cli.plan_settings import PlanSettings
 from zfunc.planner import memory_check as room
-from zfunc.planner.profile_toml import load, text
-from zfunc.train.settings import TRAIN, Settings
-from zfunc.train.setup import prepare, segments
+from zfunc.planner.profile_toml import load_profile, profile_text
+from zfunc.train.settings import TRAIN, TrainSettings
+from zfunc.train.setup import gpt_segments, prepare_job
 
 TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]
@@ -39,7 +39,7 @@ def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_room(path: Path, **nbytes: float) -> Path:
     """A profile of an H100 with so many bytes on some tiers."""
-    profile = load("h100")
+    profile = load_profile("h100")
     figures = {table: dict(of) for table, of in profile.figures.items()}
     figures["bytes"].pop("context")
     for tier, value in nbytes.items():
@@ -47,7 +47,7 @@ def with_room(path: Path, **nbytes: float) -> Path:
         share = f"{tier}_bytes"
         figures["reached"][share] = attrs.evolve(figures["reached"][share], value=1.0)
     figures["count"]["devices"] = attrs.evolve(figures["count"]["devices"], value=1)
-    path.write_text(text(attrs.evolve(profile, figures=figures)))
+    path.write_text(profile_text(attrs.evolve(profile, figures=figures)))
     return path
 
 
@@ -103,9 +103,11 @@ def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
 
 def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None:
     size = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024, "vocab_size": 50257}
-    asked = Planning(num_layers=65, batch_size=4, **size)
+    asked = PlanSettings(num_layers=65, batch_size=4, **size)
     tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
-    made = zfunc.plan(segments(asked), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False)
+    made = zfunc.plan(
+        gpt_segments(asked), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False
+    )
     assert made.fits
     assert made.memory["device"] < made.profile.value("bytes", "device")
 
@@ -182,13 +184,17 @@ def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path:
 def test_what_was_found_can_be_typed_wherever_a_line_ends(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = planning.answer(Planning(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
+    made = planning.plan_model(
+        PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100)
+    )
     setup = made.planned.setup.having(schedule=schedule, offload_ratio=0.0, speculate=3, delay=False)
     planned = attrs.evolve(made.planned, setup=setup)
     found = attrs.evolve(made, asked=attrs.evolve(made.asked, schedule="auto"), planned=planned)
     for width in range(40, 130):
         monkeypatch.setattr(plan_report, "WIDTH", width)
-        paragraph = next(x for x in plan_report.text(found).split("\n\n") if x.startswith("as options of"))
+        paragraph = next(
+            x for x in plan_report.plan_text(found).split("\n\n") if x.startswith("as options of")
+        )
         lead, _, options = paragraph.partition(":")
         typed = parser()[1]["train"].parse_args(options.split())
         assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
@@ -241,15 +247,17 @@ def test_a_profile_with_an_absurd_figure_is_refused_readably(capsys: Out, tmp_pa
     assert err.count("\n") <= 2
 
 
-@pytest.mark.parametrize("kind", [Planning, Sketch, Calibrate])
+@pytest.mark.parametrize("kind", [PlanSettings, DrawSettings, CalibrateSettings])
 def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: Any) -> None:
     """What is chosen for a GPU is that of a GPU; the vocabulary follows from the data, as below."""
     groups = "model", "step", "offload", "how it runs"
     same = {name for name in attrs.fields_dict(kind) if name in TRAIN and TRAIN[name].group in groups}
     assert {"num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size", "clip"} <= same
     for name in same - {"precision"}:
-        mine, theirs = getattr(kind(), name), getattr(Settings(), name)
-        assert mine == (50_000_000 if name == "bucket_size" and kind is not Calibrate else theirs), name
+        mine, theirs = getattr(kind(), name), getattr(TrainSettings(), name)
+        assert mine == (50_000_000 if name == "bucket_size" and kind is not CalibrateSettings else theirs), (
+            name
+        )
 
 
 @pytest.mark.parametrize(
@@ -275,9 +283,9 @@ def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> 
     Path("records.jsonl").write_text('{"text": "so it goes so it goes"}\n' * 300)
     Path("tokens.bin").write_bytes(bytes(4000))
     flags: dict[str, Any] = {**more, "data": Path(data)}
-    trained = prepare(Settings(**flags, device="cpu"), cache=Path("cache")).program.segments
-    for asked in (Planning(**flags), Sketch(**flags)):
-        assert [s.parameters for s in segments(asked)] == [s.parameters for s in trained]
+    trained = prepare_job(TrainSettings(**flags, device="cpu"), cache=Path("cache")).program.segments
+    for asked in (PlanSettings(**flags), DrawSettings(**flags)):
+        assert [s.parameters for s in gpt_segments(asked)] == [s.parameters for s in trained]
 
 
 # --- zfunc calibrate and zfunc train -------------------------------------------------------------------------
@@ -311,19 +319,19 @@ def test_train_refuses_what_does_not_fit_with_the_planners_advice(
 
 
 def test_asking_for_room_takes_no_time_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zfunc.train.settings import Settings
-    from zfunc.train.setup import prepare
+    from zfunc.train.settings import TrainSettings
+    from zfunc.train.setup import prepare_job
 
     Path("a.txt").write_text("so it goes. " * 5000)
     took: list[float] = []
-    ask = room.check_room
+    ask = room.check_fits
 
     def timed(*args: Any, **given: Any) -> None:
         began = time.process_time()
         ask(*args, **given)
         took.append(time.process_time() - began)
 
-    monkeypatch.setattr("zfunc.train.setup.check_room", timed)
-    prepare(Settings(data=Path("a.txt")), cache=Path("cache"))
+    monkeypatch.setattr("zfunc.train.setup.check_fits", timed)
+    prepare_job(TrainSettings(data=Path("a.txt")), cache=Path("cache"))
     assert took
     assert took[0] < 0.5

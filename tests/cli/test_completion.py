@@ -10,7 +10,7 @@ import pytest
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.completion import SHELLS, place
 from zfunc.cli.main import main
-from zfunc.planner.profile_toml import names as profiles
+from zfunc.planner.profile_toml import profile_names as profiles
 from zfunc.train.settings import MOMENTS, PRECISIONS, RECOMPUTE
 
 BASH = """

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from zfunc.cli.main import main
-from zfunc.train.deepspeed import read
-from zfunc.train.deepspeed.flags import merged
+from zfunc.train.deepspeed.flags import merge_flags
+from zfunc.train.deepspeed.reading import read_config_file
 from zfunc.train.deepspeed.schedules import WarmupDecayLR
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
 FILE = """{
@@ -148,25 +148,27 @@ def test_a_file_by_which_an_update_cannot_be_made_is_refused_before_the_first(ca
 
 def test_flags_hold_where_the_file_says_nothing() -> None:
     open_batch = {"train_batch_size": "auto"}
-    assert merged({}, read(open_batch), 1) == {}
-    assert merged({"micro_batches": 2}, read(open_batch), 1) == {"micro_batches": 2}
+    assert merge_flags({}, read_config_file(open_batch), 1) == {}
+    assert merge_flags({"micro_batches": 2}, read_config_file(open_batch), 1) == {"micro_batches": 2}
     flags = {"lr": 0.5, "batch_size": 12, "micro_batches": 3, "precision": "bf16", "clip": 2.0, "seed": 4}
-    assert merged(flags, read({}), 1) == flags
+    assert merge_flags(flags, read_config_file({}), 1) == flags
     auto = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "gradient_clipping": "auto"}
-    assert merged(flags, read(auto), 1) == {**flags, "weight_decay": 0.0}
+    assert merge_flags(flags, read_config_file(auto), 1) == {**flags, "weight_decay": 0.0}
     both = {**auto, "bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
-    assert "precision" not in merged({}, read(open_batch | both), 1)
-    assert merged({}, read(open_batch | {"fp16": {"enabled": False}}), 1)["precision"] == "fp32"
-    assert merged({}, read({"train_micro_batch_size_per_gpu": 3}), 4)["batch_size"] == 12
+    assert "precision" not in merge_flags({}, read_config_file(open_batch | both), 1)
+    assert (
+        merge_flags({}, read_config_file(open_batch | {"fp16": {"enabled": False}}), 1)["precision"] == "fp32"
+    )
+    assert merge_flags({}, read_config_file({"train_micro_batch_size_per_gpu": 3}), 4)["batch_size"] == 12
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
-    assert merged({"lr": 1e-3}, read(open_batch | adam), 1)["lr"] == 1e-3
+    assert merge_flags({"lr": 1e-3}, read_config_file(open_batch | adam), 1)["lr"] == 1e-3
 
 
 def test_who_says_no_batch_at_all_is_told_so_as_there(capsys: Any) -> None:
     Path("ds.json").write_text("{}")
     assert train() == 2
     assert "ds.json: got neither train_batch_size nor" in capsys.readouterr().err
-    assert merged({"batch_size": 6}, read("ds.json"), 1)["batch_size"] == 6
+    assert merge_flags({"batch_size": 6}, read_config_file("ds.json"), 1)["batch_size"] == 6
 
 
 @pytest.mark.parametrize(
@@ -175,16 +177,16 @@ def test_who_says_no_batch_at_all_is_told_so_as_there(capsys: Any) -> None:
 )
 def test_how_exact_the_moments_are(file: dict[str, Any]) -> None:
     file = {"train_batch_size": 8, **file}
-    assert merged({}, read(file), 1)["moments"] == "16bit"
-    assert merged({"moments": "8bit"}, read(file), 1)["moments"] == "8bit"
+    assert merge_flags({}, read_config_file(file), 1)["moments"] == "16bit"
+    assert merge_flags({"moments": "8bit"}, read_config_file(file), 1)["moments"] == "8bit"
     with pytest.raises(ValueError, match="--moments: got fp32, and the dict says"):
-        merged({"moments": "fp32"}, read(file), 1)
+        merge_flags({"moments": "fp32"}, read_config_file(file), 1)
 
 
 def test_where_the_optimizers_state_is() -> None:
     def ratio(flags: dict[str, Any], **offload: Any) -> Any:
         file = {"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": offload}}
-        return merged(flags, read(file), 1).get("offload_ratio")
+        return merge_flags(flags, read_config_file(file), 1).get("offload_ratio")
 
     assert ratio({}) is None
     assert ratio({}, device="cpu") == "1.0"
@@ -208,11 +210,13 @@ def test_where_the_optimizers_state_is() -> None:
 )
 def test_flags_that_a_scheduler_would_not_hear(flags: Any, scheduler: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        merged(flags, read({"scheduler": scheduler}), 1)
+        merge_flags(flags, read_config_file({"scheduler": scheduler}), 1)
 
 
 def test_settings_made_by_hand_may_not_contradict_their_file() -> None:
-    from zfunc.train.deepspeed.convert import beside
+    from zfunc.train.deepspeed.convert import config_extras
 
     with pytest.raises(ValueError, match=r"optimizer\.params\.lr 0\.002"):
-        beside(Settings(config=Path("ds.json"), batch_size=8, precision="fp16", clip=0.5, bucket_size=5000))
+        config_extras(
+            TrainSettings(config=Path("ds.json"), batch_size=8, precision="fp16", clip=0.5, bucket_size=5000)
+        )

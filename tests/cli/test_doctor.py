@@ -12,15 +12,14 @@ import torch
 from fake_machines import tree, two_sockets
 
 from zfunc.cli import devices, machine
-from zfunc.cli.doctor import bandwidth as bandwidth_checks
-from zfunc.cli.doctor import lines, show, well
+from zfunc.cli.doctor import all_well, bandwidth_checks, lines, show_checks
 from zfunc.cli.machine import UNKNOWN, Check
 from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.numa import Seat
-from zfunc.runtime.thread_budget import decide
+from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.thread_budget import choose_threads
 
 GOOD = Bandwidth(
     nbytes=1 << 30, gigabytes=50.0, reached=0.9, beyond_caches=True, huge=(1 << 30, 1 << 30), others=0.0
@@ -44,7 +43,7 @@ def measured() -> Bandwidth:
     patch = pytest.MonkeyPatch()
     patch.setattr(bandwidth, "largest_cache", lambda: 16 << 20)
     with patch.context():
-        made = bandwidth.measure(0.2)
+        made = bandwidth.measure_bandwidth(0.2)
     patch.undo()
     return made
 
@@ -62,7 +61,7 @@ def test_bandwidth_is_measured_on_memory_as_a_training_has_it(measured: Bandwidt
 def test_the_command_tells_everything_and_its_exit_code_is_its_verdict(
     measured: Bandwidth, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("zfunc.cli.doctor.measure", lambda: measured)
+    monkeypatch.setattr("zfunc.cli.doctor.measure_bandwidth", lambda: measured)
     code = main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)
     wrong = [check for check in told["checks"] if check["problem"]]
@@ -111,7 +110,7 @@ def test_two_openmp_runtimes_are_a_problem() -> None:
     ],
 )
 def test_huge_pages_that_do_not_come_are_a_problem(mode: Any, got: Any, wrong: bool) -> None:
-    checks = by_name(machine.memory(mode, got))
+    checks = by_name(machine.memory_checks(mode, got))
     assert (checks["huge pages"].problem is not None) == wrong
     assert checks["huge pages"].value.startswith(mode or UNKNOWN)
 
@@ -147,7 +146,7 @@ def test_rounding_is_exact_here_and_to_a_power_of_two_in_torch() -> None:
 def test_what_the_environment_does_to_threads(
     tmp_path: Path, environment: dict[str, str], wrong: list[str]
 ) -> None:
-    decision = decide(environment, frozenset(range(8)), two_sockets(tmp_path))
+    decision = choose_threads(environment, frozenset(range(8)), two_sockets(tmp_path))
     checks = list(machine.threads(decision, environment))
     assert problems(checks) == wrong
     assert by_name(checks)["of a sweep"].value.startswith("4 threads: 4 physical cores of 8 CPUs")
@@ -168,15 +167,15 @@ def test_what_the_environment_does_to_threads(
 def test_other_work_on_the_same_cores_is_a_problem_unless_waiting_is_sleeping(
     tmp_path: Path, others: float | None, environment: dict[str, str], wrong: bool
 ) -> None:
-    decision = decide(environment, frozenset(range(8)), two_sockets(tmp_path))
+    decision = choose_threads(environment, frozenset(range(8)), two_sockets(tmp_path))
     check = machine.neighbours(others, decision, environment)
     assert (check.problem is not None) == wrong
     assert check.value == (UNKNOWN if others is None else f"{others} of 8 CPUs")
 
 
 def test_nodes_and_who_runs_on_them(tmp_path: Path) -> None:
-    nodes = topology.nodes(two_sockets(tmp_path))
-    seats = [Seat(0, frozenset({0})), Seat(1, frozenset({2})), Seat(1, frozenset({2}))]
+    nodes = topology.numa_nodes(two_sockets(tmp_path))
+    seats = [NumaSlot(0, frozenset({0})), NumaSlot(1, frozenset({2})), NumaSlot(1, frozenset({2}))]
     values = [check.value for check in machine.numa(nodes, seats)]
     assert values == [
         "4 CPUs, 300.0 KiB free, 1,000.0 KiB in all, 1 threads of a sweep",
@@ -290,8 +289,8 @@ def test_a_problem_comes_with_advice() -> None:
 
 def test_what_is_wrong_stands_at_the_end_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     checks = Check("threads", "good", "1"), Check("threads", "bad", "2\x1b[2J", "it is 2", "make it 1")
-    assert not well(checks)
-    show(checks, as_json=False)
+    assert not all_well(checks)
+    show_checks(checks, as_json=False)
     assert capsys.readouterr().out.splitlines() == [
         "threads",
         "  good  1",

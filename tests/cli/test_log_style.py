@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from zfunc.cli.console import Plain
+from zfunc.cli.console import PlainOutput
 from zfunc.cli.deepspeed_lines import DeepSpeedLines, overflow_line, time_line
 from zfunc.cli.main import main
 from zfunc.core.timeline import Event, Timeline
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.events import Overflowed, Stepped, Timed
-from zfunc.train.run_folder import create
+from zfunc.train.run_folder import create_run
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
 TINY = [*TINY, "--batch-size", "4", "--micro-batches", "2"]
@@ -115,8 +115,8 @@ def test_overflows_tell_the_scale_before_and_after() -> None:
 
 
 def test_skipped_steps_are_counted_and_speed_leaves_out_the_first_two(capsys: Out) -> None:
-    run = create(Path("run"))
-    screen = DeepSpeedLines(Plain(run, "byte"), every=2, samples=6)
+    run = create_run(Path("run"))
+    screen = DeepSpeedLines(PlainOutput(run, "byte"), every=2, samples=6)
     scale = LossScale(hysteresis=1)
     screen.show(Overflowed(1, scale, scale.update(overflow=True)))
     for n, (skipped, seconds) in enumerate([(True, 90.0), (False, 90.0), (False, 1.0), (False, 2.0)], 1):

@@ -20,8 +20,8 @@ from table import plan_of
 
 from zfunc.cli.charts import PLACES, placed, rounds, smoothed
 from zfunc.cli.main import main
-from zfunc.cli.report import ENDED, report
-from zfunc.train.history import History, history, rows_of
+from zfunc.cli.report import ENDED, report_page
+from zfunc.train.history import RunHistory, read_history, rows_of
 from zfunc.viz.timeline_html import part
 
 
@@ -52,7 +52,7 @@ def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
-    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
+    made = report_page(read_history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
     found = tables(made)
     assert [cells[:2] for cells in found["Steps"]] == [[str(n), f"{5 / n:.4f}"] for n in range(1, 10)]
     assert found["Held out"] == [["0", "8.0000"], ["9", "4.2500"]]
@@ -69,7 +69,7 @@ def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:
-    made = report(history(written(tmp_path, STEPS)))
+    made = report_page(read_history(written(tmp_path, STEPS)))
     assert re.findall(r'<tr class="set"><th scope="row">(\w+)', made) == ["num_layers", "precision", "seed"]
 
 
@@ -78,7 +78,7 @@ def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
         row(9, loss=None, grad_norm=None, skipped=True, loss_scale=65536.0),
         row(10, loss_scale=32768.0),
     ]
-    made = report(history(written(tmp_path, [*STEPS, *skipped])))
+    made = report_page(read_history(written(tmp_path, [*STEPS, *skipped])))
     assert tables(made)["Skipped, for an overflow"] == [["9", "65,536"]]
     assert "skipped: step 9" in made
     assert "<h2>Loss scale</h2>" in made
@@ -87,7 +87,7 @@ def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
 
 def test_how_it_ended_is_said(tmp_path: Path) -> None:
     def ending(name: str, **summary: Any) -> tuple[str, str]:
-        made = report(history(written(tmp_path, STEPS, name=name, **summary)))
+        made = report_page(read_history(written(tmp_path, STEPS, name=name, **summary)))
         ((how, said),) = re.findall(r'<p class="ended (\w*)">(.*?)</p>', made)
         return how, said
 
@@ -99,14 +99,14 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("rows", [[], STEPS[:1], STEPS[:2], STEPS[:4]], ids=["0 rows", "0", "1", "3"])
 def test_a_run_that_has_hardly_begun_is_a_page(rows: list[Row], tmp_path: Path) -> None:
-    made = report(history(written(tmp_path, rows)))
+    made = report_page(read_history(written(tmp_path, rows)))
     assert "No step was measured yet" in made
     assert Elements(made).all("figure") == [] if len(rows) < 2 else "<h2>Loss</h2>" in made
 
 
 def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
     rows = [row(n, loss=None if n % 2 else "much", grad_norm=1e400, lr=True) for n in range(1, 5)]
-    made = report(history(written(tmp_path, rows)))
+    made = report_page(read_history(written(tmp_path, rows)))
     assert "no figures" in made
     assert "nan" not in made.lower().replace("nano", "")
     assert not re.search(r'd="[^"]*(inf|None)', made)
@@ -115,14 +115,16 @@ def test_figures_that_are_no_numbers_are_gaps(tmp_path: Path) -> None:
 def test_a_step_that_is_not_of_the_plan_is_told_not_shown(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS, step=True)
     (run / "plan.txt").write_text("nothing")
-    assert "The measured step cannot be shown" in report(history(run))
+    assert "The measured step cannot be shown" in report_page(read_history(run))
 
 
 # --- nothing foreign -------------------------------------------------------------------------------------
 
 
 def test_it_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
-    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps", sample="text")))
+    made = report_page(
+        read_history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps", sample="text"))
+    )
     elements = Elements(made)
     for tag, of in elements.found:
         assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "a")
@@ -142,7 +144,7 @@ def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
     config["settings"][HOSTILE] = config["machine"]["gpu"] = config["resumed_from"] = HOSTILE
     config["data"] = config["unit"] = HOSTILE
     (run / "config.json").write_text(json.dumps(config))
-    elements = Elements(report(history(run)))
+    elements = Elements(report_page(read_history(run)))
     assert not elements.all("script")
     assert [text for _, text in elements.all("pre")] == [HOSTILE]
 
@@ -202,7 +204,7 @@ def test_round_values_lie_within_and_are_few(low: float, wide: float, most: int)
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:
     run = written(tmp_path, [row(n, grad_norm=1e6 if n == 77_777 else 1.0) for n in range(1, 100_001)])
     began = time.perf_counter()
-    made = report(history(run))
+    made = report_page(read_history(run))
     assert time.perf_counter() - began < 30
     assert len(made) < 600_000
     assert "1 to 1e+06" in made, "one spike of 100,000 is seen"
@@ -215,8 +217,8 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 9, "los')
-    read = history(run)
-    assert isinstance(read, History)
+    read = read_history(run)
+    assert isinstance(read, RunHistory)
     assert (len(read.rows), read.lost) == (len(STEPS), "")
 
 
@@ -225,10 +227,10 @@ def test_a_line_that_is_none_is_told(line: str, tmp_path: Path) -> None:
     run = written(tmp_path, STEPS)
     with (run / "metrics.jsonl").open("a") as file:
         file.write(f"{line}\n{json.dumps(row(10))}\n")
-    read = history(run)
+    read = read_history(run)
     assert len(read.rows) == len(STEPS)
     assert "line 10 is none" in read.lost
-    assert escape(read.lost) in report(read)
+    assert escape(read.lost) in report_page(read)
 
 
 @given(st.binary(max_size=80))
@@ -243,7 +245,7 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
     run = written(tmp_path, STEPS)
     (run / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json.*expected"):
-        history(run)
+        read_history(run)
 
 
 # --- in a browser ----------------------------------------------------------------------------------------
@@ -251,7 +253,7 @@ def test_a_folder_of_something_else_is_refused(text: str, tmp_path: Path) -> Non
 
 @needs_browser
 def test_a_browser_takes_it_without_a_complaint(tmp_path: Path) -> None:
-    made = report(history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
+    made = report_page(read_history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps")))
     shown = show(made, tmp_path)
     assert not shown.console
     assert shown.dom.count('<svg class="chart"') == 6

@@ -21,8 +21,8 @@ from run_folders import STEPS, row, written
 
 from zfunc.cli.main import main
 from zfunc.cli.sensors import GPU, Cores, cores, gpus, host_memory, process_of
-from zfunc.cli.top import Top
-from zfunc.train.following import Following, typical
+from zfunc.cli.top import TopView
+from zfunc.train.following import LiveHistory, typical
 from zfunc.train.recorded import METRICS
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
@@ -31,7 +31,7 @@ Out = pytest.CaptureFixture[str]
 
 def frame(run: Path, **given: Any) -> dict[str, str]:
     """A frame as names and texts."""
-    lines = (re.split(r"\s{2,}", line, maxsplit=1) for line in Top(run, **given).frame())
+    lines = (re.split(r"\s{2,}", line, maxsplit=1) for line in TopView(run, **given).frame())
     return dict(lines)
 
 
@@ -55,7 +55,7 @@ def test_once_prints_a_frame(tmp_path: Path, capsys: Out) -> None:
 
 def test_host_bandwidth_is_planned_bytes_over_host_seconds(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS, step=True)
-    top = Top(run)
+    top = TopView(run)
     assert top.follow.step is not None
     nbytes = sum(op.nbytes for op in top.follow.step.plan.graph if op.kind == "host")
     assert f"at {nbytes / 0.05 / 1e9:.1f} GB/s" in frame(run)["optimizer"]
@@ -65,7 +65,7 @@ def test_host_bandwidth_is_planned_bytes_over_host_seconds(tmp_path: Path) -> No
 
 def test_lanes_are_as_busy_as_in_the_measured_step(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS, step=True)
-    step = Following(run).step
+    step = LiveHistory(run).step
     assert step is not None
     shown = {name: text for name, text in frame(run).items() if name.startswith("lane ")}
     assert shown.keys() == {f"lane {lane}" for lane in step.timeline.lanes}
@@ -94,11 +94,11 @@ def test_no_text_reaches_the_terminal_as_an_order(tmp_path: Path) -> None:
     config["settings"]["precision"] = config["unit"] = f"\x1b[2J{HOSTILE}"
     config["machine"]["gpu"] = "\x9b2J"
     (run / "config.json").write_text(json.dumps(config))
-    assert not CONTROL.search("\n".join(Top(run).frame()))
+    assert not CONTROL.search("\n".join(TopView(run).frame()))
 
 
 def test_ascii_where_there_is_nothing_else(tmp_path: Path) -> None:
-    assert "\n".join(Top(written(tmp_path, STEPS, step=True), plain=True).frame()).isascii()
+    assert "\n".join(TopView(written(tmp_path, STEPS, step=True), plain=True).frame()).isascii()
 
 
 # --- as it grows -----------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def test_however_it_is_cut_what_was_read_is_what_is_there(
     ]
     run = written(tmp_path_factory.mktemp("top"), [])
     text = "".join(json.dumps(r) + "\n" for r in rows)
-    following = Following(run)
+    following = LiveHistory(run)
     for cut in [*sorted(cuts), len(text)]:
         with (run / METRICS).open("r+") as file:
             file.write(text[:cut])
@@ -130,7 +130,7 @@ def test_however_it_is_cut_what_was_read_is_what_is_there(
 
 def test_what_is_added_to_the_last_line_is_seen(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS[:3])
-    following = Following(run)
+    following = LiveHistory(run)
     with (run / METRICS).open("r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b', "held_out_bits_per_byte": 3.5}\n')
@@ -141,7 +141,7 @@ def test_what_is_added_to_the_last_line_is_seen(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS)
-    following = Following(run)
+    following = LiveHistory(run)
     new = run / "new"
     new.write_text("".join(json.dumps(r) + "\n" for r in [*STEPS[:4], row(4, loss=1.0)]))
     new.replace(run / METRICS)

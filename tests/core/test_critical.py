@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import every_plan, hardware, plan_of, plans
 
-from zfunc.core.critical_path import bound_by, critical, events_of, held_up_by, told
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, build, in_order
@@ -38,7 +38,7 @@ def jittered(plan: Plan, seed: int) -> Timeline:
 
 def check_chain(plan: Plan, timeline: Timeline) -> None:
     """Connected from an operation that follows none to the last to end; running and idling add up to the step."""
-    chain = critical(plan, timeline)
+    chain = critical_path_of(plan, timeline)
     at = [plan.graph.position[link.event.op] for link in chain]
     for (a, b), link in zip(pairwise(at), chain[1:], strict=True):
         lane, position = plan.place[b]
@@ -74,9 +74,9 @@ def test_so_it_is_with_gaps_and_clocks_that_disagree(plan: Plan, seed: int) -> N
 
 @given(plans(), hardware())
 def test_in_a_simulated_step_the_operations_of_the_chain_touch(plan: Plan, on: Hardware) -> None:
-    handed = critical(plan, simulate(plan, on))
+    handed = critical_path_of(plan, simulate(plan, on))
     assert all(link.idle <= on.handoff + link.event.end * 1e-12 for link in handed)
-    chain = critical(plan, simulate(plan, evolve(on, handoff=0.0)))
+    chain = critical_path_of(plan, simulate(plan, evolve(on, handoff=0.0)))
     assert all(link.idle == 0 for link in chain)
     assert all(a.event.end == b.event.start for a, b in pairwise(chain))
     assert "waiting" not in bound_by(chain)
@@ -87,7 +87,7 @@ def test_only_the_chain_decides_how_long_the_step_is(plan: Plan, seed: int) -> N
     random = Random(seed)
     seconds = {i: 1 + random.random() for i in range(len(plan.graph))}
     timeline = timed(plan, seconds)
-    chain = {plan.graph.position[link.event.op] for link in critical(plan, timeline)}
+    chain = {plan.graph.position[link.event.op] for link in critical_path_of(plan, timeline)}
     without = timed(plan, {i: s if i in chain else 0.0 for i, s in seconds.items()})
     assert without.seconds == pytest.approx(timeline.seconds, rel=1e-12)
 
@@ -108,14 +108,14 @@ def test_a_chain_one_can_read() -> None:
         Event("cpu", "use", "host", 6.0, 10.0),
     )
     timeline = Timeline(events, "measured")
-    chain = critical(plan, timeline)
+    chain = critical_path_of(plan, timeline)
     assert [(link.event.op, link.after, link.idle, link.ran) for link in chain] == [
         ("make", "", 1.0, 2.0),
         ("copy", "wait", 0.0, 1.0),
         ("use", "wait", 2.0, 4.0),
     ]
     assert bound_by(chain) == {"host": 0.4, "waiting": 0.3, "compute": 0.2, "d2h": 0.1}
-    assert told(bound_by(chain)) == "host 40%, waiting 30%, compute 20%, d2h 10%"
+    assert bounds_in_words(bound_by(chain)) == "host 40%, waiting 30%, compute 20%, d2h 10%"
     assert held_up_by(plan, events_of(plan, timeline)) == (-1, 0, 0, 1)
 
 
@@ -132,15 +132,15 @@ def test_an_operation_that_ended_before_what_it_waited_for_began_took_no_time() 
         Event("d2h", "copy", "d2h", 1.0, 2.0),
         Event("cpu", "use", "host", 3.0, 10.0),
     )
-    chain = critical(plan, Timeline(events, "measured"))
+    chain = critical_path_of(plan, Timeline(events, "measured"))
     assert [(link.idle, link.ran) for link in chain] == [(2.0, 0.0), (0.0, 0.0), (1.0, 7.0)]
 
 
 def test_an_empty_step_has_no_chain() -> None:
     plan = Plan(Graph(()), (), ())
-    assert critical(plan, Timeline((), "measured")) == ()
+    assert critical_path_of(plan, Timeline((), "measured")) == ()
     assert bound_by(()) == {}
-    assert told({}) == "nothing"
+    assert bounds_in_words({}) == "nothing"
 
 
 OTHER_PLANS = {
@@ -162,4 +162,4 @@ def test_a_timeline_of_another_plan_is_refused(what: str) -> None:
     with pytest.raises(
         ValueError, match=rf"got a measured timeline {what.replace('[', '.').replace(']', '.')}.*expected"
     ):
-        critical(plan, timeline)
+        critical_path_of(plan, timeline)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
 
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.ops import Job
-from zfunc.core.optimizer_state import BUFFERS
+from zfunc.core.ops import StepSpec
+from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.regions import LASTING, SHADOW, WAITING, undecided
 
-Recipe = Callable[[Job], Iterator[Op]]
+Recipe = Callable[[StepSpec], Iterator[Op]]
 
 
 def conflicting_pairs(graph: Graph) -> set[tuple[int, int]]:
@@ -127,7 +127,9 @@ def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, n
 
 
 @of_any_job
-def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe: Recipe, job: Job) -> None:
+def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
+    recipe: Recipe, job: StepSpec
+) -> None:
     ops = list(recipe(job))
     arrived = Counter(op.index[1] for op in ops if op.verb in ("to_host", "hold"))
     arrived += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
@@ -152,7 +154,7 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(recipe
 
 
 @of_any_job_of_stage_2
-def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: Job) -> None:
+def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: StepSpec) -> None:
     """Nothing else can see this: the slot is kept, so a lost gradient would be no race."""
     holds: dict[Region, tuple[int, ...]] = {}
     filled: dict[Region, list[int]] = {}
@@ -180,13 +182,15 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
     assert not holds
 
 
-def _straight(job: Job, recipe: Recipe, b: int) -> bool:
+def _straight(job: StepSpec, recipe: Recipe, b: int) -> bool:
     """Whether a bucket that is updated on the device is updated straight from its slot."""
     return recipe is PLAIN and not job.barrier and job.num_deliveries(job.layout.buckets[b]) == 1
 
 
 @given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=1)))
-def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(recipe: Recipe, job: Job) -> None:
+def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
+    recipe: Recipe, job: StepSpec
+) -> None:
     added: dict[Region, list[tuple[int, int]]] = {}
     for op in recipe(job):
         if op.verb in ("pack", "add"):
@@ -207,7 +211,9 @@ def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(recip
 
 
 @of_any_job
-def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(recipe: Recipe, job: Job) -> None:
+def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(
+    recipe: Recipe, job: StepSpec
+) -> None:
     full: dict[Region, str] = {}
     for op in recipe(job):
         for r in op.reads:
@@ -221,7 +227,7 @@ def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(recipe: 
 
 
 @of_any_job
-def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: Job) -> None:
+def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: StepSpec) -> None:
     adds = [
         op
         for op in recipe(job)
@@ -238,7 +244,7 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: J
 
 
 @of_any_job
-def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> None:
+def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: StepSpec) -> None:
     regions = Graph(tuple(recipe(job))).regions
     for buffer, most in (
         ("grad_slot", len(job.layout.buckets) if job.stage == 1 else job.grad_slots),
@@ -249,7 +255,7 @@ def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: Job) -> No
 
 
 @of_any_job_of_stage_2
-def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
+def test_slots_are_dealt_round_robin(recipe: Recipe, job: StepSpec) -> None:
     packs = [op for op in recipe(job) if op.verb == "pack"]
     used = [op.write("grad_slot").index for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
     assert used == [(n % job.grad_slots,) for n in range(len(used))]
@@ -257,7 +263,7 @@ def test_slots_are_dealt_round_robin(recipe: Recipe, job: Job) -> None:
 
 @of_any_job
 def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
-    recipe: Recipe, job: Job
+    recipe: Recipe, job: StepSpec
 ) -> None:
     """A delayed update has the verdict of the step before; what is updated on the device never is delayed."""
     verbs = [op.verb for op in recipe(job)]
@@ -275,7 +281,7 @@ def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrie
 
 
 @of_any_job
-def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: Job) -> None:
+def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: StepSpec) -> None:
     """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
     graph = Graph(tuple(recipe(evolve(job, save=True))))
     assert [op.name for op in undecided(graph)] == []
@@ -287,7 +293,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: 
 
 
 @given(any_job)
-def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: Job) -> None:
+def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: StepSpec) -> None:
     """A new buffer has to be put on one side: what is kept and not allocated by the program could be anything."""
     room = {"norm", "mean_loss", "verdict", "written", "written_frozen", *(SHADOW + name for name in LASTING)}
     for recipe in TRAINING.values():
@@ -297,7 +303,7 @@ def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: Job) -> None:
 
 
 @given(any_job)
-def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Job) -> None:
+def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: StepSpec) -> None:
     ops = {op.name: op for op in PLAIN(job)}
     for b in job.offloaded:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
@@ -322,7 +328,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Job
 
 
 @given(any_job)
-def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: Job) -> None:
+def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: StepSpec) -> None:
     left = {r for op in FIRST_DELAYED(job) for r in op.writes if r.buffer in WAITING}
     for recipe in (TRAINING["delayed"], RECIPES["flush"]):
         assert {r for op in recipe(job) if op.verb == "adam" for r in op.reads if r.buffer in WAITING} == left
@@ -330,13 +336,13 @@ def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: 
 
 
 @of_any_job
-def test_the_norm_counts_every_bucket(recipe: Recipe, job: Job) -> None:
+def test_the_norm_counts_every_bucket(recipe: Recipe, job: StepSpec) -> None:
     (norm,) = (op for op in recipe(job) if op.verb == "global_norm")
     assert len(norm.reads) == len(job.layout.buckets)
 
 
 @of_any_job
-def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: Job) -> None:
+def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: StepSpec) -> None:
     ops = list(recipe(job))
     for verb, first in (("forward", 0), ("backward", job.layout.first_trainable)):
         done = sorted(op.index for op in ops if op.verb == verb)
@@ -344,7 +350,7 @@ def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: J
 
 
 @of_any_job
-def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: Job) -> None:
+def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: StepSpec) -> None:
     for op in recipe(job):
         if op.verb in ("forward", "backward"):
             read = {r.index[0] for r in op.reads if r.buffer == "params"}
@@ -356,7 +362,9 @@ SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
 
 
 @of_any_job
-def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(recipe: Recipe, job: Job) -> None:
+def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(
+    recipe: Recipe, job: StepSpec
+) -> None:
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
     def moved(region: Region) -> int:
@@ -383,7 +391,7 @@ def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(recipe
 
 @of_any_job
 def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
-    recipe: Recipe, job: Job
+    recipe: Recipe, job: StepSpec
 ) -> None:
     """That the update then waits is the verifier's affair: the write reads what the update writes."""
     ops = {op.name: op for op in recipe(evolve(job, save=True))}
@@ -395,7 +403,7 @@ def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishe
         assert set(write.writes) <= set(ops["publish"].reads)
         if update is None:
             continue
-        kept = {x.name for x in BUFFERS[job.moments]}
+        kept = {x.name for x in STATE_FORMATS[job.moments]}
         state = {r for r in update.writes if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)

@@ -9,7 +9,7 @@ from table import every_graph, every_plan, graph_of, plan_of, plans
 from zfunc.schedules import Serial
 
 from zfunc.core.graph import TIERS, Graph, Op, Region, Tier
-from zfunc.core.memory_model import Peak, memory
+from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.memory_model import held as memory_held
 from zfunc.core.plan import Plan, build, in_order
 
@@ -47,7 +47,7 @@ def held(plan: Plan, ran: dict[int, tuple[int, int]]) -> dict[Tier, int]:
 
 
 def check(plan: Plan, random: Random, *, num_timings: int) -> None:
-    bound = memory(plan)
+    bound = peak_memory(plan)
     assert set(bound) == set(TIERS)
     for _ in range(num_timings):
         for tier, nbytes in held(plan, times(plan, random)).items():
@@ -88,7 +88,9 @@ def test_nor_does_any_where_everything_comes_and_goes(plan: Plan, random: Random
 @every_graph
 def test_on_one_lane_the_bound_is_what_is_held(recipe: str, name: str) -> None:
     plan = Serial()(graph_of(recipe, name))
-    assert held(plan, times(plan, Random(0))) == {tier: peak.nbytes for tier, peak in memory(plan).items()}
+    assert held(plan, times(plan, Random(0))) == {
+        tier: peak.nbytes for tier, peak in peak_memory(plan).items()
+    }
 
 
 @every_plan
@@ -97,7 +99,7 @@ def test_no_schedule_needs_less_than_the_least_any_timing_holds(
 ) -> None:
     """The bound is not loose without limit: at most everything at once."""
     plan = plan_of(recipe, name, schedule)
-    for tier, peak in memory(plan).items():
+    for tier, peak in peak_memory(plan).items():
         regions = [r for r in plan.graph.regions if r.tier == tier]
         assert peak.kept == sum(r.nbytes for r in regions if r.kept)
         workspaces = sum(op.workspace for op in plan.graph) if tier == "device" else 0
@@ -123,14 +125,14 @@ def two_at_once(*, waits: bool) -> Plan:
 
 
 def test_what_may_overlap_is_added_and_what_cannot_is_not() -> None:
-    assert memory(two_at_once(waits=False))["device"].nbytes == 22
-    assert memory(two_at_once(waits=True))["device"].nbytes == 12
+    assert peak_memory(two_at_once(waits=False))["device"].nbytes == 22
+    assert peak_memory(two_at_once(waits=True))["device"].nbytes == 12
 
 
 def test_an_empty_lane_bounds_nothing() -> None:
     graph = two_at_once(waits=False).graph
-    peaks = memory(build(graph, {"one": [0], "none": [], "two": [1, 2]}))
-    assert peaks == memory(two_at_once(waits=False))
+    peaks = peak_memory(build(graph, {"one": [0], "none": [], "two": [1, 2]}))
+    assert peaks == peak_memory(two_at_once(waits=False))
 
 
 def test_a_peak_says_where_it_is() -> None:
@@ -141,7 +143,7 @@ def test_a_peak_says_where_it_is() -> None:
         Op("b", (), "h2d", (small,), (big,)),
         Op("c", (), "h2d", (big,)),
     )
-    peaks = memory(Serial()(Graph(ops)))
+    peaks = peak_memory(Serial()(Graph(ops)))
     assert peaks["pinned"] == Peak("pinned", 100, 10, "b")
     assert peaks["pinned"].nbytes == 110
     assert peaks["disk"] == Peak("disk", 0, 0, "")
@@ -156,11 +158,11 @@ def test_the_bound_counts_what_a_fast_producer_can_have_made(num_slots: int) -> 
         ops.append(Op("make", (n,), "compute", (), (item, slot)))
         ops.append(Op("use", (n,), "host", (item, slot)))
     plan = build(Graph(tuple(ops)), {"gpu": range(0, 20, 2), "cpu": range(1, 20, 2)})
-    assert memory(plan)["device"].nbytes == 8 * num_slots
+    assert peak_memory(plan)["device"].nbytes == 8 * num_slots
 
 
 def test_nothing_needs_no_memory() -> None:
-    assert {p.nbytes for p in memory(build(Graph(()), {})).values()} == {0}
+    assert {p.nbytes for p in peak_memory(build(Graph(()), {})).values()} == {0}
 
 
 @every_plan
@@ -168,6 +170,6 @@ def test_what_is_held_adds_up_to_the_peak(recipe: str, name: str, schedule: str)
     plan = plan_of(recipe, name, schedule)
     parts = memory_held(plan)
     assert set(parts) == set(TIERS)
-    for tier, peak in memory(plan).items():
+    for tier, peak in peak_memory(plan).items():
         assert sum(parts[tier].values()) == peak.nbytes
         assert list(parts[tier].values()) == sorted(parts[tier].values(), reverse=True)

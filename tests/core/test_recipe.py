@@ -9,7 +9,7 @@ from small_models import MODELS
 
 import zfunc
 from zfunc.core.graph import Op, Region
-from zfunc.core.ops import Job
+from zfunc.core.ops import StepSpec
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.engine.program import steadily_delayed
 
@@ -19,7 +19,7 @@ def compiled(recipe: Any, **more: Any) -> zfunc.engine.program.Program:
     return zfunc.compile(segments, precision="fp32", device="cpu", recipe=recipe, **more)
 
 
-def without(*verbs: str) -> Callable[[Job], Iterator[Op]]:
+def without(*verbs: str) -> Callable[[StepSpec], Iterator[Op]]:
     return lambda job: (op for op in zero_offload(job) if op.verb not in verbs)
 
 

@@ -16,7 +16,7 @@ import scale_prose  # noqa: E402
 import scale_steps  # noqa: E402
 import scale_tables  # noqa: E402
 
-from zfunc.planner.profile_toml import load  # noqa: E402
+from zfunc.planner.profile_toml import load_profile  # noqa: E402
 
 PAGE = (DOCS / "scale.md").read_text()
 SMALL = evolve(scale_tables.H100, num_layers=2, hidden_size=512, num_attention_heads=8, rows=1)
@@ -61,7 +61,7 @@ def test_charts_are_there_and_are_pictures() -> None:
 
 
 def test_ports_of_a_node_carry_a_collective_together_and_never_faster_than_inside() -> None:
-    h100, gh200 = load("h100"), load("gh200")
+    h100, gh200 = load_profile("h100"), load_profile("gh200")
     port = h100.reached("bytes_per_s", "network_between_nodes")
     inside = h100.reached("bytes_per_s", "network_in_node")
     rate = {n: scale_steps.hardware(h100, "bf16", 16, n).rates["network"] for n in ("all ports", "one port")}
@@ -73,7 +73,7 @@ def test_ports_of_a_node_carry_a_collective_together_and_never_faster_than_insid
 
 @pytest.mark.parametrize("profile", ["h100", "gh200"])
 def test_a_ring_passes_every_rank(profile: str) -> None:
-    on = load(profile)
+    on = load_profile(profile)
     hops, shallow = (
         scale_steps.hardware(on, "bf16", 64, n).latencies["network"] for n in ("every hop", "all ports")
     )

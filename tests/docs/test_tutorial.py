@@ -28,9 +28,9 @@ import make_tutorial  # noqa: E402
 from make_tutorial import CODES, CONFIG, OUTPUTS, blocks, commands, filled, form, here, program, shown  # noqa: E402
 
 from zfunc.cli.main import main  # noqa: E402
-from zfunc.cli.plan_settings import Planning  # noqa: E402
-from zfunc.cli.planning import answer  # noqa: E402
-from zfunc.planner.profile_toml import load  # noqa: E402
+from zfunc.cli.plan_settings import PlanSettings  # noqa: E402
+from zfunc.cli.planning import plan_model  # noqa: E402
+from zfunc.planner.profile_toml import load_profile  # noqa: E402
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes  # noqa: E402
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -214,7 +214,7 @@ def test_figures_in_the_prose_are_those_of_the_outputs() -> None:
         "170 GB": 164.5 + 3.9,
         "110 GB": 103.1 + 3.9,
         "5 GB": 32.8 - 27.8,
-        "34.1 GB": load("v100-32gb").value("bytes", "device") / 1e9,
+        "34.1 GB": load_profile("v100-32gb").value("bytes", "device") / 1e9,
     }
     assert all(f"{x} GB" in outputs for x in (164.5, 103.1, 3.9, 27.8, 20.6))
     prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
@@ -251,10 +251,10 @@ def moments_that_fit() -> str:
     }
     least = 0
     for moments in ("fp32", "16bit", "8bit"):
-        asked = Planning(
+        asked = PlanSettings(
             **size, precision="fp16", bucket_size=500_000_000, moments=moments, hardware="v100-32gb"
         )
-        memory = answer(asked).planned.memory
+        memory = plan_model(asked).planned.memory
         least = memory["host"] + memory["pinned"]
         if least < host and memory["device"] < device:
             return moments

@@ -21,7 +21,7 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import PENDING
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.engine.program import Program, steadily_delayed
@@ -344,7 +344,7 @@ def test_the_plan_counts_what_waits() -> None:
     made = job(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
     numel = made.layout.numel
     plain, late, first = (
-        memory(Overlapped()(Graph(tuple(r(made))))) for r in (zero_offload, steadily_delayed, delayed)
+        peak_memory(Overlapped()(Graph(tuple(r(made))))) for r in (zero_offload, steadily_delayed, delayed)
     )
     copies = 2 * (
         numel - made.host_slots * made.slot_numel

@@ -19,7 +19,7 @@ from torch import Tensor
 import zfunc
 from zfunc import schedules
 from zfunc.core.layout import Parameter
-from zfunc.engine.cost_trace import Tracker
+from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program, rescheduled, specialize
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
@@ -160,7 +160,7 @@ def test_9_measured_memory_stays_within_the_plan(model: str, settings: str, reco
     made, batch = under("Serial", model, settings, recompute)
     state = zfunc.init(made)
     state, _ = zfunc.train_step(made, state, batch(0))
-    with Tracker() as measured:
+    with AllocationTracker() as measured:
         zfunc.train_step(made, state, batch(1))
     planned = specialize(made, batch(1)).memory["device"].transient
     assert 0 < measured.peak <= planned

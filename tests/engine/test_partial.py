@@ -16,7 +16,7 @@ from table import chain, in_pairs, job, layouts
 
 import zfunc
 from zfunc.core.layout import make_layout, resident_buckets
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.engine import offload_ratio as partial
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program
@@ -106,13 +106,13 @@ def test_nothing_is_on_the_host_if_nothing_is_to_be() -> None:
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert {x.numel() for x in state.buffers.host.flats.values()} == {0}
     assert not {"to_host", "adam", "to_device"} & {op.verb for op in program.plan.graph}
-    assert memory(program.plan)["host"].nbytes < 100_000
+    assert peak_memory(program.plan)["host"].nbytes < 100_000
 
 
 def test_what_is_on_the_device_is_planned_there() -> None:
     (half, _), (whole, _) = (compiled("fp32", ratio, "odd sizes", bucket_size=200) for ratio in (0.5, 1.0))
     kept = sum(half.layout.buckets[b].numel for b in half.job.resident)
-    a, b = memory(half.plan), memory(whole.plan)
+    a, b = peak_memory(half.plan), peak_memory(whole.plan)
     assert a["device"].kept - b["device"].kept == 12 * kept
     assert b["host"].kept - a["host"].kept == 12 * kept
 
@@ -136,7 +136,8 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
     options: dict[str, Any] = {"precision": "bf16", "bucket_size": 400, "device": "cpu", "example": data(0)}
     needed = {
         ratio: sum(
-            p.nbytes for p in memory(zfunc.compile(segments, offload_ratio=ratio, **options).plan).values()
+            p.nbytes
+            for p in peak_memory(zfunc.compile(segments, offload_ratio=ratio, **options).plan).values()
         )
         for ratio in (0.0, 1.0)
     }

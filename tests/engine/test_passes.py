@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.engine.program import specialize
-from zfunc.engine.vjp import RECOMPUTE, Weights, passes
+from zfunc.engine.vjp import RECOMPUTE, SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 Params = dict[str, Tensor]
@@ -139,13 +139,13 @@ def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCapt
     for recompute in RECOMPUTE:
         caplog.clear()
         for wrt_input in (True, False) if name in FUNCTIONS else (True,):
-            pair = passes(function, recompute=recompute, wrt_input=wrt_input, name="this one")
+            pair = make_vjp(function, recompute=recompute, wrt_input=wrt_input, name="this one")
             for _ in range(2):  # traced, then from the cache
                 with torch.no_grad(), seeded(5):
-                    mine, residuals = pair.forward(Weights(params, {}), (x,))
+                    mine, residuals = pair.forward(SegmentWeights(params, {}), (x,))
                 with torch.no_grad(), seeded(5):
                     given = cotangent if recompute != "none" else laid_out
-                    grads, moved = pair.backward(Weights(params, {}), (x,), residuals, [given])
+                    grads, moved = pair.backward(SegmentWeights(params, {}), (x,), residuals, [given])
                 if name == "draws in backward" and (recompute, wrt_input) == (RECOMPUTE[0], True):
                     expected, (below,) = grads, moved  # the numbers of its draws are zfunc's own
                 assert torch.equal(mine, y), recompute
@@ -161,7 +161,9 @@ def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() 
         return x + torch.relu(torch.sin(x @ params["w"]).exp()) @ params["w"]
 
     params, x = {"w": torch.randn(64, 64)}, torch.randn(256, 64)
-    _, residuals = passes(block, recompute="min-cut", wrt_input=True).forward(Weights(params, {}), (x,))
+    _, residuals = make_vjp(block, recompute="min-cut", wrt_input=True).forward(
+        SegmentWeights(params, {}), (x,)
+    )
     assert all(isinstance(t, Tensor) for t in residuals)
     own = sum(t.nbytes for t in residuals if t.data_ptr() not in (x.data_ptr(), params["w"].data_ptr()))
     saved: list[Tensor] = []
@@ -286,7 +288,7 @@ def test_the_shapes_that_tracing_is_told_may_be_wrong(recompute: Any) -> None:
     """What a segment returns is a guess: with any other the graphs are those that are traced without one."""
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     parameters, x = dict(module.named_parameters()), torch.randn(3, 4)
-    weights = Weights({name: p.detach() for name, p in parameters.items()}, {})
+    weights = SegmentWeights({name: p.detach() for name, p in parameters.items()}, {})
     results: list[Any] = []
     for guess in (
         torch.empty(3, 6),
@@ -295,7 +297,7 @@ def test_the_shapes_that_tracing_is_told_may_be_wrong(recompute: Any) -> None:
         [torch.empty(3)] * 2,
         None,
     ):
-        pair = passes(
+        pair = make_vjp(
             lambda p, x: torch.func.functional_call(module, p, x), recompute=recompute, wrt_input=True
         )
         pair.prepare(weights, (x,), guess)

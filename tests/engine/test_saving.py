@@ -182,7 +182,7 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
 def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tmp_path: Path) -> None:
     path = checkpoint_of.save(tmp_path / "first", moments="8bit-1")
     assert json.loads((path / FILE).read_text())["moments"] == "8bit"
-    with loading.Files(open_checkpoint(path)) as files:
+    with loading.CheckpointFiles(open_checkpoint(path)) as files:
         got = loading._unpacked(files, "embed.weight", 0, 130)
     sizes = {"exp_avg": 130, "exp_avg_sq": 130, "exp_avg_exponent": 3, "exp_avg_sq_exponent": 3}
     kept = (np.frombuffer(checkpoint_of.content("embed.weight", *x), np.uint8) for x in sizes.items())

@@ -46,7 +46,7 @@ def test_any_world_reads_what_any_other_wrote(results: Path, name: str, writer: 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_padding_reaches_a_checkpoint(results: Path, name: str) -> None:
     """Whatever the world, the same parameters with the same number of elements, in as many files as ranks."""
-    found = {world: checkpoints.find(results / f"{name}-{world}") for world in WORLDS}
+    found = {world: checkpoints.find_checkpoint(results / f"{name}-{world}") for world in WORLDS}
     sizes = {}
     for world, checkpoint in found.items():
         assert checkpoint is not None

@@ -16,7 +16,7 @@ from zfunc.schedules import Overlapped
 import zfunc
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.engine.program import Program
@@ -127,7 +127,9 @@ def test_what_is_in_a_shadow_is_saved_and_loaded(tmp_path: Path) -> None:
 def test_the_plan_counts_the_shadows() -> None:
     """Of fp32 moments 12 bytes a parameter, and a copy of the new parameters that waits."""
     made = job(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
-    plain, two = (memory(Overlapped()(Graph(tuple(zero_offload(evolve(made, shadows=n)))))) for n in (0, 2))
+    plain, two = (
+        peak_memory(Overlapped()(Graph(tuple(zero_offload(evolve(made, shadows=n)))))) for n in (0, 2)
+    )
     numel = sum(made.layout.buckets[b].numel for b in evolve(made, shadows=2).shadowed)
     assert two["host"].nbytes - plain["host"].nbytes == 12 * numel
     assert two["pinned"].nbytes - plain["pinned"].nbytes == 2 * numel

@@ -348,7 +348,7 @@ def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
     segments, _ = MODELS["odd sizes"]()
     program = zfunc.compile(segments, precision="fp32", device="cpu")
     traced: list[int] = []
-    costed = zfunc.engine.program.costed
+    costed = zfunc.engine.program.with_costs
     monkeypatch.setattr(zfunc.engine.program, "costed", lambda *a: traced.append(len(a[1][0])) or costed(*a))
     state = zfunc.init(program)
     for size in (4, 8, 4, 12, 4, 8, 16):

@@ -17,10 +17,10 @@ from torch import Tensor
 import zfunc
 import zfunc.models.hf
 from zfunc.engine.program import Program
-from zfunc.engine.vjp import Weights
+from zfunc.engine.vjp import SegmentWeights
 from zfunc.errors import CheckpointError
 from zfunc.models.hf.cutting import MISSING
-from zfunc.models.kv_cache import Cache
+from zfunc.models.kv_cache import KVCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,7 +97,7 @@ def gradients(program: Program, inputs: Tensor, targets: Any) -> tuple[Tensor, d
     x, kept = inputs, []
     for call in program.calls:
         trained, fixed = ({k: values[v] for k, v in names.items()} for names in (call.trained, call.fixed))
-        weights = Weights(trained, {**fixed, **call.constants})
+        weights = SegmentWeights(trained, {**fixed, **call.constants})
         given = (x, targets) if call is program.calls[-1] else (x,)
         x, residuals = call.passes.forward(weights, given)
         kept.append((call, weights, given, residuals))
@@ -132,7 +132,7 @@ def test_loss_and_every_gradient_are_the_models_own(name: str, caplog: pytest.Lo
 
 @every_config
 def test_keys_and_values_that_are_kept_give_the_logits_of_the_whole_sequence(name: str) -> None:
-    def logits(ids: Tensor, *more: Cache) -> Tensor:
+    def logits(ids: Tensor, *more: KVCache) -> Tensor:
         x = ids
         for s, segment in enumerate(cut):
             values = {short: segment.origins[full].detach() for short, full in segment.by_short.items()}
@@ -140,7 +140,7 @@ def test_keys_and_values_that_are_kept_give_the_logits_of_the_whole_sequence(nam
         return x
 
     cut, ids = zfunc.hf.segments(made(name)), tokens(1)
-    caches = [Cache() for _ in cut[:-1]]
+    caches = [KVCache() for _ in cut[:-1]]
     parts = [
         logits(ids[:, :7], *caches),
         *(logits(ids[:, n : n + 1], *caches) for n in range(7, ids.shape[1])),
@@ -246,7 +246,7 @@ def test_a_model_on_meta_is_planned_without_memory_and_drawn_as_transformers_doe
     assert anonymous() - before < 200 << 20
     held = 2 * sum(p.numel() for p in model.parameters())
     assert program.plan.graph.ops
-    assert zfunc.core.memory_model.memory(program.plan)["device"].nbytes > held > 12e9
+    assert zfunc.core.memory_model.peak_memory(program.plan)["device"].nbytes > held > 12e9
 
 
 def anonymous() -> int:

@@ -522,7 +522,7 @@ def test_one_openmp_runtime():
 
 
 def test_too_many_threads_are_clamped_and_logged_once(caplog):
-    zfunc.runtime.thread_budget.clamp.cache_clear()
+    zfunc.runtime.thread_budget.limit_threads.cache_clear()
     for _ in range(2):
         assert square_sum(torch.ones(4), threads=100_000) == 4.0
     assert caplog.text.count("100000 threads asked for") == 1

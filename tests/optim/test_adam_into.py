@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.kernel import cpu_adam as kernel
 
@@ -183,7 +183,7 @@ def good(moments="16bit", n=128):
 def tensors(call: dict[str, Any]) -> list[Tensor]:
     state = call["master"], call["exp_avg"], call["exp_avg_sq"]
     into = call["into"] if isinstance(call["into"], tuple) else ()
-    known = [x for x in (*state, *into) if isinstance(x, Tensor | SplitMaster | Codes)]
+    known = [x for x in (*state, *into) if isinstance(x, Tensor | SplitMaster | QuantizedMoment)]
     return [*buffers(known), call["grad"], call["out"]]
 
 
@@ -239,13 +239,13 @@ REFUSED = [
     ),
     (
         "16bit",
-        with_shadow(2, lambda _: Codes.zeros(128)),
+        with_shadow(2, lambda _: QuantizedMoment.zeros(128)),
         TypeError,
         "into exp_avg_sq: got Codes; expected Tensor",
     ),
     (
         "8bit",
-        with_shadow(2, lambda _: Codes.zeros(129)),
+        with_shadow(2, lambda _: QuantizedMoment.zeros(129)),
         ValueError,
         r"into exp_avg_sq.codes: got shape \[129\]",
     ),

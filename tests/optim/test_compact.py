@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfunc.core.layout import ALIGNMENT
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
@@ -497,7 +497,7 @@ def tensors(n, moments):
     )
     if moments == "8bit":
         m, codes, scales = map(torch.from_numpy, state[2:])
-        return master, m, Codes(codes, scales), state
+        return master, m, QuantizedMoment(codes, scales), state
     return master, *(torch.from_numpy(x.view(np.int16)).view(torch.bfloat16) for x in state[2:4]), state
 
 
@@ -522,16 +522,20 @@ UINT8 = torch.zeros(128, dtype=torch.uint8)
     ("change", "error", "words"),
     [
         (lambda b: b.update(exp_avg=torch.zeros(128)), TypeError, "exp_avg: got float32; expected bfloat16"),
-        (lambda b: b.update(exp_avg_sq=Codes.zeros(128)), TypeError, "exp_avg: got bfloat16; expected uint8"),
-        (lambda b: b.update(exp_avg=Codes.zeros(128)), TypeError, "exp_avg: got Codes"),
         (
-            lambda b: b.update(exp_avg=UINT8, exp_avg_sq=Codes.zeros(129)),
+            lambda b: b.update(exp_avg_sq=QuantizedMoment.zeros(128)),
+            TypeError,
+            "exp_avg: got bfloat16; expected uint8",
+        ),
+        (lambda b: b.update(exp_avg=QuantizedMoment.zeros(128)), TypeError, "exp_avg: got Codes"),
+        (
+            lambda b: b.update(exp_avg=UINT8, exp_avg_sq=QuantizedMoment.zeros(129)),
             ValueError,
             r"exp_avg_sq.codes: got shape \[129\]",
         ),
         (
             lambda b: b.update(
-                exp_avg=UINT8, exp_avg_sq=Codes(UINT8.clone(), torch.zeros(3, dtype=torch.int16))
+                exp_avg=UINT8, exp_avg_sq=QuantizedMoment(UINT8.clone(), torch.zeros(3, dtype=torch.int16))
             ),
             ValueError,
             r"exp_avg_sq.scales: got shape \[3\]; expected shape \[2\]",

@@ -24,9 +24,9 @@ from adam_states import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zfunc.engine.cost_trace import Tracker
+from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.optim import device_adam
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.device_adam import device_adam_update_, workspace
 from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.reference import reference_update, round_to
@@ -123,7 +123,7 @@ def test_moments_without_gradients_decay_to_zero(moments, device):
     zeros = [torch.zeros(200)] * 50
     end = check(state, zeros, device, betas=(0.1, 0.1))
     for x in end[1:]:
-        assert not (x.codes if isinstance(x, Codes) else x).any()
+        assert not (x.codes if isinstance(x, QuantizedMoment) else x).any()
 
 
 @every_device
@@ -145,7 +145,7 @@ def test_every_code_under_many_scales(device):
     codes = torch.arange(251, dtype=torch.uint8).repeat(n // 251 + 1)[:n]
     master = fresh(n, "8bit")[0]
     for betas in ((0.9, 0.999), (0.0, 0.5), (1e-40, 2.0**-126)):
-        state = master, codes, Codes(codes.flip(0) + 5, scales)
+        state = master, codes, QuantizedMoment(codes.flip(0) + 5, scales)
         check(state, [gradient(n, torch.bfloat16)], device, betas=betas, step=2)
 
 
@@ -183,7 +183,7 @@ def test_the_reference_itself():
 def test_the_workspace_bounds_what_is_allocated(moments, n, monkeypatch):
     monkeypatch.setattr(device_adam, "PIECE", 1 << 18)
     state, grad, out = fresh(n, moments), gradient(n, torch.bfloat16), torch.empty(n, dtype=torch.bfloat16)
-    with Tracker() as tracker:
+    with AllocationTracker() as tracker:
         device_adam_update_(*state, grad, out=out, step=1, lr=1e-3, weight_decay=0.1, decoupled=False)
     assert tracker.peak <= workspace(n, moments)
     assert n < 1 << 20 or tracker.peak > 0.8 * workspace(n, moments)
@@ -248,13 +248,28 @@ REFUSED = [
         "grad: got a tensor on meta; expected one on cpu",
     ),
     ("fp32", {"out": torch.ones(128).int()}, TypeError, "out: got int32"),
-    ("fp32", {"exp_avg": Codes.zeros(128)}, TypeError, "exp_avg: got Codes; expected a torch.Tensor"),
-    ("8bit", {"exp_avg": Codes.zeros(128)}, TypeError, "exp_avg: got Codes; expected a torch.Tensor"),
+    (
+        "fp32",
+        {"exp_avg": QuantizedMoment.zeros(128)},
+        TypeError,
+        "exp_avg: got Codes; expected a torch.Tensor",
+    ),
+    (
+        "8bit",
+        {"exp_avg": QuantizedMoment.zeros(128)},
+        TypeError,
+        "exp_avg: got Codes; expected a torch.Tensor",
+    ),
     ("16bit", {"exp_avg": torch.zeros(128)}, TypeError, "exp_avg: got float32; expected bfloat16"),
-    ("16bit", {"exp_avg_sq": Codes.zeros(128)}, TypeError, "exp_avg: got bfloat16; expected uint8"),
+    ("16bit", {"exp_avg_sq": QuantizedMoment.zeros(128)}, TypeError, "exp_avg: got bfloat16; expected uint8"),
     ("16bit", {"master": torch.zeros(128)}, TypeError, "exp_avg: got bfloat16; expected float32"),
     ("8bit", {"exp_avg_sq": torch.zeros(128)}, TypeError, "exp_avg: got uint8; expected bfloat16"),
-    ("8bit", {"exp_avg_sq": Codes(uint8(128), LOW[:3])}, ValueError, r"exp_avg_sq_scale: got shape \[3\]"),
+    (
+        "8bit",
+        {"exp_avg_sq": QuantizedMoment(uint8(128), LOW[:3])},
+        ValueError,
+        r"exp_avg_sq_scale: got shape \[3\]",
+    ),
     ("8bit", {"master": SplitMaster(torch.zeros(64).bfloat16(), LOW)}, ValueError, r"master_low: got shape"),
     ("fp32", {"step": 0}, ValueError, "step"),
     ("fp32", {"lr": -1.0}, ValueError, "lr"),

@@ -15,7 +15,7 @@ from table import graph_of, hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.cli.calibrate import CALIBRATE, Calibrate, measure
+from zfunc.cli.calibrate import CALIBRATE, CalibrateSettings, measure_machine
 from zfunc.cli.main import main
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import ROUND, Hardware, Measured
@@ -23,16 +23,16 @@ from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import Program, rescheduled, specialize
 from zfunc.planner.calibrate import calibrate, measure_disk, traced_steps
-from zfunc.planner.calibrated_profile import Machine, described
-from zfunc.planner.fit_rates import Costs, Line, Step, costs, fit, handoff, middle
+from zfunc.planner.calibrated_profile import MachineFacts, make_profile
+from zfunc.planner.fit_rates import Costs, Line, MeasuredStep, fit_costs, fit_line, handoff, middle_half
 from zfunc.planner.profile import NONE_SENT, Profile
-from zfunc.planner.profile_toml import parse, text
+from zfunc.planner.profile_toml import parse_profile, profile_text
 
 SMALL: dict[str, Any] = {
     **{"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4},
     **{"bucket_size": 4096, "turns": 4, "device": "cpu"},
 }
-MACHINE = Machine(
+MACHINE = MachineFacts(
     "made up",
     precision="fp32",
     devices=2,
@@ -43,12 +43,12 @@ MACHINE = Machine(
 DISK = Line(1e-3, 1e9)
 
 
-def steps_of(on: Hardware, *factors: float) -> list[Step]:
+def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:
     """Serial steps of a GPT-like graph as they would be measured on `on`, each slower by a factor."""
     plan = schedules.Serial()(graph_of("zero_offload", "tied"))
     timeline = simulate(plan, on)
     return [
-        Step(
+        MeasuredStep(
             plan,
             Timeline(
                 [
@@ -69,7 +69,7 @@ def steps_of(on: Hardware, *factors: float) -> list[Step]:
 @given(hardware())
 def test_what_operations_took_adds_up_to_the_step(on: Hardware) -> None:
     (step,) = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0)
-    found = costs([step])
+    found = fit_costs([step])
     total = sum(found.seconds[work] * found.counts[work] for work in found.seconds)
     assert total == pytest.approx(step.seconds)
 
@@ -77,40 +77,40 @@ def test_what_operations_took_adds_up_to_the_step(on: Hardware) -> None:
 @given(hardware())
 def test_a_serial_step_is_predicted_to_take_what_it_took(on: Hardware) -> None:
     steps = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0, 1.0)
-    found = costs(steps)
+    found = fit_costs(steps)
     again = evolve(on, measured=found.measured)
     assert simulate(steps[0].plan, again).seconds == pytest.approx(steps[0].seconds, rel=1e-5)
 
 
 def test_the_half_in_the_middle_counts() -> None:
     steps = steps_of(Hardware("one", 1.0, dict.fromkeys(KINDS, 1.0)), 9.0, 1.0, 2.0, 1.5, 0.1, 1.2, 3.0, 1.1)
-    kept = [step.seconds / steps[1].seconds for step in middle(steps)]
+    kept = [step.seconds / steps[1].seconds for step in middle_half(steps)]
     assert kept == pytest.approx([1.1, 1.2, 1.5, 2.0])
-    assert len(middle(steps[:1])) == 1
+    assert len(middle_half(steps[:1])) == 1
 
 
 def test_operations_beside_each_other_tell_nothing() -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
-    step = Step(plan, simulate(plan), 1.0)
+    step = MeasuredStep(plan, simulate(plan), 1.0)
     with pytest.raises(
         ValueError, match="got a plan on the lanes .*h2d.*, expected one, .*: measure steps under S"
     ):
-        costs([step])
+        fit_costs([step])
     with pytest.raises(ValueError, match="got no operation of any step, expected some"):
-        costs([])
+        fit_costs([])
 
 
 @given(st.floats(0, 1e-2), st.floats(1e6, 1e13), st.sets(st.integers(1, 10**12), min_size=2, max_size=6))
 def test_a_line_is_found_where_there_is_one(latency: float, rate: float, sizes: set[int]) -> None:
     points = [(n, latency + n / rate) for n in sorted(sizes)]
-    found = fit(points)
+    found = fit_line(points)
     for n, seconds in points:
         assert found.latency + n / found.rate == pytest.approx(seconds, rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**12), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
 def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tuple[int, float]]) -> None:
-    found = fit(points)
+    found = fit_line(points)
     assert found.latency >= 0
     assert 0 < found.rate < float("inf")
 
@@ -118,7 +118,7 @@ def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tup
 def test_what_a_handoff_takes_is_found() -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
     timeline = simulate(plan, evolve(ROUND, latency=1e-3, handoff=2e-4))
-    assert handoff([Step(plan, timeline, timeline.seconds)]) == pytest.approx(2e-4)
+    assert handoff([MeasuredStep(plan, timeline, timeline.seconds)]) == pytest.approx(2e-4)
     assert handoff(steps_of(ROUND, 1.0)) is None
 
 
@@ -151,7 +151,7 @@ ONCE = evolve(FOUND, counts=dict.fromkeys(FOUND.seconds, 1))
 
 
 def test_figures_are_what_was_reached() -> None:
-    profile = described(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
+    profile = make_profile(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
     on = profile.hardware("fp32")
     assert (on.flops, on.handoff) == (1e11, 3e-4)
     expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "disk": 1e9, "network": NONE_SENT}
@@ -161,22 +161,22 @@ def test_figures_are_what_was_reached() -> None:
     assert on.measured == ONCE.measured
     assert Measured("host", 0, 0, 1e-4) in on.measured
     assert {f.origin for of in profile.figures.values() for f in of.values()} == {"measured"}
-    assert parse(text(profile), "calibrated") == profile
+    assert parse_profile(profile_text(profile), "calibrated") == profile
 
 
 def test_ranks_share_a_host_that_is_the_nodes() -> None:
-    profile = described(evolve(MACHINE, world=2, local_ranks=2), ONCE, DISK, "in a test")
+    profile = make_profile(evolve(MACHINE, world=2, local_ranks=2), ONCE, DISK, "in a test")
     assert profile.value("bytes_per_s", "host_memory") == 1e10
     assert profile.hardware("fp32", 2).rates["host"] == 5e9
     assert "network_in_node" in profile.figures["bytes_per_s"]
     assert profile.hardware("fp32", 2).latencies["network"] == pytest.approx(2e-3, rel=1e-2)
-    far = described(evolve(MACHINE, world=8, local_ranks=2), ONCE, DISK, "in a test")
+    far = make_profile(evolve(MACHINE, world=8, local_ranks=2), ONCE, DISK, "in a test")
     assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 3, rel=1e-2)
 
 
 def test_on_a_cpu_operations_compete_for_its_cores() -> None:
     threads = {"compute": 2, "host": 8, "d2h": 2}
-    profile = described(evolve(MACHINE, unified=True, threads=threads), ONCE, DISK, "in a test")
+    profile = make_profile(evolve(MACHINE, unified=True, threads=threads), ONCE, DISK, "in a test")
     on = profile.hardware("fp32")
     assert on.shared == {"cores": {"compute": 0.25, "host": 1.0, "d2h": 0.25}}
     assert on.unified
@@ -187,13 +187,13 @@ def test_on_a_cpu_operations_compete_for_its_cores() -> None:
 def test_a_step_without_a_kind_of_operation_tells_nothing_of_it(kind: str) -> None:
     left = {work: s for work, s in ONCE.seconds.items() if work[0] != kind or not work[2]}
     with pytest.raises(ValueError, match=f"got no operation of kind '{kind}' that moves bytes"):
-        described(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
+        make_profile(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
 
 
 def test_a_step_without_flops_tells_nothing_of_them() -> None:
     left = {work: s for work, s in ONCE.seconds.items() if not work[1]}
     with pytest.raises(ValueError, match="got no operation with FLOPs in the steps"):
-        described(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
+        make_profile(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
 
 
 # ---- this machine ----------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def check(profile: Profile, program: Program, batch: Any) -> None:
     assert simulate(plan, on).seconds == pytest.approx(sum(map(on.seconds, plan.graph)))
     assert on.unified == (program.device.type == "cpu")
     assert 0 < on.handoff < 1
-    assert parse(text(profile), profile.name) == profile
+    assert parse_profile(profile_text(profile), profile.name) == profile
     assert not on.lacking({"host": 10**6})
 
 
@@ -230,7 +230,7 @@ def test_a_program_is_measured(tmp_path: Path, more: dict[str, Any]) -> None:
 
 def test_so_it_is_under_the_flags_of_the_command(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "zfunc"):
-        profile = measure(Calibrate(**SMALL, folder=tmp_path))
+        profile = measure_machine(CalibrateSettings(**SMALL, folder=tmp_path))
     assert "measured by the middle half of 4 steps of 3 segments" in caplog.text
     assert "the network is not in the profile: a single rank sends nothing" in caplog.text
     assert profile.title.endswith("cores")
@@ -304,9 +304,9 @@ def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
 def test_whoever_keeps_the_cores_busy_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zfunc.planner.calibrate.others", lambda before, after: 64.0)
+    monkeypatch.setattr("zfunc.planner.calibrate.other_processes", lambda before, after: 64.0)
     with caplog.at_level(logging.WARNING, "zfunc"):
-        measure(Calibrate(**SMALL, folder=tmp_path))
+        measure_machine(CalibrateSettings(**SMALL, folder=tmp_path))
     assert "other processes kept 64.0 of" in caplog.text
 
 
@@ -314,7 +314,7 @@ def test_whoever_keeps_the_cores_busy_is_told(
 
 
 def test_the_training_that_is_measured() -> None:
-    asked = Calibrate(**SMALL)
+    asked = CalibrateSettings(**SMALL)
     training = asked.training()
     assert (training.schedule, training.hidden_size, training.bucket_size) == ("Serial", 32, 4096)
     assert {f.name for f in asked.__attrs_attrs__} == set(CALIBRATE)
@@ -333,7 +333,7 @@ def test_the_training_that_is_measured() -> None:
 )
 def test_settings_that_cannot_be_run(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Calibrate(**{**SMALL, **change})
+        CalibrateSettings(**{**SMALL, **change})
 
 
 # ---- a GPU -----------------------------------------------------------------------------------------

@@ -12,14 +12,14 @@ from attrs import evolve
 from small_models import tied_gpt
 
 import zfunc
-from zfunc.core.critical_path import bound_by, critical, told
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, modules
 from zfunc.planner import memory_check as room
-from zfunc.planner.memory_check import check_room
+from zfunc.planner.memory_check import check_fits
 from zfunc.planner.plan_step import Planned, plan
-from zfunc.planner.profile_toml import load, text
+from zfunc.planner.profile_toml import load_profile, profile_text
 
 CPU = evolve(ROUND, name="a CPU", memory={"host": 1 << 40}, unified=True)
 SMALL = {"bucket_size": 1 << 12, "precision": "fp32"}
@@ -83,7 +83,7 @@ def test_what_is_said_is_of_the_simulated_step() -> None:
     assert set(p.memory) == {"device", "pinned", "host", "disk"}
     assert p.lanes == {lane: p.timeline.busy(lane) for lane in p.timeline.lanes}
     assert all(0 < share <= 1 for share in p.lanes.values())
-    assert p.bound == told(bound_by(critical(p.plan, p.timeline)))
+    assert p.bound == bounds_in_words(bound_by(critical_path_of(p.plan, p.timeline)))
     for tier, parts in p.held.items():
         assert sum(parts.values()) == p.memory[tier]
     assert p.fits
@@ -213,9 +213,9 @@ def test_hardware_of_another_type_is_refused() -> None:
 
 
 def test_a_profile_may_be_a_file_a_path_or_a_value(tmp_path: Path) -> None:
-    profile = load("h100")
+    profile = load_profile("h100")
     path = tmp_path / "mine.toml"
-    path.write_text(text(profile))
+    path.write_text(profile_text(profile))
     seconds = {planned(hardware=x, precision="bf16").step_seconds for x in ("h100", profile, str(path), path)}
     assert len(seconds) == 1
 
@@ -230,7 +230,7 @@ def test_a_profile_may_be_a_file_a_path_or_a_value(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, pattern: str, now: str, expected: str) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(re.sub(pattern, now, text(load("h100")), count=1))
+    path.write_text(re.sub(pattern, now, profile_text(load_profile("h100")), count=1))
     with pytest.raises(ValueError, match=r"mine\.toml") as error:
         planned(hardware=path)
     assert expected in str(error.value)
@@ -242,14 +242,14 @@ def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, pattern: str, now:
 def test_room_is_asked_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     segments, batch = tied_gpt()
     program = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=1 << 12, example=batch(0))
-    check_room(program, batch(0), bucket_size=1 << 12, settable=())
+    check_fits(program, batch(0), bucket_size=1 << 12, settable=())
     needed = planned(hardware=CPU).memory
     total = sum(needed.values())
     monkeypatch.setattr(room, "available_host_bytes", lambda: total)
-    check_room(program, batch(0), bucket_size=1 << 12, settable=())
+    check_fits(program, batch(0), bucket_size=1 << 12, settable=())
     monkeypatch.setattr(room, "available_host_bytes", lambda: total - 1)
     with pytest.raises(OutOfMemory) as error:
-        check_room(program, batch(0), bucket_size=1 << 12, settable=("micro_batches", "moments"))
+        check_fits(program, batch(0), bucket_size=1 << 12, settable=("micro_batches", "moments"))
     said = str(error.value)
     assert "1 B of host memory short" in said
     assert "nothing was allocated" in said
@@ -262,7 +262,7 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     program = zfunc.compile(segments, device="cpu", example=batch(0))
     monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
     monkeypatch.setattr(room, "available_device_bytes", lambda device: 500)
-    on = room.at_hand(evolve(program, device=torch.device("cuda", 0)))
+    on = room.local_hardware(evolve(program, device=torch.device("cuda", 0)))
     assert (on.memory, on.unified) == ({"host": 1000, "device": 500}, False)
 
 
@@ -270,7 +270,7 @@ def test_ranks_of_one_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch) 
     segments, batch = tied_gpt()
     program = zfunc.compile(segments, device="cpu", example=batch(0))
     monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
-    assert room.at_hand(program).memory == {"host": 1000}
+    assert room.local_hardware(program).memory == {"host": 1000}
     monkeypatch.setattr(room, "local_ranks", lambda: 4)
-    assert room.at_hand(evolve(program, ranks=type(program.ranks)(world=8))).memory == {"host": 250}
-    assert room.at_hand(evolve(program, ranks=type(program.ranks)(world=2))).memory == {"host": 500}
+    assert room.local_hardware(evolve(program, ranks=type(program.ranks)(world=8))).memory == {"host": 250}
+    assert room.local_hardware(evolve(program, ranks=type(program.ranks)(world=2))).memory == {"host": 500}

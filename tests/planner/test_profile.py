@@ -25,7 +25,7 @@ from zfunc.planner.profile import (
     Figure,
     Profile,
 )
-from zfunc.planner.profile_toml import FOLDER, load, names, parse, text
+from zfunc.planner.profile_toml import FOLDER, load_profile, parse_profile, profile_names, profile_text
 
 GB = {  # of each card, as it is sold
     **{"a10": 24, "a100-80gb": 80, "a6000": 48, "gh200": 96, "h100": 80, "h200": 141, "l4": 24, "l40s": 48},
@@ -42,12 +42,12 @@ def toml(name: str = "v100-32gb") -> dict[str, Any]:
 
 
 def test_these_come_with_zfunc() -> None:
-    assert names() == MADE
+    assert profile_names() == MADE
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_every_figure_says_where_it_comes_from(name: str) -> None:
-    profile = load(name)
+    profile = load_profile(name)
     figures = [(t, k, f) for t, of in profile.figures.items() for k, f in of.items()]
     assert {f.origin for _, _, f in figures} == {"source", "assumed"}
     used = {f.words for _, _, f in figures if f.origin == "source"}
@@ -60,7 +60,7 @@ def test_every_figure_says_where_it_comes_from(name: str) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_assumed_of_flops_follows_from_what_is_said_of_it(name: str) -> None:
     """Products reach the share that the words say; the rest of a block waits for memory as on an A100 at 0.45."""
-    profile, a100 = load(name), load("a100-80gb")
+    profile, a100 = load_profile(name), load_profile("a100-80gb")
     waits = (1 / 0.45 - 1 / 0.65) / a100.value("flops_per_s", "bf16")
     waits *= a100.value("bytes_per_s", "device_memory") / profile.value("bytes_per_s", "device_memory")
     for precision in profile.precisions:
@@ -73,13 +73,13 @@ def test_what_is_assumed_of_flops_follows_from_what_is_said_of_it(name: str) -> 
 
 @pytest.mark.parametrize("name", MADE)
 def test_a_file_is_written_as_it_reads(name: str) -> None:
-    profile = load(name)
-    assert parse(text(profile), name) == profile
+    profile = load_profile(name)
+    assert parse_profile(profile_text(profile), name) == profile
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_hardware_follows_from_the_figures(name: str) -> None:
-    profile = load(name)
+    profile = load_profile(name)
     for precision in profile.precisions:
         one = profile.hardware(precision)
         assert precision in one.name
@@ -94,7 +94,7 @@ def test_hardware_follows_from_the_figures(name: str) -> None:
 @pytest.mark.parametrize("name", MADE)
 def test_a_device_has_what_its_driver_reports_less_a_margin_that_is_named(name: str) -> None:
     """Drivers count in powers of 2: 24 GB are from 22.5 GiB, where error correction takes a share, to 24 GiB."""
-    profile = load(name)
+    profile = load_profile(name)
     reported, gib = profile.value("bytes", "device"), GB[name] * 2**30
     assert 0.92 * gib < reported <= gib
     assert profile.figures["bytes"]["device"].origin == ("assumed" if name == "gh200" else "source")
@@ -110,7 +110,7 @@ def test_a_device_has_what_its_driver_reports_less_a_margin_that_is_named(name: 
     [("rtx4090", 0.29 * 312e12), ("rtx3090", 0.7421 * 71e12)],  # nanoGPT, issue 182; modula, pull request 1
 )
 def test_a_geforce_card_trains_as_fast_as_others_saw_it_train(name: str, measured: float) -> None:
-    assert load(name).reached("flops_per_s", "bf16") == pytest.approx(measured, rel=0.07)
+    assert load_profile(name).reached("flops_per_s", "bf16") == pytest.approx(measured, rel=0.07)
 
 
 def test_a_context_larger_than_the_device_is_refused() -> None:
@@ -121,7 +121,7 @@ def test_a_context_larger_than_the_device_is_refused() -> None:
 
 
 def test_the_ranks_of_a_node_share_its_host() -> None:
-    profile = load("v100-32gb")
+    profile = load_profile("v100-32gb")
     one, eight, node, two = (profile.hardware("fp16", world) for world in (1, 8, 16, 32))
     for rate in ("host", "disk"):
         assert one.rates[rate] == 8 * eight.rates[rate] == 16 * node.rates[rate] == 16 * two.rates[rate]
@@ -132,7 +132,7 @@ def test_the_ranks_of_a_node_share_its_host() -> None:
 
 
 def test_collectives_go_inside_the_node_or_between_nodes() -> None:
-    profile = load("v100-32gb")
+    profile = load_profile("v100-32gb")
     inside, outside = (profile.reached("bytes_per_s", network) for network in NETWORKS)
     assert 16 * outside < inside
     assert [profile.hardware("fp16", world).rates["network"] for world in (2, 16, 17)] == [
@@ -140,7 +140,7 @@ def test_collectives_go_inside_the_node_or_between_nodes() -> None:
         inside,
         16 * outside,  # through all ports of a node
     ]
-    fast = load("h100")  # its ports together are as fast as what is inside, or nearly
+    fast = load_profile("h100")  # its ports together are as fast as what is inside, or nearly
     assert fast.hardware("bf16", 9).rates["network"] <= fast.hardware("bf16", 8).rates["network"]
     hop = profile.value("seconds", "network_between_nodes")
     assert profile.hardware("fp16", 17).latencies["network"] == 5 * hop  # log2, rounded up
@@ -153,16 +153,16 @@ def test_collectives_go_inside_the_node_or_between_nodes() -> None:
 
 def test_a_precision_that_a_machine_does_not_have() -> None:
     with pytest.raises(ValueError, match=r"v100-32gb: got precision 'bf16', expected .*: use fp32, fp16"):
-        load("v100-32gb").hardware("bf16")
+        load_profile("v100-32gb").hardware("bf16")
 
 
 def test_a_world_of_none() -> None:
     with pytest.raises(ValueError, match="got a world of 0, expected 1 rank at least"):
-        load("h100").hardware("bf16", 0)
+        load_profile("h100").hardware("bf16", 0)
 
 
 def test_a_network_that_is_not_known() -> None:
-    h100 = load("h100")
+    h100 = load_profile("h100")
     alone = {k: f for k, f in h100.figures["bytes_per_s"].items() if k not in NETWORKS}
     profile = evolve(h100, figures={**h100.figures, "bytes_per_s": alone})
     assert profile.hardware("bf16").rates["network"] == NONE_SENT
@@ -179,14 +179,14 @@ def test_an_unknown_profile_names_the_nearest(asked: str, hint: str) -> None:
     with pytest.raises(
         FileNotFoundError, match=rf"got '{asked}', which is no profile.*did you mean '{hint}'"
     ):
-        load(asked)
+        load_profile(asked)
 
 
 def test_a_file_is_loaded_by_its_path(tmp_path: Any) -> None:
     path = tmp_path / "mine.toml"
-    path.write_text(text(load("h100")))
-    assert load(path).figures == load(str(path)).figures == load("h100").figures
-    assert load(path).name == str(path)
+    path.write_text(profile_text(load_profile("h100")))
+    assert load_profile(path).figures == load_profile(str(path)).figures == load_profile("h100").figures
+    assert load_profile(path).name == str(path)
 
 
 # ---- files that are wrong --------------------------------------------------------------------------
@@ -202,7 +202,7 @@ def broken(change: Callable[[dict[str, Any]], Any]) -> Profile:
             lines.insert(0, f"{key} = {inline(value)}")
         else:
             lines += [f"[{key}]", *(f"{k!r} = {inline(v)}" for k, v in value.items())]
-    return parse("\n".join(lines), "mine.toml")
+    return parse_profile("\n".join(lines), "mine.toml")
 
 
 def inline(value: Any) -> str:
@@ -308,12 +308,12 @@ def test_a_file_that_is_wrong_is_refused_by_file_table_and_key(what: str) -> Non
 
 
 def test_the_file_is_right_otherwise() -> None:
-    assert broken(lambda found: None).figures == load("v100-32gb").figures
+    assert broken(lambda found: None).figures == load_profile("v100-32gb").figures
 
 
 def test_what_is_not_toml_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mine.toml: got .*line 1.*, expected TOML"):
-        parse("= 5", "mine.toml")
+        parse_profile("= 5", "mine.toml")
 
 
 MEASURED = "\n[[measured]]\nkind = 'host'\nflops = 0\nnbytes = 8\nseconds = {}\n"
@@ -331,7 +331,7 @@ MEASURED = "\n[[measured]]\nkind = 'host'\nflops = 0\nnbytes = 8\nseconds = {}\n
 )
 def test_measurements_are_read_strictly(entry: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"mine.toml: {message}"):
-        parse(text(load("h100")) + entry, "mine.toml")
+        parse_profile(profile_text(load_profile("h100")) + entry, "mine.toml")
 
 
 # ---- any profile -----------------------------------------------------------------------------------
@@ -374,7 +374,7 @@ def profiles(draw: st.DrawFn) -> Profile:
 
 @given(profiles())
 def test_any_profile_is_written_as_it_reads(profile: Profile) -> None:
-    assert parse(text(profile), "made") == profile
+    assert parse_profile(profile_text(profile), "made") == profile
 
 
 @given(profiles(), st.integers(1, 10**4))

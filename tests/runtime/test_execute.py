@@ -15,7 +15,7 @@ from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
 from zfunc.engine.stages import adam, forward, to_host
 from zfunc.errors import LaneTimeout, UndeclaredAccess
-from zfunc.runtime.executor import Executor, Jitter, Options, prepare
+from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 
 CPU = torch.device("cpu")
 X, Y = Region("x", kept=True), Region("y")
@@ -23,7 +23,7 @@ X, Y = Region("x", kept=True), Region("y")
 
 def run(plan: Plan, stages: dict[str, Any], mem: dict[Region, Any], **options: Any) -> Any:
     executor = Executor(CPU, patience=options.pop("patience", 10.0))
-    return executor.run(prepare(plan, stages, CPU), mem, None, Options(**options), set())
+    return executor.run(prepare_plan(plan, stages, CPU), mem, None, RunOptions(**options), set())
 
 
 def two_lanes() -> Plan:
@@ -52,7 +52,7 @@ def test_a_verb_without_a_stage_is_refused_before_anything_runs() -> None:
     with pytest.raises(
         ValueError, match=r"got operations \['use'\] in the plan, expected verbs with a stage"
     ):
-        prepare(two_lanes(), {"make": lambda *_: None}, CPU)
+        prepare_plan(two_lanes(), {"make": lambda *_: None}, CPU)
 
 
 def test_a_region_is_dropped_after_its_last_access() -> None:
@@ -82,7 +82,7 @@ def test_threads_end_with_the_executor() -> None:
     executor = Executor(CPU)
     stages = {"make": lambda *_: None, "use": lambda *_: None}
     plan = build(two_lanes().graph, {"gpu": [0], "its-own": [1]})
-    executor.run(prepare(plan, stages, CPU), {}, None, Options(), set())
+    executor.run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), set())
     (thread,) = (t for t in threading.enumerate() if t.name == "zfunc its-own")
     del executor
     thread.join(5)
@@ -108,7 +108,7 @@ def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() ->
         state = zfunc.init(made, seed=1)
         special = zfunc.engine.program.specialize(made, data(0))
         smuggled = evolve(special.plan, waits=plan.waits)  # past compile, which verifies
-        ready = evolve(special, plan=smuggled, prepared=prepare(smuggled, made.stages, CPU))
+        ready = evolve(special, plan=smuggled, prepared=prepare_plan(smuggled, made.stages, CPU))
         made.cache.specialized = dict.fromkeys(made.cache.specialized, ready)
         state, _ = zfunc.train_step(made, state, data(0), jitter=Jitter(seed, 5e-3))
         return torch.cat([p.flatten() for p in zfunc.params(made, state).values()])

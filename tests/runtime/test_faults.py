@@ -27,10 +27,17 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, build
 from zfunc.errors import ExecutionError, RankError
 from zfunc.runtime import failure_detection as rollcall
-from zfunc.runtime.collectives import Ranks
-from zfunc.runtime.executor import Executor, Options, prepare
-from zfunc.runtime.failure_detection import RollCall, StoreLost, Verdict
-from zfunc.runtime.fault_injection import Fault, InjectedFault, check, due, from_environment, parse
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
+from zfunc.runtime.failure_detection import FailureDetector, MissingRanks, StoreLost
+from zfunc.runtime.fault_injection import (
+    Fault,
+    InjectedFault,
+    check_faults,
+    due,
+    from_environment,
+    parse_faults,
+)
 from zfunc.runtime.launch import TIMEOUT, timeout
 
 WORKER = Path(__file__).parents[1] / "fault_worker.py"
@@ -224,12 +231,12 @@ def test_ranks_in_different_calls_are_told_which_the_others_are_in(results: Path
 @pytest.mark.parametrize("sent", [[1 << 60, 1 << 60], [1 << 60, ~(1 << 60)], [-1, 0], [5, 0]])
 def test_what_is_no_length_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch, sent: list[int]) -> None:
     """Another call's numbers, as long as the sizes of texts: no memory is asked for by what they say."""
-    ranks = Ranks(world=2, members=(0, 1), store=dist.HashStore())
+    ranks = RankGroup(world=2, members=(0, 1), store=dist.HashStore())
 
-    def all_reduce(_: Ranks, values: torch.Tensor) -> None:
+    def all_reduce(_: RankGroup, values: torch.Tensor) -> None:
         values[1] = torch.tensor(sent)
 
-    monkeypatch.setattr(Ranks, "_all_reduce", all_reduce)
+    monkeypatch.setattr(RankGroup, "_all_reduce", all_reduce)
     with pytest.raises(RankError, match=f"rank 1 sent {sent[0]:,}, .* Make the same calls .* on every rank"):
         ranks.texts("save")
     with pytest.raises(RankError, match="out of step, because rank 1 sent"):
@@ -240,12 +247,14 @@ def test_what_is_no_length_is_not_taken_for_one(monkeypatch: pytest.MonkeyPatch,
 # --- the roll call --------------------------------------------------------------------------------------
 
 
-def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dict[int, Verdict]:
+def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dict[int, MissingRanks]:
     """The verdicts of the ranks that call, each with its sign, at once."""
-    got: dict[int, Verdict] = {}
+    got: dict[int, MissingRanks] = {}
 
     def one(rank: int) -> None:
-        got[rank] = RollCall(store, rank, world).take(signs[rank], **{"least": 0.1, "most": 5.0, **seconds})
+        got[rank] = FailureDetector(store, rank, world).take(
+            signs[rank], **{"least": 0.1, "most": 5.0, **seconds}
+        )
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in signs]
     for thread in threads:
@@ -257,35 +266,35 @@ def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dic
 
 def test_all_ranks_have_one_verdict() -> None:
     got = call(dist.HashStore(), 4, {0: "broken", 1: "late", 3: "told"})
-    assert got == dict.fromkeys((0, 1, 3), Verdict((2,), late=True))
+    assert got == dict.fromkeys((0, 1, 3), MissingRanks((2,), late=True))
 
 
 def test_two_missing_ranks_are_waited_for_as_long_as_it_may_take() -> None:
     begun = time.monotonic()
     got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, most=0.5)
-    assert got == dict.fromkeys((1, 2), Verdict((0, 3)))
+    assert got == dict.fromkeys((1, 2), MissingRanks((0, 3)))
     assert time.monotonic() - begun >= 0.5
-    assert Verdict((0, 3)).text((0, 1, 2, 3), 1) == "ranks 0, 3 are gone"
+    assert MissingRanks((0, 3)).text((0, 1, 2, 3), 1) == "ranks 0, 3 are gone"
 
 
 def test_if_all_ranks_call_none_is_missing() -> None:
     got = call(dist.HashStore(), 2, {0: "broken", 1: "broken"}, least=1.0)
-    assert got == dict.fromkeys((0, 1), Verdict(()))
+    assert got == dict.fromkeys((0, 1), MissingRanks(()))
     assert "no rank is missing" in got[0].text((0, 1), 0)
 
 
 def test_the_first_who_leaves_is_the_one_that_is_named() -> None:
     store = dist.HashStore()
-    assert not RollCall(store, 0, 4).failed()
-    RollCall(store, 2, 4).leave("the disk is full")
-    RollCall(store, 1, 4).leave("it noticed")
-    assert RollCall(store, 0, 4).failed()
-    assert call(store, 4, {0: "told"}) == {0: Verdict((2,), why="the disk is full")}
+    assert not FailureDetector(store, 0, 4).failed()
+    FailureDetector(store, 2, 4).leave("the disk is full")
+    FailureDetector(store, 1, 4).leave("it noticed")
+    assert FailureDetector(store, 0, 4).failed()
+    assert call(store, 4, {0: "told"}) == {0: MissingRanks((2,), why="the disk is full")}
 
 
 def test_without_a_store_it_is_said_that_nobody_can_be_asked() -> None:
     with pytest.raises(StoreLost, match="the group has no store"):
-        RollCall(None, 0, 2).failed()
+        FailureDetector(None, 0, 2).failed()
 
 
 def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,12 +306,12 @@ def test_a_question_that_is_not_answered_is_given_up(monkeypatch: pytest.MonkeyP
             return release.wait()
 
     with pytest.raises(StoreLost, match="has not answered for 0.1 s"):
-        RollCall(Stuck(), 0, 2).failed()
+        FailureDetector(Stuck(), 0, 2).failed()
     release.set()
 
 
 def test_a_rank_that_cannot_tell_that_it_leaves_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = Ranks(world=2, members=(0, 1))
+    ranks = RankGroup(world=2, members=(0, 1))
     with caplog.at_level("WARNING", "zfunc"):
         ranks.leave("step 3 failed")
     assert "could not be told that this one leaves: the group has no store" in caplog.text
@@ -342,7 +351,7 @@ def two_lanes(kind: Any = "host") -> Plan:
 def run(plan: Plan, *faults: Fault, **stages: Any) -> Any:
     given = {"make": lambda *_: None, "use": lambda *_: None, **stages}
     executor = Executor(CPU, patience=stages.pop("patience", 10.0))
-    return executor.run(prepare(plan, given, CPU), {}, None, Options(faults=faults), set())
+    return executor.run(prepare_plan(plan, given, CPU), {}, None, RunOptions(faults=faults), set())
 
 
 def test_a_fault_happens_just_before_the_stage_of_its_operation() -> None:
@@ -372,7 +381,7 @@ def test_signals_end_the_process(action: Any, code: int) -> None:
 @pytest.mark.parametrize("action", ["kill", "hang", "raise", "terminate"])
 def test_faults_round_trip_through_text(action: Any) -> None:
     faults = (FAULT, Fault(0, 3, "global_norm", action))
-    assert parse(";".join(map(str, faults))) == faults
+    assert parse_faults(";".join(map(str, faults))) == faults
     assert from_environment({"ZFUNC_FAULTS": f" {FAULT} ; "}) == (FAULT,)
     assert from_environment({}) == ()
 
@@ -396,7 +405,7 @@ def test_faults_round_trip_through_text(action: Any) -> None:
 )
 def test_text_that_is_no_fault_is_refused(text: str, why: str) -> None:
     with pytest.raises(ValueError, match=rf"ZFUNC_FAULTS: got '.*', .*{why}.*Write it as rank=1,step=7"):
-        parse(text)
+        parse_faults(text)
 
 
 def test_only_the_faults_of_this_rank_and_step_are_due() -> None:
@@ -406,11 +415,11 @@ def test_only_the_faults_of_this_rank_and_step_are_due() -> None:
 
 
 def test_a_fault_in_an_operation_that_there_is_not_is_refused() -> None:
-    check([Fault(0, 1, "use[3,4]", "kill")], two_lanes())
+    check_faults([Fault(0, 1, "use[3,4]", "kill")], two_lanes())
     with pytest.raises(
         ValueError, match=r"'use\[3,5\]', expected one of the plan's 2 \(did you mean 'use\[3,4\]'\?\)"
     ):
-        check([Fault(0, 1, "use[3,5]", "kill")], two_lanes())
+        check_faults([Fault(0, 1, "use[3,5]", "kill")], two_lanes())
 
 
 # --- kinds of operations --------------------------------------------------------------------------------
@@ -442,4 +451,4 @@ def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None
 
     stages = {"load": lambda *_: None, "send": send, "use": lambda *_: None}
     with pytest.raises(ExecutionError, match="rank 1 is gone"):
-        Executor(CPU, patience=0.4).run(prepare(plan, stages, CPU), {}, None, Options(), set())
+        Executor(CPU, patience=0.4).run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), set())

@@ -21,7 +21,7 @@ from table import JOBS, Scattered
 import zfunc
 from zfunc.core.plan import PlanError
 from zfunc.engine.program import make_plan
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 HERE = Path(__file__).parents[1]
 
@@ -150,7 +150,7 @@ def test_collectives_on_two_lanes_are_refused() -> None:
 
 
 def test_a_world_of_one_sends_nothing() -> None:
-    ranks = Ranks.of(None)
+    ranks = RankGroup.of(None)
     assert (ranks.rank, ranks.world, ranks.sums([1.5]), ranks.texts("a")) == (0, 1, [1.5], ["a"])
     assert ranks.sent == 0
 

@@ -15,15 +15,15 @@ import torch
 from zfunc.runtime import host_memory as resources
 from zfunc.runtime import host_pages as paging
 from zfunc.runtime.cpu_topology import huge_page_mode, mapping_of
-from zfunc.runtime.host_memory import available_host_bytes, host_buffer
-from zfunc.runtime.host_pages import HUGE_MIN, PAGE, PARALLEL_MIN, Pages, anonymous, touch
-from zfunc.runtime.numa import Seat, Touch, first_touches
+from zfunc.runtime.host_memory import alloc_host, available_host_bytes
+from zfunc.runtime.host_pages import HUGE_MIN, PAGE, PARALLEL_MIN, HostPages, map_pages, touch
+from zfunc.runtime.numa import FirstTouch, NumaSlot, first_touches
 
 CPUS = sorted(os.sched_getaffinity(0))
 LARGE = PARALLEL_MIN + 3 * PAGE + 8  # bytes
 
 
-def resident(pages: Pages) -> int:
+def resident(pages: HostPages) -> int:
     """How many of its pages have physical memory."""
     flags = (ctypes.c_ubyte * (-(-len(pages) // PAGE)))()
     assert not paging._libc.mincore(ctypes.c_void_p(pages.address), ctypes.c_size_t(len(pages)), flags)
@@ -47,14 +47,14 @@ def test_a_control_group_limits_it(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("numel", [0, 1, 1001, (1 << 20) + 3])
 def test_a_buffer_has_exactly_its_size_and_zeros(numel: int) -> None:
-    buffer = host_buffer(numel, torch.bfloat16, pinned=False)
+    buffer = alloc_host(numel, torch.bfloat16, pinned=False)
     assert buffer.shape == (numel,)
     assert buffer.untyped_storage().nbytes() == 2 * numel
     assert not buffer.any()
 
 
 def test_a_buffer_begins_at_a_page_of_its_own() -> None:
-    buffers = [host_buffer(3000 + n, torch.float32, pinned=False) for n in range(4)]
+    buffers = [alloc_host(3000 + n, torch.float32, pinned=False) for n in range(4)]
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers)
     assert all(start % PAGE == 0 for start, _ in spans)
     assert all(-(-stop // PAGE) * PAGE <= start for (_, stop), (start, _) in pairwise(spans))
@@ -63,8 +63,8 @@ def test_a_buffer_begins_at_a_page_of_its_own() -> None:
 def test_huge_pages_are_asked_for_from_some_size_on() -> None:
     """ "hg" is the kernel's word that MADV_HUGEPAGE was said of a mapping."""
     large, small = (
-        host_buffer(HUGE_MIN, torch.uint8, pinned=False),
-        host_buffer(PAGE * 3, torch.uint8, pinned=False),
+        alloc_host(HUGE_MIN, torch.uint8, pinned=False),
+        alloc_host(PAGE * 3, torch.uint8, pinned=False),
     )
     told = [mapping_of(buffer.data_ptr()).get("VmFlags", "").split() for buffer in (large, small)]
     if huge_page_mode() is None or not told[0]:
@@ -76,7 +76,7 @@ def test_huge_pages_are_asked_for_from_some_size_on() -> None:
 
 @pytest.mark.parametrize("nbytes", [PAGE, LARGE])
 def test_all_pages_are_there_when_it_returns(nbytes: int) -> None:
-    pages = anonymous(nbytes)
+    pages = map_pages(nbytes)
     assert resident(pages) < -(-nbytes // PAGE)
     touch(pages, first_touches(nbytes, 1, threads=3, page=PAGE))
     assert resident(pages) == -(-nbytes // PAGE)
@@ -93,9 +93,9 @@ def test_every_rank_touches_its_part_from_its_seat(monkeypatch: pytest.MonkeyPat
         populate(address, nbytes)
 
     monkeypatch.setattr(paging, "_populate", spied)
-    pages = anonymous(8 * PAGE)
-    plan = Touch(0, 2 * PAGE, 0), Touch(2 * PAGE, 5 * PAGE, 1), Touch(5 * PAGE, 8 * PAGE, 0)
-    seats = Seat(0, frozenset({CPUS[0]})), Seat(1, frozenset({CPUS[-1]}))
+    pages = map_pages(8 * PAGE)
+    plan = FirstTouch(0, 2 * PAGE, 0), FirstTouch(2 * PAGE, 5 * PAGE, 1), FirstTouch(5 * PAGE, 8 * PAGE, 0)
+    seats = NumaSlot(0, frozenset({CPUS[0]})), NumaSlot(1, frozenset({CPUS[-1]}))
     touch(pages, plan, seats)
     assert {(a - pages.address, n, cpus) for a, n, cpus, _ in touched} == {
         (t.start, t.stop - t.start, seats[t.rank].cpus) for t in plan
@@ -111,7 +111,7 @@ def test_an_old_kernel_gets_its_pages_written_instead(monkeypatch: pytest.Monkey
         return -1
 
     monkeypatch.setattr(paging, "_libc", SimpleNamespace(madvise=too_old, mincore=paging._libc.mincore))
-    pages = anonymous(LARGE)
+    pages = map_pages(LARGE)
     touch(pages, first_touches(LARGE, 1, threads=2, page=PAGE))
     assert resident(pages) == -(-LARGE // PAGE)
 
@@ -120,13 +120,13 @@ def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MemoryError, match=r"got no memory for .* bytes \(Cannot allocate memory\), expected room"
     ):
-        anonymous(1 << 60)
+        map_pages(1 << 60)
 
     def full(*_: Any) -> int:
         ctypes.set_errno(errno.ENOMEM)
         return -1
 
-    pages = anonymous(LARGE)
+    pages = map_pages(LARGE)
     monkeypatch.setattr(paging, "_libc", SimpleNamespace(madvise=full))
     with pytest.raises(MemoryError, match="Cannot allocate memory"):
         touch(pages, first_touches(LARGE, 1, threads=2, page=PAGE))
@@ -135,7 +135,7 @@ def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pages_are_released_once_nothing_views_them() -> None:
     """What registers pinned memory must be undone before the pages are unmapped, and not while a view lives."""
     released = []
-    pages = Pages(-1, 4096)
+    pages = HostPages(-1, 4096)
     pages.release = lambda: released.append(True)
     tensor = torch.frombuffer(pages, dtype=torch.float32, count=1024)
     view = tensor[10:20]
@@ -161,9 +161,9 @@ def test_pinned_buffers_are_registered_at_their_size_and_kept_from_forks(
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     if code:
         with pytest.raises(RuntimeError, match=r"CUDA error 2 when pinning 3,000 bytes.*ulimit -l"):
-            host_buffer(1500, torch.bfloat16, pinned=True)
+            alloc_host(1500, torch.bfloat16, pinned=True)
         return
-    buffer = host_buffer(1500, torch.bfloat16, pinned=True)
+    buffer = alloc_host(1500, torch.bfloat16, pinned=True)
     address = buffer.data_ptr()
     flags = mapping_of(address).get("VmFlags", "dc").split()
     assert "dc" in flags  # not copied by a fork, which would leave the device the child's pages

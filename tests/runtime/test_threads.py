@@ -22,8 +22,8 @@ from zfunc.optim import host_adam as sweeps
 from zfunc.optim.host_adam import square_sum
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime import thread_pinning as teams
-from zfunc.runtime.numa import Seat
-from zfunc.runtime.thread_budget import decide
+from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.thread_budget import choose_threads
 
 ROOT = Path(__file__).parents[2]
 CPUS = sorted(os.sched_getaffinity(0))
@@ -40,7 +40,7 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
     tmp_path: Path, ranks: str, quota: str, expected: int
 ) -> None:
     tree(two_sockets(tmp_path), {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": f"{quota} 100000"})
-    decision = decide({"LOCAL_WORLD_SIZE": ranks}, frozenset(range(8)), tmp_path)
+    decision = choose_threads({"LOCAL_WORLD_SIZE": ranks}, frozenset(range(8)), tmp_path)
     assert (decision.threads, decision.cores, decision.ranks) == (expected, 4, int(ranks))
 
 
@@ -64,7 +64,7 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
 def test_the_environment_is_overruled_in_words(
     tmp_path: Path, environment: dict[str, str], told: str
 ) -> None:
-    decision = decide(environment, frozenset(range(8)), two_sockets(tmp_path))
+    decision = choose_threads(environment, frozenset(range(8)), two_sockets(tmp_path))
     assert decision.threads == 4
     assert str(decision).partition("; ")[2] == told
 
@@ -72,21 +72,21 @@ def test_the_environment_is_overruled_in_words(
 @pytest.mark.parametrize("value", ["two", "0", "-1", "", "1.5"])
 def test_a_bad_number_of_ranks_is_refused(value: str) -> None:
     with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE: got .*, expected a whole number of at least 1"):
-        decide({"LOCAL_WORLD_SIZE": value}, frozenset({0}))
+        choose_threads({"LOCAL_WORLD_SIZE": value}, frozenset({0}))
 
 
 def test_too_many_threads_are_clamped_to_the_cpus_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
-    threads.clamp.cache_clear()
+    threads.limit_threads.cache_clear()
     most = []
 
     def lane() -> None:
         os.sched_setaffinity(0, {CPUS[0]})  # as a seat does
-        most.append(threads.clamp(10_000))
+        most.append(threads.limit_threads(10_000))
 
     thread = threading.Thread(target=lane)
     thread.start()
     thread.join()
-    threads.clamp.cache_clear()
+    threads.limit_threads.cache_clear()
     assert most == [len(CPUS)]
 
 
@@ -102,7 +102,7 @@ def test_torchrun_gets_one_line_and_the_full_team() -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "LOCAL_"))}
     environment |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
-    expected = decide({}, frozenset(CPUS)).threads
+    expected = choose_threads({}, frozenset(CPUS)).threads
     assert done.stdout.split() == ["team", str(expected), "compute", "1"], done.stderr
     (line,) = (x for x in done.stderr.splitlines() if "host Adam" in x)
     assert line.startswith(f"host Adam uses {expected} threads: ")
@@ -116,7 +116,7 @@ def affinities() -> dict[int, str]:
     """Of every thread of this process: the CPUs it may run on."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        text = topology.read(task / "status")
+        text = topology.read_text(task / "status")
         if text is None:  # it has ended meanwhile
             continue
         found[int(task.name)] = re.search(r"Cpus_allowed_list:\s*(\S+)", text).group(1)  # type: ignore[union-attr]
@@ -143,11 +143,11 @@ def in_a_thread(run: Any) -> None:
 def test_a_team_takes_its_seats_and_the_kernel_runs_on_them() -> None:
     """Two CPUs stand for two nodes; the sweeps that follow use the bound team, and no others are bound."""
     first, second = CPUS[:2]
-    seats = [Seat(0, frozenset({first})), Seat(1, frozenset({second}))]
+    seats = [NumaSlot(0, frozenset({first})), NumaSlot(1, frozenset({second}))]
     before = affinities()
 
     def lane() -> None:
-        assert teams.seat_team(seats)
+        assert teams.bind_team(seats)
         own = {t: cpus for t, cpus in affinities().items() if t not in before}
         assert own.pop(threading.get_native_id()) == str(first)
         assert list(own.values()) == [str(second)]
@@ -172,7 +172,7 @@ def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) ->
 
     plain = trained("Overlapped")
     seated: list[str] = []
-    seats = tuple(Seat(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
+    seats = tuple(NumaSlot(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
     monkeypatch.setattr(teams, "default_seats", lambda: seats)
     monkeypatch.setattr(teams, "seat_team", lambda _: seated.append(threading.current_thread().name))
     assert torch.equal(trained("Overlapped"), plain)
@@ -185,14 +185,14 @@ def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) ->
 def test_on_one_node_nothing_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(teams, "default_seats", lambda: ())
     monkeypatch.setattr(teams, "seat_team", lambda _: pytest.fail("bound"))
-    in_a_thread(teams.take_seats)
+    in_a_thread(teams.bind_default_team)
 
 
 def test_a_runtime_that_cannot_be_asked_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(teams.ctypes, "CDLL", lambda _: SimpleNamespace())
-    assert not teams.seat_team([Seat(0, frozenset(CPUS))])
+    assert not teams.bind_team([NumaSlot(0, frozenset(CPUS))])
     assert "not bound to its NUMA nodes" in caplog.text
 
 
@@ -201,13 +201,13 @@ def test_seats_are_decided_once_and_said(
 ) -> None:
     caplog.set_level(logging.INFO, logger="zfunc")
     root = two_sockets(tmp_path)
-    monkeypatch.setattr(threads, "nodes", lambda: topology.nodes(root))
+    monkeypatch.setattr(threads, "nodes", lambda: topology.numa_nodes(root))
     monkeypatch.setattr(threads, "physical_cores", lambda cpus: topology.physical_cores(cpus, root))
     monkeypatch.setattr(threads, "allowed_cpus", lambda: frozenset(range(8)))
     monkeypatch.setattr(threads, "default_threads", lambda: 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert [seat.node for seat in threads.default_seats.__wrapped__()] == [1, 1]
+    assert [seat.node for seat in threads.default_numa_slots.__wrapped__()] == [1, 1]
     assert "host Adam on NUMA nodes: 2 on node 1" in caplog.text
 
 

@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.cpu_topology import Node, cpu_list, cpu_quota, huge_page_mode, nodes, physical_cores
-from zfunc.runtime.numa import Seat, Touch, first_touches, seats
+from zfunc.runtime.cpu_topology import (
+    NumaNode,
+    cpu_list,
+    cpu_quota,
+    huge_page_mode,
+    numa_nodes,
+    physical_cores,
+)
+from zfunc.runtime.numa import FirstTouch, NumaSlot, first_touches, numa_slots
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:
@@ -44,18 +51,18 @@ def test_cgroup_quota(tmp_path: Path, cgroup: str, files: dict[str, str], expect
 
 
 def test_nodes_with_their_memory(tmp_path: Path) -> None:
-    first, second = nodes(two_sockets(tmp_path))
-    assert first == Node(0, frozenset({0, 1, 4, 5}), 1000 << 10, 300 << 10)
+    first, second = numa_nodes(two_sockets(tmp_path))
+    assert first == NumaNode(0, frozenset({0, 1, 4, 5}), 1000 << 10, 300 << 10)
     assert (second.index, second.free_bytes) == (1, 700 << 10)
 
 
 def test_nodes_in_order_of_their_numbers(tmp_path: Path) -> None:
     tree(tmp_path, {f"sys/devices/system/node/node{n}/cpulist": str(n) for n in (10, 9, 2)})
-    assert [node.index for node in nodes(tmp_path)] == [2, 9, 10]
+    assert [node.index for node in numa_nodes(tmp_path)] == [2, 9, 10]
 
 
 def test_what_is_missing_is_unknown(tmp_path: Path) -> None:
-    assert nodes(tmp_path) == ()
+    assert numa_nodes(tmp_path) == ()
     assert cpu_quota(tmp_path) == math.inf
     assert physical_cores([0, 1], tmp_path) == 2
     assert (
@@ -102,9 +109,9 @@ def test_how_long_cpus_have_worked(tmp_path: Path) -> None:
 
 def seated(tmp_path: Path, cpus: set[int], **given: int) -> list[int]:
     root = two_sockets(tmp_path)
-    cores = {n: physical_cores(node.cpus & cpus, root) for n, node in enumerate(nodes(root))}
-    made = seats(nodes(root), frozenset(cpus), cores=lambda c: physical_cores(c, root), **given)
-    assert all(seat.cpus <= cpus and seat.cpus == nodes(root)[seat.node].cpus & cpus for seat in made)
+    cores = {n: physical_cores(node.cpus & cpus, root) for n, node in enumerate(numa_nodes(root))}
+    made = numa_slots(numa_nodes(root), frozenset(cpus), cores=lambda c: physical_cores(c, root), **given)
+    assert all(seat.cpus <= cpus and seat.cpus == numa_nodes(root)[seat.node].cpus & cpus for seat in made)
     assert all(cores[seat.node] for seat in made)
     return [seat.node for seat in made]
 
@@ -129,10 +136,13 @@ def test_threads_are_spread_over_the_nodes_of_their_rank(
 
 
 def test_a_node_without_cpus_seats_nobody() -> None:
-    far = Node(2, frozenset(), 1 << 30)
-    assert seats([Node(0, frozenset({0})), far], frozenset({0, 1}), threads=1) == ()
-    two = Node(0, frozenset({0})), far, Node(3, frozenset({1}))
-    assert seats(two, frozenset({0, 1}), threads=2) == (Seat(0, frozenset({0})), Seat(3, frozenset({1})))
+    far = NumaNode(2, frozenset(), 1 << 30)
+    assert numa_slots([NumaNode(0, frozenset({0})), far], frozenset({0, 1}), threads=1) == ()
+    two = NumaNode(0, frozenset({0})), far, NumaNode(3, frozenset({1}))
+    assert numa_slots(two, frozenset({0, 1}), threads=2) == (
+        NumaSlot(0, frozenset({0})),
+        NumaSlot(3, frozenset({1})),
+    )
 
 
 # --- who touches what ------------------------------------------------------------------------------------
@@ -168,8 +178,8 @@ def test_every_sweep_is_divided_anew() -> None:
     page = PAGE // 4  # elements
     made = first_touches(6 * page, 4, threads=2, page=PAGE, sweeps=[(0, 4 * page), (4 * page, 6 * page)])
     assert made == (
-        Touch(0, 2 * PAGE, 0),
-        Touch(2 * PAGE, 4 * PAGE, 1),
-        Touch(4 * PAGE, 5 * PAGE, 0),
-        Touch(5 * PAGE, 6 * PAGE, 1),
+        FirstTouch(0, 2 * PAGE, 0),
+        FirstTouch(2 * PAGE, 4 * PAGE, 1),
+        FirstTouch(4 * PAGE, 5 * PAGE, 0),
+        FirstTouch(5 * PAGE, 6 * PAGE, 1),
     )

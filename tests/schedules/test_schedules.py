@@ -10,13 +10,13 @@ from zfunc.schedules.critical_path import upward_ranks
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
 from zfunc.core.simulator import critical_path, simulate
 
 
 def needed(plan: Plan) -> dict[str, int]:
-    return {tier: peak.nbytes for tier, peak in memory(plan).items()}
+    return {tier: peak.nbytes for tier, peak in peak_memory(plan).items()}
 
 
 def check_promises(graph: Graph, on: Hardware) -> None:

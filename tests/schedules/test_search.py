@@ -13,13 +13,21 @@ from table import JOBS, RECIPES, chain, job, layouts
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
-from zfunc.core.memory_model import kept, memory
-from zfunc.core.ops import Job, SegmentCost
-from zfunc.planner.candidate import Choice, Setup, Step, chosen, compared, emitted, step
-from zfunc.planner.max_layers import MOST, largest, stretched
+from zfunc.core.memory_model import kept, peak_memory
+from zfunc.core.ops import SegmentCost, StepSpec
+from zfunc.planner.candidate import (
+    Choice,
+    PlannedStep,
+    Setup,
+    gains_and_costs,
+    operations_of,
+    play_through,
+    with_choice,
+)
+from zfunc.planner.max_layers import MOST, max_layers, with_layers
 from zfunc.planner.search import WORTH, search
-from zfunc.planner.search_space import Space, ratios_that_fit
-from zfunc.planner.suggestions import advise
+from zfunc.planner.search_space import SearchSpace, ratios_that_fit
+from zfunc.planner.suggestions import suggest
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
 BALANCED = Hardware(
@@ -30,7 +38,7 @@ BALANCED = Hardware(
 )
 
 
-def model(num_layers: int = 6, *, width: int = 256, **given: object) -> Job:
+def model(num_layers: int = 6, *, width: int = 256, **given: object) -> StepSpec:
     """Equal layers of two matrices, whose arithmetic takes about as long as their way to the host and back."""
     parameters = [
         [Parameter(f"{s}.up", (width, width)), Parameter(f"{s}.down", (width, width))]
@@ -38,11 +46,11 @@ def model(num_layers: int = 6, *, width: int = 256, **given: object) -> Job:
     ]
     layout = make_layout(parameters, bucket_size=1 << 18, world=given.get("world", 1))
     cost = SegmentCost(10**9, 1 << 16, 0, 1 << 14, 1 << 15, 3 * 10**9)
-    return Job(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **given)
+    return StepSpec(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **given)
 
 
 START = Choice(bucket_size=1 << 18)
-SPACE = Space(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19))
+SPACE = SearchSpace(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19))
 
 
 def with_room(**memory: int) -> Hardware:
@@ -72,33 +80,39 @@ def test_so_it_is_for_any_parameters(made: tuple[list[list[Parameter]], int, int
     ("ratio", "speculate", "delay"), list(product((1.0, 0.5, 0.0), (0, 3), (False, True)))
 )
 def test_a_choice_is_what_the_recipe_gets(ratio: float, speculate: int, delay: bool) -> None:
-    made = chosen(model(barrier=True), evolve(START, offload_ratio=ratio, speculate=speculate, delay=delay))
+    made = with_choice(
+        model(barrier=True), evolve(START, offload_ratio=ratio, speculate=speculate, delay=delay)
+    )
     assert made.resident == resident_buckets(made.layout, ratio)
     assert (made.shadows, made.delayed, made.pending) == (speculate, delay, delay)
     recipe = RECIPES["delayed" if delay else "zero_offload"]
     choice = evolve(START, offload_ratio=ratio, speculate=speculate, delay=delay)
-    assert emitted(model(barrier=True), choice) == Graph(tuple(recipe(made)))
+    assert operations_of(model(barrier=True), choice) == Graph(tuple(recipe(made)))
 
 
 def test_what_is_kept_is_what_memory_says() -> None:
-    graph = emitted(model(), START)
-    peaks = memory(step(model(), START, BALANCED).plan)
+    graph = operations_of(model(), START)
+    peaks = peak_memory(play_through(model(), START, BALANCED).plan)
     assert kept(graph) == {tier: peak.kept for tier, peak in peaks.items()}
 
 
 def test_two_steps_compare_in_words() -> None:
-    slow, fast = (step(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped"))
-    assert compared(fast, slow).endswith(" % faster")
-    assert compared(slow, fast).endswith(" % slower")
-    assert compared(fast, fast) == "as fast"
-    more = step(model(), evolve(START, host_slots=20), BALANCED)
-    assert "MB more pinned" in compared(more, fast)
+    slow, fast = (
+        play_through(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped")
+    )
+    assert gains_and_costs(fast, slow).endswith(" % faster")
+    assert gains_and_costs(slow, fast).endswith(" % slower")
+    assert gains_and_costs(fast, fast) == "as fast"
+    more = play_through(model(), evolve(START, host_slots=20), BALANCED)
+    assert "MB more pinned" in gains_and_costs(more, fast)
 
 
 # --- the search --------------------------------------------------------------------------------------------
 
 
-def check_found(given: Job, on: Hardware, start: Choice = START, space: Space = SPACE) -> Step:
+def check_found(
+    given: StepSpec, on: Hardware, start: Choice = START, space: SearchSpace = SPACE
+) -> PlannedStep:
     """What is promised of every search; returns the best step."""
     found = search(given, on, start, space)
     again = search(given, on, start, space)
@@ -110,7 +124,7 @@ def check_found(given: Job, on: Hardware, start: Choice = START, space: Space = 
     else:
         assert sum(found.step.lacking.values()) <= min(sum(t.lacking.values()) for t in found.tried)
     assert all(t.told for t in found.tried)
-    fresh = step(given, found.step.choice, on)
+    fresh = play_through(given, found.step.choice, on)
     assert (fresh.seconds, fresh.memory) == (found.step.seconds, found.step.memory)
     changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
     differs = [f for f in changed if getattr(found.step.choice, f) != getattr(start, f)]
@@ -125,7 +139,7 @@ def test_what_is_found_is_faster_than_the_start(barrier: bool, micro_batches: in
     given = model(barrier=barrier, micro_batches=micro_batches)
     best = check_found(given, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
-    assert best.seconds < step(given, START, BALANCED).seconds
+    assert best.seconds < play_through(given, START, BALANCED).seconds
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(1, 2))
@@ -137,7 +151,7 @@ def test_it_holds_whatever_room_there_is(device: int, host: int, barrier: bool, 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_it_searches_any_job(name: str) -> None:
-    check_found(JOBS[name], BALANCED, Choice(bucket_size=128), Space(bucket_sizes=(64, 128, 1000)))
+    check_found(JOBS[name], BALANCED, Choice(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000)))
 
 
 def test_with_a_barrier_speculation_is_found_and_told() -> None:
@@ -150,7 +164,7 @@ def test_with_a_barrier_speculation_is_found_and_told() -> None:
 
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     slow = evolve(BALANCED, rates={**BALANCED.rates, "host": 1e8})
-    free = step(model(), START, slow).memory["device"]
+    free = play_through(model(), START, slow).memory["device"]
     all_of_it = 12 * model().layout.numel
     for share in (0.0, 0.4, 1.0):
         room = int(free + share * all_of_it + 100_000)
@@ -160,13 +174,13 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
 
 
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
-    started = step(model(), START, BALANCED)
+    started = play_through(model(), START, BALANCED)
     room = started.memory["device"] + 6 * model().layout.numel
-    *_, lowest = ratios_that_fit(step(model(), START, with_room(device=room)))
+    *_, lowest = ratios_that_fit(play_through(model(), START, with_room(device=room)))
     assert lowest == pytest.approx(0.5, abs=0.1)
     assert ratios_that_fit(started) == (1.0, 0.5, 0.0), "no limit is known"
-    assert ratios_that_fit(step(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
-    assert ratios_that_fit(step(model(), START, with_room(device=1))) == (1.0,)
+    assert ratios_that_fit(play_through(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
+    assert ratios_that_fit(play_through(model(), START, with_room(device=1))) == (1.0,)
 
 
 def test_delay_is_tried_only_if_asked_for() -> None:
@@ -185,7 +199,7 @@ def test_where_nothing_fits_the_least_is_taken() -> None:
 
 def test_what_cannot_win_is_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
-    room = step(model(), START, BALANCED).memory["device"] + 1000
+    room = play_through(model(), START, BALANCED).memory["device"] + 1000
     found = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
     told = [t.told for t in found.tried if t.choice.offload_ratio == 0.0]
     assert told
@@ -203,7 +217,7 @@ def test_what_gains_nothing_is_left_as_it_was() -> None:
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
-    only = Space((), (), (), (), speculate=(), delay=())
+    only = SearchSpace((), (), (), (), speculate=(), delay=())
     choice = search(model(barrier=True), BALANCED, START, only).step.choice
     assert evolve(choice, offload_ratio=1.0) == START
 
@@ -221,10 +235,10 @@ def test_fifty_layers_take_less_than_ten_seconds() -> None:
 # --- advice ------------------------------------------------------------------------------------------------
 
 
-def replanning(on: Hardware, **given: object) -> tuple[Step, Callable[[Setup], Step]]:
+def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[Setup], PlannedStep]]:
     """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
 
-    def replan(setup: Setup) -> Step:
+    def replan(setup: Setup) -> PlannedStep:
         made = model(
             barrier=True, micro_batches=setup.micro_batches, moments=setup.moments, world=setup.world
         )
@@ -240,7 +254,7 @@ def replanning(on: Hardware, **given: object) -> tuple[Step, Callable[[Setup], S
             )
             for cost in made.costs
         ]
-        return step(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), setup.choice, on)
+        return play_through(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), setup.choice, on)
 
     return replan(SETUP), replan
 
@@ -254,7 +268,7 @@ def test_what_is_advised_to_fit_fits() -> None:
         counted = needed[tier] + (needed["pinned"] if tier == "host" else 0)
         made, replan = replanning(with_room(**{tier: counted - short}))
         assert not made.fits
-        advice = advise(SETUP, made, rows=8, replan=replan)
+        advice = suggest(SETUP, made, rows=8, replan=replan)
         assert advice
         for a in advice:
             assert replan(SETUP.having(**a.changes)).fits
@@ -267,14 +281,14 @@ def test_where_no_single_change_is_enough_several_are_combined() -> None:
     needed = replanning(BALANCED)[0].memory
     host = needed["host"] + needed["pinned"]
     made, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
-    (advice,) = advise(SETUP, made, rows=8, replan=replan)
+    (advice,) = suggest(SETUP, made, rows=8, replan=replan)
     assert len(advice.changes) > 1
     assert replan(SETUP.having(**advice.changes)).fits
 
 
 def test_where_nothing_is_enough_what_still_lacks_is_told() -> None:
     made, replan = replanning(with_room(device=100_000))
-    (advice,) = advise(SETUP, made, rows=8, replan=replan)
+    (advice,) = suggest(SETUP, made, rows=8, replan=replan)
     assert not advice.step.fits
     assert "; still " in advice.told
     assert "of device memory short" in advice.told
@@ -282,7 +296,7 @@ def test_where_nothing_is_enough_what_still_lacks_is_told() -> None:
 
 def test_what_is_advised_to_go_faster_is_and_fits() -> None:
     made, replan = replanning(with_room(device=1 << 40, host=1 << 40))
-    advice = advise(SETUP, made, rows=8, replan=replan)
+    advice = suggest(SETUP, made, rows=8, replan=replan)
     assert {"speculate", "offload_ratio", "delay"} <= {name for a in advice for name in a.changes}
     for a in advice:
         again = replan(SETUP.having(**a.changes))
@@ -297,14 +311,14 @@ def test_what_is_advised_to_go_faster_is_and_fits() -> None:
 
 def test_only_what_can_be_set_is_advised() -> None:
     made, replan = replanning(BALANCED)
-    advice = advise(SETUP, made, rows=8, replan=replan, settable=("moments", "micro_batches"))
+    advice = suggest(SETUP, made, rows=8, replan=replan, settable=("moments", "micro_batches"))
     assert {name for a in advice for name in a.changes} <= {"moments", "micro_batches"}
 
 
 # --- the largest of a family ---------------------------------------------------------------------------------
 
 
-def family(num_layers: int) -> Job:
+def family(num_layers: int) -> StepSpec:
     """An embedding, so many layers, a head."""
     segments = chain((300, 16), *[(16, 16)] * num_layers, (16, 300))
     return job(segments, bucket_size=512, recompute=[True] * (num_layers + 2))
@@ -314,19 +328,21 @@ def test_a_stretched_job_is_the_job_of_the_longer_model() -> None:
     costs = family(1).costs
     for count in (0, 1, 5):
         long = evolve(family(count), costs=(costs[0], *[costs[1]] * count, costs[2]))
-        a, b = (step(j, START, BALANCED) for j in (stretched(family(1), count), long))
+        a, b = (play_through(j, START, BALANCED) for j in (with_layers(family(1), count), long))
         assert (a.memory, a.seconds) == (b.memory, b.seconds)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 9, 40])
 def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
-    fits, one_more = (step(stretched(family(1), n), START, BALANCED).memory for n in (most, most + 1))
+    fits, one_more = (
+        play_through(with_layers(family(1), n), START, BALANCED).memory for n in (most, most + 1)
+    )
     for tier in ("device", "host"):
         between = fits[tier] + (one_more[tier] - fits[tier]) // 2
         on = with_room(**{tier: between + (fits["pinned"] if tier == "host" else 0)})
-        assert largest(family(1), START, on) == most
+        assert max_layers(family(1), START, on) == most
 
 
 def test_a_family_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match=f"--max: got a family of which {MOST} layers and more fit"):
-        largest(family(1), START, with_room(host=1 << 50))
+        max_layers(family(1), START, with_room(host=1 << 50))

@@ -9,7 +9,7 @@ import torch
 from attrs import evolve
 
 import zfunc
-from zfunc.cli.console import Plain
+from zfunc.cli.console import PlainOutput
 from zfunc.cli.main import main
 from zfunc.train.events import (
     INTERRUPT,
@@ -22,21 +22,23 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.loop import TEMPERATURE, sample, train
-from zfunc.train.resume import Start
-from zfunc.train.settings import Settings
-from zfunc.train.setup import Job, prepare
+from zfunc.train.loop import TEMPERATURE, sample, train_events
+from zfunc.train.resume import ResumePoint
+from zfunc.train.settings import TrainSettings
+from zfunc.train.setup import TrainingJob, prepare_job
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
 TEXT = " ".join(f"{k * k % 97} and {k % 7}" for k in range(300))
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+def job(tmp_path_factory: pytest.TempPathFactory) -> TrainingJob:
     """Four steps, with evaluations before them, after the second and after the last."""
     path = tmp_path_factory.mktemp("data") / "data.txt"
     path.write_text(TEXT)
-    return prepare(Settings(data=path, steps=4, seconds=None, eval_every=2, **SIZES), cache=path.parent)
+    return prepare_job(
+        TrainSettings(data=path, steps=4, seconds=None, eval_every=2, **SIZES), cache=path.parent
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +46,9 @@ def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 40)
 
 
-def run(job: Job, folder: Path, stop: Callable[[list[Event]], str] = lambda _: "") -> list[Event]:
+def run(job: TrainingJob, folder: Path, stop: Callable[[list[Event]], str] = lambda _: "") -> list[Event]:
     seen: list[Event] = []
-    for event in train(job, stop=lambda: stop(seen), start=Start(folder)):
+    for event in train_events(job, stop=lambda: stop(seen), start=ResumePoint(folder)):
         seen.append(event)
     return seen
 
@@ -60,7 +62,7 @@ def held_out(events: list[Event]) -> list[float]:
     return [x for x in evaluated if x is not None]
 
 
-def test_evaluations_and_the_sample_tell_how_far_they_are(job: Job, tmp_path: Path) -> None:
+def test_evaluations_and_the_sample_tell_how_far_they_are(job: TrainingJob, tmp_path: Path) -> None:
     events, segments = run(job, tmp_path), len(job.program.segments)
     assert len(held_out(events)) == 3
     for what, times, parts in (
@@ -82,7 +84,7 @@ def test_evaluations_and_the_sample_tell_how_far_they_are(job: Job, tmp_path: Pa
     ("what", "nth", "steps"), [("evaluation", n, 2 * n) for n in range(3)] + [("sample", 0, 4)]
 )
 def test_a_signal_in_the_middle_ends_them(
-    what: str, nth: int, steps: int, how: str, job: Job, tmp_path: Path
+    what: str, nth: int, steps: int, how: str, job: TrainingJob, tmp_path: Path
 ) -> None:
     events = run(job, tmp_path, lambda seen: how if shares(seen, what).count(0) > nth else "")
     (finished,) = (event for event in events if isinstance(event, Finished))
@@ -99,14 +101,14 @@ def test_a_signal_in_the_middle_ends_them(
         assert events[-1] is finished
 
 
-def test_who_interrupted_a_step_gets_evaluation_and_sample(job: Job, tmp_path: Path) -> None:
+def test_who_interrupted_a_step_gets_evaluation_and_sample(job: TrainingJob, tmp_path: Path) -> None:
     events = run(job, tmp_path, lambda seen: INTERRUPT if any(isinstance(x, Stepped) for x in seen) else "")
     last = [type(event) for event in events if not isinstance(event, Working)]
     assert last[-4:] == [Saved, Evaluated, Finished, Sampled]
     assert len(shares(events, "sample")) == 40 * len(job.program.segments)
 
 
-def test_neither_is_made_for_who_wants_none(job: Job, tmp_path: Path) -> None:
+def test_neither_is_made_for_who_wants_none(job: TrainingJob, tmp_path: Path) -> None:
     settings = evolve(job.settings, eval_every=0, no_sample=True)
     events = run(evolve(job, settings=settings), tmp_path)
     assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3, 4]
@@ -115,7 +117,7 @@ def test_neither_is_made_for_who_wants_none(job: Job, tmp_path: Path) -> None:
     assert events[-1].held_out is None
 
 
-def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: Job) -> None:
+def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: TrainingJob) -> None:
     """40 tokens are more than there is room for: the newer half goes on in a new sequence."""
     program = evolve(job.program)
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), job.batch(0))
@@ -158,7 +160,7 @@ def test_a_pipe_is_told_of_what_takes_long_only(
 ) -> None:
     now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])
     monkeypatch.setattr("zfunc.cli.console.time.monotonic", lambda: next(now))
-    plain: Any = Plain(None, "byte")  # type: ignore[arg-type]
+    plain: Any = PlainOutput(None, "byte")  # type: ignore[arg-type]
     for what, parts in (("evaluation", 6), ("sample", 2)):
         for n in range(parts):
             plain.show(Working(what, n / parts))

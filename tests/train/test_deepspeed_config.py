@@ -10,13 +10,13 @@ import pytest
 import zfunc
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed import KEYS, check, read
-from zfunc.train.deepspeed.convert import Configured
+from zfunc.train.deepspeed.convert import DeepSpeedSettings
 from zfunc.train.deepspeed.key import HONOURED, REFUSED, Key
 from zfunc.train.deepspeed.page import with_table
-from zfunc.train.deepspeed.reading import parse
+from zfunc.train.deepspeed.reading import parse_config, read_config_file
 from zfunc.train.deepspeed.schedules import SCHEDULES
-from zfunc.train.deepspeed.table import BLOCKS, OLD
+from zfunc.train.deepspeed.table import BLOCKS, KEYS, OLD
+from zfunc.train.deepspeed.values import resolve_values
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = """{
@@ -41,7 +41,7 @@ TUTORIAL = """{
 """
 
 
-def from_deepspeed(file: Any, **more: Any) -> Configured:
+def from_deepspeed(file: Any, **more: Any) -> DeepSpeedSettings:
     """What a file says; a dict that says nothing of the batch gets one."""
     said = isinstance(file, dict) and any("batch" in name or "accumulation" in name for name in file)
     return zfunc.from_deepspeed(file if said or not isinstance(file, dict) else {BATCH: 8, **file}, **more)
@@ -96,8 +96,8 @@ def test_the_tutorials_file(tmp_path: Path) -> None:
 
 
 def test_a_byte_order_mark_and_a_dict_are_read() -> None:
-    assert parse('{"a": 5e8}') == {"a": 5e8}
-    assert read({"a": 1}).values == {"a": 1}
+    assert parse_config('{"a": 5e8}') == {"a": 5e8}
+    assert read_config_file({"a": 1}).values == {"a": 1}
     with pytest.raises(TypeError, match="expected the path of a JSON file, or a dict"):
         from_deepspeed(3)  # pyright: ignore[reportArgumentType]
 
@@ -128,7 +128,7 @@ def test_files_of_other_editors(tmp_path: Path) -> None:
 )
 def test_what_is_no_json_is_refused_with_its_line(text: str, told: str) -> None:
     with pytest.raises(ValueError, match=rf"(?s)^f\.json: .*{told}"):
-        parse(text, "f.json")
+        parse_config(text, "f.json")
 
 
 # --- keys ------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def test_every_key_with_its_default_is_read_and_told(key: Key) -> None:
         assert key.name in refusal(nested(key.name, wrong))
     if key.default is None or key.default in key.refused:
         return
-    values = check(read(nested(key.name, key.default)))
+    values = resolve_values(read_config_file(nested(key.name, key.default)))
     assert values[key.name] == key.default
     told = [name for _, names in values.without_effect() for name in names]
     assert told == ([key.name] if key.fate not in (HONOURED, REFUSED) else [])
@@ -353,7 +353,7 @@ def test_the_other_settings() -> None:
 # --- schedulers and "auto" -------------------------------------------------------------------------------
 
 
-def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> Configured:
+def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> DeepSpeedSettings:
     file = {
         "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
         "scheduler": {"type": kind, "params": params},

@@ -12,10 +12,12 @@ import pytest
 from zfunc.errors import NonFiniteError
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed import Values, check, optimizer, read
+from zfunc.train.deepspeed import optimizer
 from zfunc.train.deepspeed.momentum import OneCycleBetas
 from zfunc.train.deepspeed.rate import schedule
+from zfunc.train.deepspeed.reading import read_config_file
 from zfunc.train.deepspeed.schedules import SCHEDULES, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR
+from zfunc.train.deepspeed.values import ResolvedValues, resolve_values
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "deepspeed.json"
 CASES: dict[str, list[dict[str, Any]]] = json.loads(GOLDEN.read_text())
@@ -25,10 +27,10 @@ def name(case: dict[str, Any]) -> str:
     return f"{case['type']} {' '.join(case['params'])}"
 
 
-def values(case: dict[str, Any]) -> Values:
+def values(case: dict[str, Any]) -> ResolvedValues:
     """A file that has this case."""
-    return check(
-        read(
+    return resolve_values(
+        read_config_file(
             {
                 "optimizer": {"type": "Adam", "params": {"lr": case["lr"]}},
                 "scheduler": {"type": case["type"], "params": case["params"]},
@@ -60,7 +62,7 @@ def test_learning_rates_are_those_of_every_update_there(case: dict[str, Any]) ->
 
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
 def test_betas_of_one_cycle_are_those_of_every_update_there(case: dict[str, Any]) -> None:
-    adam = AdamW(betas=optimizer.adam(values(case))["betas"])
+    adam = AdamW(betas=optimizer.adam_arguments(values(case))["betas"])
     assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
 

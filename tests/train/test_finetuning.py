@@ -16,10 +16,10 @@ import zfunc
 import zfunc.models.hf
 from zfunc.cli.main import main
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.train.data.batches import batch, held_out_parts
-from zfunc.train.loop import evaluate
-from zfunc.train.settings import FINE_TUNING_LR, Settings
-from zfunc.train.setup import Job, prepare
+from zfunc.train.data.batches import held_out_parts, rank_batch
+from zfunc.train.loop import evaluate_held_out
+from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
+from zfunc.train.setup import TrainingJob, prepare_job
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -65,9 +65,9 @@ def measured(run: str) -> list[dict[str, Any]]:
     return [{k: row[k] for k in names if k in row} for row in rows]
 
 
-def job(**given: Any) -> Job:
+def job(**given: Any) -> TrainingJob:
     settings = {"seq_length": 12, "batch_size": 4, "data": Path("pairs.jsonl"), "hf": Path("model"), **given}
-    return prepare(Settings(**settings), cache=Path("cache"))
+    return prepare_job(TrainSettings(**settings), cache=Path("cache"))
 
 
 def test_it_trains_stops_goes_on_and_is_loaded_by_from_pretrained(capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,7 +124,8 @@ def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
     made = job()
     inputs, (labels, weights) = made.batch(4)
     parts = [
-        batch(made.settings, made.corpus, 4, cast("Any", SimpleNamespace(rank=r, world=2))) for r in (0, 1)
+        rank_batch(made.settings, made.corpus, 4, cast("Any", SimpleNamespace(rank=r, world=2)))
+        for r in (0, 1)
     ]
     assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
     assert torch.equal(torch.cat([x for _, (x, _) in parts]), labels)
@@ -140,8 +141,8 @@ def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
     assert zfunc.evaluate(made.program, zfunc.init(made.program), made.batch(at)) == 0
 
 
-def held_out(made: Job) -> float | None:
-    going = evaluate(made, made.program, zfunc.init(made.program))
+def held_out(made: TrainingJob) -> float | None:
+    going = evaluate_held_out(made, made.program, zfunc.init(made.program))
     while True:
         try:
             next(going)

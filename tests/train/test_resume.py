@@ -21,10 +21,10 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import writer as saving
 from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
-from zfunc.runtime.rendezvous import fresh
-from zfunc.train.pacing import WARM_STEPS, Length, Progress, restored
-from zfunc.train.recorded import recorded
-from zfunc.train.settings import Settings
+from zfunc.runtime.rendezvous import fresh_store
+from zfunc.train.pacing import WARM_STEPS, StepBudget, TrainingClock, restored_clock
+from zfunc.train.recorded import read_recorded_step
+from zfunc.train.settings import TrainSettings
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
 JOB = [*TINY, "--batch-size", "4", "--data", "data.txt", "--steps", "10", "--eval-every", "4"]
@@ -195,7 +195,7 @@ def test_a_save_that_fails_is_said_once_and_training_goes_on(
     whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no room for the checkpoint of step 3; the disk fails in the middle of that of step 6."""
-    begin = saving.begin
+    begin = saving.begin_writing
 
     def begin_badly(content: Any, *args: Any) -> Any:
         if content.position.step == 3:
@@ -364,7 +364,7 @@ def test_what_cannot_be_resumed_is_refused(name: str, capsys: pytest.CaptureFixt
     Path("broken/config.json").write_text('{"settings": {}, "plan": {}}')
     before = set(Path().rglob("*"))
     args, expected = REFUSED[name]
-    with disk.alone(Path("used")):
+    with disk.locked(Path("used")):
         assert train(*args) == 2
     err = capsys.readouterr().err
     assert err.startswith("zfunc train: error: ")
@@ -376,29 +376,29 @@ def test_what_cannot_be_resumed_is_refused(name: str, capsys: pytest.CaptureFixt
 
 
 def test_the_seconds_of_all_lives_count() -> None:
-    settings = Settings(steps=1000, seconds=100.0)
-    progress = Progress(Length(settings, 1000))
+    settings = TrainSettings(steps=1000, seconds=100.0)
+    progress = TrainingClock(StepBudget(settings, 1000))
     for step in range(1, 301):
         progress = progress.stepped(1.0 / step, skipped=False).looked(step, step * 0.2)
     assert progress.length.total == 500
     extra = json.loads(json.dumps(progress.extra(settings, ("data",))))
-    again = restored(extra, settings, 300)
+    again = restored_clock(extra, settings, 300)
     afresh = evolve(progress.length, warming=WARM_STEPS, last=progress.elapsed)  # it traces again
     assert again == evolve(progress, length=afresh)
     assert again.length.ended(500, 99.0) == "seconds"
-    longer = restored(extra, Settings(steps=1000, seconds=200.0), 300)
+    longer = restored_clock(extra, TrainSettings(steps=1000, seconds=200.0), 300)
     assert longer.length.total == 1000
     assert longer.elapsed == progress.elapsed
-    assert restored({}, settings, 300) == Progress.new(settings)
+    assert restored_clock({}, settings, 300) == TrainingClock.new(settings)
 
 
 @pytest.mark.parametrize("value", [-1, "many", None, True, [1]])
 def test_progress_that_no_training_has_is_refused(value: Any) -> None:
-    settings = Settings()
-    extra = Progress.new(settings).extra(settings, ())
+    settings = TrainSettings()
+    extra = TrainingClock.new(settings).extra(settings, ())
     extra["train"]["elapsed"] = value
     with pytest.raises(CheckpointError, match="extra, elapsed: got"):
-        restored(extra, settings, 1)
+        restored_clock(extra, settings, 1)
 
 
 def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any) -> None:
@@ -452,13 +452,13 @@ def test_the_store_of_a_new_life_has_nothing_of_the_last() -> None:
     shared = dist.HashStore()
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:
-            stores = list(pool.map(lambda rank: fresh(shared, rank, 3), range(3)))
+            stores = list(pool.map(lambda rank: fresh_store(shared, rank, 3), range(3)))
         assert not any(store.check(["address"]) for store in stores)
         stores[1].set("address", "here")
         assert all(store.get("address") == b"here" for store in stores)
     shared.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(TimeoutError, match="no word from ranks 1, 2, expected all 3"):
-        fresh(shared, 0, 3)
+        fresh_store(shared, 0, 3)
 
 
 @pytest.mark.slow
@@ -485,7 +485,7 @@ def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> No
 def test_the_measured_step_is_of_the_plan_that_ran_before_a_delay_begins_and_after(delay_from: int) -> None:
     """Step 10 is the measured one: the first with nothing waiting yet, or a plain one."""
     assert train("--out", "run", "--save-every", 0, "--steps", 15, "--delay-from", delay_from) == 0
-    step = recorded(Path("run"))
+    step = read_recorded_step(Path("run"))
     assert {op.name for op in step.plan.graph} == {e.op for e in step.timeline.events}
 
 

@@ -212,7 +212,7 @@ def test_an_online_run_of_wandb_gets_the_steps_that_were_never_sent(
 ) -> None:
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "init", lambda **_: None)
-    begin = sinks.Begin(tmp_path, {}, 5)
+    begin = sinks.RunInfo(tmp_path, {}, 5)
     assert sinks.WandB.open(begin).empty
     monkeypatch.setenv("WANDB_MODE", "online")
     assert sinks.WandB.open(begin).empty, "offline nothing was sent"

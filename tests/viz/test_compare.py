@@ -24,9 +24,9 @@ from zfunc.cli.main import main
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.planner.candidate import scheduled
-from zfunc.planner.profile_toml import load
-from zfunc.train.recorded import recorded
+from zfunc.planner.candidate import make_schedule
+from zfunc.planner.profile_toml import load_profile
+from zfunc.train.recorded import read_recorded_step
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
 from zfunc.viz.compare import by_lane, by_verb, sums, table
 from zfunc.viz.draw import svg, text
@@ -214,7 +214,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_the_plan_it_measured_and_a_page(run: Path) -> None:
-    read = recorded(run)
+    read = read_recorded_step(run)
     assert read.plan.digest == json.loads((run / "config.json").read_text())["plan"]["digest"]
     assert read.timeline.source == "measured"
     assert (read.setting.schedule, read.setting.precision, read.setting.world) == ("Serial", "fp32", 1)
@@ -232,7 +232,7 @@ def test_compare_writes_a_page_of_both_and_prints_the_sums(
     assert "0.01 TFLOP/s" in out
     assert out.count("ratio") == 3
     assert f"written: {run / 'compare.html'}" in out
-    read = recorded(run)
+    read = read_recorded_step(run)
     page = (run / "compare.html").read_text()
     assert [t["source"] for t in shown_data(page)["timelines"]] == ["simulated", "measured"]
     ((_, title),) = Elements(page).all("title")
@@ -293,9 +293,9 @@ def test_draw_writes_a_page(tmp_path: Path) -> None:
 
 
 def test_draw_gives_a_schedule_the_hardware_it_asks_for() -> None:
-    on = load("h100").hardware("bf16")
-    assert scheduled("CriticalPath", on) == CriticalPath(on) != CriticalPath()
-    assert scheduled("Serial", on) == Serial()
+    on = load_profile("h100").hardware("bf16")
+    assert make_schedule("CriticalPath", on) == CriticalPath(on) != CriticalPath()
+    assert make_schedule("Serial", on) == Serial()
 
 
 def broken(run: Path, folder: Path, name: str, change: Callable[[str], str]) -> Path:

@@ -12,7 +12,7 @@ from html_pages import HOSTILE, WORD, Elements, contrast, hostile, large, late, 
 from hypothesis import given
 from table import every_plan, plan_of, plans
 
-from zfunc.core.critical_path import critical
+from zfunc.core.critical_path import critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
@@ -48,7 +48,7 @@ def check(plan: Plan, timelines: list[Timeline]) -> None:
         while op >= 0:
             chain.append(plan.graph.ops[op].name)
             op = data["timelines"][n]["after"][op]
-        assert chain[::-1] == [link.event.op for link in critical(plan, timeline)]
+        assert chain[::-1] == [link.event.op for link in critical_path_of(plan, timeline)]
     for i, op in enumerate(plan.graph):
         assert [data["regions"][r] for r in data["ops"]["reads"][i]] == [*map(str, op.reads)]
         assert [data["regions"][r] for r in data["ops"]["writes"][i]] == [*map(str, op.writes)]

@@ -41,8 +41,9 @@ class Checkpoint:
 
 
 @define(eq=False)
-class Pending:
-    """A checkpoint being written: put its shards into `path`, then `publish` or `abandon` it."""
+class UnfinishedCheckpoint:
+    """A checkpoint being written: put its shards into `path`, then `publish_checkpoint` or `abandon_checkpoint`
+    it."""
 
     folder: Path
     path: Path
@@ -65,7 +66,7 @@ def shard_name(rank: int, world: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}.safetensors"
 
 
-def begin(folder: Path, step: int) -> Pending:
+def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
     """Make a folder for a new checkpoint in `folder`, which is made too if need be.
 
     One process begins and publishes; others may write shards into `path`. Raises CheckpointError, naming the
@@ -73,18 +74,18 @@ def begin(folder: Path, step: int) -> Pending:
     """
     if not 0 <= step < 10**18:
         raise ValueError(f"step: got {step}, expected 0 to 10^18")
-    with disk.naming(folder, "making a folder for checkpoints"):
+    with disk.os_errors_as(folder, "making a folder for checkpoints"):
         new = not folder.exists()
         folder.mkdir(parents=True, exist_ok=True)
     if new:
         disk.sync(folder.parent)
     path = _unfinished(folder, f"step-{step:08d}")
-    with disk.alone(folder), disk.naming(path, "making a folder for a checkpoint"):
+    with disk.locked(folder), disk.os_errors_as(path, "making a folder for a checkpoint"):
         path.mkdir()
-        return Pending(folder, path, step, disk.lock(path))
+        return UnfinishedCheckpoint(folder, path, step, disk.lock(path))
 
 
-def publish(pending: Pending, manifest: Manifest, *, keep: int = 2) -> Path:
+def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2) -> Path:
     """Give a checkpoint whose shards are all written its name, and return its folder.
 
     Everything is on the disk before the name is, and the name before `latest` has it. Then all but the newest
@@ -99,8 +100,8 @@ def publish(pending: Pending, manifest: Manifest, *, keep: int = 2) -> Path:
     for shard in manifest.shards:
         disk.sync(pending.path / shard.file)
     disk.write_durably(pending.path / FILE, manifest_file.to_json(manifest))
-    with disk.alone(pending.folder):
-        with disk.naming(pending.path, "giving a checkpoint its name"):
+    with disk.locked(pending.folder):
+        with disk.os_errors_as(pending.path, "giving a checkpoint its name"):
             path = _free(pending.folder, pending.step)
             os.rename(pending.path, path)
         pending.release()
@@ -117,20 +118,21 @@ def publish(pending: Pending, manifest: Manifest, *, keep: int = 2) -> Path:
     return path
 
 
-def abandon(pending: Pending) -> None:
-    """Delete a checkpoint that will not be finished. What cannot be deleted is left for the next `publish`."""
+def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
+    """Delete a checkpoint that will not be finished. What cannot be deleted is left for the next
+    `publish_checkpoint`."""
     shutil.rmtree(pending.path, ignore_errors=True)
     pending.release()
 
 
-def find(folder: Path) -> Checkpoint | None:
+def find_checkpoint(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint, or None if there never was one.
 
     `latest` is a pointer for people: where it and the folders differ, the folders count, and one logged line says
     so. Raises CheckpointError if there were checkpoints and none is complete: starting afresh is no answer to that.
     """
     refused: list[str] = []
-    found = next(complete(folder, refused), None)
+    found = next(complete_checkpoints(folder, refused), None)
     latest = _latest(folder)
     if found is None:
         if refused or latest:
@@ -144,7 +146,7 @@ def find(folder: Path) -> Checkpoint | None:
     return found
 
 
-def complete(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
+def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
     """All complete checkpoints, the newest first; why others are not is added to `refused`.
 
     For who finds in reading that the newest is damaged, and goes on with the one before.
@@ -156,7 +158,7 @@ def complete(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
             refused.append(str(error))
 
 
-def locate(path: Path) -> Path:
+def locate_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint that `path` stands for: itself, or the newest complete one in it.
 
     `path` is a checkpoint's folder, a folder of checkpoints, or a run's, which has one named FOLDER. A checkpoint
@@ -165,7 +167,7 @@ def locate(path: Path) -> Path:
     if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE):
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    if (found := find(folder)) is not None:
+    if (found := find_checkpoint(folder)) is not None:
         return found.path
     what = "no checkpoint in it" if os.path.lexists(folder) else "nothing there"
     raise CheckpointError(
@@ -179,7 +181,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
     Raises CheckpointError, naming the file, if it is not complete.
     """
-    manifest = manifest_file.read(path)
+    manifest = manifest_file.read_manifest(path)
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:
         raise CheckpointError(
@@ -198,7 +200,7 @@ def _steps(folder: Path) -> list[Path]:
     """The folders that have a checkpoint's name, the newest first. Links are none."""
     if not os.path.lexists(folder):
         return []
-    with disk.naming(folder, "looking for checkpoints"), os.scandir(folder) as entries:
+    with disk.os_errors_as(folder, "looking for checkpoints"), os.scandir(folder) as entries:
         named = [(_STEP.fullmatch(x.name), x) for x in entries]
         found = [(_order(m), Path(x.path)) for m, x in named if m and x.is_dir(follow_symlinks=False)]
     return [path for _, path in sorted(found, reverse=True)]
@@ -238,7 +240,7 @@ def _set_aside(folder: Path, keep: int) -> list[Path]:
     """
     doomed: list[Path] = []
     try:
-        newest = [x.path for _, x in zip(range(keep), complete(folder, []), strict=False)]
+        newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]
         steps = _steps(folder)
         doomed += _leftovers(folder)
         for path in steps[steps.index(newest[-1]) + 1 :] if newest else ():

@@ -34,7 +34,7 @@ _NEXT = {
 
 
 @contextmanager
-def naming(path: Path, doing: str) -> Generator[None, None, None]:
+def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
     """Turn an OSError into a CheckpointError that names `path` and what was being done to it."""
     try:
         yield
@@ -49,7 +49,7 @@ def open_new(path: Path, size: int) -> int:
 
     Raises CheckpointError if it is there already, or there is no room for it: then it is not left behind.
     """
-    with naming(path, f"making a file of {size} bytes"):
+    with os_errors_as(path, f"making a file of {size} bytes"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -63,7 +63,7 @@ def open_new(path: Path, size: int) -> int:
 
 def open_file(path: Path) -> tuple[int, int]:
     """A descriptor for reading a regular file, and its size in bytes. Raises CheckpointError for anything else."""
-    with naming(path, "opening it"):
+    with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK a pipe in the place of a file would wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         found = os.fstat(fd)
@@ -106,7 +106,7 @@ def read_small(path: Path, limit: int) -> bytes:
                 f"{path}: got {size} bytes, expected at most {limit}: this was not written by zfunc, use another"
             )
         raw = bytearray(size)
-        with naming(path, "reading it"):
+        with os_errors_as(path, "reading it"):
             read_all(fd, memoryview(raw), 0)
         return bytes(raw)
     finally:
@@ -116,7 +116,7 @@ def read_small(path: Path, limit: int) -> bytes:
 def write_durably(path: Path, data: bytes) -> None:
     """Replace the file as a whole: after a crash it holds the old bytes or the new ones. One writer at a time."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
-    with naming(path, "writing it"):
+    with os_errors_as(path, "writing it"):
         try:
             fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             try:
@@ -134,7 +134,7 @@ def write_durably(path: Path, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Wait until a file's bytes, or the names in a folder, are on the disk."""
-    with naming(path, "waiting until it is on the disk"):
+    with os_errors_as(path, "waiting until it is on the disk"):
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             os.fsync(fd)
@@ -147,7 +147,7 @@ def lock(path: Path) -> int:
 
     Where the file system has no locks, it holds none: one logged line says so.
     """
-    with naming(path, "locking it"):
+    with os_errors_as(path, "locking it"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -171,7 +171,7 @@ def unlock(fd: int) -> None:
 
 
 @contextmanager
-def alone(path: Path) -> Generator[None, None, None]:
+def locked(path: Path) -> Generator[None, None, None]:
     """Hold the lock on a folder."""
     fd = lock(path)
     try:

@@ -21,13 +21,13 @@ from attrs import define, evolve, field, frozen
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import FROZEN, Kept, Manifest
-from zfunc.checkpoint.read_plan import Read, Wanted, plan_reads
-from zfunc.checkpoint.safetensors_file import Stored
-from zfunc.checkpoint.shard_reader import Reader, open_shard
-from zfunc.checkpoint.shard_writer import Writer, create
+from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry
+from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
+from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.core.optimizer_state import STORED
-from zfunc.errors import CheckpointError, nearest
+from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.compact_reference import join
 from zfunc.optim.reference import Array, round_to, to_float32
 
@@ -36,17 +36,17 @@ SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
 
 
-class Format(NamedTuple):
+class WeightFormat(NamedTuple):
     """A type of weights: its name in the file, and the smallest magnitude that becomes inf in it."""
 
     stored: str
     overflow: float
 
 
-FORMATS: dict[DType, Format] = {
-    "fp32": Format("F32", math.inf),
-    "bf16": Format("BF16", 2.0**128 - 2.0**119),  # halfway to what would be the next value, as in fp16
-    "fp16": Format("F16", 2.0**16 - 2.0**4),
+FORMATS: dict[DType, WeightFormat] = {
+    "fp32": WeightFormat("F32", math.inf),
+    "bf16": WeightFormat("BF16", 2.0**128 - 2.0**119),  # halfway to what would be the next value, as in fp16
+    "fp16": WeightFormat("F16", 2.0**16 - 2.0**4),
 }
 _MASTER = {  # one buffer, or the two halves that `join` takes
     moments: tuple(x.name for x in buffers if x.name.startswith("master"))
@@ -57,7 +57,7 @@ log = logging.getLogger("zfunc")
 
 
 @frozen
-class Exported:
+class ExportedWeights:
     """A file that was written: how many parameters of which step are in it, of what type, and its size in bytes."""
 
     path: Path
@@ -67,7 +67,7 @@ class Exported:
     dtype: DType
 
 
-def export(source: Path, out: Path, *, dtype: DType = "fp32") -> Exported:
+def export_weights(source: Path, out: Path, *, dtype: DType = "fp32") -> ExportedWeights:
     """Write the weights of a checkpoint, each parameter by its full name and in its shape, as a new file.
 
     `source` is a checkpoint, a folder of them or a run, found by `checkpoints.locate`. It has to stay there
@@ -85,24 +85,24 @@ def export(source: Path, out: Path, *, dtype: DType = "fp32") -> Exported:
     CheckpointError for a checkpoint that is not whole, which names file, parameter and place, and for a disk that
     cannot take the file. Then there is no file.
 
-    >>> export(Path("runs/mine"), Path("mine.safetensors"), dtype="bf61")
+    >>> export_weights(Path("runs/mine"), Path("mine.safetensors"), dtype="bf61")
     Traceback (most recent call last):
     ValueError: dtype: got 'bf61' (did you mean 'bf16'?), expected fp32, bf16 or fp16: choose one of them
     """
     if dtype not in FORMATS:
-        hint = nearest(str(dtype), list(FORMATS))
+        hint = did_you_mean(str(dtype), list(FORMATS))
         raise ValueError(f"dtype: got {dtype!r}{hint}, expected fp32, bf16 or fp16: choose one of them")
     partial = _unfinished(out)
-    checkpoint = checkpoints.open_checkpoint(checkpoints.locate(source))
+    checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
     if manifest.position.pending is not None:
         log.warning("export: %s: its last gradient waits to be applied and is not in them", checkpoint.path)
-    tensors = [Stored(x.name, FORMATS[dtype].stored, x.shape) for x in manifest.parameters]
-    writer = create(partial, tensors, metadata={"format": "pt", "step": str(step)})
+    tensors = [TensorInfo(x.name, FORMATS[dtype].stored, x.shape) for x in manifest.parameters]
+    writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)})
     try:
         # What becomes too large is told by name; inf and NaN stay what they are.
-        with np.errstate(all="ignore"), Weights(checkpoint) as weights:
+        with np.errstate(all="ignore"), CheckpointWeights(checkpoint) as weights:
             for part in _parts(manifest):
                 _write(weights, part, writer, dtype)
         writer.finish()
@@ -113,41 +113,43 @@ def export(source: Path, out: Path, *, dtype: DType = "fp32") -> Exported:
         raise
     finally:
         writer.close()
-    return Exported(out, len(tensors), writer.header.size, step, dtype)
+    return ExportedWeights(out, len(tensors), writer.header.size, step, dtype)
 
 
 @frozen
-class Part:
+class WeightPart:
     """Elements start to stop of a parameter, and the reads that give them: one, or one for each half."""
 
     parameter: str
     start: int
     stop: int
-    reads: tuple[Read, ...]
+    reads: tuple[PlannedRead, ...]
 
-    def pieces(self) -> Iterator["Part"]:
+    def pieces(self) -> Iterator["WeightPart"]:
         """The same in order, PIECE elements at most at a time."""
         for at in range(0, self.stop - self.start, PIECE):
             count = min(PIECE, self.stop - self.start - at)
             reads = tuple(evolve(r, start=r.start + at, stop=r.start + at + count) for r in self.reads)
-            yield Part(self.parameter, self.start + at, self.start + at + count, reads)
+            yield WeightPart(self.parameter, self.start + at, self.start + at + count, reads)
 
 
-def _parts(manifest: Manifest) -> list[Part]:
+def _parts(manifest: Manifest) -> list[WeightPart]:
     """All parameters, each of its elements once, in the order they lie in the shards."""
     ranges = [x for kept in manifest.parameters for x in _ranges(manifest, kept)]
     wanted = [
-        (n, Wanted(kind, name, start, stop))
+        (n, WantedSlice(kind, name, start, stop))
         for n, (name, start, stop, kinds) in enumerate(ranges)
         for kind in kinds
     ]
-    reads: dict[int, list[Read]] = {}
+    reads: dict[int, list[PlannedRead]] = {}
     for read in plan_reads(manifest, [slice_ for _, slice_ in wanted]):
         reads.setdefault(wanted[read.wanted][0], []).append(read)
-    return [Part(*ranges[n][:3], tuple(sorted(found, key=lambda r: r.wanted))) for n, found in reads.items()]
+    return [
+        WeightPart(*ranges[n][:3], tuple(sorted(found, key=lambda r: r.wanted))) for n, found in reads.items()
+    ]
 
 
-def _ranges(manifest: Manifest, kept: Kept) -> list[tuple[str, int, int, tuple[str, ...]]]:
+def _ranges(manifest: Manifest, kept: ParameterEntry) -> list[tuple[str, int, int, tuple[str, ...]]]:
     """Elements of a parameter of which each kind needs one read: name, start, stop, kinds."""
     kinds = _MASTER[manifest.moments] if kept.trainable else (FROZEN,)
     edges = sorted({x.start for kind in kinds for x in kept.pieces[kind]} | {kept.numel})
@@ -155,20 +157,20 @@ def _ranges(manifest: Manifest, kept: Kept) -> list[tuple[str, int, int, tuple[s
 
 
 @define(eq=False)
-class Weights:
+class CheckpointWeights:
     """A checkpoint's weights in float32, open for reading. One open shard for each half, whatever their number."""
 
     checkpoint: Checkpoint
-    _open: dict[int, tuple[int, Reader]] = field(factory=dict[int, tuple[int, Reader]])
+    _open: dict[int, tuple[int, ShardReader]] = field(factory=dict[int, tuple[int, ShardReader]])
 
-    def __enter__(self) -> "Weights":
+    def __enter__(self) -> "CheckpointWeights":
         return self
 
     def __exit__(self, *_: object) -> None:
         for _shard, reader in self._open.values():
             reader.close()
 
-    def read(self, part: Part) -> Array:
+    def read(self, part: WeightPart) -> Array:
         """The values of a part: [stop - start] float32, exact. Raises CheckpointError if they are damaged."""
         try:
             halves = [self._read(half, read) for half, read in enumerate(part.reads)]
@@ -177,13 +179,13 @@ class Weights:
             raise CheckpointError(f"{where}: {error}") from error
         return join(*halves) if len(halves) == 2 else to_float32(halves[0])
 
-    def _read(self, half: int, read: Read) -> Array:
+    def _read(self, half: int, read: PlannedRead) -> Array:
         stored = self.checkpoint.manifest.tensors[read.shard][read.tensor]
         found = np.empty(read.stop - read.start, _NUMPY[stored.dtype])
         self._reader(half, read.shard).read_into(read.tensor, read.start, read.stop, found)
         return found
 
-    def _reader(self, half: int, number: int) -> Reader:
+    def _reader(self, half: int, number: int) -> ShardReader:
         if half not in self._open or self._open[half][0] != number:
             if half in self._open:
                 self._open.pop(half)[1].close()
@@ -192,7 +194,7 @@ class Weights:
         return self._open[half][1]
 
 
-def _write(weights: Weights, part: Part, writer: Writer, dtype: DType) -> None:
+def _write(weights: CheckpointWeights, part: WeightPart, writer: ShardWriter, dtype: DType) -> None:
     for piece in part.pieces():
         values = weights.read(piece)
         if _largest(values) >= FORMATS[dtype].overflow:
@@ -206,7 +208,7 @@ def _largest(values: Array) -> float:
     return float(size.max(initial=0, where=size < math.inf))
 
 
-def _too_large(weights: Weights, name: str, dtype: DType) -> ValueError:
+def _too_large(weights: CheckpointWeights, name: str, dtype: DType) -> ValueError:
     parts = [x for x in _parts(weights.checkpoint.manifest) if x.parameter == name]
     largest = max(_largest(weights.read(piece)) for part in parts for piece in part.pieces())
     other = "bf16" if largest < FORMATS["bf16"].overflow else "fp32"
@@ -237,7 +239,7 @@ def _unfinished(out: Path) -> Path:
 
 def _name(partial: Path, out: Path) -> None:
     """Give a file that is whole its name, which is nobody's."""
-    with disk.naming(out, "giving a file its name"):
+    with disk.os_errors_as(out, "giving a file its name"):
         try:
             os.link(partial, out)  # and not rename, which would replace what came there meanwhile
         except OSError as error:

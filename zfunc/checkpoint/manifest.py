@@ -14,13 +14,13 @@ from typing import Any, cast
 from attrs import frozen
 
 from zfunc.checkpoint.checksums import CHUNK_LIMIT, num_chunks
-from zfunc.checkpoint.safetensors_file import Shard, Stored
+from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.checkpoint.strict_json import MAX_INT
-from zfunc.core.decision import Verdict
+from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import STORED, SizedType
 from zfunc.core.optimizer_state import Stored as StoredMoments
-from zfunc.errors import CheckpointError, nearest
+from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
@@ -32,7 +32,7 @@ _NEXT = "use another checkpoint"
 
 
 @frozen
-class Kind:
+class StateKind:
     """A kind of state: the dtypes it may be stored in, and how many elements of a parameter share one of its."""
 
     dtypes: tuple[str, ...]
@@ -43,18 +43,18 @@ class Kind:
         return -(-parameter // self.shared)
 
 
-KINDS: dict[StoredMoments, dict[str, Kind]] = {
-    moments: {x.name: Kind((DTYPES[x.dtype],), x.shared) for x in buffers}
+KINDS: dict[StoredMoments, dict[str, StateKind]] = {
+    moments: {x.name: StateKind((DTYPES[x.dtype],), x.shared) for x in buffers}
     for moments, buffers in STORED.items()
 }
 """The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of
 `zfunc.core.optimizer_state`."""
-_FLOATS = Kind(("F32", "BF16", "F16"))
+_FLOATS = StateKind(("F32", "BF16", "F16"))
 _FROZEN_KINDS = {FROZEN: _FLOATS}
 
 
 @frozen
-class Piece:
+class StateSlice:
     """Elements start to stop of one kind of a parameter's state: in which shard and tensor, and from where."""
 
     start: int
@@ -65,13 +65,13 @@ class Piece:
 
 
 @frozen
-class Kept:
+class ParameterEntry:
     """A parameter in a checkpoint, and by kind the pieces of its state, ascending."""
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
-    pieces: Mapping[str, tuple[Piece, ...]]
+    pieces: Mapping[str, tuple[StateSlice, ...]]
 
     @property
     def numel(self) -> int:
@@ -80,7 +80,7 @@ class Kept:
 
 
 @frozen
-class Position:
+class TrainingPosition:
     """Where training stood, as in State: with it and the buffers a resume is exact.
 
     With `pending`, gradients that are still to be applied are among the state of some parameters.
@@ -91,7 +91,7 @@ class Position:
     sequences: int
     seed: int
     loss_scale: LossScale
-    pending: Verdict | None = None
+    pending: StepDecision | None = None
 
 
 @frozen
@@ -104,8 +104,8 @@ class Manifest:
     world: int
     moments: StoredMoments
     shards: tuple[Shard, ...]
-    parameters: tuple[Kept, ...]
-    position: Position
+    parameters: tuple[ParameterEntry, ...]
+    position: TrainingPosition
     optimizer: Mapping[str, Any]
     extra: Mapping[str, Any]
 
@@ -126,12 +126,12 @@ class Manifest:
                     raise _bad(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
 
     @cached_property
-    def by_name(self) -> dict[str, Kept]:
+    def by_name(self) -> dict[str, ParameterEntry]:
         """The parameters by name."""
         return {x.name: x for x in self.parameters}
 
     @cached_property
-    def tensors(self) -> tuple[dict[str, Stored], ...]:
+    def tensors(self) -> tuple[dict[str, TensorInfo], ...]:
         """For every shard its tensors by name."""
         return tuple({t.name: t for t in shard.tensors} for shard in self.shards)
 
@@ -140,7 +140,7 @@ class Manifest:
         """For every shard which of its tensors comes when."""
         return tuple({t.name: n for n, t in enumerate(shard.tensors)} for shard in self.shards)
 
-    def kinds(self, kept: Kept) -> dict[str, Kind]:
+    def kinds(self, kept: ParameterEntry) -> dict[str, StateKind]:
         """The kinds of state there are of a parameter."""
         if not kept.trainable:
             return _FROZEN_KINDS
@@ -164,7 +164,7 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
     unknown = [name for name in found if name not in wanted]
     for name, p in wanted.items():
         if (kept := found.get(name)) is None:
-            hint = nearest(name, unknown) if len(flaws) < 3 else ""  # slow, with thousands of them
+            hint = did_you_mean(name, unknown) if len(flaws) < 3 else ""  # slow, with thousands of them
             flaws.append(f"it has no {name!r}{hint}")
         elif kept.shape != p.shape:
             flaws.append(f"{name!r} is {list(kept.shape)} there and {list(p.shape)} here")
@@ -178,7 +178,7 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
         )
 
 
-def _check_position(position: Position, pending: frozenset[str]) -> None:
+def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None:
     """A verdict that waits has a gradient to apply, as the update that this step counted."""
     if (verdict := position.pending) is None:
         return
@@ -211,7 +211,7 @@ def _check_shard(shard: Shard) -> None:
 
 
 def _check_pieces(
-    manifest: Manifest, kept: Kept, taken: dict[tuple[int, str], list[tuple[int, int]]]
+    manifest: Manifest, kept: ParameterEntry, taken: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
     """The pieces of each kind tile it and lie in tensors of its dtype; adds the ranges they take there."""
     kinds = manifest.kinds(kept)
@@ -228,7 +228,7 @@ def _check_pieces(
             taken.setdefault((piece.shard, piece.tensor), []).append(ends)
 
 
-def _check_place(manifest: Manifest, where: str, kind: Kind, piece: Piece) -> None:
+def _check_place(manifest: Manifest, where: str, kind: StateKind, piece: StateSlice) -> None:
     tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
     if (tensor := tensors.get(piece.tensor)) is None:
         raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one that is there")

@@ -14,10 +14,10 @@ import attrs
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.checksums import CHUNK_LIMIT
-from zfunc.checkpoint.manifest import FILE, Kept, Manifest, Piece, Position
+from zfunc.checkpoint.manifest import FILE, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import Shard, read_shape, read_stored
-from zfunc.checkpoint.strict_json import MAX_INT, Node
-from zfunc.core.decision import Verdict
+from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
+from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Stored
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
@@ -53,13 +53,13 @@ def to_json(manifest: Manifest) -> bytes:
 
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
     """The manifest of a text; `where` begins the message of the CheckpointError for what is none."""
-    root = strict_json.parse(raw, where)
+    root = strict_json.parse_json(raw, where)
     if (version := root.entries().get("version")) is None or version.integer() != VERSION:
         got = "no version" if version is None else f"version {version.value}"
         root.refuse(f"version {VERSION}, or a zfunc that reads this one", got)
     fields = {name: node.value for name, node in root.entries().items() if name != "checksum"}
     checksum = root.entries().get("checksum")
-    _, world, moments, position, optimizer, extra, shards, parameters = Node(fields, where).fields(
+    _, world, moments, position, optimizer, extra, shards, parameters = JsonNode(fields, where).fields(
         "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
     )
     parts = (
@@ -80,7 +80,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     return manifest
 
 
-def read(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is none."""
     path = folder / FILE
     return from_json(disk.read_small(path, LIMIT), str(path))
@@ -98,7 +98,7 @@ def shard_fields(shard: Shard) -> dict[str, Any]:
     }
 
 
-def position_fields(position: Position) -> dict[str, Any]:
+def position_fields(position: TrainingPosition) -> dict[str, Any]:
     """A position as a manifest has it, to be rendered as JSON."""
     fields = attrs.asdict(position)
     pending = fields.pop("pending")
@@ -107,12 +107,12 @@ def position_fields(position: Position) -> dict[str, Any]:
     return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, "betas": [*pending["betas"]]}}
 
 
-def _kept(kept: Kept) -> dict[str, Any]:
+def _kept(kept: ParameterEntry) -> dict[str, Any]:
     pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in kept.pieces.items()}
     return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
 
 
-def read_shard(node: Node) -> Shard:
+def read_shard(node: JsonNode) -> Shard:
     """The shard that `shard_fields` made. Raises CheckpointError, with the place, for anything else."""
     file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
     entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
@@ -127,9 +127,9 @@ def read_shard(node: Node) -> Shard:
     )
 
 
-def _read_kept(node: Node) -> Kept:
+def _read_kept(node: JsonNode) -> ParameterEntry:
     name, shape, trainable, pieces = node.fields("name", "shape", "trainable", "pieces")
-    return Kept(
+    return ParameterEntry(
         name=name.text(),
         shape=read_shape(shape),
         trainable=trainable.boolean(),
@@ -137,19 +137,19 @@ def _read_kept(node: Node) -> Kept:
     )
 
 
-def _read_piece(node: Node) -> Piece:
+def _read_piece(node: JsonNode) -> StateSlice:
     items = node.items()
     if len(items) != 5:
         node.refuse("start, stop, shard, tensor, offset", f"a list of {len(items)}")
     start, stop, shard, tensor, offset = items
-    return Piece(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
+    return StateSlice(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
 
 
-def _read_position(node: Node) -> Position:
+def _read_position(node: JsonNode) -> TrainingPosition:
     waits = "pending" in node.entries()
-    names = [x.name for x in attrs.fields(Position) if waits or x.name != "pending"]
+    names = [x.name for x in attrs.fields(TrainingPosition) if waits or x.name != "pending"]
     step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
-    return Position(
+    return TrainingPosition(
         step=step.integer(),
         batches=batches.integer(),
         sequences=sequences.integer(),
@@ -159,7 +159,7 @@ def _read_position(node: Node) -> Position:
     )
 
 
-def _read_pending(node: Node) -> Verdict:
+def _read_pending(node: JsonNode) -> StepDecision:
     if "betas" not in node.entries():
         node.refuse(
             "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"
@@ -168,10 +168,10 @@ def _read_pending(node: Node) -> Verdict:
     if len(pair := betas.items()) != 2:
         betas.refuse("two numbers", f"a list of {len(pair)}")
     one, two = (x.number() for x in pair)
-    return Verdict(skip.boolean(), grad_scale.number(), number.integer(1), lr.number(), (one, two))
+    return StepDecision(skip.boolean(), grad_scale.number(), number.integer(1), lr.number(), (one, two))
 
 
-def _read_loss_scale(node: Node) -> LossScale:
+def _read_loss_scale(node: JsonNode) -> LossScale:
     old = "consecutive" not in node.entries()  # written before there was one
     names = [x.name for x in attrs.fields(LossScale) if not (old and x.name == "consecutive")]
     values = dict(zip(names, node.fields(*names), strict=True))
@@ -185,7 +185,7 @@ def _read_loss_scale(node: Node) -> LossScale:
         node.refuse("the counters of a loss scale", f"{name} {value}")
 
 
-def _read_object(node: Node) -> dict[str, Any]:
+def _read_object(node: JsonNode) -> dict[str, Any]:
     node.entries()
     return cast("dict[str, Any]", node.value)
 

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from attrs import frozen
 
 from zfunc.checkpoint.manifest import Manifest
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 
 
 @frozen
-class Wanted:
+class WantedSlice:
     """Elements start to stop of one kind of a parameter's state, as if it were flat."""
 
     kind: str
@@ -23,7 +23,7 @@ class Wanted:
 
 
 @frozen
-class Read:
+class PlannedRead:
     """Elements start to stop of a shard's tensor are elements `to` and on of the wanted slice number `wanted`."""
 
     shard: int
@@ -34,7 +34,7 @@ class Read:
     to: int
 
 
-def plan_reads(manifest: Manifest, wanted: Sequence[Wanted]) -> tuple[Read, ...]:
+def plan_reads(manifest: Manifest, wanted: Sequence[WantedSlice]) -> tuple[PlannedRead, ...]:
     """The reads that fill the wanted slices, in the order they lie in the shards.
 
     Raises ValueError for a parameter or kind the checkpoint does not have, and for a slice outside of it.
@@ -43,17 +43,19 @@ def plan_reads(manifest: Manifest, wanted: Sequence[Wanted]) -> tuple[Read, ...]
     return tuple(sorted(reads, key=lambda r: (r.shard, manifest.places[r.shard][r.tensor], r.start)))
 
 
-def _reads(manifest: Manifest, wanted: Wanted, number: int) -> list[Read]:
+def _reads(manifest: Manifest, wanted: WantedSlice, number: int) -> list[PlannedRead]:
     kept = manifest.by_name.get(wanted.parameter)
     if kept is None or wanted.kind not in kept.pieces:
         known = list(manifest.by_name if kept is None else kept.pieces)
         name = wanted.parameter if kept is None else wanted.kind
-        raise ValueError(f"got {name!r}{nearest(name, known)}, expected what the checkpoint has of {wanted}")
+        raise ValueError(
+            f"got {name!r}{did_you_mean(name, known)}, expected what the checkpoint has of {wanted}"
+        )
     pieces = kept.pieces[wanted.kind]
     numel = pieces[-1].stop if pieces else 0
     if not 0 <= wanted.start <= wanted.stop <= numel:
         raise ValueError(f"got {wanted}, expected a slice of {numel} elements")
-    reads: list[Read] = []
+    reads: list[PlannedRead] = []
     at = wanted.start
     first = bisect_right(pieces, at, key=lambda x: x.start) - 1
     for piece in pieces[max(first, 0) :]:
@@ -61,6 +63,6 @@ def _reads(manifest: Manifest, wanted: Wanted, number: int) -> list[Read]:
             break
         begin = piece.offset + at - piece.start
         count = min(piece.stop, wanted.stop) - at
-        reads.append(Read(piece.shard, piece.tensor, begin, begin + count, number, at - wanted.start))
+        reads.append(PlannedRead(piece.shard, piece.tensor, begin, begin + count, number, at - wanted.start))
         at += count
     return reads

@@ -15,8 +15,8 @@ from pathlib import Path
 from attrs import field, frozen, validators
 
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import MAX_INT, Node
-from zfunc.errors import CheckpointError, nearest
+from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
+from zfunc.errors import CheckpointError, did_you_mean
 
 BYTES = {
     **dict.fromkeys(("F64", "I64", "U64"), 8),
@@ -38,7 +38,7 @@ _COUNT = validators.and_(validators.instance_of(int), validators.ge(0))
 
 
 @frozen
-class Stored:
+class TensorInfo:
     """A tensor in a file: its dtype is a key of BYTES."""
 
     name: str = field(validator=_NAME)
@@ -68,7 +68,7 @@ class Shard:
     size: int
     header: int
     chunk: int
-    tensors: tuple[Stored, ...]
+    tensors: tuple[TensorInfo, ...]
     checksums: Mapping[str, tuple[int, ...]]
 
 
@@ -77,16 +77,16 @@ class Header:
     """The bytes before the data, the tensors in the order of the data, and where in the file each begins."""
 
     raw: bytes
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, TensorInfo]
     begins: Mapping[str, int]
     size: int  # of the whole file, in bytes
     metadata: Mapping[str, str]
 
 
-def make_header(tensors: Sequence[Stored], metadata: Mapping[str, str]) -> Header:
+def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> Header:
     """The header of a new file. Raises ValueError for two tensors of one name, or too many.
 
-    >>> make_header([Stored("b", "BF16", [2]), Stored("w", "F32", [3])], {}).begins
+    >>> make_header([Stored("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {}).begins
     {'w': 128, 'b': 140}
     """
     placed = {t.name: t for t in sorted(tensors, key=lambda t: -BYTES[t.dtype])}
@@ -122,11 +122,11 @@ def header_length(path: Path, first: bytes, size: int) -> int:
 
 def read_header(path: Path, raw: bytes, size: int) -> Header:
     """Check and take apart all bytes before the data of a file of `size` bytes. Raises CheckpointError."""
-    root = strict_json.parse(raw[LENGTH:], str(path))
+    root = strict_json.parse_json(raw[LENGTH:], str(path))
     if raw[LENGTH : LENGTH + 1] != b"{":
         root.refuse("a header that begins with an object", "spaces before it")
     entries = root.entries()
-    metadata = entries.pop(_METADATA, Node({}, "")).entries()
+    metadata = entries.pop(_METADATA, JsonNode({}, "")).entries()
     found = sorted((_entry(name, node) for name, node in entries.items()), key=lambda x: x[1:])
     end = 0
     for tensor, begin, stop in found:
@@ -144,12 +144,12 @@ def read_header(path: Path, raw: bytes, size: int) -> Header:
     )
 
 
-def read_stored(name: Node, dtype: Node, shape: Node) -> Stored:
+def read_stored(name: JsonNode, dtype: JsonNode, shape: JsonNode) -> TensorInfo:
     """A checked tensor whose size in bytes fits in 64 bits."""
-    return Stored(name.text(), dtype.choice(tuple(BYTES)), read_shape(shape))
+    return TensorInfo(name.text(), dtype.choice(tuple(BYTES)), read_shape(shape))
 
 
-def read_shape(node: Node) -> tuple[int, ...]:
+def read_shape(node: JsonNode) -> tuple[int, ...]:
     """A checked shape: its bytes, at any precision and with every 0 taken as 1, fit in 64 bits."""
     dims = node.integers()
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
@@ -157,18 +157,18 @@ def read_shape(node: Node) -> tuple[int, ...]:
     return dims
 
 
-def _entry(name: str, node: Node) -> tuple[Stored, int, int]:
+def _entry(name: str, node: JsonNode) -> tuple[TensorInfo, int, int]:
     dtype, shape, offsets = node.fields("dtype", "shape", "data_offsets")
-    tensor = read_stored(Node(name, f"{node.where}, its name"), dtype, shape)
+    tensor = read_stored(JsonNode(name, f"{node.where}, its name"), dtype, shape)
     begin, stop = offsets.integers(count=2)
     if stop - begin != tensor.nbytes:
         offsets.refuse(f"{tensor.nbytes} bytes, what {tensor.dtype} {list(tensor.shape)[:8]} takes")
     return tensor, begin, stop
 
 
-def named(path: Path, header: Header, name: str) -> Stored:
+def named(path: Path, header: Header, name: str) -> TensorInfo:
     """The tensor of that name. Raises ValueError, with the nearest name, if the file has none."""
     if name not in header.tensors:
-        hint = nearest(name, list(header.tensors))
+        hint = did_you_mean(name, list(header.tensors))
         raise ValueError(f"{path}: got the name {name!r}{hint}, expected that of a tensor in it")
     return header.tensors[name]

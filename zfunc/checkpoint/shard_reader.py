@@ -19,7 +19,7 @@ from zfunc.checkpoint.safetensors_file import (
     LENGTH,
     Header,
     Shard,
-    Stored,
+    TensorInfo,
     header_length,
     named,
     read_header,
@@ -28,7 +28,7 @@ from zfunc.errors import CheckpointError
 
 
 @define(eq=False)
-class Reader:
+class ShardReader:
     """A validated file, open for reading; closes at the end of a `with`. Any thread may read."""
 
     path: Path
@@ -38,7 +38,7 @@ class Reader:
     _lock: Lock = field(factory=Lock)
     _kept: tuple[tuple[str, int], memoryview] | None = None  # the last chunk of which only a part was wanted
 
-    def __enter__(self) -> "Reader":
+    def __enter__(self) -> "ShardReader":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -69,7 +69,7 @@ class Reader:
         for begin, end in cut(first, last, self._shard.chunk if self._shard else CHUNK):
             self._read(tensor, begin, data[begin - first : end - first])
 
-    def _read(self, tensor: Stored, begin: int, part: memoryview) -> None:
+    def _read(self, tensor: TensorInfo, begin: int, part: memoryview) -> None:
         """Bytes of a tensor from `begin`, all of one chunk."""
         if self._shard is None:
             return self._read_raw(tensor.name, begin, part)
@@ -87,10 +87,10 @@ class Reader:
             part[:] = self._kept[1][begin - floor : begin - floor + part.nbytes]
 
     def _read_raw(self, name: str, begin: int, part: memoryview) -> None:
-        with disk.naming(self.path, f"reading bytes {begin} to {begin + part.nbytes} of {name!r}"):
+        with disk.os_errors_as(self.path, f"reading bytes {begin} to {begin + part.nbytes} of {name!r}"):
             disk.read_all(self._fd, part, self.header.begins[name] + begin)
 
-    def _read_chunk(self, shard: Shard, tensor: Stored, index: int, part: memoryview) -> None:
+    def _read_chunk(self, shard: Shard, tensor: TensorInfo, index: int, part: memoryview) -> None:
         begin, item = index * shard.chunk, BYTES[tensor.dtype]
         self._read_raw(tensor.name, begin, part)
         if zlib.crc32(part) == shard.checksums[tensor.name][index]:
@@ -103,7 +103,7 @@ class Reader:
         )
 
 
-def open_shard(path: Path, shard: Shard | None = None) -> Reader:
+def open_shard(path: Path, shard: Shard | None = None) -> ShardReader:
     """Open and validate a file; with `shard`, what the manifest keeps of it, everything read is compared to that.
 
     Raises CheckpointError if it is no whole safetensors file, or not the one written: before anything is allocated
@@ -126,7 +126,7 @@ def open_shard(path: Path, shard: Shard | None = None) -> Reader:
         if shard and header.tensors != {t.name: t for t in shard.tensors}:
             raise CheckpointError(f"{path}: got other tensors than the manifest's: use another checkpoint")
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # or two threads look like reading at random
-        return Reader(path, header, fd, shard)
+        return ShardReader(path, header, fd, shard)
     except BaseException:
         os.close(fd)
         raise
@@ -134,7 +134,7 @@ def open_shard(path: Path, shard: Shard | None = None) -> Reader:
 
 def _read_head(path: Path, fd: int, size: int) -> bytes:
     first = bytearray(min(size, LENGTH))
-    with disk.naming(path, "reading its header"):
+    with disk.os_errors_as(path, "reading its header"):
         disk.read_all(fd, memoryview(first), 0)
         rest = bytearray(header_length(path, bytes(first), size))
         disk.read_all(fd, memoryview(rest), LENGTH)

@@ -14,12 +14,12 @@ from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.checksums import CHUNK, CHUNK_LIMIT, Collected, cut
-from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, Stored, make_header, named
+from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, make_header, named
 from zfunc.errors import CheckpointError
 
 
 @define(eq=False)
-class Writer:
+class ShardWriter:
     """A file being written: `write_at` by any thread, in any order, then `finish`."""
 
     path: Path
@@ -43,7 +43,7 @@ class Writer:
             for begin, end in cut(first, last, self._chunk):
                 part = data[begin - first : end - first]
                 checksum = zlib.crc32(part)
-                with disk.naming(self.path, f"writing bytes {begin} to {end} of {name!r}"):
+                with disk.os_errors_as(self.path, f"writing bytes {begin} to {end} of {name!r}"):
                     disk.write_all(self._fd, part, self.header.begins[name] + begin)
                 with self._lock:
                     self._collected[name].add(begin, end, checksum)
@@ -83,7 +83,7 @@ class Writer:
                     f"{self.path}: got no element {element} of {name!r}, expected all to be written: call write_at "
                     "for every slice before finish"
                 )
-        with disk.naming(self.path, "waiting until it is on the disk"):
+        with disk.os_errors_as(self.path, "waiting until it is on the disk"):
             os.fsync(self._fd)
         self.close()
         return Shard(
@@ -108,16 +108,20 @@ class Writer:
             os.close(fd)
 
 
-def create(
-    path: Path, tensors: Sequence[Stored], *, chunk: int = CHUNK, metadata: Mapping[str, str] | None = None
-) -> Writer:
+def create_shard(
+    path: Path,
+    tensors: Sequence[TensorInfo],
+    *,
+    chunk: int = CHUNK,
+    metadata: Mapping[str, str] | None = None,
+) -> ShardWriter:
     """Make the file for `tensors` at its full size, with its header. `metadata` is kept beside them, as text.
 
     Raises ValueError for two tensors of one name; CheckpointError if the file is there or the disk has no room.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     writer = create(Path(folder, "a.safetensors"), [Stored("w", "F32", (2, 3))])
+    ...     writer = create_shard(Path(folder, "a.safetensors"), [Stored("w", "F32", (2, 3))])
     ...     writer.write_at("w", 4, bytes(8))
     ...     writer.write_at("w", 0, bytes(16))
     ...     writer.finish().size
@@ -131,9 +135,9 @@ def create(
     collected = {t.name: Collected(t.nbytes, chunk) for t in tensors}
     fd = disk.open_new(path, header.size)
     try:
-        with disk.naming(path, "writing its header"):
+        with disk.os_errors_as(path, "writing its header"):
             disk.write_all(fd, memoryview(header.raw), 0)
     except BaseException:
         os.close(fd)
         raise
-    return Writer(path, header, fd, chunk, collected)
+    return ShardWriter(path, header, fd, chunk, collected)

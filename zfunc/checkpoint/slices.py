@@ -9,8 +9,16 @@ from typing import Any
 
 from attrs import frozen
 
-from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING, Kept, Manifest, Piece, Position
-from zfunc.checkpoint.safetensors_file import Shard, Stored
+from zfunc.checkpoint.manifest import (
+    FROZEN,
+    KINDS,
+    PENDING,
+    Manifest,
+    ParameterEntry,
+    StateSlice,
+    TrainingPosition,
+)
+from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.layout import Layout, Span
 from zfunc.core.optimizer_state import Moments
 
@@ -32,7 +40,7 @@ class Slice:
     start: int
     stop: int
     at: int
-    stored: Stored
+    stored: TensorInfo
 
 
 def slices_of(
@@ -49,10 +57,10 @@ def slices_of(
             for name, kind in KINDS[moments].items():
                 start, stop = piece.start // kind.shared, kind.numel(piece.stop)
                 shape = _shape(span, start, stop) if kind.shared == 1 else (stop - start,)
-                stored = Stored(f"{span.name}/{name}", kind.dtypes[0], shape)
+                stored = TensorInfo(f"{span.name}/{name}", kind.dtypes[0], shape)
                 yield Slice(span.name, bucket.index, name, start, stop, piece.at // kind.shared, stored)
             if dtype := pending.get(bucket.index):
-                stored = Stored(f"{span.name}/{PENDING}", dtype, _shape(span, piece.start, piece.stop))
+                stored = TensorInfo(f"{span.name}/{PENDING}", dtype, _shape(span, piece.start, piece.stop))
                 yield Slice(span.name, bucket.index, PENDING, piece.start, piece.stop, piece.at, stored)
 
 
@@ -65,7 +73,7 @@ def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
     for span in layout.frozen:
         if span.start == span.stop:
             continue
-        stored = Stored(f"{span.name}/{FROZEN}", dtype, span.shape)
+        stored = TensorInfo(f"{span.name}/{FROZEN}", dtype, span.shape)
         yield Slice(span.name, FROZEN_BUCKET, FROZEN, 0, span.stop - span.start, span.start, stored)
 
 
@@ -75,19 +83,19 @@ def assemble(
     slices: Sequence[Iterable[Slice]],
     shards: Sequence[Shard],
     *,
-    position: Position,
+    position: TrainingPosition,
     optimizer: Mapping[str, Any],
     extra: Mapping[str, Any],
 ) -> Manifest:
     """The manifest of what all ranks wrote: `slices[r]` are in `shards[r]`."""
-    pieces: dict[tuple[str, str], list[Piece]] = {}
+    pieces: dict[tuple[str, str], list[StateSlice]] = {}
     for rank, of_rank in enumerate(slices):
         for x in of_rank:
-            piece = Piece(x.start, x.stop, rank, x.stored.name, 0)
+            piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
             pieces.setdefault((x.parameter, x.kind), []).append(piece)
 
-    def kept(span: Span, kinds: Iterable[str], *, trainable: bool) -> Kept:
-        return Kept(
+    def kept(span: Span, kinds: Iterable[str], *, trainable: bool) -> ParameterEntry:
+        return ParameterEntry(
             span.name, span.shape, trainable, {k: tuple(pieces.get((span.name, k), ())) for k in kinds}
         )
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, cast
 
 from attrs import frozen
 
-from zfunc.errors import CheckpointError, nearest
+from zfunc.errors import CheckpointError, did_you_mean
 
 MAX_INT = 2**63 - 1
 _DEPTH = 16
@@ -25,7 +25,7 @@ _short = Repr()
 _short.maxlevel, _short.maxstring, _short.maxother = 2, 80, 80
 
 
-def parse(raw: bytes, where: str) -> "Node":
+def parse_json(raw: bytes, where: str) -> "JsonNode":
     """The value of a JSON text, called `where`. Raises CheckpointError for all that is not strict JSON."""
     try:
         _check_depth(raw)
@@ -43,7 +43,7 @@ def parse(raw: bytes, where: str) -> "Node":
             f"{where}: got {_reason(error)}, expected strict JSON: the file is damaged or not one of zfunc's; "
             "use another checkpoint"
         ) from error
-    return Node(value, where)
+    return JsonNode(value, where)
 
 
 def render(value: Mapping[str, Any]) -> bytes:
@@ -91,7 +91,7 @@ def _constant(text: str) -> NoReturn:
 
 
 @frozen
-class Node:
+class JsonNode:
     """A value of a parsed file and its place, for the error that names it. Every method checks, then returns."""
 
     value: object
@@ -104,29 +104,29 @@ class Node:
             "one of zfunc's; use another checkpoint"
         )
 
-    def fields(self, *names: str) -> "tuple[Node, ...]":
+    def fields(self, *names: str) -> "tuple[JsonNode, ...]":
         """The values of an object that has exactly these names, in their order."""
         entries = self.entries()
         for name in entries:
             if name not in names:
-                hint = nearest(name, list(names)) if len(name) < 100 else ""
+                hint = did_you_mean(name, list(names)) if len(name) < 100 else ""
                 self.refuse(f"only {', '.join(names)}", f"a field {_short.repr(name)}{hint}")
         for name in names:
             if name not in entries:
                 self.refuse(f"one named {name!r}", "no such field")
         return tuple(entries[name] for name in names)
 
-    def entries(self) -> "dict[str, Node]":
+    def entries(self) -> "dict[str, JsonNode]":
         """The values of an object, by name."""
         value = self.value
         if not isinstance(value, dict):
             self.refuse("an object")
         made = cast("dict[str, object]", value)
-        return {name: Node(x, f"{self.where}.{name:.80}") for name, x in made.items()}
+        return {name: JsonNode(x, f"{self.where}.{name:.80}") for name, x in made.items()}
 
-    def items(self) -> "list[Node]":
+    def items(self) -> "list[JsonNode]":
         """The values of a list."""
-        return [Node(x, f"{self.where}[{n}]") for n, x in enumerate(self._list())]
+        return [JsonNode(x, f"{self.where}[{n}]") for n, x in enumerate(self._list())]
 
     def _list(self) -> list[object]:
         value = self.value
@@ -148,7 +148,7 @@ class Node:
             self.refuse(f"{count}", f"a list of {len(values)} integers")
         for n, x in enumerate(values):
             if type(x) is not int or not 0 <= x <= high:
-                Node(x, f"{self.where}[{n}]").refuse(f"an integer of 0 to {high}")
+                JsonNode(x, f"{self.where}[{n}]").refuse(f"an integer of 0 to {high}")
         return tuple(cast("list[int]", values))
 
     def boolean(self) -> bool:
@@ -175,5 +175,7 @@ class Node:
         """One of the known texts."""
         value = self.text()
         if value not in known:
-            self.refuse(f"one of {', '.join(known)}", f"{_short.repr(value)}{nearest(value, list(known))}")
+            self.refuse(
+                f"one of {', '.join(known)}", f"{_short.repr(value)}{did_you_mean(value, list(known))}"
+            )
         return value

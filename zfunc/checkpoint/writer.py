@@ -19,15 +19,15 @@ from torch import Tensor
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.checksums import CHUNK, cut
-from zfunc.checkpoint.manifest import Position, check_plain
+from zfunc.checkpoint.manifest import TrainingPosition, check_plain
 from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
 from zfunc.checkpoint.safetensors_file import Shard
-from zfunc.checkpoint.shard_writer import Writer, create
+from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
 from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError, RankError
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type
 
 T = TypeVar("T")
@@ -61,7 +61,7 @@ class Save:
 
 
 @frozen
-class Saved:
+class SaveResult:
     """How it ended: the folder of a complete checkpoint, or why there is none."""
 
     path: Path | None
@@ -69,13 +69,13 @@ class Saved:
 
 
 @frozen
-class Content:
+class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
     moments: Moments
     frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
-    position: Position
+    position: TrainingPosition
     optimizer: Mapping[str, Any]
     pending: Mapping[int, str]  # of gradients that wait: by bucket, their dtype in a shard's terms
 
@@ -87,13 +87,13 @@ class Content:
 
 @define(eq=False)
 class Saving:
-    """A checkpoint from `begin` to `publish` or `abandon`."""
+    """A checkpoint from `begin_writing` to `publish` or `abandon`."""
 
-    content: Content
+    content: Snapshot
     save: Save
-    ranks: Ranks
-    _pending: checkpoints.Pending | None  # rank 0 has it
-    _writer: Writer
+    ranks: RankGroup
+    _pending: checkpoints.UnfinishedCheckpoint | None  # rank 0 has it
+    _writer: ShardWriter
     _slices: Mapping[int, list[Slice]]
     _failure: str = ""
 
@@ -113,20 +113,20 @@ class Saving:
     def _put(self, name: str, start: int, values: Tensor) -> None:
         self._writer.write_at(name, start, as_bytes(values.cpu()))
 
-    def publish(self) -> Saved:
+    def publish(self) -> SaveResult:
         """When all ranks have written everything: wait for the disk, and give the checkpoint its name."""
         ranks = self.ranks
         try:
-            shard = together(ranks, self._finish)
+            shard = all_or_none(ranks, self._finish)
             told = ranks.texts(strict_json.render(shard_fields(shard)).decode())
-            path = together(ranks, partial(self._name, told))
-            return Saved(Path(ranks.texts(str(path))[0]))
+            path = all_or_none(ranks, partial(self._name, told))
+            return SaveResult(Path(ranks.texts(str(path))[0]))
         except RankError:
             raise
         except Exception as error:  # a step whose updates have begun does not end for it
             if not ranks.rank:
                 log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, error)
-            return Saved(None, _told(error))
+            return SaveResult(None, _told(error))
         finally:
             self.abandon()
 
@@ -134,7 +134,7 @@ class Saving:
         """Delete what there is of it. Nothing happens if it has its name, or the second time."""
         self._writer.close()
         if self._pending is not None:
-            checkpoints.abandon(self._pending)
+            checkpoints.abandon_checkpoint(self._pending)
             self._pending = None
 
     def _finish(self) -> Shard:
@@ -146,8 +146,8 @@ class Saving:
         """On rank 0: publish it, and return its folder."""
         if self._pending is None:
             return None
-        shards = [read_shard(strict_json.parse(text.encode(), "a rank's shard")) for text in told]
-        return checkpoints.publish(self._pending, self._manifest(shards), keep=self.save.keep)
+        shards = [read_shard(strict_json.parse_json(text.encode(), "a rank's shard")) for text in told]
+        return checkpoints.publish_checkpoint(self._pending, self._manifest(shards), keep=self.save.keep)
 
     def _manifest(self, shards: list[Shard]) -> Any:
         content, world = self.content, self.ranks.world
@@ -162,22 +162,22 @@ class Saving:
         )
 
 
-def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
+def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Saving:
     """Reserve the room for a checkpoint: on every rank, or on none.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
-    slices, made = content.slices(ranks.rank, ranks.world), list[Writer]()
-    together(ranks, partial(_check, content, save))
-    pending = together(ranks, partial(_begin, content, save, ranks))
+    slices, made = content.slices(ranks.rank, ranks.world), list[ShardWriter]()
+    all_or_none(ranks, partial(_check, content, save))
+    pending = all_or_none(ranks, partial(_begin, content, save, ranks))
     try:
         folder = Path(ranks.texts(str(pending and pending.path))[0])
-        together(ranks, lambda: made.append(_create(folder, ranks, slices)))
+        all_or_none(ranks, lambda: made.append(_create(folder, ranks, slices)))
     except BaseException:
         for writer in made:
             writer.close()
         if pending is not None:
-            checkpoints.abandon(pending)
+            checkpoints.abandon_checkpoint(pending)
         raise
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
@@ -185,7 +185,7 @@ def begin(content: Content, save: Save, ranks: Ranks) -> Saving:
     return Saving(content, save, ranks, pending, made[0], by_bucket)
 
 
-def together(ranks: Ranks, function: Callable[[], T]) -> T:
+def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
     """What `function` returns here, if it does on all ranks. Where it raises on any, all of them raise.
 
     What they raise is CheckpointError; but the rank on which another error came up raises that.
@@ -239,7 +239,7 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _check(content: Content, save: Save) -> None:
+def _check(content: Snapshot, save: Save) -> None:
     """What goes into the manifest beside the bytes has to be readable again: said before anything is done."""
     for what, value in (
         ("position", position_fields(content.position)),
@@ -255,15 +255,15 @@ def _check(content: Content, save: Save) -> None:
             ) from error
 
 
-def _begin(content: Content, save: Save, ranks: Ranks) -> checkpoints.Pending | None:
+def _begin(content: Snapshot, save: Save, ranks: RankGroup) -> checkpoints.UnfinishedCheckpoint | None:
     """On rank 0: the folder."""
-    return None if ranks.rank else checkpoints.begin(save.folder.absolute(), content.position.step)
+    return None if ranks.rank else checkpoints.begin_checkpoint(save.folder.absolute(), content.position.step)
 
 
-def _create(folder: Path, ranks: Ranks, slices: list[Slice]) -> Writer:
+def _create(folder: Path, ranks: RankGroup, slices: list[Slice]) -> ShardWriter:
     if not folder.is_dir():
         raise CheckpointError(
             f"{folder}: got nothing there, expected the folder that rank 0 has made: save where all ranks see one "
             "file system"
         )
-    return create(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])
+    return create_shard(folder / checkpoints.shard_name(ranks.rank, ranks.world), [x.stored for x in slices])

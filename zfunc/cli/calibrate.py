@@ -10,7 +10,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.options import Option, anything, count, path
-from zfunc.train.settings import COMMON, TRAIN, Settings, check_rows, check_together
+from zfunc.train.settings import COMMON, TRAIN, TrainSettings, check_rows, check_together
 
 if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
@@ -33,7 +33,7 @@ CALIBRATE = {
 
 
 @frozen(kw_only=True)
-class Calibrate:
+class CalibrateSettings:
     """What to measure. The defaults are the model of `zfunc train`: measure with the one you want to plan for."""
 
     num_layers: int = 4
@@ -69,17 +69,17 @@ class Calibrate:
                 f"--folder: got {self.folder}, expected a folder that is there: make it, or name another"
             )
 
-    def training(self) -> Settings:
+    def training(self) -> TrainSettings:
         """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
         model = {
             f.name: getattr(self, f.name)
-            for f in attrs.fields(Settings)
+            for f in attrs.fields(TrainSettings)
             if f.name in CALIBRATE and f.name != "out"
         }
-        return Settings(**model, schedule="Serial", lr=1e-5, warmup=0)
+        return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
 
 
-def measure(asked: Calibrate) -> "Profile":
+def measure_machine(asked: CalibrateSettings) -> "Profile":
     """The Profile of this machine, by a GPT as `asked`, as `zfunc train` would run it. All ranks call it together.
 
     Raises what `zfunc.planner.calibrate.calibrate` does, and ValueError for a batch that cannot be dealt out to the
@@ -88,14 +88,14 @@ def measure(asked: Calibrate) -> "Profile":
     import torch
 
     from zfunc.planner.calibrate import calibrate
-    from zfunc.runtime.collectives import Ranks
-    from zfunc.train.setup import build, check_size, resolve
+    from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.setup import check_size, compile_job, resolve_settings
 
-    settings = resolve(asked.training())
-    ranks = Ranks.of()
+    settings = resolve_settings(asked.training())
+    ranks = RankGroup.of()
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     check_size(settings, ranks)
     shape = settings.batch_size // ranks.world, settings.seq_length
     tokens = torch.randint(0, asked.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     batch = tokens, tokens
-    return calibrate(build(settings, batch), batch, turns=asked.turns, folder=asked.folder)
+    return calibrate(compile_job(settings, batch), batch, turns=asked.turns, folder=asked.folder)

@@ -12,15 +12,24 @@ from attrs import frozen
 
 import zfunc
 from zfunc.cli import commands
-from zfunc.cli.calibrate import CALIBRATE, Calibrate
-from zfunc.cli.commands import DONE
+from zfunc.cli.calibrate import CALIBRATE, CalibrateSettings
+from zfunc.cli.commands import EXIT_OK
 from zfunc.cli.completion import COMPLETION, Completion, script
-from zfunc.cli.draw_settings import DRAW, Sketch
-from zfunc.cli.parser import Help, Parser, add, add_common
-from zfunc.cli.plan_settings import PLAN, Planning
-from zfunc.cli.report_settings import DOCTOR, EXPORT, REPORT, TOP, Doctor, Export, Report, Watch
+from zfunc.cli.draw_settings import DRAW, DrawSettings
+from zfunc.cli.parser import Help, Parser, add_common, add_options
+from zfunc.cli.plan_settings import PLAN, PlanSettings
+from zfunc.cli.report_settings import (
+    DOCTOR,
+    EXPORT,
+    REPORT,
+    TOP,
+    DoctorSettings,
+    ExportSettings,
+    ReportSettings,
+    TopSettings,
+)
 from zfunc.options import Option
-from zfunc.train.settings import TRAIN, Settings
+from zfunc.train.settings import TRAIN, TrainSettings
 
 
 @frozen
@@ -54,7 +63,7 @@ def _complete(asked: Completion) -> int:
     """`zfunc completion`: here, because it is about all commands."""
     offered = {name: command.options for name, command in COMMANDS.items()}
     print(script(asked.shell, parser()[0], offered))
-    return DONE
+    return EXIT_OK
 
 
 COMMANDS = {
@@ -62,9 +71,9 @@ COMMANDS = {
         "train a GPT, or a Hugging Face model",
         "Without options: a small GPT, of bytes, on the sources of Python's standard library, in 3 minutes on 2 "
         "cores. What is chosen for you is printed. A terminal shows a live panel, a pipe gets lines.",
-        Settings,
+        TrainSettings,
         TRAIN,
-        commands.train,
+        commands.run_train,
         (
             (
                 "on your texts, with a checkpoint every 200 steps",
@@ -88,9 +97,9 @@ COMMANDS = {
     "plan": Command(
         "say whether a step fits, how long it takes, and what would help",
         "Nothing is allocated and no GPU is needed: the step is simulated on a hardware profile.",
-        Planning,
+        PlanSettings,
         PLAN,
-        commands.plan,
+        commands.run_plan,
         (
             (
                 "10 billion parameters on one V100",
@@ -112,9 +121,9 @@ COMMANDS = {
     "draw": Command(
         "draw one step: when each operation runs, on which lane",
         "Nothing is allocated and no GPU is needed. With --compare, the step that a run measured.",
-        Sketch,
+        DrawSettings,
         DRAW,
-        commands.draw,
+        commands.run_draw,
         (
             ("as text, under every schedule", "zfunc draw --schedule all"),
             ("as a page to look into, on a V100", "zfunc draw --hardware v100-32gb --out step.html"),
@@ -128,9 +137,9 @@ COMMANDS = {
         "measure this machine into a hardware profile",
         "It trains a few steps of the model of the options, so choose one like yours; zfunc plan and zfunc draw "
         "take the profile as --hardware.",
-        Calibrate,
+        CalibrateSettings,
         CALIBRATE,
-        commands.calibrate,
+        commands.run_calibrate,
         (
             (
                 "with a model of 12 layers",
@@ -143,9 +152,9 @@ COMMANDS = {
     "top": Command(
         "watch a run: loss, speed, cores, memory, GPUs, lanes",
         "The run goes on undisturbed: only its folder is read. GPUs are shown where nvidia-ml-py is installed.",
-        Watch,
+        TopSettings,
         TOP,
-        commands.top,
+        commands.run_top,
         (
             ("until it ends", "zfunc top runs/20261121-050604"),
             ("what there is to see now", "zfunc top runs/20261121-050604 --once"),
@@ -156,9 +165,9 @@ COMMANDS = {
         "show a run as one HTML page",
         "Curves, memory against the plan, the measured step, settings, machine, checkpoints; the page needs no "
         "script and no other file.",
-        Report,
+        ReportSettings,
         REPORT,
-        commands.report,
+        commands.run_report,
         (
             ("into the run's folder", "zfunc report runs/20261121-050604"),
             ("into a file of its own", "zfunc report runs/20261121-050604 --out report.html"),
@@ -167,9 +176,9 @@ COMMANDS = {
     "export": Command(
         "write a checkpoint's weights for other programs",
         "As one safetensors file; or, with --hf, as a folder that from_pretrained loads.",
-        Export,
+        ExportSettings,
         EXPORT,
-        commands.export,
+        commands.run_export,
         (
             ("the newest checkpoint of a run", "zfunc export run --out weights.safetensors"),
             (
@@ -183,9 +192,9 @@ COMMANDS = {
         "say what this machine has for a step, and what is wrong",
         "It measures for a few seconds: threads, memory, the host's bandwidth and the Adam kernel, pinned memory, "
         "GPUs.",
-        Doctor,
+        DoctorSettings,
         DOCTOR,
-        commands.doctor,
+        commands.run_doctor,
         (("for a person", "zfunc doctor"), ("for a program", "zfunc doctor --json")),
         "Exit codes: 0 nothing is wrong, 1 something is.",
     ),
@@ -252,6 +261,6 @@ def _subparser(to: Any, name: str, command: Command) -> Parser:
         allow_abbrev=False,
         add_help=False,
     )
-    add(made, command.settings, command.options)
+    add_options(made, command.settings, command.options)
     made.set_defaults(command=name, prog=made.prog)
     return made

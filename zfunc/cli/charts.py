@@ -85,7 +85,7 @@ def _place(some: Sequence[tuple[int, float | None]]) -> Place:
     return Place(some[0][0], some[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
 
 
-def svg(chart: Chart, span: tuple[int, int]) -> str:
+def chart_svg(chart: Chart, span: tuple[int, int]) -> str:
     """The chart over the steps of `span`, first and last: an SVG element that takes its colours from the page."""
     curves = [(curve, placed(curve.points, span)) for curve in chart.curves]
     values = [v for _, places in curves for p in places if p.values for v in p.values]

@@ -10,19 +10,19 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zfunc.cli.calibrate import Calibrate, measure
-from zfunc.cli.draw_settings import Sketch
-from zfunc.cli.plan_settings import Planning
-from zfunc.cli.report_settings import Doctor, Export, Report, Watch
-from zfunc.cli.terminal import interrupts, logged, printable, size
-from zfunc.train.settings import AUTO, Settings
+from zfunc.cli.calibrate import CalibrateSettings, measure_machine
+from zfunc.cli.draw_settings import DrawSettings
+from zfunc.cli.plan_settings import PlanSettings
+from zfunc.cli.report_settings import DoctorSettings, ExportSettings, ReportSettings, TopSettings
+from zfunc.cli.terminal import format_bytes, interrupts, logged, printable
+from zfunc.train.settings import AUTO, TrainSettings
 
 if TYPE_CHECKING:
-    from zfunc.runtime.collectives import Ranks
-    from zfunc.train.resume import Start
-    from zfunc.train.run_folder import Run
+    from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.resume import ResumePoint
+    from zfunc.train.run_folder import RunFolder
 
-DONE, FAILED = 0, 1  # exit codes
+EXIT_OK, EXIT_FAILED = 0, 1  # exit codes
 SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 
 
@@ -30,29 +30,29 @@ class TrainingFailed(Exception):  # noqa: N818
     """Training had begun when it failed; the cause is chained."""
 
 
-def train(settings: Settings) -> int:
+def run_train(settings: TrainSettings) -> int:
     """`zfunc train`."""
     from zfunc.runtime.launch import launched
 
     with launched() as ranks:
         (_follow if ranks.rank else _lead)(settings, ranks)
-    return DONE
+    return EXIT_OK
 
 
-def _lead(settings: Settings, ranks: "Ranks") -> None:
+def _lead(settings: TrainSettings, ranks: "RankGroup") -> None:
     """As rank 0, which decides where to begin, and keeps and shows what happens."""
     from zfunc.train import resume as resuming
     from zfunc.train import run_folder as runs
     from zfunc.train import tracking
 
     with logged():
-        with resuming.refusing(ranks):
+        with resuming.broadcasting_errors(ranks):
             tracking.check_packages(settings)
-            run = runs.create(settings.out, again=settings.resume == AUTO)
+            run = runs.create_run(settings.out, again=settings.resume == AUTO)
         try:
-            with resuming.refusing(ranks):
-                start = resuming.decide(run.path, settings)
-            resuming.tell(ranks, start)
+            with resuming.broadcasting_errors(ranks):
+                start = resuming.choose_resume_point(run.path, settings)
+            resuming.broadcast(ranks, start)
             failure = _train_and_show(settings, run, start)
         finally:
             run.close()
@@ -60,18 +60,18 @@ def _lead(settings: Settings, ranks: "Ranks") -> None:
         raise TrainingFailed(f"the last step is not saved: {failure}\nWhat there is up to then: {run.path}")
 
 
-def _follow(settings: Settings, ranks: "Ranks") -> None:
+def _follow(settings: TrainSettings, ranks: "RankGroup") -> None:
     """As any other rank."""
     from zfunc.train import resume as resuming
     from zfunc.train.events import Saved
-    from zfunc.train.loop import train as events
-    from zfunc.train.setup import prepare
+    from zfunc.train.loop import train_events as events
+    from zfunc.train.setup import prepare_job
 
     with logged():
-        start = resuming.hear(ranks)
+        start = resuming.receive(ranks)
         if start.over:
             return
-        job, last = prepare(settings, cache=cache_folder()), None
+        job, last = prepare_job(settings, cache=cache_folder()), None
         begun = False
         try:
             with interrupts(tell=False) as stop:
@@ -85,16 +85,16 @@ def _follow(settings: Settings, ranks: "Ranks") -> None:
         raise TrainingFailed(f"the last step is not saved: {last.failure}")
 
 
-def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
+def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoint") -> str:
     """Returns why the last step is not saved, if it should be."""
     from zfunc.cli import console, panel
     from zfunc.cli.deepspeed_lines import DeepSpeedLines
     from zfunc.train import run_folder as runs
     from zfunc.train import tracking
-    from zfunc.train.deepspeed.convert import beside
+    from zfunc.train.deepspeed.convert import config_extras
     from zfunc.train.events import Saved
-    from zfunc.train.loop import train as events
-    from zfunc.train.setup import prepare
+    from zfunc.train.loop import train_events as events
+    from zfunc.train.setup import prepare_job
 
     if start.line:
         print(printable(start.line), flush=True)
@@ -104,14 +104,14 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     live = sys.stdout.isatty() and os.environ.get("TERM") != "dumb" and not theirs
     failure = ""
     try:
-        job = prepare(settings, cache=cache_folder())
+        job = prepare_job(settings, cache=cache_folder())
         with interrupts(tell=not live) as stop:
-            plain = console.Plain(run, job.unit, beside(job.settings).steps_per_print)
+            plain = console.PlainOutput(run, job.unit, config_extras(job.settings).steps_per_print)
             lines = DeepSpeedLines(plain) if theirs else plain
-            shown = panel.living(run, job.unit, stop) if live else nullcontext(lines)
+            shown = panel.live_panel(run, job.unit, stop) if live else nullcontext(lines)
             with shown as screen, tracking.tracking(settings, run.path) as track:
                 for event in events(job, stop=stop, start=start):
-                    runs.record(run, event, job.unit)
+                    runs.record_event(run, event, job.unit)
                     screen.show(event)
                     track(event)
                     failure = event.failure if isinstance(event, Saved) else failure
@@ -123,21 +123,21 @@ def _train_and_show(settings: Settings, run: "Run", start: "Start") -> str:
     return failure
 
 
-def draw(sketch: Sketch) -> int:
+def run_draw(sketch: DrawSettings) -> int:
     """`zfunc draw`."""
     form = _form(sketch)
-    from zfunc.cli.pictures import compared, picture, sums_of
+    from zfunc.cli.pictures import compare_run, comparison_rows, picture
 
     if sketch.compare is not None:
         try:
-            made = {"": compared(sketch)}
+            made = {"": compare_run(sketch)}
         except ValueError as error:
             raise ValueError(f"--compare: {error}") from error
-        print("\n".join(map(printable, sums_of(made[""]).splitlines())))
+        print("\n".join(map(printable, comparison_rows(made[""]).splitlines())))
     else:
-        from zfunc.cli.sketch import drawn
+        from zfunc.cli.sketch import draw_unrun_step
 
-        made = drawn(sketch)
+        made = draw_unrun_step(sketch)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
     pictures = {name: picture(one, form, width=max(60, columns)) for name, one in made.items()}
     out = sketch.out
@@ -145,7 +145,7 @@ def draw(sketch: Sketch) -> int:
         out = out or sketch.compare / f"compare{next(s for s, of in SUFFIXES.items() if of == form)}"
     if out is None:
         print("\n".join(pictures.values()), end="")
-        return DONE
+        return EXIT_OK
     if form == "text":
         files = {out: "\n".join(pictures.values())}
     else:
@@ -155,10 +155,10 @@ def draw(sketch: Sketch) -> int:
             for name, text in pictures.items()
         }
     _write(files)
-    return DONE
+    return EXIT_OK
 
 
-def _form(sketch: Sketch) -> str:
+def _form(sketch: DrawSettings) -> str:
     """The form asked for, or that the file's name says, or that suits what is drawn."""
     suffix = sketch.out.suffix if sketch.out else ""
     if sketch.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
@@ -189,50 +189,52 @@ def _write(files: dict[Path, str]) -> None:
         print(f"written: {path}")
 
 
-def plan(asked: Planning) -> int:
+def run_plan(asked: PlanSettings) -> int:
     """`zfunc plan`: 0 if it fits, 1 if it does not."""
-    from zfunc.cli.plan_report import as_json, text
-    from zfunc.cli.planning import answer
+    from zfunc.cli.plan_report import as_json, plan_text
+    from zfunc.cli.planning import plan_model
 
-    answered = answer(asked)
-    print(as_json(answered) if asked.json else text(answered), end="\n" if asked.json else "", flush=True)
-    return DONE if answered.planned.fits else FAILED
+    answered = plan_model(asked)
+    print(
+        as_json(answered) if asked.json else plan_text(answered), end="\n" if asked.json else "", flush=True
+    )
+    return EXIT_OK if answered.planned.fits else EXIT_FAILED
 
 
-def calibrate(asked: Calibrate) -> int:
+def run_calibrate(asked: CalibrateSettings) -> int:
     """`zfunc calibrate`: all ranks measure, one writes."""
-    from zfunc.planner.profile_toml import text
+    from zfunc.planner.profile_toml import profile_text
     from zfunc.runtime.launch import launched
 
     with launched() as ranks, logged():
-        profile = measure(asked)
+        profile = measure_machine(asked)
         if not ranks.rank:
-            _write({asked.out: text(profile)})
+            _write({asked.out: profile_text(profile)})
             print(f"next: zfunc plan --hardware {asked.out}")
-    return DONE
+    return EXIT_OK
 
 
-def top(asked: Watch) -> int:
+def run_top(asked: TopSettings) -> int:
     """`zfunc top`, of which Ctrl-C is a good end."""
     with suppress(KeyboardInterrupt):
-        from zfunc.cli.top import show
+        from zfunc.cli.top import show_run
 
-        show(asked.run, once=asked.once, every=asked.every)
-    return DONE
+        show_run(asked.run, once=asked.once, every=asked.every)
+    return EXIT_OK
 
 
-def report(asked: Report) -> int:
+def run_report(asked: ReportSettings) -> int:
     """`zfunc report`."""
-    from zfunc.cli.report import report as page
-    from zfunc.train.history import history
+    from zfunc.cli.report import report_page as page
+    from zfunc.train.history import read_history
 
-    _write({asked.out or asked.run / "report.html": page(history(asked.run))})
-    return DONE
+    _write({asked.out or asked.run / "report.html": page(read_history(asked.run))})
+    return EXIT_OK
 
 
-def export(asked: Export) -> int:
+def run_export(asked: ExportSettings) -> int:
     """`zfunc export`."""
-    from zfunc.checkpoint.export import export as write
+    from zfunc.checkpoint.export import export_weights as write
 
     with logged():
         if asked.hf is None:
@@ -246,18 +248,18 @@ def export(asked: Export) -> int:
                 if not str(error).startswith("config: "):
                     raise
                 raise ValueError(f"--hf: {str(error).removeprefix('config: ')}") from error
-    told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {size(done.bytes)}"
+    told = f"{done.parameters} parameters of step {done.step} as {done.dtype}, {format_bytes(done.bytes)}"
     print(f"written: {done.path}: {told}")
-    return DONE
+    return EXIT_OK
 
 
-def doctor(asked: Doctor) -> int:
+def run_doctor(asked: DoctorSettings) -> int:
     """`zfunc doctor`."""
-    from zfunc.cli.doctor import examine, show, well
+    from zfunc.cli.doctor import all_well, examine, show_checks
 
     checks = examine()
-    show(checks, as_json=asked.json)
-    return DONE if well(checks) else FAILED
+    show_checks(checks, as_json=asked.json)
+    return EXIT_OK if all_well(checks) else EXIT_FAILED
 
 
 def cache_folder() -> Path:

@@ -11,14 +11,14 @@ import attrs
 from attrs import define
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.terminal import printable, size
+from zfunc.cli.terminal import format_bytes, printable
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
     Evaluated,
     Event,
     Finished,
-    Said,
+    Notice,
     Sampled,
     Saved,
     Started,
@@ -26,7 +26,7 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.loop import TEMPERATURE
-from zfunc.train.run_folder import Run, sample_text
+from zfunc.train.run_folder import RunFolder, sample_text
 
 EVERY = 5.0  # seconds from one plain line to the next
 
@@ -42,12 +42,12 @@ class Screen(Protocol):
 
 
 @define
-class Plain:
+class PlainOutput:
     """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else that is
     said.
     """
 
-    run: Run
+    run: RunFolder
     unit: str
     steps: int | None = None
     shown: float = float("-inf")
@@ -83,7 +83,7 @@ class Plain:
                     yield from self._last()
                 if event.path is not None:  # else it is in the log
                     yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
-            case Said():
+            case Notice():
                 yield event.line
             case Working():
                 yield from self._working(event)
@@ -91,7 +91,9 @@ class Plain:
                 yield from self._last()
                 yield ""
                 yield ending(event)
-                yield from (f"  {name:<12}  {value}" for name, value in summary(event, self.run, self.unit))
+                yield from (
+                    f"  {name:<12}  {value}" for name, value in summary_lines(event, self.run, self.unit)
+                )
             case Sampled():
                 yield sample_title(event, self.unit)
                 yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
@@ -118,7 +120,7 @@ class Plain:
 # --- the words -------------------------------------------------------------------------------------------
 
 
-def introduction(event: Started, run: Run) -> Iterator[str]:
+def introduction(event: Started, run: RunFolder) -> Iterator[str]:
     """What was read, built and planned, in a few lines."""
     s, plan = event.settings, event.plan
     first, *more = event.data
@@ -131,7 +133,7 @@ def introduction(event: Started, run: Run) -> Iterator[str]:
         f"with {model['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
         f"{event.parameters:,} parameters"
     )
-    planned = ", ".join(f"{size(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
+    planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
     yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {len(plan.lanes)} lanes ({plan.digest})"
     yield f"  memory at most: {planned}"
     yield f"run folder: {run.path}"
@@ -151,14 +153,14 @@ def name(event: Started) -> str:
 
 def step_line(event: Stepped) -> str:
     """One step in one line."""
-    device = f"  device {size(event.device_bytes)}" if event.device_bytes else ""
+    device = f"  device {format_bytes(event.device_bytes)}" if event.device_bytes else ""
     scale = f"  scale {event.loss_scale:g}" if event.loss_scale != 1 else ""
     skipped = "  skipped: overflow" if event.skipped else ""
-    left = f"  {clock(event.seconds_left)} left" if event.seconds_left is not None else ""
+    left = f"  {format_clock(event.seconds_left)} left" if event.seconds_left is not None else ""
     return (
         f"{_count(event.step, event.total)}  loss {event.loss:.4f}  lr {event.lr:.2e}  norm {event.grad_norm:.2f}"
         f"{scale}  {event.tokens_per_second:,.0f} tokens/s  Adam {adam_share(event):.1%}{device}"
-        f"  host {size(event.host_bytes)}{left}{skipped}"
+        f"  host {format_bytes(event.host_bytes)}{left}{skipped}"
     )
 
 
@@ -172,7 +174,7 @@ def working_line(event: Working) -> str:
     return f"{event.what}: {event.share:.0%}"
 
 
-def saved_line(event: Saved, run: Run) -> str:
+def saved_line(event: Saved, run: RunFolder) -> str:
     """A checkpoint in a few words."""
     name = event.path.name if event.path else "nothing"
     took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
@@ -187,10 +189,10 @@ def ending(event: Finished) -> str:
         "interrupt": "stopped as asked",
         "terminated": "terminated",
     }
-    return f"{why[event.ended]}: {event.steps:,} steps in {clock(event.seconds)}"
+    return f"{why[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
 
 
-def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
+def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
     """What it came to, as names and values."""
     yield "loss", f"{event.loss:.4f}, the mean of the last {min(50, event.steps)} steps"
     if event.held_out is not None:
@@ -199,13 +201,14 @@ def summary(event: Finished, run: Run, unit: str) -> Iterator[tuple[str, str]]:
     peaks, planned = event.peak_bytes, event.planned_bytes
     host = planned["host"] + planned["pinned"]
     if "device" in peaks:
-        yield "device peak", f"{size(peaks['device'])}; planned {size(planned['device'])}"
+        yield "device peak", f"{format_bytes(peaks['device'])}; planned {format_bytes(planned['device'])}"
     else:
         host += planned["device"]  # a CPU is its own device
     yield (
         "host peak",
-        f"{size(peaks['process'])} of this process, {size(peaks['process'] - peaks['host'])} of it before "
-        f"training; planned for tensors: {size(host)}",
+        f"{format_bytes(peaks['process'])} of this process, "
+        f"{format_bytes(peaks['process'] - peaks['host'])} of it before training; planned for tensors: "
+        f"{format_bytes(host)}",
     )
     if event.skipped:
         yield "skipped", f"{event.skipped:,} steps, for an overflow"
@@ -224,10 +227,10 @@ def adam_share(event: Stepped) -> float:
     return event.host_seconds / event.seconds if event.seconds else 0.0
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Seconds as one reads them off a clock.
 
-    >>> clock(7.4), clock(125), clock(3725)
+    >>> clock(7.4), clock(125), format_clock(3725)
     ('0:07', '2:05', '1:02:05')
     """
     minutes, rest = divmod(round(seconds), 60)

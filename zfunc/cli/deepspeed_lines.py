@@ -16,7 +16,7 @@ from zfunc.cli import console
 from zfunc.core.timeline import Timeline
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.convert import beside
+from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.events import Event, Overflowed, Started, Stepped, Timed
 from zfunc.train.settings import LOG_EVERY
 from zfunc.viz.legend import verb_of
@@ -29,7 +29,7 @@ RANK = "[Rank 0] "
 class DeepSpeedLines:
     """A Screen: its lines for steps, overflows and times; those of `plain` for all else."""
 
-    plain: console.Plain
+    plain: console.PlainOutput
     adam: AdamW = field(factory=AdamW)  # for its betas
     every: int = LOG_EVERY
     samples: int = 0  # of a step
@@ -60,7 +60,7 @@ class DeepSpeedLines:
                 self.plain.show(event)
 
     def _begin(self, event: Started) -> None:
-        what = beside(event.settings)
+        what = config_extras(event.settings)
         self.adam, self.every = AdamW(**what.adam), what.steps_per_print or LOG_EVERY
         self.skipped = event.skipped
         self.samples, self.parts = event.settings.batch_size, event.settings.micro_batches

@@ -13,19 +13,20 @@ from typing import Any
 import torch
 
 from zfunc.cli.machine import UNKNOWN, Check
-from zfunc.cli.terminal import size
+from zfunc.cli.terminal import format_bytes
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT
-from zfunc.runtime.host_memory import host_buffer
+from zfunc.runtime.host_memory import alloc_host
 
 EXAMPLE = 100_000_000  # bytes of a bucket of 50,000,000 elements in 16 bits
 
 
 def pinned(limit: int | None, *, cuda: bool, pin: Callable[[], object] | None = None) -> Iterator[Check]:
     """How pinned memory is rounded, and whether there is any. `limit`: bytes one may lock; None: no limit."""
-    told = "no limit" if limit is None else size(limit)
+    told = "no limit" if limit is None else format_bytes(limit)
     rounded = 1 << (EXAMPLE - 1).bit_length()
-    sizes = f"{size(EXAMPLE)} takes {size(EXAMPLE)}, exactly; torch's allocator would take {size(rounded)}"
+    size = format_bytes(EXAMPLE)
+    sizes = f"{size} takes {size}, exactly; torch's allocator would take {format_bytes(rounded)}"
     yield Check("pinned memory", "limit", f"{told} (ulimit -l)")
     yield Check("pinned memory", "rounding", sizes)
     if not cuda:
@@ -39,11 +40,11 @@ def pinned(limit: int | None, *, cuda: bool, pin: Callable[[], object] | None = 
         )
         yield Check("pinned memory", "pinning", "refused", f"{error}".partition(", expected")[0], advice)
     else:
-        yield Check("pinned memory", "pinning", f"{size(EXAMPLE)} could be pinned")
+        yield Check("pinned memory", "pinning", f"{format_bytes(EXAMPLE)} could be pinned")
 
 
 def _pin_example() -> None:
-    host_buffer(EXAMPLE, torch.uint8, pinned=True)
+    alloc_host(EXAMPLE, torch.uint8, pinned=True)
 
 
 def locked_limit() -> int | None:
@@ -70,7 +71,7 @@ def cuda(root: Path = ROOT) -> Iterator[Check]:
 
 def _driver(root: Path) -> str | None:
     """The version of NVIDIA's kernel module, if one is loaded."""
-    text = topology.read(root / "proc/driver/nvidia/version")
+    text = topology.read_text(root / "proc/driver/nvidia/version")
     found = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", f"{text} ")
     return found.group(1) if found else None
 
@@ -106,7 +107,7 @@ def _device(index: int, root: Path) -> Check:
     parts = (
         p.name,
         f"compute capability {p.major}.{p.minor}",
-        f"{size(free)} free of {size(total)}",
+        f"{format_bytes(free)} free of {format_bytes(total)}",
         "computes in bf16" if bf16 else "no bf16: trains in fp16 or fp32",
         _link(p, root),
     )
@@ -122,7 +123,7 @@ def _link(properties: Any, root: Path) -> str:
         return f"link {UNKNOWN}"
     folder = root / "sys/bus/pci/devices" / place
     names = "current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node"
-    speed, width, most, widest, node = (topology.read(folder / name) for name in names)
+    speed, width, most, widest, node = (topology.read_text(folder / name) for name in names)
     if not speed or not width:
         return f"PCIe {place}, link {UNKNOWN}"
     near = f", NUMA node {node}" if node and node != "-1" else ""

@@ -18,7 +18,7 @@ from zfunc.cli.devices import cuda, locked_limit, pinned
 from zfunc.cli.machine import (
     UNKNOWN,
     Check,
-    memory,
+    memory_checks,
     neighbours,
     numa,
     openmp,
@@ -26,10 +26,10 @@ from zfunc.cli.machine import (
     threads,
     versions,
 )
-from zfunc.cli.terminal import printable, size
-from zfunc.planner.bandwidth import Bandwidth, measure
+from zfunc.cli.terminal import format_bytes, printable
+from zfunc.planner.bandwidth import Bandwidth, measure_bandwidth
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.thread_budget import allowed_cpus, decide, default_seats
+from zfunc.runtime.thread_budget import allowed_cpus, choose_threads, default_numa_slots
 
 SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something else
 
@@ -38,12 +38,12 @@ def examine() -> tuple[Check, ...]:
     """Look at everything, in a few seconds."""
     wrong: tuple[Check, ...] = ()
     try:
-        decision, seats = decide(os.environ, allowed_cpus()), default_seats()
+        decision, seats = choose_threads(os.environ, allowed_cpus()), default_numa_slots()
     except ValueError as error:
         wrong = (Check("threads", "local ranks", UNKNOWN, str(error), "unset it, or let torchrun set it"),)
-        decision, seats = decide({**os.environ, "LOCAL_WORLD_SIZE": "1"}, allowed_cpus()), ()
+        decision, seats = choose_threads({**os.environ, "LOCAL_WORLD_SIZE": "1"}, allowed_cpus()), ()
     try:
-        measured: Bandwidth | str = measure()
+        measured: Bandwidth | str = measure_bandwidth()
     except (MemoryError, OSError, ValueError, KeyError) as error:
         measured = str(error)
     found = measured if isinstance(measured, Bandwidth) else None
@@ -54,15 +54,15 @@ def examine() -> tuple[Check, ...]:
         *threads(decision, os.environ),
         openmp(topology.openmp_runtimes()),
         neighbours(found and found.others, decision, os.environ),
-        *memory(topology.huge_page_mode(), found and found.huge),
-        *numa(topology.nodes(), seats),
-        *bandwidth(measured),
+        *memory_checks(topology.huge_page_mode(), found and found.huge),
+        *numa(topology.numa_nodes(), seats),
+        *bandwidth_checks(measured),
         *pinned(locked_limit(), cuda=torch.cuda.is_available()),
         *cuda(),
     )
 
 
-def bandwidth(measured: Bandwidth | str) -> Iterator[Check]:
+def bandwidth_checks(measured: Bandwidth | str) -> Iterator[Check]:
     """What was measured, or why nothing could be."""
     if isinstance(measured, str):
         yield Check("host bandwidth", "memory", f"{UNKNOWN}: {measured}")
@@ -71,7 +71,7 @@ def bandwidth(measured: Bandwidth | str) -> Iterator[Check]:
     yield Check(
         "host bandwidth",
         "memory",
-        f"{measured.gigabytes:.1f} GB/s, sweeping over {size(measured.nbytes)}{note}",
+        f"{measured.gigabytes:.1f} GB/s, sweeping over {format_bytes(measured.nbytes)}{note}",
     )
     slow = measured.reached < SLOW
     yield Check(
@@ -103,7 +103,7 @@ def _section(check: Check) -> str:
     return check.section
 
 
-def show(checks: Sequence[Check], *, as_json: bool) -> None:
+def show_checks(checks: Sequence[Check], *, as_json: bool) -> None:
     """Print them: as JSON, or as lines, in colour on a terminal."""
     if as_json:
         wrong = sum(check.problem is not None for check in checks)
@@ -114,6 +114,6 @@ def show(checks: Sequence[Check], *, as_json: bool) -> None:
         console.print(Text(printable(text), style=style))
 
 
-def well(checks: Sequence[Check]) -> bool:
+def all_well(checks: Sequence[Check]) -> bool:
     """Whether nothing is wrong."""
     return not any(check.problem for check in checks)

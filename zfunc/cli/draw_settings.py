@@ -14,8 +14,8 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.hardware import ROUND
 from zfunc.options import AUTO, Option, count, flag, one_of, path, positive
-from zfunc.planner.profile_toml import load
-from zfunc.planner.profile_toml import names as profiles
+from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.profile_toml import profile_names as profiles
 from zfunc.train.settings import COMMON, PRECISIONS, TRAIN, check_together
 
 FORMATS = ("text", "svg", "chrome", "html")
@@ -25,10 +25,10 @@ MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
 _names = ", ".join
 
 
-def profile(name: str, value: Any) -> None:
+def check_profile(name: str, value: Any) -> None:
     """A profile that comes with zfunc, or a file of one."""
     try:
-        load(value)
+        load_profile(value)
     except FileNotFoundError as error:  # which names the argument of zfunc.plan
         raise ValueError(f"{flag(name)}: {str(error).partition(': ')[2]}") from error
     except UnicodeDecodeError as error:
@@ -39,7 +39,7 @@ def profile(name: str, value: Any) -> None:
         raise ValueError(f"{flag(name)}: {error}") from error
 
 
-def check_paper(model: Any) -> None:
+def check_sizes(model: Any) -> None:
     """Refuse sizes that cannot be planned, by arithmetic: too many segments, or more elements than are counted."""
     layers, width, tokens = model.num_layers, model.hidden_size, model.batch_size * model.seq_length
     vocab_size = model.vocab_size or 0
@@ -60,7 +60,7 @@ def check_paper(model: Any) -> None:
 
 def check_precision(hardware: str | None, precision: str) -> None:
     """Refuse a precision that a profile does not have."""
-    there = (AUTO, *load(hardware).precisions) if hardware is not None else PRECISIONS
+    there = (AUTO, *load_profile(hardware).precisions) if hardware is not None else PRECISIONS
     if precision not in there:
         raise ValueError(
             f"--precision: got {precision!r} with --hardware {hardware}, expected one that it has: pass "
@@ -71,7 +71,7 @@ def check_precision(hardware: str | None, precision: str) -> None:
 HARDWARE = Option(
     "hardware",
     f"{_names(profiles())}, or a file that zfunc calibrate wrote",
-    profile,
+    check_profile,
     metavar="NAME|FILE",
     words=profiles(),
 )
@@ -132,7 +132,7 @@ DRAW = {
 
 
 @frozen(kw_only=True)
-class Paper:
+class UnrunStep:
     """A step that is not run. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
     num_layers: int = 4
@@ -155,7 +155,7 @@ class Paper:
 
 
 @frozen(kw_only=True)
-class Sketch(Paper):
+class DrawSettings(UnrunStep):
     """A step to draw, by default on round-number hardware."""
 
     hardware: str | None = None
@@ -170,7 +170,7 @@ class Sketch(Paper):
 
     def __attrs_post_init__(self) -> None:
         check_together(self, DRAW)
-        check_paper(self)
+        check_sizes(self)
         check_precision(self.hardware, self.precision)
         if self.hardware is not None:
             self._check_alone("hardware", ("hardware",), "which has these figures")
@@ -180,7 +180,7 @@ class Sketch(Paper):
 
     def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
         """Refuse what would be ignored beside option `name`."""
-        for f in attrs.fields(Sketch):
+        for f in attrs.fields(DrawSettings):
             given = getattr(self, f.name) != f.default
             if given and f.name != name and DRAW[f.name].group in groups:
                 raise ValueError(

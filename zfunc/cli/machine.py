@@ -13,14 +13,14 @@ import torch
 from attrs import frozen
 
 import zfunc
-from zfunc.cli.terminal import size
+from zfunc.cli.terminal import format_bytes
 from zfunc.optim.kernel import cpu_adam
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.cpu_topology import ROOT, Node
+from zfunc.runtime.cpu_topology import ROOT, NumaNode
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.host_pages import HUGE_MIN
-from zfunc.runtime.numa import Seat
-from zfunc.runtime.thread_budget import Decision
+from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.thread_budget import ThreadBudget
 
 UNKNOWN = "unknown"
 CROWDED = 0.3  # CPUs that have to be shared before it is worth a word
@@ -56,12 +56,12 @@ def processor(root: Path = ROOT) -> Iterator[Check]:
     """The CPU, and which copy of the kernel it runs."""
     cache = topology.largest_cache(root)
     yield Check("processor", "model", topology.cpu_model(root) or UNKNOWN)
-    yield Check("processor", "largest cache", size(cache) if cache else UNKNOWN)
+    yield Check("processor", "largest cache", format_bytes(cache) if cache else UNKNOWN)
     there, chosen = ", ".join(cpu_adam.instruction_sets()), cpu_adam.instruction_set()
     yield Check("processor", "instruction set", f"{chosen}, of {there}")
 
 
-def threads(decision: Decision, environment: Mapping[str, str]) -> Iterator[Check]:
+def threads(decision: ThreadBudget, environment: Mapping[str, str]) -> Iterator[Check]:
     """How many threads a sweep gets, and what in the environment is in its way."""
     yield Check("threads", "of a sweep", str(decision))
     yield Check("threads", "of compute", f"{torch.get_num_threads()}, torch's own; zfunc leaves them")
@@ -72,7 +72,7 @@ def threads(decision: Decision, environment: Mapping[str, str]) -> Iterator[Chec
         yield Check("threads", name, value, *(_hindrance(name, value, decision) or ()))
 
 
-def _hindrance(name: str, value: str, decision: Decision) -> tuple[str, str] | None:
+def _hindrance(name: str, value: str, decision: ThreadBudget) -> tuple[str, str] | None:
     word = value.strip().lower()
     match name:
         case "OMP_PROC_BIND" if word not in ("false", "not set"):
@@ -88,7 +88,7 @@ def _hindrance(name: str, value: str, decision: Decision) -> tuple[str, str] | N
             return None
 
 
-def neighbours(others: float | None, decision: Decision, environment: Mapping[str, str]) -> Check:
+def neighbours(others: float | None, decision: ThreadBudget, environment: Mapping[str, str]) -> Check:
     """Whether the CPUs are this process's own. `others`: how many of them other processes keep busy."""
     if others is None:
         return Check("threads", "other work", UNKNOWN)
@@ -117,13 +117,13 @@ def openmp(runtimes: Sequence[str] | None) -> Check:
     return Check("threads", "OpenMP", value, problem, advice)
 
 
-def numa(nodes: Sequence[Node], seats: Sequence[Seat]) -> Iterator[Check]:
+def numa(nodes: Sequence[NumaNode], seats: Sequence[NumaSlot]) -> Iterator[Check]:
     """The nodes, what is free on each, and which of them this process's sweeps run on."""
     if not nodes:
         yield Check("memory", "NUMA", UNKNOWN)
     for node in nodes:
         room = ", ".join(
-            f"{size(n)} {what}"
+            f"{format_bytes(n)} {what}"
             for n, what in ((node.free_bytes, "free"), (node.total_bytes, "in all"))
             if n is not None
         )
@@ -132,10 +132,10 @@ def numa(nodes: Sequence[Node], seats: Sequence[Seat]) -> Iterator[Check]:
         yield Check("memory", f"NUMA node {node.index}", f"{len(node.cpus)} CPUs, {room or UNKNOWN}{bound}")
 
 
-def memory(mode: str | None, got: tuple[int, int] | None) -> Iterator[Check]:
+def memory_checks(mode: str | None, got: tuple[int, int] | None) -> Iterator[Check]:
     """What is free, and whether large buffers get huge pages. `got`: bytes in huge pages, of how many."""
     try:
-        free = size(available_host_bytes())
+        free = format_bytes(available_host_bytes())
     except (OSError, KeyError, ValueError):
         free = UNKNOWN
     yield Check("memory", "available", f"{free} to this process")
@@ -149,6 +149,7 @@ def _small_pages(mode: str | None, share: float | None) -> tuple[str, str] | Non
         why = "large buffers are in small pages: they take longer to make, and sweeps look up more addresses"
         return why, "as root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
     if mode in ("always", "madvise") and share is not None and share < 0.5:
-        why = f"huge pages are asked for from {size(HUGE_MIN)} on, and {share:.0%} came: memory is in small pieces"
+        why = f"huge pages are asked for from {format_bytes(HUGE_MIN)} on, and {share:.0%} came: "
+        why += "memory is in small pieces"
         return why, "free memory, then as root: echo 1 > /proc/sys/vm/compact_memory"
     return None

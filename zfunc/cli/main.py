@@ -15,16 +15,16 @@ from typing import Any
 
 from zfunc import errors
 from zfunc.cli.catalogue import COMMANDS, Command, parser
-from zfunc.cli.commands import DONE, FAILED, TrainingFailed
-from zfunc.cli.parser import ALIKE, REFUSED, as_typed, given, shortened, unknown
+from zfunc.cli.commands import EXIT_FAILED, EXIT_OK, TrainingFailed
+from zfunc.cli.parser import ALIKE, REFUSED, as_typed, given_fields, shortened, unknown
 from zfunc.cli.terminal import printable
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
-from zfunc.train.deepspeed import read
-from zfunc.train.deepspeed.flags import merged
-from zfunc.train.settings import FINE_TUNING_LR, Settings
+from zfunc.train.deepspeed.flags import merge_flags
+from zfunc.train.deepspeed.reading import read_config_file
+from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 
-STOPPED = 130
+EXIT_INTERRUPTED = 130
 LINES, LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
 NO_MEMORY = "got no memory for it from the system, expected some: make the model or the batch smaller"
 FAULT = "\nThis is a fault of zfunc itself: please report it, with what --debug shows"
@@ -40,21 +40,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        return _complain(args, "stopped at once", STOPPED)
+        return _complain(args, "stopped at once", EXIT_INTERRUPTED)
     except BrokenPipeError:  # who read the output has left
         _drop_output()
-        return FAILED
+        return EXIT_FAILED
     except TrainingFailed as error:
-        return _complain(args, str(error), FAILED)
+        return _complain(args, str(error), EXIT_FAILED)
     except MemoryError as error:
         return _complain(args, str(error) or NO_MEMORY, REFUSED)
     except (ValueError, OSError, ImportError) as error:
-        return _complain(args, _told(error), FAILED if _of_no_file(error) else REFUSED)
+        return _complain(args, _told(error), EXIT_FAILED if _of_no_file(error) else REFUSED)
     except Exception as error:
         fault = (
             "" if type(error).__module__ == errors.__name__ else FAULT
         )  # those are about what was asked for
-        return _complain(args, f"{type(error).__name__}: {error}{fault}", FAILED)
+        return _complain(args, f"{type(error).__name__}: {error}{fault}", EXIT_FAILED)
 
 
 def _run(words: list[str], args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def _run(words: list[str], args: argparse.Namespace) -> int:
     try:
         _parse(words, args)
     except SystemExit as end:  # help, or an error that is told
-        return int(end.code or DONE)
+        return int(end.code or EXIT_OK)
     command = COMMANDS[args.command]
     return command.run(_settings(command, args))
 
@@ -75,7 +75,7 @@ def _parse(words: list[str], args: argparse.Namespace) -> None:
         raise SystemExit(REFUSED)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in made:
-        hint = nearest(name, list(made), cutoff=ALIKE)
+        hint = did_you_mean(name, list(made), cutoff=ALIKE)
         top.error(f"got the command {shortened(name)!r}, expected one of {', '.join(made)}{hint}")
     _, rest = top.parse_known_args(words, args)
     if name is None and rest:
@@ -89,12 +89,12 @@ def _parse(words: list[str], args: argparse.Namespace) -> None:
 
 def _settings(command: Command, args: argparse.Namespace) -> Any:
     """What was given as settings. Who gives only one of steps and seconds wants no bound by the other."""
-    got = given(command.settings, args)
+    got = given_fields(command.settings, args)
     if "config" in got:
         got = _configured(got)
     if len(got.keys() & {"steps", "seconds"}) == 1:
         got = {"steps": None, "seconds": None, **got}
-    if command.settings is Settings and "hf" in got:
+    if command.settings is TrainSettings and "hf" in got:
         got = {"lr": FINE_TUNING_LR, **got}
     return command.settings(**got)
 
@@ -102,7 +102,7 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 def _configured(got: dict[str, Any]) -> dict[str, Any]:
     """The options beside a DeepSpeed configuration."""
     try:
-        return merged(got, read(got["config"]), world_size())
+        return merge_flags(got, read_config_file(got["config"]), world_size())
     except (ValueError, OSError) as error:
         told = str(error)
         raise ValueError(told if told.startswith("--") else f"--config: {told}") from error
@@ -158,7 +158,7 @@ def _complain(args: argparse.Namespace, told: str, code: int) -> int:
         if len(lines) > LINES:
             lines = [*lines[:LINES], f"... and {len(lines) - LINES} lines more, with --debug"]
     who = f"{args.prog}: rank {os.environ['RANK']}" if "RANK" in os.environ else args.prog
-    lead = f"{who}: " if code == STOPPED else f"{who}: error: "
+    lead = f"{who}: " if code == EXIT_INTERRUPTED else f"{who}: error: "
     try:
         sys.stdout.flush()
     except OSError:

@@ -22,14 +22,14 @@ from zfunc.train.events import (
     Evaluated,
     Event,
     Finished,
-    Said,
+    Notice,
     Sampled,
     Saved,
     Started,
     Stepped,
     Working,
 )
-from zfunc.train.run_folder import Run, sample_text
+from zfunc.train.run_folder import RunFolder, sample_text
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16  # bars of the loss curve
@@ -38,10 +38,10 @@ WIDEST, NARROW = 100, 72  # columns: of the panel; in which two figures do not f
 
 
 @define
-class Living:
+class LivePanel:
     """A Screen that keeps the last of everything, and draws it when it is asked to."""
 
-    run: Run
+    run: RunFolder
     unit: str
     stopping: Callable[[], str]
     console: Console = field(factory=lambda: Console(highlight=False))
@@ -76,7 +76,7 @@ class Living:
             case Saved():
                 if event.path is not None:  # else it is in the log
                     self.line(f"step {event.step:,}: {words.saved_line(event, self.run)}")
-            case Said():
+            case Notice():
                 self.line(event.line)
             case Finished():
                 self.finished = event
@@ -98,7 +98,7 @@ class Living:
         if event is None:
             return
         table = Table.grid(padding=(0, 3))
-        for what, value in words.summary(event, self.run, self.unit):
+        for what, value in words.summary_lines(event, self.run, self.unit):
             table.add_row(Text(what, "dim"), Text(printable(value), overflow="fold"))
         self.console.print(_panel(self.console, words.ending(event), table))
         if self.sampled is not None:
@@ -136,7 +136,7 @@ class Living:
         if self.stepped.seconds_left is None:
             return Text("measuring", "dim")
         left = max(0.0, self.stepped.seconds_left - (time.monotonic() - self.at))
-        return Text.assemble((words.clock(left), "bold"), (" left", "dim"))
+        return Text.assemble((words.format_clock(left), "bold"), (" left", "dim"))
 
     def _figures(self) -> RenderableType:
         wide = _width(self.console) >= NARROW
@@ -175,9 +175,9 @@ class Living:
 
 
 @contextmanager
-def living(run: Run, unit: str, stopping: Callable[[], str]) -> Iterator[Living]:
+def live_panel(run: RunFolder, unit: str, stopping: Callable[[], str]) -> Iterator[LivePanel]:
     """A panel on the terminal that stdout is, from here to the end of the context."""
-    panel = Living(run, unit, stopping)
+    panel = LivePanel(run, unit, stopping)
     with Live(get_renderable=panel.render, console=panel.console, refresh_per_second=5):
         yield panel
     panel.end()

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(REFUSED, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
 
 
-def add(to: Parser, settings: type[Any], options: Mapping[str, Option]) -> None:
+def add_options(to: Parser, settings: type[Any], options: Mapping[str, Option]) -> None:
     """An argument for every field, in its group, its default told in its help; last --help and --debug."""
     fields = attrs.fields_dict(settings)
     used = {option.group for option in options.values()}
@@ -111,7 +111,7 @@ def _default(f: "attrs.Attribute[Any]") -> str:
     return f" (default: {f.default:g})" if isinstance(f.default, float) else f" (default: {f.default})"
 
 
-def given(settings: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+def given_fields(settings: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `settings` that the command line has a value for."""
     return {f.name: getattr(args, f.name) for f in attrs.fields(settings) if hasattr(args, f.name)}
 

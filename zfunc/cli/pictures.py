@@ -5,22 +5,22 @@ The invariant: no torch here. What is compared is the plan that ran, simulated o
 
 from attrs import evolve, frozen
 
-from zfunc.cli.draw_settings import Sketch
+from zfunc.cli.draw_settings import DrawSettings
 from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import critical_path, simulate
 from zfunc.core.timeline import Timeline
-from zfunc.planner.profile_toml import load
-from zfunc.train.recorded import recorded
+from zfunc.planner.profile_toml import load_profile
+from zfunc.train.recorded import read_recorded_step
 from zfunc.viz.compare import table
 from zfunc.viz.draw import chrome_trace, svg, text
 from zfunc.viz.timeline_html import page
 
 
 @frozen
-class Drawn:
+class DrawnStep:
     """A step under one schedule: its plan, the hardware, and when everything would run on it; `measured`, when it
     did."""
 
@@ -36,17 +36,17 @@ class Drawn:
         return (self.timeline, *([] if self.measured is None else [self.measured]))
 
 
-def compared(sketch: Sketch) -> Drawn:
+def compare_run(sketch: DrawSettings) -> DrawnStep:
     """The step that a run measured, beside what its plan would take on the hardware of the sketch."""
     assert sketch.compare is not None
-    run = recorded(sketch.compare)
+    run = read_recorded_step(sketch.compare)
     how = run.setting
     on = hardware(sketch, how.precision, how.world)
     heading = f"A step of {sketch.compare}: {how.schedule} in {how.precision}, world {how.world}"
-    return Drawn(heading, run.plan, on, simulate(run.plan, on), run.timeline)
+    return DrawnStep(heading, run.plan, on, simulate(run.plan, on), run.timeline)
 
 
-def picture(one: Drawn, form: str, *, width: int) -> str:
+def picture(one: DrawnStep, form: str, *, width: int) -> str:
     """The picture: "text" of so many columns, "svg", "html", or a "chrome" trace."""
     title = f"{one.heading}, on {one.hardware.name}"
     match form:
@@ -60,13 +60,13 @@ def picture(one: Drawn, form: str, *, width: int) -> str:
             return _in_text(one, width)
 
 
-def _in_text(one: Drawn, width: int) -> str:
-    peaks = (f"{p.nbytes / 1e9:,.2f} GB {tier}" for tier, p in memory(one.plan).items() if p.nbytes)
+def _in_text(one: DrawnStep, width: int) -> str:
+    peaks = (f"{p.nbytes / 1e9:,.2f} GB {tier}" for tier, p in peak_memory(one.plan).items() if p.nbytes)
     shortest = critical_path(one.plan.graph, one.hardware)
     return "\n".join(
         [
             one.heading,
-            f"on {described(one.hardware)}",
+            f"on {hardware_line(one.hardware)}",
             text(one.timelines, width),
             f"longest chain of dependencies: {shortest:.3g} s; memory at most: {', '.join(peaks)}",
             "",
@@ -74,16 +74,16 @@ def _in_text(one: Drawn, width: int) -> str:
     )
 
 
-def sums_of(one: Drawn) -> str:
+def comparison_rows(one: DrawnStep) -> str:
     """Predicted and measured, in rows."""
     assert one.measured is not None
-    return f"predicted for {described(one.hardware)}\n{table(one.timeline, one.measured, one.plan)}"
+    return f"predicted for {hardware_line(one.hardware)}\n{table(one.timeline, one.measured, one.plan)}"
 
 
-def hardware(sketch: Sketch, precision: str, world: int = 1) -> Hardware:
+def hardware(sketch: DrawSettings, precision: str, world: int = 1) -> Hardware:
     """That of the profile the sketch names; else round numbers, but for what the sketch says better."""
     if sketch.hardware is not None:
-        return load(sketch.hardware).hardware(precision, world)
+        return load_profile(sketch.hardware).hardware(precision, world)
     rates: dict[Kind, float] = {
         **ROUND.rates,
         "compute": sketch.device_gbs * 1e9,
@@ -96,7 +96,7 @@ def hardware(sketch: Sketch, precision: str, world: int = 1) -> Hardware:
     return ROUND if (given.flops, given.rates) == (ROUND.flops, ROUND.rates) else given
 
 
-def described(h: Hardware) -> str:
+def hardware_line(h: Hardware) -> str:
     """The hardware's name and figures, in one line."""
     rates = ", ".join(f"{kind} {h.rates[kind] / 1e9:,.6g} GB/s" for kind in ("d2h", "h2d", "host"))
     device = f"{h.flops / 1e12:,.6g} TFLOP/s, device {h.rates['compute'] / 1e9:,.6g} GB/s"

@@ -8,22 +8,22 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
-from zfunc.cli.planning import Answer
+from zfunc.cli.planning import PlannedModel
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.planner.candidate import gigabytes, scheduled, short_of
+from zfunc.planner.candidate import gigabytes, make_schedule, short_of
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile import Profile
-from zfunc.planner.suggestions import Advice, as_flag
+from zfunc.planner.suggestions import Suggestion, as_flag
 from zfunc.train.settings import AUTO
-from zfunc.viz.legend import in_words
+from zfunc.viz.legend import format_seconds
 
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
 WIDTH = 118  # columns of what is a sentence
 
 
-def as_json(answer: Answer) -> str:
+def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
     p = answer.planned
     told: dict[str, Any] = {
@@ -47,7 +47,7 @@ def as_json(answer: Answer) -> str:
     return json.dumps(told, indent=2)
 
 
-def text(answer: Answer) -> str:
+def plan_text(answer: PlannedModel) -> str:
     """The answer in plain words, a screen of them."""
     p = answer.planned
     lines = [*_what(answer), "", *_memory(p), "", *_time(p)]
@@ -59,12 +59,12 @@ def text(answer: Answer) -> str:
     return "\n".join(lines) + "\n"
 
 
-def in_flags(advice: Advice) -> str:
+def in_flags(advice: Suggestion) -> str:
     """Advice as one types it, and what comes of it."""
     return f"{advice.flags}: {advice.told}"
 
 
-def _what(answer: Answer) -> Iterator[str]:
+def _what(answer: PlannedModel) -> Iterator[str]:
     asked, p = answer.asked, answer.planned
     setup, buckets = p.setup, p.step.job.layout.buckets
     if asked.max:
@@ -89,7 +89,7 @@ def _what(answer: Answer) -> Iterator[str]:
     yield from wrap(told, WIDTH, subsequent_indent=" " * 11)
 
 
-def _machine(answer: Answer) -> str:
+def _machine(answer: PlannedModel) -> str:
     p = answer.planned
     if p.profile is None or answer.asked.precision != AUTO:
         return p.hardware.name
@@ -99,7 +99,7 @@ def _machine(answer: Answer) -> str:
 
 def _as_options(p: Planned) -> list[str]:
     """What was chosen, to train so. A schedule made for this hardware gets another by its name."""
-    schedule = scheduled(p.setup.choice.schedule, p.hardware)
+    schedule = make_schedule(p.setup.choice.schedule, p.hardware)
     orders = hasattr(schedule, "hardware") and p.hardware != ROUND
     note = " (which orders for round numbers, not for this hardware)" if orders else ""
     told = f"as options of zfunc train{note}: {_options(p)}"
@@ -146,7 +146,7 @@ def _counted(p: Planned, tier: Tier) -> int:
 def _time(p: Planned) -> Iterator[str]:
     each = " on each GPU" if p.setup.world > 1 else ""
     speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
-    yield f"a step takes {in_words(p.step_seconds)}: {speed}"
+    yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
     yield f"  bound by {p.bound}"
     lanes = sorted(p.lanes.items(), key=lambda item: -item[1])
     yield f"  busy     {', '.join(f'{lane} {share:.0%}' for lane, share in lanes)}"

@@ -8,7 +8,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc import schedules
-from zfunc.cli.draw_settings import DRAW, HARDWARE, VOCABULARY, Paper, check_paper, check_precision
+from zfunc.cli.draw_settings import DRAW, HARDWARE, VOCABULARY, UnrunStep, check_precision, check_sizes
 from zfunc.options import (
     AUTO,
     Option,
@@ -55,7 +55,7 @@ PLAN = {
 
 
 @frozen(kw_only=True)
-class Planning(Paper):
+class PlanSettings(UnrunStep):
     """A step to plan."""
 
     max: bool = False
@@ -68,7 +68,7 @@ class Planning(Paper):
 
     def __attrs_post_init__(self) -> None:
         check_each(self, PLAN)
-        check_paper(self)
+        check_sizes(self)
         check_precision(self.hardware, self.precision)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.world == 1:

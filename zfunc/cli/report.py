@@ -12,14 +12,14 @@ from math import log
 from statistics import fmean, median
 from string import Template
 
-from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, smoothed, svg
-from zfunc.cli.report_tables import markup, tables
-from zfunc.cli.terminal import size
-from zfunc.core.critical_path import bound_by, critical, told
-from zfunc.train.history import History, Row, number, numbers
-from zfunc.train.recorded import TRACE, Recorded, recorded
+from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_svg, smoothed
+from zfunc.cli.report_tables import markup, report_tables
+from zfunc.cli.terminal import format_bytes
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.train.history import Row, RunHistory, finite_number, numbers
+from zfunc.train.recorded import TRACE, RecordedStep, read_recorded_step
 from zfunc.viz.draw import svg as drawn
-from zfunc.viz.legend import in_words, summary
+from zfunc.viz.legend import format_seconds, legend_summary
 from zfunc.viz.timeline_html import allowed, part
 
 DRAWN_UP_TO = 3000  # operations; the picture of more is not worth its bytes: timeline.html shows them
@@ -34,7 +34,7 @@ ENDED = {
 }
 
 
-def report(run: History) -> str:
+def report_page(run: RunHistory) -> str:
     """The page. Light and dark, readable without a script."""
     step, missing = _measured(run)
     style, picture = part("report.css"), _picture(step, missing)
@@ -50,7 +50,7 @@ def report(run: History) -> str:
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
         charts="".join(_figure(chart, run) for chart in _charts(run)),
         step=picture,
-        tables="".join(map(markup, tables(run, step))),
+        tables="".join(map(markup, report_tables(run, step))),
         sample=_sample(run),
     )
 
@@ -58,7 +58,7 @@ def report(run: History) -> str:
 # --- in words --------------------------------------------------------------------------------------------
 
 
-def _what(run: History) -> str:
+def _what(run: RunHistory) -> str:
     s, machine = run.settings, run.config["machine"]
     where = machine.get("gpu") or f"{machine.get('cores')} cores of {machine.get('cpu')}"
     resumed = run.config.get("resumed_from")
@@ -68,7 +68,7 @@ def _what(run: History) -> str:
     )
 
 
-def _ending(run: History) -> tuple[str, str]:
+def _ending(run: RunHistory) -> tuple[str, str]:
     """Whether that is "good", "bad" or neither, and the words."""
     how = run.summary.get("ended", "")
     if not run.summary:
@@ -82,7 +82,7 @@ def _ending(run: History) -> tuple[str, str]:
     return "good" if good else "bad" if bad else "", "\n".join(lines)
 
 
-def _figures(run: History) -> Iterator[tuple[str, str]]:
+def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     steps, held_out = run.steps, numbers(run.of(run.held_out))
     total = steps[-1].get("total") if steps else run.settings.get("steps")
     yield "steps", f"{steps[-1]['step'] if steps else 0:,}" + (f" of {total:,}" if total else "")
@@ -95,14 +95,14 @@ def _figures(run: History) -> Iterator[tuple[str, str]]:
         yield "held out, best", f"{min(held_out):.4f}"
     if steps:
         yield "tokens/s, median", f"{median(numbers(run.of('tokens_per_second')) or [0.0]):,.0f}"
-        yield "a step, median", in_words(median(numbers(run.of("seconds")) or [0.0]))
+        yield "a step, median", format_seconds(median(numbers(run.of("seconds")) or [0.0]))
         yield "skipped", f"{len(run.skipped):,}"
 
 
 # --- curves ----------------------------------------------------------------------------------------------
 
 
-def _charts(run: History) -> Iterator[Chart]:
+def _charts(run: RunHistory) -> Iterator[Chart]:
     if not run.steps:
         return
     held_out = tuple((x, None if y is None else y * log(2)) for x, y in run.of(run.held_out))
@@ -110,7 +110,7 @@ def _charts(run: History) -> Iterator[Chart]:
     dots = [Curve("held out, in the unit of the loss", "dots", held_out)] if held_out else []
     yield Chart("Loss", (*_raw("loss", run.of("loss")), *dots), _short, marks=skipped, marked="skipped")
     yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _short, from_zero=True)
-    norms, clip = run.of("grad_norm"), number(run.settings.get("clip"))
+    norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip"))
     limit = _limit("clipped to", clip, run) if clip and clip <= 2 * max(numbers(norms), default=0.0) else ()
     yield Chart("Gradient norm", (*_raw("norm", norms), *limit), _short, from_zero=True)
     speed = _raw("tokens/s", run.of("tokens_per_second"))
@@ -126,7 +126,7 @@ def _charts(run: History) -> Iterator[Chart]:
         yield Chart("Loss scale", curves, lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
 
 
-def _memory(run: History) -> Iterator[Chart]:
+def _memory(run: RunHistory) -> Iterator[Chart]:
     device, host = (tuple((x, y or None) for x, y in run.of(name)) for name in ("device_bytes", "host_bytes"))
     planned = run.planned
     if numbers(device):
@@ -143,7 +143,7 @@ def _memory(run: History) -> Iterator[Chart]:
 def _in_bytes(title: str, curves: tuple[Curve, ...]) -> Chart:
     highest = max((y for c in curves for y in numbers(c.points)), default=1.0)
     unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
-    return Chart(title, curves, size, unit, from_zero=True)
+    return Chart(title, curves, format_bytes, unit, from_zero=True)
 
 
 def _raw(name: str, points: Points) -> tuple[Curve, ...]:
@@ -153,18 +153,18 @@ def _raw(name: str, points: Points) -> tuple[Curve, ...]:
     return Curve(name, "spread", points), Curve(f"{name}, smoothed", "line", smoothed(points))
 
 
-def _limit(name: str, value: float, run: History) -> tuple[Curve, ...]:
+def _limit(name: str, value: float, run: RunHistory) -> tuple[Curve, ...]:
     first, last = _span(run)
     ends = dict.fromkeys((first, last), value)
     return (Curve(name, "limit", tuple(ends.items())),)
 
 
-def _span(run: History) -> tuple[int, int]:
+def _span(run: RunHistory) -> tuple[int, int]:
     return run.rows[0]["step"], run.rows[-1]["step"]
 
 
 def _share(row: Row) -> float | None:
-    took, host = number(row.get("seconds")), number(row.get("host_seconds"))
+    took, host = finite_number(row.get("seconds")), finite_number(row.get("host_seconds"))
     return None if not took or host is None else host / took
 
 
@@ -172,37 +172,39 @@ def _short(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _figure(chart: Chart, run: History) -> str:
+def _figure(chart: Chart, run: RunHistory) -> str:
     keys = [(c.form, f"{c.name}") for c in chart.curves]
     keys += [("mark", chart.marked)] if chart.marks else []
     legend = "".join(f'<span class="key {form}">{escape(name)}</span>' for form, name in keys)
     head = f"<figcaption><h2>{escape(chart.title)}</h2>{legend}</figcaption>"
-    return f"<figure>{head}{svg(chart, _span(run))}</figure>"
+    return f"<figure>{head}{chart_svg(chart, _span(run))}</figure>"
 
 
 # --- the measured step -----------------------------------------------------------------------------------
 
 
-def _measured(run: History) -> tuple[Recorded | None, str]:
+def _measured(run: RunHistory) -> tuple[RecordedStep | None, str]:
     """The step, or why there is none to show."""
     if not (run.path / TRACE).exists():
         return None, "No step was measured yet: the tenth is, or the last of fewer."
     try:
-        return recorded(run.path), ""
+        return read_recorded_step(run.path), ""
     except ValueError as error:
         return None, f"The measured step cannot be shown: {error}"
 
 
-def _picture(step: Recorded | None, missing: str) -> str:
+def _picture(step: RecordedStep | None, missing: str) -> str:
     if step is None:
         return f'<section class="step"><h2>The step</h2><p>{escape(missing)}</p></section>'
-    bound = told(bound_by(critical(step.plan, step.timeline)))
-    said = f"{summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
+    bound = bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
+    said = (
+        f"{legend_summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
+    )
     ops = len(step.plan.graph)
     picture = drawn(step.timeline, plan=step.plan, title="One measured step") if ops <= DRAWN_UP_TO else ""
     return f'<section class="step"><h2>The step</h2><p>{escape(said)}</p>{picture}</section>'
 
 
-def _sample(run: History) -> str:
+def _sample(run: RunHistory) -> str:
     sample = run.summary.get("sample")
     return f"<h2>A sample</h2><pre>{escape(str(sample))}</pre>" if sample else ""

@@ -50,7 +50,7 @@ DOCTOR = {"json": Option("output", "print one JSON object, for programs", anythi
 
 
 @frozen(kw_only=True)
-class Report:
+class ReportSettings:
     """A run to show."""
 
     run: Path
@@ -61,7 +61,7 @@ class Report:
 
 
 @frozen(kw_only=True)
-class Watch:
+class TopSettings:
     """A run to watch."""
 
     run: Path
@@ -73,7 +73,7 @@ class Watch:
 
 
 @frozen(kw_only=True)
-class Export:
+class ExportSettings:
     """Weights to take out of a checkpoint."""
 
     checkpoint: Path
@@ -94,7 +94,7 @@ class Export:
 
 
 @frozen(kw_only=True)
-class Doctor:
+class DoctorSettings:
     """How to tell what is found."""
 
     json: bool = False

@@ -12,12 +12,12 @@ import attrs
 from attrs import frozen
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.terminal import size
-from zfunc.train.history import History, Row, number
-from zfunc.train.recorded import Recorded
-from zfunc.train.settings import Settings
+from zfunc.cli.terminal import format_bytes
+from zfunc.train.history import Row, RunHistory, finite_number
+from zfunc.train.recorded import RecordedStep
+from zfunc.train.settings import TrainSettings
 from zfunc.viz.compare import by_lane, by_verb, sums
-from zfunc.viz.legend import in_words
+from zfunc.viz.legend import format_seconds
 
 LISTED = 24  # rows of a table of steps, skipped steps or checkpoints
 
@@ -33,7 +33,7 @@ class Table:
     bold: frozenset[str] = frozenset()
 
 
-def tables(run: History, step: Recorded | None) -> Iterator[Table]:
+def report_tables(run: RunHistory, step: RecordedStep | None) -> Iterator[Table]:
     """What is told of the measured `step`, where there is one, of memory, figures by step, and how it was set."""
     if step is not None:
         for what, by in (("lane", by_lane), ("verb", by_verb)):
@@ -41,7 +41,7 @@ def tables(run: History, step: Recorded | None) -> Iterator[Table]:
                 (
                     s.name,
                     f"{s.ops:,}",
-                    in_words(s.seconds[0]),
+                    format_seconds(s.seconds[0]),
                     f"{s.seconds[0] / (step.timeline.seconds or 1):.0%}",
                 )
                 for s in sums(step.timeline, by)
@@ -70,20 +70,22 @@ def tables(run: History, step: Recorded | None) -> Iterator[Table]:
     yield Table("Plan", ("", ""), ((k, _plain(v)) for k, v in plan.items()), words=True)
 
 
-def _peaks(run: History) -> list[tuple[str, str, str]]:
+def _peaks(run: RunHistory) -> list[tuple[str, str, str]]:
     planned, peak = run.planned, run.summary.get("peak_bytes", {})
     rows = [
-        (tier, size(n), size(peak[tier]) if tier == "device" and tier in peak else "")
+        (tier, format_bytes(n), format_bytes(peak[tier]) if tier == "device" and tier in peak else "")
         for tier, n in planned.items()
     ]
     if "host" in peak:
-        rows.append(("process, since before training", size(run.planned_on_host), size(peak["host"])))
-        rows.append(("process, in all", "", size(peak["process"])))
+        rows.append(
+            ("process, since before training", format_bytes(run.planned_on_host), format_bytes(peak["host"]))
+        )
+        rows.append(("process, in all", "", format_bytes(peak["process"])))
     return rows
 
 
 def _step(row: Row) -> tuple[str, ...]:
-    memory = number(row.get("device_bytes")) or number(row.get("host_bytes")) or 0.0
+    memory = finite_number(row.get("device_bytes")) or finite_number(row.get("host_bytes")) or 0.0
     figures = (
         ("loss", ".4f"),
         ("lr", ".2e"),
@@ -91,10 +93,10 @@ def _step(row: Row) -> tuple[str, ...]:
         ("tokens_per_second", ",.0f"),
         ("seconds", ".3g"),
     )
-    return f"{row['step']:,}", *(_told(row.get(name), form) for name, form in figures), size(memory)
+    return f"{row['step']:,}", *(_told(row.get(name), form) for name, form in figures), format_bytes(memory)
 
 
-def _checkpoints(run: History) -> Iterator[Table]:
+def _checkpoints(run: RunHistory) -> Iterator[Table]:
     rows = [row for row in run.rows if "saved" in row or "not_saved" in row]
     if rows:
         yield Table(
@@ -113,8 +115,8 @@ def _saved(row: Row, run: Path) -> str:
     return name if there else f"{name}, deleted since"
 
 
-def _settings(run: History) -> Table:
-    defaults = {f.name: f.default for f in attrs.fields(Settings)}
+def _settings(run: RunHistory) -> Table:
+    defaults = {f.name: f.default for f in attrs.fields(TrainSettings)}
     own = {k: _plain(v) for k, v in run.settings.items()}
     changed = {k for k, v in own.items() if k not in defaults or v != _plain(defaults[k])}
     return Table(
@@ -133,7 +135,7 @@ def _of(some: Sequence[Row], rows: Sequence[Row]) -> str:
 
 
 def _told(value: object, form: str) -> str:
-    known = number(value)
+    known = finite_number(value)
     return "not a number" if known is None else format(known, form)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from attrs import frozen
 
-from zfunc.runtime.cpu_topology import ROOT, busy_ticks, read
+from zfunc.runtime.cpu_topology import ROOT, busy_ticks, read_text
 from zfunc.runtime.thread_budget import allowed_cpus
 
 
@@ -39,7 +39,7 @@ def cores(root: Path = ROOT) -> Cores:
 def host_memory(root: Path = ROOT) -> tuple[int, int] | None:
     """Bytes in use and bytes there are, of the whole machine; None: unknown."""
     told: dict[str, int] = {}
-    for line in (read(root / "proc/meminfo") or "").splitlines():
+    for line in (read_text(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
         if words and words[0].isdecimal():
@@ -90,7 +90,7 @@ def process_of(folder: Path, root: Path = ROOT) -> int | None:
         inode = folder.stat().st_ino
     except OSError:
         return None
-    for line in (read(root / "proc/locks") or "").splitlines():
+    for line in (read_text(root / "proc/locks") or "").splitlines():
         words = line.split()  # 1: FLOCK ADVISORY WRITE 4711 08:01:131 0 EOF
         if len(words) >= 6 and words[1] == "FLOCK" and words[5].rpartition(":")[2] == str(inode):
             return int(words[4]) if words[4].isdecimal() and int(words[4]) else None

@@ -7,38 +7,38 @@ import torch
 
 import zfunc
 from zfunc import schedules
-from zfunc.cli.draw_settings import Sketch
-from zfunc.cli.pictures import Drawn, hardware
+from zfunc.cli.draw_settings import DrawSettings
+from zfunc.cli.pictures import DrawnStep, hardware
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
 from zfunc.models.gpt import num_parameters
-from zfunc.planner.candidate import scheduled
-from zfunc.planner.cost_model import machine, precision_for
-from zfunc.train.setup import config, segments
+from zfunc.planner.candidate import make_schedule
+from zfunc.planner.cost_model import precision_for, resolve_hardware
+from zfunc.train.setup import gpt_config, gpt_segments
 
 
-def drawn(sketch: Sketch) -> dict[str, Drawn]:
+def draw_unrun_step(sketch: DrawSettings) -> dict[str, DrawnStep]:
     """Plan and simulate the step under the schedule asked for, or under each, slowest first; by name."""
     precision = precision_for(
-        ROUND if sketch.hardware is None else machine(sketch.hardware), sketch.precision
+        ROUND if sketch.hardware is None else resolve_hardware(sketch.hardware), sketch.precision
     )
     graph, on = _graph(sketch, precision), hardware(sketch, precision)
     names = schedules.__all__ if sketch.schedule == "all" else [sketch.schedule]
     what = (
         f"one step of a GPT of {sketch.num_layers} x {sketch.hidden_size} "
-        f"({num_parameters(config(sketch)):,} parameters), batch {sketch.batch_size} x {sketch.seq_length}"
+        f"({num_parameters(gpt_config(sketch)):,} parameters), batch {sketch.batch_size} x {sketch.seq_length}"
     )
-    plans = {name: verify(scheduled(name, on)(graph)) for name in names}
-    made = {name: Drawn(f"{name}: {what}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
+    plans = {name: verify(make_schedule(name, on)(graph)) for name in names}
+    made = {name: DrawnStep(f"{name}: {what}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
     return dict(sorted(made.items(), key=lambda item: -item[1].timeline.seconds))
 
 
-def _graph(sketch: Sketch, precision: str) -> Graph:
+def _graph(sketch: DrawSettings, precision: str) -> Graph:
     shape = sketch.batch_size, sketch.seq_length
     program = zfunc.compile(
-        segments(sketch),
+        gpt_segments(sketch),
         optimizer=zfunc.AdamW(moments=sketch.moments),
         precision=precision,
         clip_norm=sketch.clip or None,

@@ -25,7 +25,7 @@ def printable(text: str) -> str:
 
 
 @define
-class Asked:
+class StopRequest:
     """How the command is to end: `asked()` is "", INTERRUPT or TERMINATED, which is the stronger."""
 
     how: str = ""
@@ -56,7 +56,7 @@ def interrupts(*, tell: bool) -> Iterator[Callable[[], str]]:
     context. SIGHUP stays ignored where it is, as nohup has it; when it comes because the terminal is gone, what is
     printed from then on goes nowhere. In a thread other than the main one, which gets no signals, nothing changes.
     """
-    seen = Asked()
+    seen = StopRequest()
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handle(number: int, _frame: Any) -> None:
@@ -105,10 +105,10 @@ def logged() -> Iterator[None]:
         log.propagate = propagate
 
 
-def size(nbytes: float) -> str:
+def format_bytes(nbytes: float) -> str:
     """Bytes in the unit that suits them.
 
-    >>> size(900), size(3 << 20), size(40e9)
+    >>> size(900), size(3 << 20), format_bytes(40e9)
     ('900 B', '3.0 MiB', '37.3 GiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):

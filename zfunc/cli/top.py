@@ -14,15 +14,15 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from zfunc.cli.console import clock
+from zfunc.cli.console import format_clock
 from zfunc.cli.panel import curve
 from zfunc.cli.report import ENDED
 from zfunc.cli.sensors import Cores, cores, gpus, host_memory, process_of
-from zfunc.cli.terminal import printable, size
-from zfunc.train.following import Following, typical
-from zfunc.train.history import number
+from zfunc.cli.terminal import format_bytes, printable
+from zfunc.train.following import LiveHistory, typical
+from zfunc.train.history import finite_number
 from zfunc.train.recorded import METRICS
-from zfunc.viz.legend import in_words
+from zfunc.viz.legend import format_seconds
 
 CURVE, BAR = 24, 20  # characters
 LEAST = 0.3  # seconds between two readings of the cores
@@ -30,16 +30,16 @@ UNKNOWN = "unknown"
 
 
 @define(eq=False)
-class Top:
+class TopView:
     """A run and the machine under it, read when `frame` is asked for."""
 
     path: Path
     plain: bool = False  # ASCII alone
-    follow: Following = field(init=False)
+    follow: LiveHistory = field(init=False)
     before: Cores = field(factory=cores)
 
     def __attrs_post_init__(self) -> None:
-        self.follow = Following(self.path)
+        self.follow = LiveHistory(self.path)
 
     @property
     def ended(self) -> bool:
@@ -79,8 +79,8 @@ class Top:
             yield "step", "none is done yet"
             return
         last, took = rows[-1], typical(rows, "seconds")
-        yield "step", self._step(last["step"], number(last.get("total")), took)
-        loss, held_out = number(last.get("loss")), self.follow.last_held_out
+        yield "step", self._step(last["step"], finite_number(last.get("total")), took)
+        loss, held_out = finite_number(last.get("loss")), self.follow.last_held_out
         bars = "" if self.plain else curve(self.follow.curve, CURVE)
         told = (
             ""
@@ -88,22 +88,24 @@ class Top:
             else f"  held out {held_out:.4f} {self.follow.run.held_out[9:].replace('_', ' ')}"
         )
         yield "loss", f"{_form(loss, '.4f')} {bars}{told}"
-        scale = number(last.get("loss_scale"))
+        scale = finite_number(last.get("loss_scale"))
         rest = f"  scale {scale:g}" if scale not in (None, 1.0) else ""
-        figures = (
-            f"{_form(number(last.get('lr')), '.2e')}  norm {_form(number(last.get('grad_norm')), '.3f')}"
-        )
-        yield "lr", f"{figures}{rest}  skipped {self.follow.overflows}"
+        lr, norm = finite_number(last.get("lr")), finite_number(last.get("grad_norm"))
+        yield "lr", f"{_form(lr, '.2e')}  norm {_form(norm, '.3f')}{rest}  skipped {self.follow.overflows}"
         speed = typical(rows, "tokens_per_second")
-        yield "speed", f"{_form(speed, ',.0f')} tokens/s, a step in {in_words(took or 0.0)}"
+        yield "speed", f"{_form(speed, ',.0f')} tokens/s, a step in {format_seconds(took or 0.0)}"
         yield "optimizer", self._host(took)
 
     def _step(self, step: int, total: float | None, took: float | None) -> str:
         ago = time.time() - (self.path / METRICS).stat().st_mtime
-        age = "" if self.ended else f", the last one {clock(max(0.0, ago))} ago"
+        age = "" if self.ended else f", the last one {format_clock(max(0.0, ago))} ago"
         if not total:
             return f"{step:,}{age}"
-        left = "" if self.ended or took is None else f", about {clock(took * max(0.0, total - step))} left"
+        left = (
+            ""
+            if self.ended or took is None
+            else f", about {format_clock(took * max(0.0, total - step))} left"
+        )
         return f"{step:,} of {total:,.0f} {self._bar(step / total)}{left}{age}"
 
     def _host(self, took: float | None) -> str:
@@ -125,9 +127,11 @@ class Top:
         share = "" if busy is None else f" {self._bar(busy / now.count)}"
         yield "cores", f"{_form(busy, '.1f')} of {now.count} busy{share}"
         memory, rows = host_memory(), self.follow.rows
-        whole = UNKNOWN if memory is None else f"{size(memory[0])} of {size(memory[1])} in use"
-        own = number(rows[-1].get("host_bytes")) if rows else None
-        yield "memory", whole + ("" if own is None else f", {size(own)} by the training")
+        whole = (
+            UNKNOWN if memory is None else f"{format_bytes(memory[0])} of {format_bytes(memory[1])} in use"
+        )
+        own = finite_number(rows[-1].get("host_bytes")) if rows else None
+        yield "memory", whole + ("" if own is None else f", {format_bytes(own)} by the training")
         if self.follow.run.config["machine"].get("gpu") is None:
             return
         found = gpus()
@@ -135,7 +139,7 @@ class Top:
             yield "GPU", found
             return
         for n, gpu in enumerate(found):
-            used = f"{size(gpu.used)} of {size(gpu.total)}"
+            used = f"{format_bytes(gpu.used)} of {format_bytes(gpu.total)}"
             yield f"GPU {n}", f"{gpu.busy:>4.0%} {self._bar(gpu.busy)} {used}  {gpu.name}"
 
     def _lanes(self) -> Iterator[tuple[str, str]]:
@@ -156,13 +160,13 @@ def _form(value: float | None, form: str) -> str:
     return UNKNOWN if value is None else format(value, form)
 
 
-def show(path: Path, *, once: bool, every: float) -> None:
+def show_run(path: Path, *, once: bool, every: float) -> None:
     """Print one frame, or draw it anew every so many seconds until the run has ended.
 
     One frame it is too where stdout is no terminal. Raises ValueError for a folder that is no run's.
     """
     console = Console(highlight=False)
-    top = Top(path, plain=(sys.stdout.encoding or "").lower().replace("-", "") != "utf8")
+    top = TopView(path, plain=(sys.stdout.encoding or "").lower().replace("-", "") != "utf8")
     if once or not console.is_terminal:
         time.sleep(LEAST)
         print("\n".join(top.frame()), flush=True)

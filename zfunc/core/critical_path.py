@@ -74,7 +74,7 @@ def last_of(events: tuple[Event, ...]) -> int:
     return max(range(len(events)), key=lambda n: events[n].end, default=-1)
 
 
-def critical(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
+def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
     """The chain that led to the end of the step, in the order it ran.
 
     >>> from zfunc.core.graph import Graph, Op, Region
@@ -83,7 +83,7 @@ def critical(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
     >>> x = Region("x")
     >>> ops = Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,)), Op("rest", (), "compute")
     >>> plan = build(Graph(ops), {"gpu": [0, 2], "cpu": [1]})
-    >>> [(link.event.op, link.after) for link in critical(plan, simulate(plan))]
+    >>> [(link.event.op, link.after) for link in critical_path_of(plan, simulate(plan))]
     [('make', ''), ('use', 'wait')]
     """
     events = events_of(plan, timeline)
@@ -114,10 +114,10 @@ def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
     return {what: part / total for what, part in largest if part}
 
 
-def told(shares: dict[Bound, float]) -> str:
+def bounds_in_words(shares: dict[Bound, float]) -> str:
     """Those shares in words.
 
-    >>> told({"compute": 0.75, "waiting": 0.25})
+    >>> bounds_in_words({"compute": 0.75, "waiting": 0.25})
     'compute 75%, waiting 25%'
     """
     return ", ".join(f"{kind} {share:.0%}" for kind, share in shares.items()) or "nothing"

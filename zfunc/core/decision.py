@@ -7,7 +7,7 @@ from attrs import field, frozen
 
 
 @frozen
-class Verdict:
+class StepDecision:
     """What was decided of a gradient: all that an update needs besides.
 
     `skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its

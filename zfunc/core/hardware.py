@@ -14,7 +14,7 @@ from typing import Any
 from attrs import field, frozen, validators
 
 from zfunc.core.graph import KINDS, Kind, Op, Tier
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 
 CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is host memory
 
@@ -109,7 +109,7 @@ class Hardware:
     def _check_names(self, what: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
         for name in given:
             if name not in known:
-                hint = nearest(str(name), list(known)) or ": use one of them"
+                hint = did_you_mean(str(name), list(known)) or ": use one of them"
                 self._refuse(f"{name!r} in {what}", f"only {', '.join(known)}{hint}")
 
     def _refuse(self, got: str, expected: str) -> None:

@@ -29,14 +29,14 @@ class Peak:
         return self.kept + self.transient
 
 
-def memory(plan: Plan) -> dict[Tier, Peak]:
+def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     """The peak of every tier, in bytes: enough for every timing that the plan allows.
 
     >>> from zfunc.core.graph import Graph, Op
     >>> from zfunc.core.plan import build
     >>> x, y = Region("x", nbytes=8), Region("y", nbytes=4)
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
-    >>> memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
+    >>> peak_memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     Peak(tier='device', kept=0, transient=112, op='use')
     """
     always = kept(plan.graph)

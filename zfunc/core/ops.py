@@ -7,13 +7,13 @@ is handed exactly these regions; every interpreter derives the rest from them.
 from attrs import frozen
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.regions import ALLOCATION, FP64, Job, Regions, SegmentCost
+from zfunc.core.regions import ALLOCATION, FP64, Regions, SegmentCost, StepSpec
 
-__all__ = ["Emit", "Job", "SegmentCost"]
+__all__ = ["OpBuilder", "SegmentCost", "StepSpec"]
 
 
 @frozen
-class Emit(Regions):
+class OpBuilder(Regions):
     """Makes the operations of one job. Method names are the verbs; arguments are their indices."""
 
     def load(self, m: int) -> Op:

@@ -16,7 +16,7 @@ BYTES: dict[SizedType, int] = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
 
 
 @frozen
-class Buffer:
+class StateBuffer:
     """A buffer of the optimizer's state: its element type, and how many parameters share an element."""
 
     name: str
@@ -32,29 +32,33 @@ class Buffer:
         return self.numel(parameters) * BYTES[self.dtype]
 
 
-_SPLIT = (Buffer("master_high", "bf16"), Buffer("master_low", "int16"))
+_SPLIT = (StateBuffer("master_high", "bf16"), StateBuffer("master_low", "int16"))
 
-BUFFERS: dict[Moments, tuple[Buffer, ...]] = {
-    "fp32": (Buffer("master", "fp32"), Buffer("exp_avg", "fp32"), Buffer("exp_avg_sq", "fp32")),
-    "16bit": (*_SPLIT, Buffer("exp_avg", "bf16"), Buffer("exp_avg_sq", "bf16")),
+STATE_FORMATS: dict[Moments, tuple[StateBuffer, ...]] = {
+    "fp32": (
+        StateBuffer("master", "fp32"),
+        StateBuffer("exp_avg", "fp32"),
+        StateBuffer("exp_avg_sq", "fp32"),
+    ),
+    "16bit": (*_SPLIT, StateBuffer("exp_avg", "bf16"), StateBuffer("exp_avg_sq", "bf16")),
     "8bit": (
         *_SPLIT,
-        Buffer("exp_avg", "uint8"),
-        Buffer("exp_avg_sq", "uint8"),
-        Buffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
+        StateBuffer("exp_avg", "uint8"),
+        StateBuffer("exp_avg_sq", "uint8"),
+        StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
     ),
 }
 """The state kept for each choice of moments: 12, 8 and 6.03 bytes a parameter."""
 
 Stored = Literal["fp32", "16bit", "8bit", "8bit-1"]
-STORED: dict[Stored, tuple[Buffer, ...]] = {
-    **BUFFERS,
+STORED: dict[Stored, tuple[StateBuffer, ...]] = {
+    **STATE_FORMATS,
     "8bit-1": (
         *_SPLIT,
-        Buffer("exp_avg", "uint8"),
-        Buffer("exp_avg_sq", "uint8"),
-        Buffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
-        Buffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
+        StateBuffer("exp_avg", "uint8"),
+        StateBuffer("exp_avg_sq", "uint8"),
+        StateBuffer("exp_avg_exponent", "uint8", shared=ALIGNMENT),
+        StateBuffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
     ),
 }
 """What a checkpoint may hold: these, and the first 8-bit moments, which are read and no longer written."""

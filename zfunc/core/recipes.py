@@ -10,10 +10,10 @@ from attrs import evolve
 
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
-from zfunc.core.ops import Emit, Job
+from zfunc.core.ops import OpBuilder, StepSpec
 
 
-def zero_offload(job: Job) -> Iterator[Op]:
+def zero_offload(job: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload: parameters on the device, master weights and Adam on the host.
 
     Gradients leave the device a bucket at a time, while backward goes on, through `job.grad_slots` slots.
@@ -27,7 +27,7 @@ def zero_offload(job: Job) -> Iterator[Op]:
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
-    emit = Emit(job)
+    emit = OpBuilder(job)
     if job.save:
         yield from _write(job, emit)
     for m in range(job.micro_batches):
@@ -45,7 +45,7 @@ def zero_offload(job: Job) -> Iterator[Op]:
         yield emit.publish(last=True)
 
 
-def delayed(job: Job) -> Iterator[Op]:
+def delayed(job: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload with the one-step delayed update: the host applies the gradient of the step before this one.
 
     All of a step's forward and backward is there to hide Adam behind; what waits for backward is only the copy of
@@ -56,7 +56,7 @@ def delayed(job: Job) -> Iterator[Op]:
     Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
     """
     job = evolve(job, delayed=True, barrier=True, shadows=0)
-    emit = Emit(job)
+    emit = OpBuilder(job)
     if job.save:
         yield from _write(job, emit)
     if job.pending:
@@ -74,22 +74,22 @@ def delayed(job: Job) -> Iterator[Op]:
         yield emit.publish(last=True)
 
 
-def flush(job: Job) -> Iterator[Op]:
+def flush_recipe(job: StepSpec) -> Iterator[Op]:
     """The end of delayed updates: the gradient that waits is applied, and none does any more."""
     job = evolve(job, delayed=True)
-    emit = Emit(job)
+    emit = OpBuilder(job)
     yield from (emit.adam(b, None) for b in reversed(job.offloaded))
     yield from _send(job, emit)
 
 
-def checkpoint(job: Job) -> Iterator[Op]:
+def checkpoint(job: StepSpec) -> Iterator[Op]:
     """A checkpoint by itself, between two steps."""
-    emit = Emit(job)
+    emit = OpBuilder(job)
     yield from _write(job, emit)
     yield emit.publish()
 
 
-def _write(job: Job, emit: Emit) -> Iterator[Op]:
+def _write(job: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """The state as this step found it, in the order in which the step will want to update it."""
     for bucket in reversed(job.layout.buckets):
         yield emit.write(bucket.index)
@@ -97,7 +97,7 @@ def _write(job: Job, emit: Emit) -> Iterator[Op]:
         yield emit.write_frozen()
 
 
-def _forward(job: Job, emit: Emit, m: int) -> Iterator[Op]:
+def _forward(job: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
     """Forward of micro-batch `m`; after the last one ranks agree on the loss."""
     yield emit.load(m)
     for s in range(job.num_segments):
@@ -106,7 +106,7 @@ def _forward(job: Job, emit: Emit, m: int) -> Iterator[Op]:
         yield emit.mean_loss()
 
 
-def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
+def _backward(job: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Iterator[Op]:
     """Backward of micro-batch `m`, each bucket delivered to the host as soon as it is complete.
 
     Slots are dealt round robin. Of a segment's buckets, the one begun above comes first and the one that goes
@@ -127,7 +127,7 @@ def _backward(job: Job, emit: Emit, m: int, *, update: bool) -> Iterator[Op]:
                 slot += 1
 
 
-def _add_up(job: Job, emit: Emit, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
+def _add_up(job: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
     """Stage 1: add to the bucket's sum on the device, and deliver it after the last contribution of the step."""
     deliveries = job.layout.buckets[b].deliveries
     if m == 0 and d == 0:
@@ -143,7 +143,9 @@ def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
     return next((d, group) for d, group in enumerate(bucket.deliveries) if s in group)
 
 
-def _deliver(job: Job, emit: Emit, m: int, b: int, d: int, slot: int, *, update: bool) -> Iterator[Op]:
+def _deliver(
+    job: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
+) -> Iterator[Op]:
     """Reduce a bucket, measure it, and send it to where it is updated; add it up there if more are to come."""
     added = job.num_deliveries(job.layout.buckets[b]) > 1
     first, complete = not added or (m == 0 and d == 0), _is_last(job, m, b, d)
@@ -169,14 +171,14 @@ def _deliver(job: Job, emit: Emit, m: int, b: int, d: int, slot: int, *, update:
         yield from _update(job, emit, b, None if waits else slot)
 
 
-def _is_last(job: Job, m: int, b: int, d: int) -> bool:
+def _is_last(job: StepSpec, m: int, b: int, d: int) -> bool:
     """Whether a delivery is the last one of its bucket in this step."""
     if m < job.micro_batches - 1:
         return False
     return job.stage == 1 or d == len(job.layout.buckets[b].deliveries) - 1
 
 
-def _update(job: Job, emit: Emit, b: int, slot: int | None) -> Iterator[Op]:
+def _update(job: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
     """Adam where the state is, and the new parameters to all devices. `slot` has the gradient, unless it waits."""
     if b in job.resident:
         yield emit.adam_on_device(b, slot)
@@ -187,7 +189,7 @@ def _update(job: Job, emit: Emit, b: int, slot: int | None) -> Iterator[Op]:
         yield emit.all_gather(b)
 
 
-def _send(job: Job, emit: Emit) -> Iterator[Op]:
+def _send(job: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """What the host has updated, to all devices."""
     for b in reversed(job.offloaded):
         yield emit.to_device(b)

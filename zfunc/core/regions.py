@@ -12,14 +12,14 @@ from attrs import field, frozen, validators
 
 from zfunc.core.graph import Graph, Op, Region, Tier
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import BUFFERS, HIGH_HALF, Moments
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 
 FP32, FP64 = 4, 8  # bytes
 ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
 SHADOW = "shadow_"  # begins the name of the buffer that a speculative update goes to
 WAITING = ("host_grad", "grad_sum")  # where on the host the whole gradient of a bucket waits for its update
 
-TRAINED = frozenset({"params", *(x.name for kept in BUFFERS.values() for x in kept)})
+TRAINED = frozenset({"params", *(x.name for kept in STATE_FORMATS.values() for x in kept)})
 """The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""
 
 LASTING = TRAINED | {"published"}
@@ -44,7 +44,7 @@ class SegmentCost:
 
 
 @frozen
-class Job:
+class StepSpec:
     """Everything a recipe needs to know about a training step, and nothing about tensors.
 
     `element_bytes` is the size of a parameter and of a gradient on the device. With `barrier` no parameter is
@@ -75,7 +75,7 @@ class Job:
     stage: Literal[1, 2] = field(default=2, validator=validators.in_((1, 2)))
     target_bytes: int = 0
     constant_bytes: int = 0
-    moments: Moments = field(default="fp32", validator=validators.in_(BUFFERS))
+    moments: Moments = field(default="fp32", validator=validators.in_(STATE_FORMATS))
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -137,7 +137,7 @@ class Job:
 class Regions:
     """The regions of one job."""
 
-    job: Job
+    job: StepSpec
 
     def _params(self, b: int) -> Region:
         bucket = self.job.layout.buckets[b]
@@ -215,14 +215,14 @@ class Regions:
 
     def _state(self, b: int) -> tuple[Region, ...]:
         """What is kept of a bucket from step to step; what is sent to the device from where it lies is pinned."""
-        return tuple(self._kept(b, x.name) for x in BUFFERS[self.job.moments])
+        return tuple(self._kept(b, x.name) for x in STATE_FORMATS[self.job.moments])
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """Where the speculated update of a bucket goes."""
-        return tuple(self._kept(b, x.name, SHADOW) for x in BUFFERS[self.job.moments])
+        return tuple(self._kept(b, x.name, SHADOW) for x in STATE_FORMATS[self.job.moments])
 
     def _kept(self, b: int, name: str, prefix: str = "") -> Region:
-        kind = next(x for x in BUFFERS[self.job.moments] if x.name == name)
+        kind = next(x for x in STATE_FORMATS[self.job.moments] if x.name == name)
         tier: Tier = "pinned" if self.job.send_high_half and name == HIGH_HALF else "host"
         numel = self.job.layout.buckets[b].numel // self.job.world
         return Region(

@@ -43,7 +43,7 @@ _OTHERS = {"torch", "numpy", "functorch", "attr", "attrs", *sys.stdlib_module_na
 
 
 @define(eq=False)
-class Facts:
+class CapturedFacts:
     """What was reached, by a name a user knows it by.
 
     `reads` has, for what is outside the module itself (closures, globals, classes), how to look it up again: that
@@ -53,7 +53,7 @@ class Facts:
     values: dict[str, Any] = field(factory=dict[str, Any])
     reads: list[tuple[str, Callable[[], Any], Any]] = field(factory=list[tuple[str, Callable[[], Any], Any]])
 
-    def change(self, after: "Facts") -> str:
+    def change(self, after: "CapturedFacts") -> str:
         """The first difference to a later walk, in words, or nothing."""
         for name in {**self.values, **after.values}:
             old, new = (x.values.get(name, _Absent) for x in (self, after))
@@ -98,7 +98,7 @@ class _Same:
     __hash__ = None  # type: ignore[assignment]
 
 
-def captured(root: Any, *, tensors: bool = False) -> Facts:
+def captured(root: Any, *, tensors: bool = False) -> CapturedFacts:
     """All plain values that `root`, a module or a function, can reach; with `tensors` the identity and version of
     each tensor too, and whether it is trained."""
     walk = _Walk(tensors)
@@ -114,7 +114,7 @@ def path_of(root: Any, t: Tensor) -> str:
 
 class _Walk:
     def __init__(self, tensors: bool) -> None:
-        self.facts = Facts()
+        self.facts = CapturedFacts()
         self._tensors = tensors
         self._seen: dict[int, Any] = {}  # the values too, so that no id is used twice
         self._classes: set[type] = set()

@@ -19,17 +19,26 @@ from torch.distributed import ProcessGroup
 
 from zfunc import schedules
 from zfunc.core.layout import Layout, Parameter
-from zfunc.engine.jobs import check_recipe, make_job, one_of
-from zfunc.engine.offload_ratio import said, with_what_fits
-from zfunc.engine.program import Cache, Precision, Program, Recipe, Schedule, make_plan, recipe_of, specialize
+from zfunc.engine.jobs import check_name, check_recipe, make_spec
+from zfunc.engine.offload_ratio import fit_to_memory, log_offload
+from zfunc.engine.program import (
+    Precision,
+    Program,
+    ProgramCache,
+    Recipe,
+    Schedule,
+    make_plan,
+    recipe_of,
+    specialize,
+)
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
-from zfunc.engine.stage_context import SegmentCall, Stage
+from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
-from zfunc.engine.vjp import RECOMPUTE, Passes, Recompute, passes
-from zfunc.errors import nearest
+from zfunc.engine.vjp import RECOMPUTE, Recompute, SegmentVJP, make_vjp
+from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.buffer_checks import no_inference_mode
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
 from zfunc.values import number, of_type, truth
@@ -102,7 +111,7 @@ def compile(
         Mapping,
         "a dict of functions by verb, or None: pass {verb: function}",
     )
-    one_of("recompute", recompute, list(RECOMPUTE))
+    check_name("recompute", recompute, list(RECOMPUTE))
     truth("compile_segments", compile_segments)
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     ranks = _ranks(group)
@@ -120,7 +129,7 @@ def compile(
         raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
     default_threads()  # decided, and said in the log, before any lane runs
-    job = make_job(
+    job = make_spec(
         segments,
         optimizer,
         precision=precision,
@@ -156,16 +165,16 @@ def compile(
         plan=make_plan(job, chosen, recipe),
         stages=functions,
         executor=Executor(where, patience=patience),
-        cache=Cache(),
+        cache=ProgramCache(),
         ranks=ranks,
         delay_from=delay_from,
         recipe=recipe,
     )
     if example is None:
-        return said(program, offload_ratio)
+        return log_offload(program, offload_ratio)
     if offload_ratio == "auto":
-        program = with_what_fits(program, example)
-    return said(evolve(program, plan=specialize(program, example).plan), offload_ratio)
+        program = fit_to_memory(program, example)
+    return log_offload(evolve(program, plan=specialize(program, example).plan), offload_ratio)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -178,7 +187,7 @@ def pick_device(device: torch.device | str | None) -> torch.device:
         where = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(
-            f"device: got {device!r}, expected 'cpu' or 'cuda'{nearest(str(device), ['cpu', 'cuda'])}"
+            f"device: got {device!r}, expected 'cpu' or 'cuda'{did_you_mean(str(device), ['cpu', 'cuda'])}"
         ) from None
     if where.type not in ("cpu", "cuda"):
         raise ValueError(f"device: got {str(device)!r}, expected 'cpu' or 'cuda'")
@@ -228,7 +237,7 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             if p.name not in known:
                 raise ValueError(
                     f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
-                    f"{nearest(p.name, list(known))}: give the full name, 'segment.name in its module'"
+                    f"{did_you_mean(p.name, list(known))}: give the full name, 'segment.name in its module'"
                 )
             if p.shape != known[p.name].shape:
                 raise ValueError(
@@ -244,11 +253,11 @@ def _owned(segment: Segment) -> dict[str, Parameter]:
 
 def _calls(
     segments: Sequence[Segment], layout: Layout, recompute: Recompute, compiled: bool, device: torch.device
-) -> tuple[SegmentCall, ...]:
+) -> tuple[CompiledSegment, ...]:
     """One pair of passes for each distinct segment, so that it is traced or compiled once."""
     trainable = {span.name for span in layout.spans}
-    made: list[tuple[Segment, tuple[Any, ...], tuple[Passes, Passes]]] = []
-    calls: list[SegmentCall] = []
+    made: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
+    calls: list[CompiledSegment] = []
     last = len(segments) - 1
     for s, segment in enumerate(segments):
         keep: Recompute = recompute
@@ -259,7 +268,7 @@ def _calls(
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
             pair_of = partial(
-                passes, function, recompute=keep, wrt_input=settings[1], last=s == last, name=segment.name
+                make_vjp, function, recompute=keep, wrt_input=settings[1], last=s == last, name=segment.name
             )
             plain = pair_of()
             fast = pair_of(compiled=True) if compiled else plain
@@ -267,7 +276,7 @@ def _calls(
             made.append((segment, settings, pair))
         names = segment.by_short
         calls.append(
-            SegmentCall(
+            CompiledSegment(
                 *pair,
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},
@@ -297,7 +306,7 @@ def _schedule(schedule: Schedule | str | None) -> Schedule:
     if schedule is None:
         return schedules.Overlapped()
     if isinstance(schedule, str):
-        one_of("schedule", schedule, schedules.__all__)
+        check_name("schedule", schedule, schedules.__all__)
         return getattr(schedules, schedule)()
     if isinstance(schedule, type):
         try:
@@ -314,13 +323,13 @@ def _schedule(schedule: Schedule | str | None) -> Schedule:
     return schedule
 
 
-def _ranks(group: Any) -> Ranks:
+def _ranks(group: Any) -> RankGroup:
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
             f"group: got {group!r}, expected a process group of torch.distributed that this rank is in, or None: "
             "make one with torch.distributed.new_group"
         )
-    ranks = Ranks.of(group)
+    ranks = RankGroup.of(group)
     if ranks.world > 1:
         try:
             (group or dist.group.WORLD)._get_backend(torch.device("cpu"))

@@ -40,7 +40,7 @@ class InPlaceError(ValueError):
         self.func, self.tensor = func, tensor
 
 
-class Tracker(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Counts the bytes of all storages made under it that are alive: `live` now, `peak` at most.
 
     Also notes whether an operation drew random numbers, and refuses to write into a tensor made elsewhere:
@@ -156,7 +156,7 @@ def trace(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args = _faked(args, device)
         prepare(*args)
-        with Tracker() as tracker:
+        with AllocationTracker() as tracker:
             y, residuals = forward(*args)
             forward_flops = tracker.flops
             forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
@@ -164,7 +164,7 @@ def trace(
         backward_peak = backward_flops = 0
         if backward is not None:
             cotangents = _cotangents(y)
-            with Tracker() as tracker:
+            with AllocationTracker() as tracker:
                 backward(*args, residuals, cotangents)
             backward_peak, backward_flops = tracker.peak, tracker.flops
             random_numbers = random_numbers or tracker.random

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from zfunc.engine.program import Program, check_state
 from zfunc.engine.state import Flat, State, regions
 from zfunc.engine.weights import parameter_weights
-from zfunc.runtime.rng import key, redirected, seeded
+from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
 def params(program: Program, state: State) -> dict[str, Tensor]:
@@ -52,8 +52,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
 def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
     """The output of one segment after the other, of which the last is that of `apply`; as they are asked for.
 
-    `more` is what each segment is called with after its input: targets for a loss, a `zfunc.models.kv_cache.Cache`
-    to go on token by token.
+    `more` is what each segment is called with after its input: targets for a loss, a
+    `zfunc.models.kv_cache.KVCache` to go on token by token.
     """
     views: dict[str, Tensor] = {}
     for value in regions(state.buffers, program.layout).values():
@@ -65,7 +65,7 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
     for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
         weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
-        randomness = seeded(key(state.seed, state.batches, "apply", segment.name))
+        randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
         with torch.no_grad(), randomness, redirected():  # not around the yield, which would let it out
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
         yield x

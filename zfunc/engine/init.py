@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
-from zfunc.core.memory_model import memory
-from zfunc.engine.program import Program, check_memory, check_program, staging
+from zfunc.core.memory_model import peak_memory
+from zfunc.engine.program import Program, check_memory, check_program, staging_buffers
 from zfunc.engine.state import Buffers, State, allocate, view
 from zfunc.engine.weights import put_weights
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNSCALED, LossScale
-from zfunc.runtime.rng import key
+from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type, whole
 
 
@@ -53,7 +53,7 @@ def init(
     spans = {span.name: span for span in program.layout.spans}
     frozen_spans = {span.name: span for span in program.layout.frozen}
     for s, segment in enumerate(program.segments):
-        values = segment.initial(key(seed, "init", s))
+        values = segment.initial(fold_seed(seed, "init", s))
         names = [p.name for p in segment.parameters if p.name not in segment.shared]
         if missing := [name for name in names if name not in values and name not in given]:
             raise ValueError(
@@ -77,9 +77,9 @@ def init(
 
 def allocated(program: Program, action: str) -> Buffers:
     """Buffers of a State without its values, and the program's own. Raises OutOfMemory before there are any."""
-    check_memory(program, memory(program.plan), held={}, action=action)
+    check_memory(program, peak_memory(program.plan), held={}, action=action)
     buffers = allocate(program.job, program.dtype, program.device)
-    staging(program)
+    staging_buffers(program)
     return buffers
 
 
@@ -88,7 +88,7 @@ def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
     for name, value in given.items():
         if name not in shapes:
             raise ValueError(
-                f"params: got {name!r}, which the program does not have{nearest(name, list(shapes))}"
+                f"params: got {name!r}, which the program does not have{did_you_mean(name, list(shapes))}"
             )
         if not isinstance(value, Tensor) or value.is_complex():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__

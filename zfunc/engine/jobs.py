@@ -1,4 +1,4 @@
-"""From settings to a `Job`: what a recipe has to know, of segments that no memory was taken for.
+"""From settings to a `StepSpec`: what a recipe has to know, of segments that no memory was taken for.
 
 The invariant: everything about these settings is checked here, for `zfunc.compile` and for planning alike.
 """
@@ -10,13 +10,13 @@ from attrs import evolve
 
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import Layout, make_layout, part_size, resident_buckets
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.regions import WAITING, undecided
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import DTYPES, Precision, Recipe, graph_of
 from zfunc.engine.segment import Segment
 from zfunc.engine.vjp import Recompute
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.device_adam import workspace
 from zfunc.values import number, whole
@@ -24,7 +24,7 @@ from zfunc.values import number, whole
 MOST_MICRO_BATCHES = 1 << 16  # each is planned, operation by operation
 
 
-def make_job(
+def make_spec(
     segments: Sequence[Segment],
     optimizer: AdamW,
     *,
@@ -41,12 +41,12 @@ def make_job(
     speculate: int,
     delay_from: int | None,
     on_gpu: bool,
-) -> Job:
+) -> StepSpec:
     """The job of one rank of `world`, with costs of 0 until a batch is known. Arguments are `zfunc.compile`'s.
 
     Raises ValueError for values that cannot work, alone or together.
     """
-    one_of("precision", precision, list(DTYPES))
+    check_name("precision", precision, list(DTYPES))
     whole("micro_batches", micro_batches, 1, MOST_MICRO_BATCHES)
     _counts(1, grad_slots=grad_slots, host_slots=host_slots, bucket_size=bucket_size)
     _counts(0, speculate=speculate)
@@ -66,7 +66,7 @@ def make_job(
             )
     layout = _layout(segments, optimizer, bucket_size, world, offload_ratio)
     last, moments = len(segments) - 1, optimizer.moments
-    return Job(
+    return StepSpec(
         layout,
         costs=(SegmentCost(),) * len(segments),
         recompute=tuple(recompute == "all" and s != last for s in range(len(segments))),
@@ -99,7 +99,7 @@ def _layout(
     return make_layout(parameters, bucket_size=size, world=world)
 
 
-def check_recipe(recipe: Recipe, job: Job, stages: Collection[str]) -> None:
+def check_recipe(recipe: Recipe, job: StepSpec, stages: Collection[str]) -> None:
     """Raise ValueError unless steps of such a recipe can be run, told of, and saved."""
     for name, of in (("a step", job), ("a step that saves", evolve(job, save=True))):
         graph = graph_of(recipe, of)
@@ -144,10 +144,12 @@ def _check_waiting(graph: Graph) -> None:
         )
 
 
-def one_of(what: str, got: Any, known: list[str]) -> None:
+def check_name(what: str, got: Any, known: list[str]) -> None:
     """Raise ValueError, with the nearest of them, unless `got` is one of the known names."""
     if got not in known:
-        raise ValueError(f"{what}: got {got!r}, expected one of {', '.join(known)}{nearest(str(got), known)}")
+        raise ValueError(
+            f"{what}: got {got!r}, expected one of {', '.join(known)}{did_you_mean(str(got), known)}"
+        )
 
 
 def _counts(least: int, **counts: int) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.core.layout import resident_buckets
-from zfunc.core.memory_model import memory
-from zfunc.core.regions import Job
-from zfunc.engine.program import Cache, Program, batch_key, make_plan, specialize
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.regions import StepSpec
+from zfunc.engine.program import Program, ProgramCache, batch_key, make_plan, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 
@@ -23,7 +23,7 @@ HEADROOM = 0.05  # of what is free, left free: an allocator cannot use every byt
 log = logging.getLogger("zfunc")
 
 
-def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
+def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     """The program with as much of the optimizer's state on the device as fits beside a step on such a batch.
 
     On a CPU the device is the host, and everything stays where it is. Raises OutOfMemory if not even a step without
@@ -33,8 +33,8 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
     on_cpu = program.device.type == "cpu"
     there = available_host_bytes() if on_cpu else available_device_bytes(program.device)
 
-    def needed(job: Job) -> int:
-        peaks = memory(make_plan(job, program.schedule, program.recipe))
+    def needed(job: StepSpec) -> int:
+        peaks = peak_memory(make_plan(job, program.schedule, program.recipe))
         return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
     room = int(there * (1 - HEADROOM))
@@ -59,7 +59,9 @@ def with_what_fits(program: Program, example: tuple[Any, Any]) -> Program:
     _, random = program.cache.costs[key]
     job = with_ratio(job, ratio)
     bare = evolve(program.job, resident=job.resident)
-    return evolve(program, job=bare, cache=Cache(costs={key: (job, random)}, reached=program.cache.reached))
+    return evolve(
+        program, job=bare, cache=ProgramCache(costs={key: (job, random)}, reached=program.cache.reached)
+    )
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
@@ -69,17 +71,17 @@ def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
     return ratios[found] if found < len(ratios) else None
 
 
-def with_ratio(job: Job, offload_ratio: float) -> Job:
+def with_ratio(job: StepSpec, offload_ratio: float) -> StepSpec:
     """The job with that share of its state on the host, in the buckets it has."""
     return evolve(job, resident=resident_buckets(job.layout, offload_ratio))
 
 
-def share_on_host(job: Job) -> float:
+def share_on_host(job: StepSpec) -> float:
     """The share of the optimizer's state that is on the host, 0 to 1."""
     return sum(job.layout.buckets[b].numel for b in job.offloaded) / job.layout.numel
 
 
-def said(program: Program, asked: Any) -> Program:
+def log_offload(program: Program, asked: Any) -> Program:
     """The program, after a logged line on what is where unless everything is on the host."""
     job = program.job
     if job.resident or asked != 1:

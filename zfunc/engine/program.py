@@ -19,29 +19,29 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.graph import Graph, Op, Region, Tier
 from zfunc.core.layout import Layout
-from zfunc.core.memory_model import Peak, memory
-from zfunc.core.ops import Job, SegmentCost
+from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.verifier import verify
-from zfunc.engine.captured import Facts
+from zfunc.engine.captured import CapturedFacts
 from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
 from zfunc.engine.purity import called_twice
 from zfunc.engine.segment import Segment
-from zfunc.engine.stage_context import SegmentCall, Stage
+from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, staging_buffer, waiting
-from zfunc.engine.vjp import MAX_TRACES, Recompute, Weights
+from zfunc.engine.vjp import MAX_TRACES, Recompute, SegmentWeights
 from zfunc.errors import OutOfMemory
 from zfunc.optim.adamw import AdamW
-from zfunc.runtime.collectives import Ranks
-from zfunc.runtime.executor import Executor, Prepared, prepare
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 from zfunc.values import of_type
 
 Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Schedule = Callable[[Graph], Plan]
-Recipe = Callable[[Job], Iterable[Op]]
+Recipe = Callable[[StepSpec], Iterable[Op]]
 T = TypeVar("T")
 
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are kept: a new one is traced
@@ -58,7 +58,7 @@ class Program:
     """
 
     segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
-    calls: tuple[SegmentCall, ...] = field(repr=False)
+    calls: tuple[CompiledSegment, ...] = field(repr=False)
     layout: Layout = field(repr=False)
     optimizer: AdamW
     schedule: Schedule
@@ -67,12 +67,12 @@ class Program:
     micro_batches: int
     device: torch.device
     recompute: Recompute
-    job: Job = field(repr=False)
+    job: StepSpec = field(repr=False)
     plan: Plan = field(repr=False)
     stages: dict[str, Stage] = field(repr=False)
     executor: Executor = field(repr=False)
-    cache: "Cache" = field(repr=False)
-    ranks: Ranks = field(factory=Ranks, repr=False)
+    cache: "ProgramCache" = field(repr=False)
+    ranks: RankGroup = field(factory=RankGroup, repr=False)
     delay_from: int | None = None
     recipe: Recipe = field(default=zero_offload, repr=False)  # of its plan
     identity: int = field(factory=_identities.__next__)
@@ -93,20 +93,20 @@ class Program:
 class Specialized:
     """A program for the shapes of one batch: the plan with real sizes, ready to issue."""
 
-    job: Job
+    job: StepSpec
     plan: Plan
-    prepared: Prepared
+    prepared: PreparedPlan
     memory: dict[Tier, Peak]
     random: frozenset[int]  # segments that draw random numbers
 
 
 @define(eq=False)
-class Cache:
+class ProgramCache:
     """What a Program keeps: costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
 
-    costs: dict[Any, tuple[Job, frozenset[int]]] = field(factory=dict)
+    costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, Specialized] = field(factory=dict)
-    reached: dict[int, tuple[str, Facts]] = field(
+    reached: dict[int, tuple[str, CapturedFacts]] = field(
         factory=dict
     )  # Python values that traced segments depend on
     overflowed: bool = False  # more shapes have come than are kept
@@ -126,7 +126,7 @@ def check_state(program: Any, state: Any, action: str) -> None:
     state.check(program.identity, action)
 
 
-def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
+def make_plan(job: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
     graph = graph_of(recipe or recipe_of(job), job)
     plan = schedule(graph)
@@ -150,7 +150,7 @@ def make_plan(job: Job, schedule: Schedule, recipe: Recipe | None = None) -> Pla
     return plan
 
 
-def graph_of(recipe: Recipe, job: Job) -> Graph:
+def graph_of(recipe: Recipe, job: StepSpec) -> Graph:
     """The operations of a recipe. Raises TypeError or ValueError for a recipe that makes anything else."""
     ops = recipe(job)
     if not isinstance(ops, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -166,16 +166,16 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
         program,
         schedule=schedule,
         plan=make_plan(program.job, schedule, program.recipe),
-        cache=Cache(costs=program.cache.costs, reached=program.cache.reached),
+        cache=ProgramCache(costs=program.cache.costs, reached=program.cache.reached),
     )
 
 
-def recipe_of(job: Job) -> Recipe:
+def recipe_of(job: StepSpec) -> Recipe:
     """The recipe of a job's steps, once all of them are under way."""
     return steadily_delayed if job.delayed else zero_offload
 
 
-def steadily_delayed(job: Job) -> Iterable[Op]:
+def steadily_delayed(job: StepSpec) -> Iterable[Op]:
     """A delayed step like most: with a gradient that waits when it begins."""
     return delayed(evolve(job, pending=True))
 
@@ -204,11 +204,11 @@ def specialize(
                 SHAPES,
             )
     job, random = _recent(
-        costs, key, lambda: costed(program, split(batch, program.micro_batches)[0]), most=SHAPES
+        costs, key, lambda: with_costs(program, split_batch(batch, program.micro_batches)[0]), most=SHAPES
     )
     made = (key, recipe, save)
     return _recent(
-        cached, made, lambda: planned(program, evolve(job, save=save), random, recipe), most=2 * SHAPES
+        cached, made, lambda: plan_recipe(program, evolve(job, save=save), random, recipe), most=2 * SHAPES
     )
 
 
@@ -244,7 +244,7 @@ def _check_reached(program: Program) -> None:
 
 def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
     """What batches have in common that a plan is good for."""
-    leaves, structure = tree_flatten(split(batch, program.micro_batches)[0])
+    leaves, structure = tree_flatten(split_batch(batch, program.micro_batches)[0])
     return structure, tuple((t.shape, t.dtype) for t in leaves)
 
 
@@ -253,11 +253,11 @@ def between_steps(program: Program, recipe: Recipe, *, pending: bool) -> Special
     cached = program.cache.specialized
     if (recipe, pending) not in cached:
         job = evolve(program.job, pending=pending)
-        cached[recipe, pending] = planned(program, job, frozenset(), recipe)
+        cached[recipe, pending] = plan_recipe(program, job, frozenset(), recipe)
     return cached[recipe, pending]
 
 
-def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
+def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
     """`batch` in equal parts along the first dimension of every tensor, as views."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TypeError(f"batch: got {type(batch).__name__}, expected a pair (inputs, targets)")
@@ -283,7 +283,7 @@ def split(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
     ]
 
 
-def staging(program: Program) -> dict[Region, Tensor]:
+def staging_buffers(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
         own = {
@@ -300,7 +300,7 @@ def staging(program: Program) -> dict[Region, Tensor]:
 
 
 @contextmanager
-def occupied(program: Program, action: str, refusal: str) -> Iterator[None]:
+def occupied_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
     """The program's staging buffers for one caller. RuntimeError, with `refusal`, where another has them."""
     program.executor.check_process(action)
     if not program.cache.busy.acquire(blocking=False):
@@ -329,7 +329,7 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
             )
 
 
-def costed(program: Program, micro: tuple[Any, Any]) -> tuple[Job, frozenset[int]]:
+def with_costs(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
     """The job with the costs of such a micro-batch, and the segments that draw random numbers."""
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
@@ -340,10 +340,12 @@ def costed(program: Program, micro: tuple[Any, Any]) -> tuple[Job, frozenset[int
     return evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def planned(program: Program, job: Job, random: frozenset[int], recipe: Recipe) -> Specialized:
+def plan_recipe(program: Program, job: StepSpec, random: frozenset[int], recipe: Recipe) -> Specialized:
     """A job's recipe as the program's schedule plans it."""
     plan = make_plan(job, program.schedule, recipe)
-    return Specialized(job, plan, prepare(plan, program.stages, program.device), memory(plan), random)
+    return Specialized(
+        job, plan, prepare_plan(plan, program.stages, program.device), peak_memory(plan), random
+    )
 
 
 def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCost:
@@ -417,13 +419,13 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
         return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
 
     def prepare(trained: Any, fixed: Any, inputs: Any) -> None:
-        call.plain.prepare(Weights(trained, fixed), inputs, y)
+        call.plain.prepare(SegmentWeights(trained, fixed), inputs, y)
 
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return call.plain.forward(Weights(trained, fixed), inputs)
+        return call.plain.forward(SegmentWeights(trained, fixed), inputs)
 
     def backward(trained: Any, fixed: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        return call.plain.backward(Weights(trained, fixed), inputs, residuals, cotangents)
+        return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents)
 
     try:
         y = on_fakes(check, *weights, inputs, device=device)

@@ -20,8 +20,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.captured import HASHED, Facts, captured, path_of
-from zfunc.engine.cost_trace import InPlaceError, Tracker
+from zfunc.engine.captured import HASHED, CapturedFacts, captured, path_of
+from zfunc.engine.cost_trace import AllocationTracker, InPlaceError
 from zfunc.engine.segment import Segment
 
 INSTEAD = "Make it part of the input, or set it once, before zfunc.segment"
@@ -29,7 +29,7 @@ SEEDED = "those are seeded the same for the forward and for recomputing it"
 SO = "forward and its recomputation in backward would differ"
 
 
-class _Log(Tracker):
+class _Log(AllocationTracker):
     """The operations of a call, each with what it was given."""
 
     def __init__(self) -> None:
@@ -63,7 +63,9 @@ class _Log(Tracker):
             return tuple(x.shape), x.dtype, hash(values.flatten().view(torch.uint8).numpy().tobytes())
 
 
-def called_twice(segment: Segment, params: dict[str, Tensor], inputs: tuple[Any, ...]) -> tuple[Any, Facts]:
+def called_twice(
+    segment: Segment, params: dict[str, Tensor], inputs: tuple[Any, ...]
+) -> tuple[Any, CapturedFacts]:
     """What the segment returns, and the Python values it depends on.
 
     Raises ValueError, with the name of what changes, where it writes into what it was given, or where two calls
@@ -76,7 +78,7 @@ def called_twice(segment: Segment, params: dict[str, Tensor], inputs: tuple[Any,
         raise _named(error, segment, params, root) from None
 
 
-def _called_twice(root: Any, call: Callable[[], Any]) -> tuple[Any, Facts]:
+def _called_twice(root: Any, call: Callable[[], Any]) -> tuple[Any, CapturedFacts]:
     drawn, generator = random.getstate(), np.random.get_bit_generator()
     numbers = captured(generator)
     _, first = _logged(call)

@@ -14,7 +14,7 @@ from zfunc.engine.program import Program, Specialized
 from zfunc.engine.state import Buffers, State
 
 
-def agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
+def check_ranks_agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
     Weights are compared once for each State, by a checksum of what is on the device.

@@ -16,8 +16,8 @@ from torch import Tensor
 from zfunc.checkpoint.checksums import cut
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING
-from zfunc.checkpoint.read_plan import Read, Wanted, plan_reads
-from zfunc.checkpoint.shard_reader import Reader, open_shard
+from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
+from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.slices import slices_of
 from zfunc.checkpoint.writer import as_bytes, in_parallel
 from zfunc.core.graph import Region
@@ -27,7 +27,7 @@ from zfunc.engine.state import Buffers, regions
 from zfunc.engine.weights import send_weights
 from zfunc.optim.compact import DTYPES
 from zfunc.optim.compact_reference import Compact, join, pack, unpack, unpack_first_codes
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
@@ -40,15 +40,17 @@ FILE_DTYPES = {
     "U8": torch.uint8,
 }
 
-Target = tuple[Wanted, Tensor]  # a slice, and a contiguous host tensor of its size and type
+Target = tuple[WantedSlice, Tensor]  # a slice, and a contiguous host tensor of its size and type
 
 
-def fill(buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpoint, ranks: Ranks) -> None:
+def fill_state(
+    buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpoint, ranks: RankGroup
+) -> None:
     """Read this rank's slices and all frozen parameters; the device is sent only what is there already.
 
     Raises CheckpointError, naming file, parameter and offset, for bytes that are not what was written.
     """
-    with Files(checkpoint) as files:
+    with CheckpointFiles(checkpoint) as files:
         if checkpoint.manifest.moments == moments:
             files.fill(list(_own(buffers, layout, moments, ranks)))
         else:
@@ -58,30 +60,32 @@ def fill(buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpo
         _read_frozen(files, buffers, layout)
 
 
-def send(buffers: Buffers, layout: Layout, ranks: Ranks) -> None:
+def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
     """Give every rank's device the weights that are on all hosts: a collective for each bucket."""
     for bucket in layout.buckets:
         send_weights(buffers, bucket, ranks)
 
 
-def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> Iterator[Target]:
+def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of this rank, and where its buffers have it."""
     mem = regions(buffers, layout)
     for x in slices_of(layout, moments, ranks.rank, ranks.world):
         into = mem[Region(x.kind, (x.bucket,))]
-        yield Wanted(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
+        yield WantedSlice(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
 
 
-def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> Iterator[Target]:
+def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of a gradient that waits, and where it does."""
     into = {r.index[0]: x for r, x in buffers.waiting.items()}
     for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
         if x.kind == PENDING:
             at = into[x.bucket][x.at : x.at + x.stop - x.start]
-            yield Wanted(x.kind, x.parameter, x.start, x.stop), at
+            yield WantedSlice(x.kind, x.parameter, x.start, x.stop), at
 
 
-def _convert(files: "Files", buffers: Buffers, layout: Layout, moments: Moments, ranks: Ranks) -> None:
+def _convert(
+    files: "CheckpointFiles", buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup
+) -> None:
     """Through fp32. Moments are rounded as the step that was saved would have rounded them; weights are exact."""
     kinds = list(KINDS[moments].items())
     mine = list(_own(buffers, layout, moments, ranks))
@@ -96,12 +100,12 @@ def _convert(files: "Files", buffers: Buffers, layout: Layout, moments: Moments,
                 into[at : at + values.numel()].copy_(values.view(TYPES[moments][name]))
 
 
-def _unpacked(files: "Files", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
+def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
     """Master, exp_avg and exp_avg_sq of elements start to stop, as fp32 arrays."""
     moments = files.checkpoint.manifest.moments
     targets = [
         (
-            Wanted(name, parameter, start // kind.shared, kind.numel(stop)),
+            WantedSlice(name, parameter, start // kind.shared, kind.numel(stop)),
             torch.empty(kind.numel(stop) - start // kind.shared, dtype=TYPES[moments][name]),
         )
         for name, kind in KINDS[moments].items()
@@ -129,24 +133,24 @@ def _array(x: Tensor) -> Any:
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def _read_frozen(files: "Files", buffers: Buffers, layout: Layout) -> None:
+def _read_frozen(files: "CheckpointFiles", buffers: Buffers, layout: Layout) -> None:
     """All of them: every rank has them."""
     files.fill(
         [
-            (Wanted(FROZEN, x.name, 0, x.stop - x.start), buffers.frozen[x.start : x.stop])
+            (WantedSlice(FROZEN, x.name, 0, x.stop - x.start), buffers.frozen[x.start : x.stop])
             for x in layout.frozen
         ]
     )
 
 
 @define(eq=False)
-class Files:
+class CheckpointFiles:
     """The shards of a checkpoint, opened as they are needed, a few at a time."""
 
     checkpoint: Checkpoint
-    _open: dict[int, Reader] = field(factory=dict[int, Reader])
+    _open: dict[int, ShardReader] = field(factory=dict[int, ShardReader])
 
-    def __enter__(self) -> "Files":
+    def __enter__(self) -> "CheckpointFiles":
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
@@ -168,10 +172,10 @@ class Files:
             for start in range(wanted.start, wanted.stop, PART):
                 stop = min(start + PART, wanted.stop)
                 values = torch.empty(stop - start, dtype=self._dtype(wanted))
-                self.read([(Wanted(wanted.kind, wanted.parameter, start, stop), values)])
+                self.read([(WantedSlice(wanted.kind, wanted.parameter, start, stop), values)])
                 into[start - wanted.start : stop - wanted.start].copy_(values)
 
-    def _dtype(self, wanted: Wanted) -> torch.dtype:
+    def _dtype(self, wanted: WantedSlice) -> torch.dtype:
         """Of what is in the files."""
         manifest = self.checkpoint.manifest
         piece = next(iter(manifest.by_name[wanted.parameter].pieces[wanted.kind]), None)
@@ -181,7 +185,7 @@ class Files:
     def read(self, targets: Sequence[Target]) -> None:
         """Fill the targets, file by file; they are on the host, of the type that is in the files."""
         reads = plan_reads(self.checkpoint.manifest, [wanted for wanted, _ in targets])
-        by_shard: dict[int, list[Read]] = {}
+        by_shard: dict[int, list[PlannedRead]] = {}
         for read in reads:
             by_shard.setdefault(read.shard, []).append(read)
         for n, of_shard in by_shard.items():
@@ -189,7 +193,7 @@ class Files:
             calls = [call for read in of_shard for call in self._calls(read, targets[read.wanted][1])]
             in_parallel(reader.read_into, calls)
 
-    def _reader(self, n: int) -> Reader:
+    def _reader(self, n: int) -> ShardReader:
         if n not in self._open:
             while len(self._open) >= OPEN:
                 self._open.pop(next(iter(self._open))).close()
@@ -197,7 +201,7 @@ class Files:
             self._open[n] = open_shard(self.checkpoint.path / shard.file, shard)
         return self._open[n]
 
-    def _calls(self, read: Read, into: Tensor) -> Iterator[tuple[str, int, int, Any]]:
+    def _calls(self, read: PlannedRead, into: Tensor) -> Iterator[tuple[str, int, int, Any]]:
         """One for each chunk, so that several threads have something to do."""
         item, chunk = into.element_size(), self.checkpoint.manifest.shards[read.shard].chunk
         for begin, end in cut(read.start * item, read.stop * item, chunk):

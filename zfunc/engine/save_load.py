@@ -15,19 +15,19 @@ from typing import Any
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import writer as saving
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import PENDING, Manifest, Position, check_model
-from zfunc.checkpoint.writer import Save, Saved, Saving, together
+from zfunc.checkpoint.manifest import PENDING, Manifest, TrainingPosition, check_model
+from zfunc.checkpoint.writer import Save, SaveResult, Saving, all_or_none
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
 from zfunc.engine import restore as loading
 from zfunc.engine.init import allocated
-from zfunc.engine.program import Program, between_steps, check_program, check_state, occupied
+from zfunc.engine.program import Program, between_steps, check_program, check_state, occupied_staging
 from zfunc.engine.state import Buffers, State, regions
 from zfunc.errors import CheckpointError
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNSCALED, LossScale
-from zfunc.runtime.collectives import Ranks
-from zfunc.runtime.executor import Options
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.executor import RunOptions
 
 log = logging.getLogger("zfunc")
 
@@ -48,40 +48,40 @@ def save(
     checkpoints before it are as they were.
     """
     check_state(program, state, "save")
-    with occupied(
+    with occupied_staging(
         program, "save", "got a program that is in a step, expected none: pass save= to train_step"
     ):
         at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         program.ranks.agree("save", "what is to be saved", at)
-        wanted = together(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
+        wanted = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = between_steps(program, checkpoint, pending=state.pending is not None)
-        on_its_way = begin(program, state, wanted)
+        on_its_way = begin_save(program, state, wanted)
         mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
         try:
-            program.executor.run(special.prepared, mem, None, Options(), set())
+            program.executor.run(special.prepared, mem, None, RunOptions(), set())
         finally:
             on_its_way.abandon()
-    saved: Saved = mem[Region("published")]
+    saved: SaveResult = mem[Region("published")]
     if saved.path is None:
         raise CheckpointError(saved.failure)
     return saved.path
 
 
-def begin(program: Program, state: State, save: Save) -> Saving:
+def begin_save(program: Program, state: State, save: Save) -> Saving:
     """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
     names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
     waiting = state.buffers.waiting if state.pending is not None else {}
-    content = saving.Content(
+    content = saving.Snapshot(
         layout=program.layout,
         moments=program.job.moments,
         frozen_dtype=names[program.dtype],
-        position=Position(
+        position=TrainingPosition(
             state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
         ),
         optimizer=_settings(program, state.step),
         pending={r.index[0]: names[x.dtype] for r, x in waiting.items()},
     )
-    return saving.begin(content, save, program.ranks)
+    return saving.begin_writing(content, save, program.ranks)
 
 
 def load(path: str | os.PathLike[str], program: Program) -> State:
@@ -107,35 +107,37 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     buffers: Buffers | None = None
     ranks.agree("load")
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
-        checkpoint = together(ranks, partial(_opened, folder, program))
-        buffers = buffers or together(ranks, partial(allocated, program, "load"))
-        fill = partial(loading.fill, buffers, program.layout, program.job.moments, checkpoint, ranks)
+        checkpoint = all_or_none(ranks, partial(_opened, folder, program))
+        buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
+        fill = partial(loading.fill_state, buffers, program.layout, program.job.moments, checkpoint, ranks)
         try:
-            together(ranks, fill)
+            all_or_none(ranks, fill)
         except CheckpointError as error:
             damaged.append(str(error))
             continue
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
-        loading.send(buffers, program.layout, ranks)
+        loading.send_parameters(buffers, program.layout, ranks)
         _compare(checkpoint, program)
         return _state(buffers, program, checkpoint), checkpoint
     raise CheckpointError("; ".join(damaged))
 
 
-def _folders(path: Path, ranks: Ranks) -> list[Path]:
+def _folders(path: Path, ranks: RankGroup) -> list[Path]:
     """The checkpoints to try, the newest first, as rank 0 sees them."""
     found: list[str] = []
 
     def look() -> None:
         if ranks.rank == 0:
-            newest = checkpoints.locate(path)
+            newest = checkpoints.locate_checkpoint(path)
             named = newest == path  # it and no other
             found.extend(
-                [str(path)] if named else [str(x.path) for x in checkpoints.complete(newest.parent, [])]
+                [str(path)]
+                if named
+                else [str(x.path) for x in checkpoints.complete_checkpoints(newest.parent, [])]
             )
 
-    together(ranks, look)
+    all_or_none(ranks, look)
     return [Path(x) for x in json.loads(ranks.texts(json.dumps(found))[0])]
 
 

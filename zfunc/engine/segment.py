@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zfunc.core.layout import Parameter
-from zfunc.engine.captured import Facts, captured
+from zfunc.engine.captured import CapturedFacts, captured
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
@@ -60,7 +60,7 @@ class Segment:
     twins: dict[str, str] = field(factory=dict, kw_only=True, repr=False)
     constants: Values = field(factory=dict, kw_only=True)
     module: nn.Module | None = field(default=None, kw_only=True, repr=False)
-    _source: tuple[nn.Module, Facts] | None = field(default=None, kw_only=True, repr=False)
+    _source: tuple[nn.Module, CapturedFacts] | None = field(default=None, kw_only=True, repr=False)
 
     def __attrs_post_init__(self) -> None:
         _check_name(self.name)

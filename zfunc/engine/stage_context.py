@@ -11,29 +11,29 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.decision import Verdict
+from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
-from zfunc.engine.vjp import Passes
+from zfunc.engine.vjp import SegmentVJP
 from zfunc.optim.adamw import AdamW, Betas
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
 
 
 @frozen(eq=False)
-class SegmentCall:
+class CompiledSegment:
     """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
 
-    passes: Passes
-    plain: Passes  # the same, never through torch.compile: what costs are traced with
+    passes: SegmentVJP
+    plain: SegmentVJP  # the same, never through torch.compile: what costs are traced with
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants: dict[str, Tensor]
 
 
 @frozen(eq=False)
-class Step:
+class StepContext:
     """The constants of one step: nothing a stage could change.
 
     `number` is that of the update this step's gradient goes into, from 1, with its `lr` and `betas`. Gradients on
@@ -44,7 +44,7 @@ class Step:
     """
 
     layout: Layout
-    calls: tuple[SegmentCall, ...]
+    calls: tuple[CompiledSegment, ...]
     optimizer: AdamW
     number: int  # of the update that this step's gradient goes into, from 1
     lr: float
@@ -56,16 +56,16 @@ class Step:
     dtype: torch.dtype
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
-    ranks: Ranks
+    ranks: RankGroup
     applies_pending: bool  # the gradient of the step before
 
-    def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> Verdict:
+    def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
         """What is decided of this step, which clips by `factor`."""
-        return Verdict(skip, factor / self.loss_scale, self.number, self.lr, self.betas, loss)
+        return StepDecision(skip, factor / self.loss_scale, self.number, self.lr, self.betas, loss)
 
     def slice_of(self, b: int) -> slice:
         """Of a bucket's elements those that this rank keeps and updates."""
         return slice(*self.layout.buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 
-Stage = Callable[[Op, Memory, Step], None]
+Stage = Callable[[Op, Memory, StepContext], None]

@@ -17,21 +17,21 @@ from zfunc.checkpoint.slices import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
 from zfunc.core.regions import WAITING
-from zfunc.engine.stage_context import Memory, SegmentCall, Stage, Step
+from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
-from zfunc.engine.vjp import Weights
+from zfunc.engine.vjp import SegmentWeights
 from zfunc.errors import NonFiniteError
 from zfunc.optim.host_adam import accumulate_, square_sum
 
 
-def load(op: Op, mem: Memory, step: Step) -> None:
+def load(op: Op, mem: Memory, step: StepContext) -> None:
     """Bring one micro-batch to the device; floating-point inputs in the compute precision."""
     inputs, targets = mem[op.read("batch")]
     mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
     mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
 
 
-def forward(op: Op, mem: Memory, step: Step) -> None:
+def forward(op: Op, mem: Memory, step: StepContext) -> None:
     """Run one segment, its randomness seeded by where it stands."""
     m, s = op.index
     with step.randomness(m, s):
@@ -41,7 +41,7 @@ def forward(op: Op, mem: Memory, step: Step) -> None:
         mem[op.write("residuals")] = residuals
 
 
-def backward(op: Op, mem: Memory, step: Step) -> None:
+def backward(op: Op, mem: Memory, step: StepContext) -> None:
     """Pull the cotangent back through one segment, under the seed its forward had."""
     m, s = op.index
     call = step.calls[s]
@@ -56,7 +56,7 @@ def backward(op: Op, mem: Memory, step: Step) -> None:
         mem[op.write("grad_act")] = below
 
 
-def pack(op: Op, mem: Memory, step: Step) -> None:
+def pack(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy one segment's gradients into its bucket's slot; the first to come zeroes what it does not cover."""
     _, b, s = op.index
     bucket, call = step.layout.buckets[b], step.calls[s]
@@ -69,7 +69,7 @@ def pack(op: Op, mem: Memory, step: Step) -> None:
     torch._foreach_copy_(pieces, [grads[name] for name, *_ in covered])
 
 
-def add(op: Op, mem: Memory, step: Step) -> None:
+def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum on the device."""
     _, b, s = op.index
     total, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
@@ -78,14 +78,14 @@ def add(op: Op, mem: Memory, step: Step) -> None:
     torch._foreach_add_(pieces, [grads[name] for name, *_ in covered])
 
 
-def reduce_scatter(op: Op, mem: Memory, step: Step) -> None:
+def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum a bucket over the ranks: this rank's slice of the slot becomes the sum of everybody's."""
     _, b, _ = op.index
     slot = mem[op.write("grad_slot")][: step.layout.buckets[b].numel]
     step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
 
 
-def square_sum_(op: Op, mem: Memory, step: Step) -> None:
+def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a complete bucket, where it is."""
     (b,) = op.index
     (r,) = op.reads
@@ -98,7 +98,7 @@ def square_sum_(op: Op, mem: Memory, step: Step) -> None:
         mem[op.write("squares")].fill_(square_sum(grad))
 
 
-def to_host(op: Op, mem: Memory, step: Step) -> None:
+def to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of a bucket's gradient, and its squares if it is complete, to pinned memory."""
     _, b, _ = op.index
     grad = mem[op.read("grad_slot")][step.slice_of(b)]
@@ -109,7 +109,7 @@ def to_host(op: Op, mem: Memory, step: Step) -> None:
             mem[r][: grad.numel()].copy_(grad, non_blocking=True)
 
 
-def accumulate(op: Op, mem: Memory, step: Step) -> None:
+def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
     total = mem[op.write("grad_sum")]
     first = not any(r.buffer == "grad_sum" for r in op.reads)
@@ -117,7 +117,7 @@ def accumulate(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
 
 
-def hold(op: Op, mem: Memory, step: Step) -> None:
+def hold(op: Op, mem: Memory, step: StepContext) -> None:
     """Put this rank's slice of a delivered gradient where it waits on the device, or add it to what is there."""
     _, b, _ = op.index
     grad = mem[op.read("grad_slot")][step.slice_of(b)]
@@ -125,12 +125,12 @@ def hold(op: Op, mem: Memory, step: Step) -> None:
     mem[into].add_(grad) if into in op.reads else mem[into].copy_(grad)
 
 
-def squares_to_host(op: Op, mem: Memory, step: Step) -> None:
+def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy the squares of a bucket that stays on the device to pinned memory."""
     mem[op.write("host_squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
-def global_norm(op: Op, mem: Memory, step: Step) -> None:
+def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
     """The unscaled norm of the whole gradient; squares are added over the ranks, then bucket by bucket."""
     _finished(step)
     total = 0.0
@@ -139,7 +139,7 @@ def global_norm(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
 
 
-def mean_loss(op: Op, mem: Memory, step: Step) -> None:
+def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
     """The mean of the losses of every micro-batch of every rank."""
     _finished(step)
     losses = [float(mem[r]) for r in op.reads]
@@ -147,7 +147,7 @@ def mean_loss(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("mean_loss")] = total / step.ranks.world
 
 
-def decide(op: Op, mem: Memory, step: Step) -> None:
+def decide(op: Op, mem: Memory, step: StepContext) -> None:
     """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
     losses = [float(mem[r]) for r in op.reads if r.buffer in ("loss", "mean_loss")]
     loss = sum(losses) / len(losses)
@@ -168,7 +168,7 @@ def decide(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("verdict")] = step.verdict(skip=not finite, factor=factor, loss=loss)
 
 
-def write(op: Op, mem: Memory, step: Step) -> None:
+def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state to the checkpoint."""
     (b,) = op.index
     names = {r: PENDING if r.buffer in WAITING else r.buffer for r in op.reads if r.buffer != "checkpoint"}
@@ -177,13 +177,13 @@ def write(op: Op, mem: Memory, step: Step) -> None:
     mem[op.write("written")] = None
 
 
-def write_frozen(op: Op, mem: Memory, step: Step) -> None:
+def write_frozen(op: Op, mem: Memory, step: StepContext) -> None:
     """Write the parameters that are not trained; only rank 0's file has room for them."""
     mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
     mem[op.write("written_frozen")] = None
 
 
-def publish(op: Op, mem: Memory, step: Step) -> None:
+def publish(op: Op, mem: Memory, step: StepContext) -> None:
     """Finish the checkpoint on all ranks; whether that went well is what this writes."""
     mem[op.write("published")] = mem[op.read("checkpoint")].publish()
 
@@ -215,13 +215,13 @@ STAGES: dict[str, Stage] = {
 }
 
 
-def _finished(step: Step) -> None:
+def _finished(step: StepContext) -> None:
     """Host memory that copies write is read here, by an operation whose kind says stream: wait for the stream."""
     if step.ranks.world > 1 and step.device.type == "cuda":
         torch.cuda.current_stream(step.device).synchronize()
 
 
-def _to_device(t: Tensor, step: Step, *, cast: bool) -> Tensor:
+def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:
     dtype = step.dtype if cast and t.is_floating_point() else t.dtype
     return t.to(step.device, dtype, non_blocking=True).contiguous()  # as it was traced
 
@@ -232,14 +232,14 @@ def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Tensor, function, tree)
 
 
-def _weights(op: Op, mem: Memory, call: SegmentCall) -> Weights:
+def _weights(op: Op, mem: Memory, call: CompiledSegment) -> SegmentWeights:
     views: dict[str, Tensor] = {}
     for r in op.reads:
         if r.buffer in ("params", "frozen"):
             views.update(mem[r].views)
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
-    return Weights(trained, {**fixed, **call.constants})
+    return SegmentWeights(trained, {**fixed, **call.constants})
 
 
 def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
@@ -247,7 +247,7 @@ def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
     return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
 
 
-def _cotangents(op: Op, mem: Memory, step: Step) -> list[Tensor]:
+def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
     """From the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.micro_batches * step.ranks.world)

@@ -11,15 +11,15 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.core.decision import Verdict
+from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.layout import Layout, Span
-from zfunc.core.optimizer_state import BUFFERS, HIGH_HALF, Buffer
-from zfunc.core.regions import SHADOW, Job, Regions
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
+from zfunc.core.regions import SHADOW, Regions, StepSpec
 from zfunc.errors import DonatedStateError
 from zfunc.optim.compact import DTYPES
 from zfunc.optim.loss_scale import LossScale
-from zfunc.runtime.host_memory import host_buffer
+from zfunc.runtime.host_memory import alloc_host
 
 
 @frozen(eq=False)
@@ -98,7 +98,7 @@ class State:
     sequences: int = 0
     loss_scale: LossScale = field(factory=LossScale)
     seed: int = 0
-    pending: Verdict | None = None
+    pending: StepDecision | None = None
 
     def __reduce__(self) -> Any:
         raise TypeError(
@@ -123,20 +123,22 @@ class State:
             )
 
 
-def allocate(job: Job, dtype: torch.dtype, device: torch.device) -> Buffers:
+def allocate(job: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
     sent = {HIGH_HALF} if job.send_high_half and device.type == "cuda" else set[str]()
 
-    def flat(x: Buffer, spans: list[tuple[int, int]], where: torch.device | None) -> Tensor:
+    def flat(x: StateBuffer, spans: list[tuple[int, int]], where: torch.device | None) -> Tensor:
         numel, kind = x.numel(spans[-1][1] if spans else 0), DTYPES[x.dtype]
         if where is not None and where.type != "cpu":
             return torch.zeros(numel, dtype=kind, device=where)
         sweeps = [(x.numel(start), x.numel(stop)) for start, stop in spans]
-        return host_buffer(numel, kind, pinned=x.name in sent and where is None, sweeps=sweeps)
+        return alloc_host(numel, kind, pinned=x.name in sent and where is None, sweeps=sweeps)
 
     def flats(buckets: Iterable[int], where: torch.device | None = None) -> FlatState:
         spans = job.spans_of(buckets)
-        return FlatState({x.name: flat(x, [*spans.values()], where) for x in BUFFERS[job.moments]}, spans)
+        return FlatState(
+            {x.name: flat(x, [*spans.values()], where) for x in STATE_FORMATS[job.moments]}, spans
+        )
 
     return Buffers(
         params=torch.zeros(job.layout.numel, dtype=dtype, device=device),
@@ -148,7 +150,7 @@ def allocate(job: Job, dtype: torch.dtype, device: torch.device) -> Buffers:
     )
 
 
-def waiting(job: Job) -> tuple[Region, ...]:
+def waiting(job: StepSpec) -> tuple[Region, ...]:
     """Where gradients wait from step to step: nowhere unless updates are delayed."""
     return Regions(job).waiting() if job.delayed else ()
 
@@ -159,7 +161,7 @@ def staging_buffer(r: Region, dtype: torch.dtype, device: torch.device) -> Tenso
     numel = r.nbytes // kind.itemsize
     if r.tier == "device":
         return torch.zeros(numel, dtype=kind, device=device)
-    return host_buffer(numel, kind, pinned=r.tier == "pinned" and device.type == "cuda")
+    return alloc_host(numel, kind, pinned=r.tier == "pinned" and device.type == "cuda")
 
 
 def view(flat: Tensor, span: Span) -> Tensor:
@@ -197,4 +199,4 @@ def _placed(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
     return mem
 
 
-SHARED = {x.name: x.shared for kept in BUFFERS.values() for x in kept}
+SHARED = {x.name: x.shared for kept in STATE_FORMATS.values() for x in kept}

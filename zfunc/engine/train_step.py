@@ -14,12 +14,11 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.checkpoint.writer import Save, Saved
-from zfunc.core.decision import Verdict
+from zfunc.checkpoint.writer import Save, SaveResult
+from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Tier
 from zfunc.core.plan import Plan
-from zfunc.core.recipes import delayed, zero_offload
-from zfunc.core.recipes import flush as flush_recipe
+from zfunc.core.recipes import delayed, flush_recipe, zero_offload
 from zfunc.core.regions import TRAINED
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import (
@@ -29,22 +28,22 @@ from zfunc.engine.program import (
     between_steps,
     check_memory,
     check_state,
-    occupied,
+    occupied_staging,
     specialize,
-    split,
-    staging,
+    split_batch,
+    staging_buffers,
     steadily_delayed,
 )
-from zfunc.engine.rank_agreement import agree
-from zfunc.engine.save_load import begin
-from zfunc.engine.stage_context import Step
+from zfunc.engine.rank_agreement import check_ranks_agree
+from zfunc.engine.save_load import begin_save
+from zfunc.engine.stage_context import StepContext
 from zfunc.engine.state import Buffers, State, regions
 from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNHARMED, LossScale
-from zfunc.runtime.executor import Jitter, Options
-from zfunc.runtime.fault_injection import Fault, check, due
-from zfunc.runtime.rng import key, seeded
+from zfunc.runtime.executor import Jitter, RunOptions
+from zfunc.runtime.fault_injection import Fault, check_faults, due
+from zfunc.runtime.rng import fold_seed, seeded
 from zfunc.values import of_type, truth
 
 
@@ -71,7 +70,7 @@ class Metrics:
     redone: int = 0
     timeline: Timeline | None = None
     plan: Plan | None = None
-    saved: Saved | None = None
+    saved: SaveResult | None = None
 
 
 def train_step(
@@ -135,20 +134,20 @@ def train_step(
         "got a program that is in a step already, expected one step at a time: its staging "
         "buffers are shared. Compile a second program for a second thread"
     )
-    with occupied(program, "train_step", refusal):
-        return _train_step(program, state, batch, Options(jitter, debug, trace, faults), _save(save))
+    with occupied_staging(program, "train_step", refusal):
+        return _train_step(program, state, batch, RunOptions(jitter, debug, trace, faults), _save(save))
 
 
 def _train_step(
-    program: Program, state: State, batch: tuple[Any, Any], options: Options, save: Save | None
+    program: Program, state: State, batch: tuple[Any, Any], options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
     number = state.step + 1
     special = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
     options = _checked(program, special, state, batch, options)
     buffers = state.buffers
     step = _step(program, special, state, number)
-    mem = _memory(program, state, split(batch, program.micro_batches))
-    saving = None if save is None else begin(program, state, save)
+    mem = _memory(program, state, split_batch(batch, program.micro_batches))
+    saving = None if save is None else begin_save(program, state, save)
     mem[Region("checkpoint")] = saving
     buffers.generation += 1
     buffers.lost = f"step {number} did not finish"  # until it has
@@ -165,7 +164,7 @@ def _train_step(
             saving.abandon()  # unless it is published
     buffers.lost = ""
     buffers.settle(mem)
-    verdict: Verdict = mem[Region("verdict")]
+    verdict: StepDecision = mem[Region("verdict")]
     norm: float = mem[Region("norm")]
     if not math.isfinite(norm) and not verdict.skip:
         raise _seen_too_late(buffers, number, norm, verdict.loss)
@@ -199,14 +198,16 @@ def _train_step(
 
 
 def _checked(
-    program: Program, special: Specialized, state: State, batch: tuple[Any, Any], options: Options
-) -> Options:
+    program: Program, special: Specialized, state: State, batch: tuple[Any, Any], options: RunOptions
+) -> RunOptions:
     """The options of this rank's step, for which there is room, and which all ranks are about to make."""
     number = state.step + 1
-    check((f for f in options.faults if f.step == number), special.plan)  # of all ranks: they refuse together
+    check_faults(
+        (f for f in options.faults if f.step == number), special.plan
+    )  # of all ranks: they refuse together
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
-    agree(program, special, state, batch)
+    check_ranks_agree(program, special, state, batch)
     return evolve(options, faults=due(options.faults, program.ranks.rank, number))
 
 
@@ -229,7 +230,7 @@ def _seen_too_late(buffers: Buffers, number: int, norm: float, loss: float) -> N
     )
 
 
-def _next_scale(program: Program, state: State, batch: tuple[Any, Any], verdict: Verdict) -> LossScale:
+def _next_scale(program: Program, state: State, batch: tuple[Any, Any], verdict: StepDecision) -> LossScale:
     """The loss scale after this step. Raises NonFiniteError where an overflow has no lower one to go to."""
     try:
         return state.loss_scale.update(overflow=verdict.skip)
@@ -253,7 +254,9 @@ def flush(program: Program, state: State) -> State:
     check_state(program, state, "flush")
     if state.pending is None:
         return state
-    with occupied(program, "flush", "got a program that is in a step, expected none: call it after the step"):
+    with occupied_staging(
+        program, "flush", "got a program that is in a step, expected none: call it after the step"
+    ):
         program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
         special = between_steps(program, flush_recipe, pending=True)
         started: set[int] = set()
@@ -261,7 +264,7 @@ def flush(program: Program, state: State) -> State:
         buffers.generation += 1
         try:
             step = _step(program, special, state, state.pending.number)
-            program.executor.run(special.prepared, mem, step, Options(), started)
+            program.executor.run(special.prepared, mem, step, RunOptions(), started)
         except BaseException as error:
             _settle(special, buffers, started, state.step, error, what="flush after step")
             program.ranks.leave(f"flush failed with {type(error).__name__}: {error}")
@@ -269,16 +272,16 @@ def flush(program: Program, state: State) -> State:
         return evolve(state, generation=buffers.generation, pending=None)
 
 
-def _step(program: Program, special: Specialized, state: State, number: int) -> Step:
+def _step(program: Program, special: Specialized, state: State, number: int) -> StepContext:
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in special.random:
             return nullcontext()
         rank = (ranks.rank,) if ranks.rank else ()
-        return seeded(key(state.seed, state.batches, m, s, *rank))
+        return seeded(fold_seed(state.seed, state.batches, m, s, *rank))
 
     ranks = program.ranks
 
-    return Step(
+    return StepContext(
         layout=program.layout,
         calls=program.calls,
         optimizer=program.optimizer,
@@ -324,7 +327,11 @@ def _recipe(program: Program, state: State) -> Recipe:
 
 def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
     """Where every kept region is: views of the state's buffers, the program's staging, the batch."""
-    mem = {**staging(program), **regions(state.buffers, program.layout), Region("verdict"): state.pending}
+    mem = {
+        **staging_buffers(program),
+        **regions(state.buffers, program.layout),
+        Region("verdict"): state.pending,
+    }
     for m, part in enumerate(micro):
         mem[Region("batch", (m,))] = part
     return mem

@@ -5,11 +5,11 @@ The invariant: whichever of them makes an update, a bucket's state, gradient and
 
 from torch import Tensor
 
-from zfunc.core.decision import Verdict
+from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.core.optimizer_state import BUFFERS, HIGH_HALF
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 from zfunc.core.regions import SHADOW, WAITING
-from zfunc.engine.stage_context import Memory, Step
+from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
 from zfunc.optim.compact import optimizer_state
 from zfunc.optim.device_adam import device_adam_update_
@@ -19,35 +19,35 @@ GRADIENTS = (*WAITING, "host_slot", "grad_slot", "device_grad", "device_sum")  #
 COPIES = ("param_slot", "param_copy")  # of new parameters, on their way to the device
 
 
-def adam(op: Op, mem: Memory, step: Step) -> None:
+def adam(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
-    verdict: Verdict = mem[op.read("verdict")]
+    verdict: StepDecision = mem[op.read("verdict")]
     if not verdict.skip:
         _update(op, mem, step, verdict)
 
 
-def speculate(op: Op, mem: Memory, step: Step) -> None:
+def speculate(op: Op, mem: Memory, step: StepContext) -> None:
     """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
     _update(op, mem, step, step.verdict(), into=SHADOW)
 
 
-def confirm(op: Op, mem: Memory, step: Step) -> None:
+def confirm(op: Op, mem: Memory, step: StepContext) -> None:
     """Swap the shadow in if the update in it is the right one; else make that from the old state."""
-    verdict: Verdict = mem[op.read("verdict")]
+    verdict: StepDecision = mem[op.read("verdict")]
     if verdict.skip:
         return
     if verdict.grad_scale != 1.0 / step.loss_scale:
         _update(op, mem, step, verdict)
         return
-    for x in BUFFERS[step.optimizer.moments]:
+    for x in STATE_FORMATS[step.optimizer.moments]:
         old, new = op.write(x.name), op.write(SHADOW + x.name)
         mem[old], mem[new] = mem[new], mem[old]
 
 
-def adam_on_device(op: Op, mem: Memory, step: Step) -> None:
+def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket whose state is on the device, and of its parameters."""
     (b,) = op.index
-    verdict: Verdict = mem[op.read("verdict")]
+    verdict: StepDecision = mem[op.read("verdict")]
     if verdict.skip:
         return
     params = mem[op.write("params")].flat[step.slice_of(b)]
@@ -59,11 +59,17 @@ def adam_on_device(op: Op, mem: Memory, step: Step) -> None:
 
 
 def _update(
-    op: Op, mem: Memory, step: Step, verdict: Verdict, *, into: str = "", copy: Tensor | None = None
+    op: Op,
+    mem: Memory,
+    step: StepContext,
+    verdict: StepDecision,
+    *,
+    into: str = "",
+    copy: Tensor | None = None,
 ) -> None:
     """Adam of a bucket with the gradient the operation reads, into its state or its shadow, and into `copy`."""
     (b,) = op.index
-    optimizer, mine, moments = step.optimizer, step.slice_of(b), BUFFERS[step.optimizer.moments]
+    optimizer, mine, moments = step.optimizer, step.slice_of(b), STATE_FORMATS[step.optimizer.moments]
     (grad,) = (mem[r] for r in op.reads if r.buffer in GRADIENTS)
     if any(r.buffer == "grad_slot" for r in op.reads):
         grad = grad[mine]
@@ -89,7 +95,7 @@ def _update(
         )
 
 
-def to_device(op: Op, mem: Memory, step: Step) -> None:
+def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
     if not mem[op.read("verdict")].skip:
         (b,) = op.index
@@ -98,7 +104,7 @@ def to_device(op: Op, mem: Memory, step: Step) -> None:
         params.copy_(copy[: params.numel()], non_blocking=True)
 
 
-def all_gather(op: Op, mem: Memory, step: Step) -> None:
+def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
     """Exchange the slices of a bucket's parameters; those of a skipped step are the old ones."""
     (b,) = op.index
     params: Flat = mem[op.write("params")]

@@ -35,18 +35,18 @@ log = logging.getLogger("zfunc")
 
 
 @frozen
-class Weights:
+class SegmentWeights:
     """What a segment is called with: `trained` is differentiated, `fixed` (frozen, constants) is not."""
 
     trained: Values
     fixed: Values
 
 
-Pull = Callable[[Weights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
+Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
 
 
 @frozen
-class Passes:
+class SegmentVJP:
     """`forward(weights, inputs)` returns `(y, residuals)`; `backward(weights, inputs, residuals, cotangents)`
     returns the gradients of `weights.trained` by name and those of the input's floating-point leaves.
 
@@ -55,13 +55,13 @@ class Passes:
     what the first call for such shapes would do once; to know the shapes of `y`, or to guess them, saves time.
     """
 
-    forward: Callable[[Weights, tuple[Any, ...]], tuple[Any, Any]]
-    backward: Callable[[Weights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
+    forward: Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Any]]
+    backward: Callable[[SegmentWeights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
     keeps: bool
-    prepare: Callable[[Weights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
+    prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
 
 
-def passes(
+def make_vjp(
     function: Callable[..., Any],
     *,
     recompute: Recompute,
@@ -69,7 +69,7 @@ def passes(
     last: bool = False,
     compiled: bool = False,
     name: str = "",
-) -> Passes:
+) -> SegmentVJP:
     """The pair for `function(params, *inputs)`. `wrt_input` is whether anything below needs a gradient.
 
     With `compiled` both go through `torch.compile`, once for all that share the pair. Where the segment called
@@ -77,7 +77,7 @@ def passes(
     "all", it runs eagerly. That is logged.
     """
     pull = _pull(function, wrt_input)
-    keeping = Passes(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
+    keeping = SegmentVJP(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
     if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
         return keeping
     if recompute == "all":
@@ -85,24 +85,26 @@ def passes(
         return _traced(pull, compiled, _recomputing(pull), otherwise, keeps=False)
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
-    other = passes(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
+    other = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
     return _traced(pull, compiled, other, f"segment {name!r} runs with recompute='all'")
 
 
-def _recomputing(pull: Pull) -> Passes:
+def _recomputing(pull: Pull) -> SegmentVJP:
     """The plain reference of recompute="all"."""
 
-    def backward(weights: Weights, inputs: tuple[Any, ...], _: Any, cotangents: Sequence[Tensor]) -> Grads:
+    def backward(
+        weights: SegmentWeights, inputs: tuple[Any, ...], _: Any, cotangents: Sequence[Tensor]
+    ) -> Grads:
         _, pullback = pull(weights, inputs)
         return pullback(cotangents)
 
-    return Passes(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
+    return SegmentVJP(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
     """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to a tuple of views, never the flat buffer."""
 
-    def pull(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
+    def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
         leaves, spec = tree_flatten(inputs[0])
         moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
 
@@ -162,7 +164,9 @@ class _Joint:
     strides: list[tuple[int, ...]]  # of the cotangents
 
 
-def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps: bool = True) -> Passes:
+def _traced(
+    pull: Pull, compiled: bool, plain: SegmentVJP, otherwise: str, *, keeps: bool = True
+) -> SegmentVJP:
     """The passes as two graphs, made of the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
     `backward(*residuals, *cotangents) -> gradients`, which is given the leaves where nothing is kept.
 
@@ -170,7 +174,9 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
     """
     made: dict[Any, tuple[_Joint, Any, Any] | None] = {}
 
-    def graphs_of(weights: Weights, inputs: tuple[Any, ...], guess: Any = None) -> tuple[list[Any], Any]:
+    def graphs_of(
+        weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
+    ) -> tuple[list[Any], Any]:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         key = _key(leaves, spec)
         if key not in made and len(made) == MAX_TRACES:
@@ -192,7 +198,7 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
             log.warning("%s, because it cannot be traced: %s", otherwise, str(error).partition("\n")[0])
             return None
 
-    def forward(weights: Weights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
             return plain.forward(weights, inputs)
@@ -203,7 +209,7 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
         return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
 
     def backward(
-        weights: Weights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
     ) -> Grads:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
@@ -215,11 +221,11 @@ def _traced(pull: Pull, compiled: bool, plain: Passes, otherwise: str, *, keeps:
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 
-    def prepare(weights: Weights, inputs: tuple[Any, ...], y: Any) -> None:
+    def prepare(weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
         if graphs_of(weights, inputs, y)[1] is None:
             plain.prepare(weights, inputs, y)
 
-    return Passes(forward, backward, keeps, prepare)
+    return SegmentVJP(forward, backward, keeps, prepare)
 
 
 def _key(leaves: list[Any], spec: Any) -> Any:
@@ -250,7 +256,7 @@ def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any,
 
     def run(primals: list[Any]) -> tuple[Any, Callable[..., Grads]]:
         trained, fixed, inputs = tree_unflatten(primals, spec)
-        return pull(Weights(trained, fixed), inputs)
+        return pull(SegmentWeights(trained, fixed), inputs)
 
     def joint(primals: list[Any], tangents: list[Tensor]) -> list[Any]:
         nonlocal num_forward, forward_draws, num_out, out_spec

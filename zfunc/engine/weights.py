@@ -11,12 +11,12 @@ from torch import Tensor
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.engine.state import Buffers, view
 from zfunc.optim.compact import SplitMaster, optimizer_state
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements
 
 
-def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
+def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
 
     To be read only: where nothing has to be put together, it is the master itself.
@@ -30,7 +30,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> Tensor:
     return full
 
 
-def parameter_weights(buffers: Buffers, layout: Layout, ranks: Ranks) -> Iterator[tuple[str, Tensor]]:
+def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[tuple[str, Tensor]]:
     """Every parameter once, by full name: its fp32 weights on the host, in its own shape; if it is frozen, what the
     device has. A collective a bucket: all ranks go through all of them. To be read only, as above.
     """
@@ -42,7 +42,7 @@ def parameter_weights(buffers: Buffers, layout: Layout, ranks: Ranks) -> Iterato
         yield span.name, view(buffers.frozen, span).float().cpu()
 
 
-def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: Ranks) -> None:
+def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
     """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
     flat = value.flatten().to("cpu", torch.float32)
     on_device = buffers.params[span.start : span.stop]
@@ -60,7 +60,7 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
         master.copy_(flat[piece.start : piece.stop])
 
 
-def send_weights(buffers: Buffers, bucket: Bucket, ranks: Ranks) -> None:
+def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     """Give the device the weights of a bucket that the host has: a collective."""
     kept, size = buffers.kept(bucket.index), bucket.numel // ranks.world
     params = buffers.params[bucket.start : bucket.stop]

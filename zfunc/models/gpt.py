@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zfunc.models.kv_cache import Cache
+from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import next_token_loss
 
 __all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
@@ -91,7 +91,7 @@ class Embed(nn.Module):
         nn.init.normal_(self.tok.weight, std=_INIT_STD)
         nn.init.normal_(self.pos.weight, std=_INIT_STD)
 
-    def forward(self, tokens: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
         """Embed `tokens`, which follow those in `cache`. Raises ValueError for more than the learned positions."""
         first = 0 if cache is None else cache.advanced(tokens.shape[-1])
         seq = first + tokens.shape[-1]
@@ -129,14 +129,14 @@ class Block(nn.Module):
         _reset_linear(self.up, _INIT_STD)
         _reset_linear(self.down, residual_std)
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Mix along the sequence, causally, then along the features; `cache` has the tokens before those of `x`."""
         rate = self.config.dropout
         x = x + F.dropout(self._attend(self.ln_1(x), cache), rate, self.training)
         y = self.down(F.gelu(self.up(self.ln_2(x)), approximate="tanh"))
         return x + F.dropout(y, rate, self.training)
 
-    def _attend(self, x: Tensor, cache: Cache | None) -> Tensor:
+    def _attend(self, x: Tensor, cache: KVCache | None) -> Tensor:
         heads = (self.config.num_attention_heads, self.config.head_size)
         rate = self.config.dropout if self.training else 0.0
         q, k, v = (part.unflatten(-1, heads).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))

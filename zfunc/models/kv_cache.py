@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 @define(eq=False)
-class Cache:
+class KVCache:
     """What one segment keeps of a sequence. Its first call has any number of tokens, each later one has one."""
 
     length: int = 0  # tokens so far

@@ -1,7 +1,8 @@
 """The loss of next-token prediction, with labels that do not count and weights that make batches exact.
 
 The loss of a batch is the mean over all its tokens that count. A mean over micro-batches of their own means is
-another number where they hold unequally many, so `batch` gives every row a weight that knows of the whole batch.
+another number where they hold unequally many, so `weighted_batch` gives every row a weight that knows of the whole
+batch.
 """
 
 import torch
@@ -17,7 +18,7 @@ def next_token_loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> 
     """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
 
     `targets` is the labels, each the token that follows: then it is the mean over those of this micro-batch that
-    count. Or it is the labels and weights [batch], as `batch` makes them: then it is the mean over rows of
+    count. Or it is the labels and weights [batch], as `weighted_batch` makes them: then it is the mean over rows of
     weight times the sum of a row's losses.
 
     >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
@@ -31,7 +32,7 @@ def next_token_loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> 
     return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
 
 
-def batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float | None = None) -> Batch:
+def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float | None = None) -> Batch:
     """`(input_ids, (labels, weights))` for `train_step` and `evaluate`, with any number of micro-batches.
 
     `input_ids` and `labels` are int64 [batch, seq]; `labels[:, t]` is the token that follows `input_ids[:, t]`, or
@@ -46,7 +47,7 @@ def batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float | None = N
     Raises ValueError for shapes that differ, and where no token counts.
 
     >>> ids = torch.tensor([[5, 6, 7], [8, 0, 0]])
-    >>> _, (_, weights) = batch(ids, torch.tensor([[6, 7, 2], [2, -100, -100]]))
+    >>> _, (_, weights) = weighted_batch(ids, torch.tensor([[6, 7, 2], [2, -100, -100]]))
     >>> weights
     tensor([0.5000, 0.5000])
     """

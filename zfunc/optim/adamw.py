@@ -5,7 +5,7 @@ from typing import Any
 
 import attrs
 
-from zfunc.core.optimizer_state import BUFFERS, Moments
+from zfunc.core.optimizer_state import STATE_FORMATS, Moments
 from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
 from zfunc.optim.reference import coefficients
 
@@ -79,8 +79,10 @@ class AdamW:
             refuse(
                 TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
             )
-        if not isinstance(self.moments, str) or self.moments not in BUFFERS:
-            refuse(ValueError, "moments", repr(self.moments), f"one of {', '.join(BUFFERS)}", "choose one")
+        if not isinstance(self.moments, str) or self.moments not in STATE_FORMATS:
+            refuse(
+                ValueError, "moments", repr(self.moments), f"one of {', '.join(STATE_FORMATS)}", "choose one"
+            )
         if not callable(self.decay):
             refuse(
                 TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"

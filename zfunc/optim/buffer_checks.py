@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 
 from zfunc.optim.kernel import cpu_adam
 from zfunc.optim.reference import SMALLEST_NORMAL, Coefficients
-from zfunc.runtime.thread_budget import clamp, default_threads
+from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.values import FLOAT32_MAX, number
 
 MOST_STEPS = 2**53  # a float64 counts no further
@@ -28,7 +28,7 @@ def checked_threads(threads: int | None) -> int:
         refuse(TypeError, "threads", repr(threads), "an int or None", "pass None for the default")
     if threads < 1:
         refuse(ValueError, "threads", repr(threads), "1 or more", "pass None for the default")
-    return clamp(threads)
+    return limit_threads(threads)
 
 
 def span_of(

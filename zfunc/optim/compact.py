@@ -50,7 +50,7 @@ class SplitMaster:
 
 
 @frozen(eq=False)
-class Codes:
+class QuantizedMoment:
     """exp_avg_sq [n] in 8 bits an element, and a scale for each block of 64 elements.
 
     The exp_avg beside it is [n] uint8 and needs no scale: its codes count in units that follow from these.
@@ -60,14 +60,14 @@ class Codes:
     scales: Tensor  # [ceil(n / 64)] int16
 
     @classmethod
-    def zeros(cls, n: int) -> "Codes":
+    def zeros(cls, n: int) -> "QuantizedMoment":
         """exp_avg_sq before the first step."""
         return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.int16))
 
 
 def optimizer_state(
     kept: Mapping[str, Tensor], start: int, stop: int
-) -> tuple[Tensor | SplitMaster, Tensor, Tensor | Codes]:
+) -> tuple[Tensor | SplitMaster, Tensor, Tensor | QuantizedMoment]:
     """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
     part = slice(start, stop)
     if "master" in kept:
@@ -76,4 +76,8 @@ def optimizer_state(
     exp_avg, exp_avg_sq = kept["exp_avg"][part], kept["exp_avg_sq"][part]
     if "exp_avg_sq_scale" not in kept:
         return master, exp_avg, exp_avg_sq
-    return master, exp_avg, Codes(exp_avg_sq, kept["exp_avg_sq_scale"][start // BLOCK : -(-stop // BLOCK)])
+    return (
+        master,
+        exp_avg,
+        QuantizedMoment(exp_avg_sq, kept["exp_avg_sq_scale"][start // BLOCK : -(-stop // BLOCK)]),
+    )

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import BUFFERS, HIGH_HALF, Moments
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 from zfunc.optim.buffer_checks import check_disjoint, checked_step, refuse
-from zfunc.optim.compact import DTYPES, Codes, SplitMaster
+from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import BLOCK
 from zfunc.optim.device_formats import (
     CODES_CUTS,
@@ -55,7 +55,7 @@ def workspace(numel: int, moments: Moments) -> int:
 def device_adam_update_(
     master: Tensor | SplitMaster,
     exp_avg: Tensor,
-    exp_avg_sq: Tensor | Codes,
+    exp_avg_sq: Tensor | QuantizedMoment,
     grad: Tensor,
     *,
     out: Tensor | None = None,
@@ -116,7 +116,7 @@ def _update_(
     rounding = () if moments == "fp32" else dithers(step.number, cuts, device)
     for start in range(0, n, PIECE):
         stop = min(n, start + PIECE)
-        shared = {buffer.name: buffer.shared for buffer in BUFFERS[moments]}
+        shared = {buffer.name: buffer.shared for buffer in STATE_FORMATS[moments]}
         parts = {name: kept[name][start // x : -(-stop // x)] for name, x in shared.items()}
         size = stop - start if moments == "fp32" else round_up(stop - start, BLOCK)
         g, _, term, *room = floats[: _num_floats(moments) * size].view(-1, size)
@@ -192,7 +192,7 @@ def _named(master: Any, exp_avg: Any, exp_avg_sq: Any) -> tuple[Moments, dict[st
     if not isinstance(master, SplitMaster):
         return "fp32", {"master": master, **moments}
     halves = {HIGH_HALF: master.high, "master_low": master.low}
-    if not isinstance(exp_avg_sq, Codes):
+    if not isinstance(exp_avg_sq, QuantizedMoment):
         return "16bit", {**halves, **moments}
     codes = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
     return "8bit", {**halves, **codes}
@@ -200,11 +200,11 @@ def _named(master: Any, exp_avg: Any, exp_avg_sq: Any) -> tuple[Moments, dict[st
 
 def _check(moments: Moments, kept: dict[str, Any], grad: Any, out: Any) -> None:
     """Raise unless all are plain buffers of one device, of the sizes and types that belong together."""
-    expected = {b.name: (kept[b.name], (DTYPES[b.dtype],), b.shared) for b in BUFFERS[moments]}
+    expected = {b.name: (kept[b.name], (DTYPES[b.dtype],), b.shared) for b in STATE_FORMATS[moments]}
     expected["grad"] = (grad, FLOATS, 1)
     if out is not None:
         expected["out"] = (out, FLOATS, 1)
-    first = kept[BUFFERS[moments][0].name]
+    first = kept[STATE_FORMATS[moments][0].name]
     spans = []
     for name, (tensor, types, shared) in expected.items():
         if not isinstance(tensor, Tensor):

@@ -20,7 +20,7 @@ from zfunc.optim.buffer_checks import (
     refuse,
     span_of,
 )
-from zfunc.optim.compact import Codes, SplitMaster
+from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.optim.kernel import cpu_adam
 from zfunc.optim.reference import Coefficients, coefficients
@@ -32,11 +32,11 @@ FLOATS: Types = {torch.float32: cpu_adam.FP32, torch.bfloat16: cpu_adam.BF16, to
 def adam_update_(
     master: Tensor | SplitMaster,
     exp_avg: Tensor,
-    exp_avg_sq: Tensor | Codes,
+    exp_avg_sq: Tensor | QuantizedMoment,
     grad: Tensor,
     *,
     out: Tensor | None = None,
-    into: tuple[Tensor | SplitMaster, Tensor, Tensor | Codes] | None = None,
+    into: tuple[Tensor | SplitMaster, Tensor, Tensor | QuantizedMoment] | None = None,
     step: int,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -185,7 +185,7 @@ def _state(
         f"{to}master": span("master.high", master.high, torch.bfloat16),
         f"{to}master.low": span("master.low", master.low, torch.int16),
     }
-    if not isinstance(exp_avg_sq, Codes):
+    if not isinstance(exp_avg_sq, QuantizedMoment):
         spans |= {to + x: span(x, t, torch.bfloat16) for x, t in moments.items()}
         return _State(cpu_adam.MOMENTS_16BIT, spans)
     spans[f"{to}exp_avg"] = span("exp_avg", exp_avg, torch.uint8)
@@ -201,7 +201,7 @@ def _into(into: Any, state: tuple[Any, Any, Any], n: int) -> dict[str, tuple[int
         got = f"{len(into)} of them" if isinstance(into, tuple) else type(into).__name__
         refuse(TypeError, "into", got, "a tuple of three", "pass (master, exp_avg, exp_avg_sq), or None")
     for name, new, old in zip(("master", "exp_avg", "exp_avg_sq"), into, state, strict=True):
-        kinds = [x for x in (SplitMaster, Codes) if isinstance(new, x) or isinstance(old, x)]
+        kinds = [x for x in (SplitMaster, QuantizedMoment) if isinstance(new, x) or isinstance(old, x)]
         if not all(isinstance(new, x) and isinstance(old, x) for x in kinds):
             got, expected = type(new).__name__, f"{type(old).__name__}, as in the state given"
             refuse(TypeError, _INTO + name, got, expected, "make it of the same kind")

@@ -19,9 +19,9 @@ from torch import Tensor
 from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.kernel import cpu_adam
 from zfunc.runtime.cpu_topology import busy_ticks, largest_cache, mapping_of
-from zfunc.runtime.host_memory import available_host_bytes, host_buffer
+from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import allowed_cpus, default_threads
-from zfunc.runtime.thread_pinning import take_seats
+from zfunc.runtime.thread_pinning import bind_default_team
 
 BYTES = 28  # of a parameter, in a sweep
 LEAST, MOST = 128 << 20, 2 << 30  # bytes swept over
@@ -40,13 +40,13 @@ class Bandwidth:
     others: float | None  # CPUs that other processes kept busy meanwhile; None: unknown
 
 
-def measure(seconds: float = SECONDS) -> Bandwidth:
+def measure_bandwidth(seconds: float = SECONDS) -> Bandwidth:
     """Measure in a thread of its own, seated as a lane's. Raises MemoryError where there is no room for it."""
     result: list[Bandwidth | BaseException] = []
 
     def run() -> None:
         try:
-            take_seats()
+            bind_default_team()
             result.append(_measure(seconds))
         except BaseException as error:
             result.append(error)
@@ -67,8 +67,8 @@ def _measure(seconds: float) -> Bandwidth:
             f"got {available_host_bytes():,} bytes available, expected {2 * nbytes:,}: stop what else uses memory"
         )
     n = nbytes // BYTES
-    kept = [host_buffer(n, torch.float32, pinned=False) for _ in range(3)]
-    grad, out = (host_buffer(n, torch.bfloat16, pinned=False) for _ in range(2))
+    kept = [alloc_host(n, torch.float32, pinned=False) for _ in range(3)]
+    grad, out = (alloc_host(n, torch.bfloat16, pinned=False) for _ in range(2))
     before = clocks()
     skeleton, adam = _turns(_skeleton(kept, grad, out), _adam(kept, grad, out), seconds=seconds)
     return Bandwidth(
@@ -77,7 +77,7 @@ def _measure(seconds: float) -> Bandwidth:
         reached=median(a / b for a, b in zip(skeleton, adam, strict=True)),
         beyond_caches=n * BYTES > cache,
         huge=_huge(kept[0]),
-        others=others(before, clocks()),
+        others=other_processes(before, clocks()),
     )
 
 
@@ -115,7 +115,7 @@ def clocks() -> tuple[float, float, float] | None:
     )
 
 
-def others(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
+def other_processes(before: tuple[float, ...] | None, after: tuple[float, ...] | None) -> float | None:
     """How many CPUs other processes kept busy between two readings of `clocks`; None: unknown."""
     if before is None or after is None:
         return None

@@ -27,9 +27,9 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.init import init
 from zfunc.engine.program import Program, rescheduled, specialize
 from zfunc.engine.train_step import train_step
-from zfunc.planner.bandwidth import clocks, others
-from zfunc.planner.calibrated_profile import Machine, described
-from zfunc.planner.fit_rates import Line, Step, costs, fit, handoff, middle
+from zfunc.planner.bandwidth import clocks, other_processes
+from zfunc.planner.calibrated_profile import MachineFacts, make_profile
+from zfunc.planner.fit_rates import Line, MeasuredStep, fit_costs, fit_line, handoff, middle_half
 from zfunc.planner.profile import Profile
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
@@ -55,15 +55,15 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     Raises ValueError for another schedule, or steps there is nothing to tell by; OutOfMemory where the model does
     not fit; OSError where `folder` cannot be written.
     """
-    here = look_up(program, Path(folder))
+    here = machine_facts(program, Path(folder))
     disk = measure_disk(Path(folder))
     before = clocks()
     alone, beside = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     if here.world == 1:  # of several, each is another process
-        _warn(others(before, clocks()), here.cores)
-    steps = middle(alone)
+        _warn(other_processes(before, clocks()), here.cores)
+    steps = middle_half(alone)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
-    profile = described(here, costs(steps), disk, how, handoff=handoff(middle(beside)) or 0.0)
+    profile = make_profile(here, fit_costs(steps), disk, how, handoff=handoff(middle_half(beside)) or 0.0)
     log.info("%s: measured by %s, of %.3g s each", here.title, how, steps[len(steps) // 2].seconds)
     if program.ranks.world == 1:
         log.info(
@@ -78,12 +78,12 @@ def _warn(busy: float | None, cores: int) -> None:
         log.warning("other processes kept %.1f of %d cores busy: measure again when they do not", busy, cores)
 
 
-def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[Step]]:
+def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[list[MeasuredStep]]:
     """`turns` measured steps of each of `programs`, which take turns at one fresh State. A turn in which a gradient
     overflowed, so that a step was cut short, does not count."""
     plans = [specialize(program, batch).plan for program in programs]
     state, skipped = init(programs[0]), 0
-    kept: list[list[Step]] = [[] for _ in programs]
+    kept: list[list[MeasuredStep]] = [[] for _ in programs]
     for n in count():
         seen = []
         for program in programs:
@@ -94,7 +94,7 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
             raise ValueError(f"got {skipped} overflows in a row, expected steps that count: use bf16 or fp32")
         if n >= WARM_UP and not skipped:
             for steps, plan, m in zip(kept, plans, seen, strict=True):
-                steps.append(Step(plan, m.timeline or Timeline((), "measured"), m.seconds))
+                steps.append(MeasuredStep(plan, m.timeline or Timeline((), "measured"), m.seconds))
         if len(kept[0]) == turns:
             return kept
     raise AssertionError
@@ -106,7 +106,7 @@ def measure_disk(folder: Path) -> Line:
     with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as made:
         path = Path(made) / "file"
         seconds = {n: median(_written(path, data, n) for _ in range(REPEATS)) for n in (SMALL, LARGE)}
-    return fit(list(seconds.items()))
+    return fit_line(list(seconds.items()))
 
 
 def _written(path: Path, data: bytes, nbytes: int) -> float:
@@ -119,12 +119,12 @@ def _written(path: Path, data: bytes, nbytes: int) -> float:
     return time.perf_counter() - start
 
 
-def look_up(program: Program, folder: Path) -> Machine:
+def machine_facts(program: Program, folder: Path) -> MachineFacts:
     """What the operating system tells of this machine, before the program takes any memory."""
     device, cuda = program.device, program.device.type == "cuda"
     cores, host = physical_cores(allowed_cpus()), available_host_bytes()
     gpu = torch.cuda.get_device_name(device) if cuda else None
-    return Machine(
+    return MachineFacts(
         title=", ".join(str(x) for x in (gpu, cpu_model() or platform.machine(), f"{cores} cores") if x),
         precision=program.precision,
         devices=torch.cuda.device_count() if cuda else cores,

@@ -25,7 +25,7 @@ RATE_OF: dict[Kind, str] = {
 
 
 @frozen
-class Machine:
+class MachineFacts:
     """What can be looked up: how many devices and cores a node has, bytes free on each tier, and who trained.
 
     `threads` is how many each kind of operation keeps busy where the device is the host (`unified`); {} elsewhere.
@@ -44,7 +44,9 @@ class Machine:
     local_ranks: int = 1
 
 
-def described(machine: Machine, found: Costs, disk: Line, how: str, *, handoff: float = 0.0) -> Profile:
+def make_profile(
+    machine: MachineFacts, found: Costs, disk: Line, how: str, *, handoff: float = 0.0
+) -> Profile:
     """The Profile of `machine`, whose operations took what was `found`, measured as `how` says. `handoff` is what
     passes before an operation learns of the end of another on another lane, in seconds.
 
@@ -89,7 +91,7 @@ def described(machine: Machine, found: Costs, disk: Line, how: str, *, handoff: 
     )
 
 
-def _rates(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+def _rates(machine: MachineFacts, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
     """Those of the node are what each of its ranks reached, at the same time as the others, times their number."""
     rates = {RATE_OF[kind]: lines[kind].rate for kind in NEEDED}
     rates["host_memory"] *= machine.local_ranks
@@ -97,7 +99,7 @@ def _rates(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict[str
     return rates | ({_network(machine): lines["network"].rate} if "network" in lines else {})
 
 
-def _latencies(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+def _latencies(machine: MachineFacts, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
     latencies: dict[str, float] = {kind: lines[kind].latency for kind in NEEDED}
     latencies["disk"] = min(1.0, disk.latency)
     if "network" in lines:
@@ -105,11 +107,11 @@ def _latencies(machine: Machine, lines: Mapping[Kind, Line], disk: Line) -> dict
     return latencies
 
 
-def _network(machine: Machine) -> str:
+def _network(machine: MachineFacts) -> str:
     return "network_in_node" if machine.world == machine.local_ranks else "network_between_nodes"
 
 
-def _shared(machine: Machine) -> dict[str, dict[str, Figure]]:
+def _shared(machine: MachineFacts) -> dict[str, dict[str, Figure]]:
     """Where the device is the host, operations compete for its cores: each takes those its threads run on."""
     shares = {
         kind: Figure(

@@ -1,7 +1,7 @@
 """What can be chosen about a step without changing its result, or with it (delay), and the step that comes of it.
 
-The invariant: a `Step` is its choice applied to a job and played through by simulation, nothing else; equal jobs,
-choices and hardware give equal steps, on every rank. No torch: what segments cost is in the job.
+The invariant: a `PlannedStep` is its choice applied to a job and played through by simulation, nothing else; equal
+jobs, choices and hardware give equal steps, on every rank. No torch: what segments cost is in the job.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,8 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import make_layout, part_size, resident_buckets
-from zfunc.core.memory_model import Peak, memory
-from zfunc.core.ops import Job
+from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.ops import StepSpec
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import delayed, zero_offload
@@ -81,11 +81,11 @@ class Setup:
 
 
 @frozen(eq=False)
-class Step:
+class PlannedStep:
     """A choice played through on `hardware`. `lacking` is the bytes there is no room for, by tier."""
 
     choice: Choice
-    job: Job
+    job: StepSpec
     hardware: Hardware
     plan: Plan
     timeline: Timeline
@@ -108,7 +108,7 @@ class Step:
         return {tier: peak.nbytes for tier, peak in self.peaks.items()}
 
 
-def chosen(job: Job, choice: Choice) -> Job:
+def with_choice(job: StepSpec, choice: Choice) -> StepSpec:
     """`job` with the settings of `choice`, laid out anew in buckets of its size.
 
     Raises ValueError for a ratio outside [0, 1] and for sizes and counts below 1.
@@ -127,28 +127,33 @@ def chosen(job: Job, choice: Choice) -> Job:
     )
 
 
-def emitted(job: Job, choice: Choice) -> Graph:
+def operations_of(job: StepSpec, choice: Choice) -> Graph:
     """The operations of the step; of a delayed one, of a step with a gradient that waits."""
-    recipe: Callable[[Job], Iterator[Op]] = delayed if choice.delay else zero_offload
-    return Graph(tuple(recipe(chosen(job, choice))))
+    recipe: Callable[[StepSpec], Iterator[Op]] = delayed if choice.delay else zero_offload
+    return Graph(tuple(recipe(with_choice(job, choice))))
 
 
-def step(job: Job, choice: Choice, hardware: Hardware, graph: Graph | None = None) -> Step:
-    """The step that `choice` makes of `job`, on `hardware`. `graph` is what `emitted` gives, where it is at hand.
+def play_through(
+    job: StepSpec, choice: Choice, hardware: Hardware, graph: Graph | None = None
+) -> PlannedStep:
+    """The step that `choice` makes of `job`, on `hardware`. `graph` is what `operations_of` gives, where it is at
+    hand.
 
     Raises PlanError for a schedule whose plan is wrong.
     """
-    plan = verify(scheduled(choice.schedule, hardware)(graph or emitted(job, choice)))
-    peaks = memory(plan)
+    plan = verify(make_schedule(choice.schedule, hardware)(graph or operations_of(job, choice)))
+    peaks = peak_memory(plan)
     lacking = hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()})
-    return Step(choice, chosen(job, choice), hardware, plan, simulate(plan, hardware), peaks, lacking)
+    return PlannedStep(
+        choice, with_choice(job, choice), hardware, plan, simulate(plan, hardware), peaks, lacking
+    )
 
 
-def scheduled(schedule: str | Schedule, hardware: Hardware) -> Schedule:
+def make_schedule(schedule: str | Schedule, hardware: Hardware) -> Schedule:
     """The schedule of that name, made for `hardware` if it asks for one; one that is made already is left as it is.
 
     >>> from zfunc.core.hardware import ROUND
-    >>> scheduled("CriticalPath", ROUND).hardware is ROUND
+    >>> make_schedule("CriticalPath", ROUND).hardware is ROUND
     True
     """
     if not isinstance(schedule, str):
@@ -158,7 +163,7 @@ def scheduled(schedule: str | Schedule, hardware: Hardware) -> Schedule:
     return kind(hardware=hardware) if asks else kind()
 
 
-def compared(new: Step, old: Step) -> str:
+def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
     """What `new` gains and costs against `old`: "3 % faster, 0.4 GB more pinned"."""
     return ", ".join([_faster(new.seconds, old.seconds), *_bytes(new.memory, old.memory)])
 

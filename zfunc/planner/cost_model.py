@@ -12,28 +12,28 @@ from attrs import evolve, field, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.hardware import Hardware
-from zfunc.core.ops import Job
+from zfunc.core.ops import StepSpec
 from zfunc.engine.compile import compile
-from zfunc.engine.jobs import make_job
-from zfunc.engine.program import Cache, Program, costed, split
+from zfunc.engine.jobs import make_spec
+from zfunc.engine.program import Program, ProgramCache, split_batch, with_costs
 from zfunc.engine.segment import Segment
 from zfunc.optim.adamw import AdamW
 from zfunc.options import AUTO
-from zfunc.planner.candidate import Setup, Step, step
+from zfunc.planner.candidate import PlannedStep, Setup, play_through
 from zfunc.planner.profile import Profile
-from zfunc.planner.profile_toml import load
-from zfunc.planner.search import Found, search
-from zfunc.planner.search_space import Space
+from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.search import SearchResult, search
+from zfunc.planner.search_space import SearchSpace
 
 
-def machine(hardware: Any) -> Profile | Hardware:
+def resolve_hardware(hardware: Any) -> Profile | Hardware:
     """What is named, or in a file of that path; a value as it is."""
     if isinstance(hardware, Profile | Hardware):
         return hardware
     if isinstance(hardware, str):
-        return load(hardware)
+        return load_profile(hardware)
     if isinstance(hardware, PathLike):
-        return load(os.fspath(hardware))  # pyright: ignore
+        return load_profile(os.fspath(hardware))  # pyright: ignore
     raise TypeError(
         f"hardware: got a {type(hardware).__name__}, expected a name, a path, a Profile or a Hardware"
     )
@@ -50,13 +50,13 @@ def precision_for(on: Profile | Hardware, asked: str) -> str:
 
 
 @frozen(eq=False)
-class Task:
+class CostModel:
     """What is planned, whatever the settings. `costs` are traced once for each precision, way and micro-batch."""
 
     segments: tuple[Segment, ...]
     example: tuple[Any, Any]
     on: Profile | Hardware
-    costs: dict[tuple[str, str, int], Job] = field(factory=dict[tuple[str, str, int], Job])
+    costs: dict[tuple[str, str, int], StepSpec] = field(factory=dict[tuple[str, str, int], StepSpec])
     programs: dict[str, Program] = field(factory=dict[str, Program])
 
     @property
@@ -70,20 +70,20 @@ class Task:
             return self.on
         return self.on.hardware(setup.precision, setup.world)
 
-    def step(self, setup: Setup) -> Step:
+    def step(self, setup: Setup) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
-        return step(self.job(setup), setup.choice, self.hardware(setup))
+        return play_through(self.job(setup), setup.choice, self.hardware(setup))
 
-    def search(self, setup: Setup, space: Space) -> Found:
+    def search(self, setup: Setup, space: SearchSpace) -> SearchResult:
         """The best choice from that of the setup on."""
         return search(self.job(setup), self.hardware(setup), setup.choice, space)
 
-    def job(self, setup: Setup) -> Job:
+    def job(self, setup: Setup) -> StepSpec:
         """The job of these settings, with what its segments cost."""
         program = self._program(setup.recompute)  # which also checks the segments
         choice = setup.choice
         settings: Any = {"precision": setup.precision, "recompute": setup.recompute}
-        job = make_job(
+        job = make_spec(
             program.segments,
             AdamW(moments=setup.moments),
             **settings,
@@ -102,8 +102,8 @@ class Task:
         key = setup.precision, setup.recompute, setup.micro_batches
         if key not in self.costs:
             given: Any = {"precision": setup.precision, "micro_batches": setup.micro_batches}
-            like = evolve(program, job=job, cache=Cache(), **given)
-            self.costs[key] = costed(like, split(self.example, setup.micro_batches)[0])[0]
+            like = evolve(program, job=job, cache=ProgramCache(), **given)
+            self.costs[key] = with_costs(like, split_batch(self.example, setup.micro_batches)[0])[0]
         traced = self.costs[key]
         return evolve(job, costs=traced.costs, target_bytes=traced.target_bytes)
 

@@ -21,7 +21,7 @@ Work = tuple[Kind, int, int]  # kind, FLOPs, bytes: operations alike in these co
 
 
 @frozen
-class Step:
+class MeasuredStep:
     """A measured step: its plan, when each operation ran, and how long all of it took, in seconds."""
 
     plan: Plan
@@ -61,17 +61,17 @@ class Costs:
         points = [
             (work[2], s) for work, s in self.seconds.items() if work[0] == kind and work[2] and not work[1]
         ]
-        return fit(points) if points else None
+        return fit_line(points) if points else None
 
 
-def middle(steps: Sequence[Step]) -> list[Step]:
+def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
     """The half of `steps` in the middle, by the time they took: what disturbed some is left out."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]
 
 
-def handoff(steps: Iterable[Step]) -> float | None:
+def handoff(steps: Iterable[MeasuredStep]) -> float | None:
     """Seconds from the end of an operation to the start of one on another lane that waits for it and for nothing
     else: the mean of the half in the middle, of every time that happened in `steps`. None if it did not.
 
@@ -81,7 +81,7 @@ def handoff(steps: Iterable[Step]) -> float | None:
     >>> x = Region("x")
     >>> graph = Graph((Op("make", (), "compute", (), (x,)), Op("use", (), "host", (x,))))
     >>> events = Event("gpu", "make", "compute", 0.0, 1.0), Event("cpu", "use", "host", 1.5, 2.0)
-    >>> handoff([Step(build(graph, {"gpu": [0], "cpu": [1]}), Timeline(events, "measured"), 2.0)])
+    >>> handoff([MeasuredStep(build(graph, {"gpu": [0], "cpu": [1]}), Timeline(events, "measured"), 2.0)])
     0.5
     """
     gaps = sorted(gap for step in steps for gap in _gaps(step))
@@ -89,7 +89,7 @@ def handoff(steps: Iterable[Step]) -> float | None:
     return sum(inner) / len(inner) if inner else None
 
 
-def _gaps(step: Step) -> Iterable[float]:
+def _gaps(step: MeasuredStep) -> Iterable[float]:
     ops, events = step.plan.graph.ops, {e.op: e for e in step.timeline.events}
     for lane in step.plan.lanes:
         free = 0.0
@@ -101,7 +101,7 @@ def _gaps(step: Step) -> Iterable[float]:
             free = e.end
 
 
-def costs(steps: Iterable[Step]) -> Costs:
+def fit_costs(steps: Iterable[MeasuredStep]) -> Costs:
     """What operations took in `steps` of a plan with one lane. Raises ValueError for a plan with more, or no step.
 
     >>> from zfunc.core.plan import build
@@ -109,8 +109,8 @@ def costs(steps: Iterable[Step]) -> Costs:
     >>> from zfunc.core.graph import Graph
     >>> graph = Graph((Op("a", (), "compute", flops=5), Op("b", (), "host", nbytes=7)))
     >>> events = Event("all", "a", "compute", 0.1, 0.5), Event("all", "b", "host", 0.6, 0.9)
-    >>> step = Step(build(graph, {"all": [0, 1]}), Timeline(events, "measured"), 1.0)
-    >>> costs([step]).seconds
+    >>> step = MeasuredStep(build(graph, {"all": [0, 1]}), Timeline(events, "measured"), 1.0)
+    >>> fit_costs([step]).seconds
     {('compute', 5, 0): 0.6, ('host', 0, 7): 0.4}
     """
     spent: dict[Work, list[float]] = {}
@@ -126,7 +126,7 @@ def costs(steps: Iterable[Step]) -> Costs:
     )
 
 
-def _durations(step: Step) -> Iterable[tuple[Op, float]]:
+def _durations(step: MeasuredStep) -> Iterable[tuple[Op, float]]:
     busy = [lane for lane in step.plan.lanes if lane.ops]
     if len(busy) > 1:
         raise ValueError(
@@ -139,10 +139,10 @@ def _durations(step: Step) -> Iterable[tuple[Op, float]]:
         yield graph.ops[graph.position[e.op]], max(end - start, 1e-9)  # clocks of two devices may cross
 
 
-def fit(points: Sequence[tuple[int, float]]) -> Line:
+def fit_line(points: Sequence[tuple[int, float]]) -> Line:
     """The line through (bytes, seconds) with the least squared relative error, latency and rate not negative.
 
-    >>> fit([(1_000, 3e-6), (9_000, 11e-6)])
+    >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
     Line(latency=2e-06, rate=1000000000.0)
     """
     weights = [1 / seconds**2 for _, seconds in points]

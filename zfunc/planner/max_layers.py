@@ -10,13 +10,13 @@ from attrs import evolve
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.ops import Job
-from zfunc.planner.candidate import Choice, step
+from zfunc.core.ops import StepSpec
+from zfunc.planner.candidate import Choice, play_through
 
 MOST = 400  # middle segments that are planned; each takes operations and time
 
 
-def largest(job: Job, choice: Choice, hardware: Hardware) -> int:
+def max_layers(job: StepSpec, choice: Choice, hardware: Hardware) -> int:
     """How many middle segments fit, under `choice`, if `job` is that of a model with one. 0 if not even that does.
 
     Raises ValueError if more than MOST do.
@@ -24,7 +24,7 @@ def largest(job: Job, choice: Choice, hardware: Hardware) -> int:
     low, high = 0, MOST + 1  # low fits; high does not, or is beyond what is planned
     probe, stride = min(MOST, _guess(job, choice, hardware)), 1
     while high - low > 1:
-        if step(stretched(job, probe), choice, hardware).fits:
+        if play_through(with_layers(job, probe), choice, hardware).fits:
             low, probe = probe, probe + stride
         else:
             high, probe = probe, probe - stride
@@ -37,9 +37,9 @@ def largest(job: Job, choice: Choice, hardware: Hardware) -> int:
     return low
 
 
-def _guess(job: Job, choice: Choice, hardware: Hardware) -> int:
+def _guess(job: StepSpec, choice: Choice, hardware: Hardware) -> int:
     """By how memory grows from a few segments to a few more: it is nearly a line."""
-    few, more = (step(stretched(job, count), choice, hardware) for count in (4, 8))
+    few, more = (play_through(with_layers(job, count), choice, hardware) for count in (4, 8))
     best = float(MOST + 1)
     for tier, there in hardware.memory.items():
         empty = evolve(
@@ -51,13 +51,13 @@ def _guess(job: Job, choice: Choice, hardware: Hardware) -> int:
     return max(1, math.floor(best))
 
 
-def stretched(job: Job, count: int) -> Job:
+def with_layers(job: StepSpec, count: int) -> StepSpec:
     """`job`, of a first segment, one in the middle and a last, with `count` of the middle one.
 
     >>> from zfunc.core.ops import SegmentCost
     >>> parameters = [[Parameter("in.w", (64,))], [Parameter("mid0.w", (64,))], [Parameter("out.w", (64,))]]
     >>> job = Job(make_layout(parameters, bucket_size=64), [SegmentCost(flops=n) for n in (1, 2, 3)], [True] * 3)
-    >>> [cost.flops for cost in stretched(job, 3).costs], len(stretched(job, 3).layout.buckets)
+    >>> [cost.flops for cost in stretched(job, 3).costs], len(with_layers(job, 3).layout.buckets)
     ([1, 2, 2, 2, 3], 5)
     """
     first, middle, last = job.costs

@@ -15,15 +15,15 @@ from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import Choice, Setup, gigabytes, short_of
-from zfunc.planner.cost_model import Task
-from zfunc.planner.suggestions import Advice, advise
+from zfunc.planner.cost_model import CostModel
+from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 
 LARGEST = 3  # buffers of a peak that are named
 
 
-def at_hand(program: Program) -> Hardware:
+def local_hardware(program: Program) -> Hardware:
     """This machine's free memory, as one rank may take it. Its speed is not asked: the figures are round ones."""
     ranks = min(local_ranks(), program.ranks.world)
     room = {"host": max(1, available_host_bytes() // ranks)}
@@ -33,16 +33,16 @@ def at_hand(program: Program) -> Hardware:
     return evolve(ROUND, name="this machine", memory={**room, "device": device})
 
 
-def check_room(
+def check_fits(
     program: Program, example: tuple[Any, Any], *, bucket_size: int, settable: Collection[str]
 ) -> None:
     """Raise OutOfMemory unless there is room for a step of `program` on such a batch.
 
     `bucket_size` is what it was compiled with, `settable` the names of what may be advised to change.
     """
-    on, peaks = at_hand(program), specialize(program, example).memory
+    on, peaks = local_hardware(program), specialize(program, example).memory
     if on.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        task = Task(program.segments, example, on)
+        task = CostModel(program.segments, example, on)
         raise OutOfMemory(_no_room(task, _setup(program, bucket_size), settable))
 
 
@@ -57,12 +57,12 @@ def _setup(program: Program, bucket_size: int) -> Setup:
     return Setup(*given, moments, job.stage, job.world, choice)
 
 
-def _no_room(task: Task, setup: Setup, settable: Collection[str]) -> str:
+def _no_room(task: CostModel, setup: Setup, settable: Collection[str]) -> str:
     """What a step lacks, and what would help: each change planned."""
     made = task.step(setup)
     tier = max(made.lacking, key=lambda name: made.lacking[name])
     parts = [f"{name} {gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
-    advice = advise(setup, made, rows=task.rows, replan=task.step, settable=settable)
+    advice = suggest(setup, made, rows=task.rows, replan=task.step, settable=settable)
     would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
     return (
         f"a step needs more memory than is free: {short_of(made.lacking)}, most of what it needs being "
@@ -71,7 +71,7 @@ def _no_room(task: Task, setup: Setup, settable: Collection[str]) -> str:
     )
 
 
-def _would(advice: Advice) -> str:
+def _would(advice: Suggestion) -> str:
     if advice.step.fits:
         return f"{advice.flags} would fit"
     return f"with {advice.flags} it would still be {short_of(advice.step.lacking)}"

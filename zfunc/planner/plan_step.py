@@ -14,21 +14,21 @@ from attrs import evolve, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc import schedules
-from zfunc.core.critical_path import bound_by, critical, told
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import held
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
-from zfunc.engine.jobs import one_of
+from zfunc.engine.jobs import check_name
 from zfunc.engine.segment import Segment
 from zfunc.options import AUTO
-from zfunc.planner.candidate import Choice, Schedule, Setup, Step, scheduled
-from zfunc.planner.cost_model import Task, machine, precision_for
+from zfunc.planner.candidate import Choice, PlannedStep, Schedule, Setup, make_schedule
+from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.profile import Profile
-from zfunc.planner.search import Tried
-from zfunc.planner.search_space import Space
-from zfunc.planner.suggestions import Advice, advise
+from zfunc.planner.search import Trial
+from zfunc.planner.search_space import SearchSpace
+from zfunc.planner.suggestions import Suggestion, suggest
 
 # What a search does not vary, and what goes with it: of all else there is nothing left to advise.
 BESIDE_SEARCH = ("precision", "micro_batches", "recompute", "moments", "stage", "delay", "speculate")
@@ -46,11 +46,11 @@ class Planned:
     setup: Setup
     hardware: Hardware
     profile: Profile | None
-    step: Step
+    step: PlannedStep
     tokens: int
-    suggestions: tuple[Advice, ...]
+    suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...] = ()
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[Trial, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -89,7 +89,7 @@ class Planned:
     @property
     def bound(self) -> str:
         """What the step's critical path consists of: "compute 71%, d2h 20%, host 9%"."""
-        return told(bound_by(critical(self.plan, self.timeline)))
+        return bounds_in_words(bound_by(critical_path_of(self.plan, self.timeline)))
 
     @property
     def advice(self) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ class Planned:
         return {
             **{name: getattr(self.setup, name) for name in names},
             **{name: getattr(choice, name) for name in more},
-            "schedule": scheduled(choice.schedule, self.hardware),
+            "schedule": make_schedule(choice.schedule, self.hardware),
             "delay_from": 1 if choice.delay else None,
         }
 
@@ -161,8 +161,8 @@ def plan(
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for hardware that is not known.
     """
     if isinstance(schedule, str):
-        one_of("schedule", schedule, [*schedules.__all__, AUTO])
-    task = Task(tuple(segments), example, machine(hardware))
+        check_name("schedule", schedule, [*schedules.__all__, AUTO])
+    task = CostModel(tuple(segments), example, resolve_hardware(hardware))
     choice = Choice(
         "Overlapped" if schedule == AUTO else schedule,
         bucket_size,
@@ -174,17 +174,17 @@ def plan(
     )
     chosen = precision_for(task.on, precision)
     setup = Setup(chosen, clip_norm, micro_batches, recompute, moments, stage, world, choice)
-    return planned(task, setup, vary=schedule == AUTO, vary_ratio=offload_ratio == AUTO, advice=advice)
+    return plan_setup(task, setup, vary=schedule == AUTO, vary_ratio=offload_ratio == AUTO, advice=advice)
 
 
-def planned(
-    task: Task, setup: Setup, *, vary: bool = False, vary_ratio: bool = False, advice: bool = True
+def plan_setup(
+    task: CostModel, setup: Setup, *, vary: bool = False, vary_ratio: bool = False, advice: bool = True
 ) -> Planned:
     """Plan `setup`; with `vary` search from its choice on, with `vary_ratio` for the offload ratio alone."""
     found = None
     if vary or vary_ratio:
-        alone = Space((), (), (), (), speculate=(), delay=())
-        found = task.search(setup, Space(delay=(setup.choice.delay,)) if vary else alone)
+        alone = SearchSpace((), (), (), (), speculate=(), delay=())
+        found = task.search(setup, SearchSpace(delay=(setup.choice.delay,)) if vary else alone)
         setup = evolve(setup, choice=found.step.choice)
     made = task.step(setup)
     searched = made.fits and found is not None and vary
@@ -195,7 +195,7 @@ def planned(
         task.on if isinstance(task.on, Profile) else None,
         made,
         sum(t.numel() for t in tree_leaves(task.example[1])),
-        advise(setup, made, rows=task.rows, replan=task.step, settable=settable) if advice else (),
+        suggest(setup, made, rows=task.rows, replan=task.step, settable=settable) if advice else (),
         found.reasons if found else (),
         found.tried if found else (),
     )

@@ -15,7 +15,7 @@ from attrs import field, frozen
 
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 
 Origin = Literal["source", "assumed", "measured"]
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -225,13 +225,15 @@ class Profile:
         if not figure.words.strip():
             self._refuse(where, key, f"nothing for {figure.origin!r}", "where the figure comes from: say it")
         if figure.origin == "source" and figure.words not in self.sources:
-            hint = nearest(figure.words, list(self.sources)) or ": add it to [sources], title and address"
+            hint = (
+                did_you_mean(figure.words, list(self.sources)) or ": add it to [sources], title and address"
+            )
             self._refuse(where, key, f"the source {figure.words!r}", f"one of [sources]{hint}")
 
     def _check_names(self, table: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
         for name in given:
             if name not in known:
-                hint = nearest(name, list(known)) or ": leave it out"
+                hint = did_you_mean(name, list(known)) or ": leave it out"
                 self._refuse(table, name, "a name that means nothing", f"one of {', '.join(known)}{hint}")
 
     def _refuse(self, table: str, key: str, got: str, expected: str) -> None:

@@ -14,46 +14,49 @@ from typing import Any
 from attrs import asdict, fields
 
 from zfunc.core.hardware import Measured
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.planner.profile import ORIGINS, TABLES, Figure, Profile
 
 FOLDER = Path(__file__).parent / "profiles"
 TOP = ("title", "unified", "sources", *TABLES, "shared", "measured")
 
 
-def names() -> tuple[str, ...]:
+def profile_names() -> tuple[str, ...]:
     """The profiles that come with zfunc.
 
-    >>> names()
+    >>> profile_names()
     ('a10', 'a100-80gb', 'a6000', 'gh200', 'h100', 'h200', 'l4', ..., 'v100-32gb')
     """
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 
 
-def load(name: str | Path) -> Profile:
+def load_profile(name: str | Path) -> Profile:
     """The profile of that name, or that a file holds.
 
     Raises FileNotFoundError for a name that is neither, and ValueError for a file that is not a profile.
 
-    >>> load("h100").value("count", "devices")
+    >>> load_profile("h100").value("count", "devices")
     8
     """
-    if name in names():
+    if name in profile_names():
         path = FOLDER / f"{name}.toml"
     elif not (path := Path(name)).is_file():
-        begun = [known for known in names() if name and known.startswith(str(name).lower())]
-        hint = nearest(str(name), begun or list(names())) or ": zfunc calibrate writes one of this machine"
-        raise FileNotFoundError(
-            f"hardware: got {str(name)!r}, which is no profile and no file, expected one of {', '.join(names())}, "
-            f"or a path{hint}"
+        begun = [known for known in profile_names() if name and known.startswith(str(name).lower())]
+        hint = (
+            did_you_mean(str(name), begun or list(profile_names()))
+            or ": zfunc calibrate writes one of this machine"
         )
-    return parse(path.read_text(), str(path) if path.parent != FOLDER else path.stem)
+        raise FileNotFoundError(
+            f"hardware: got {str(name)!r}, which is no profile and no file, expected one of "
+            f"{', '.join(profile_names())}, or a path{hint}"
+        )
+    return parse_profile(path.read_text(), str(path) if path.parent != FOLDER else path.stem)
 
 
-def parse(text: str, name: str) -> Profile:
-    """The profile in a file's `text`; `name` is what it is called, in errors too. Raises ValueError.
+def parse_profile(text: str, name: str) -> Profile:
+    """The profile in a file's `profile_text`; `name` is what it is called, in errors too. Raises ValueError.
 
-    >>> parse("titel = 'mine'", "mine.toml")
+    >>> parse_profile("titel = 'mine'", "mine.toml")
     Traceback (most recent call last):
     ValueError: mine.toml: titel: got a name that means nothing, expected one of title, ... (did you mean 'title'?)
     """
@@ -63,7 +66,7 @@ def parse(text: str, name: str) -> Profile:
         raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
     for key in top:
         if key not in TOP:
-            hint = nearest(key, list(TOP)) or ": leave it out"
+            hint = did_you_mean(key, list(TOP)) or ": leave it out"
             raise ValueError(
                 f"{name}: {key}: got a name that means nothing, expected one of {', '.join(TOP)}{hint}"
             )
@@ -138,8 +141,8 @@ class _Reader:
         raise ValueError(f"{self._name}: {where}: got {got}, expected {expected}: mend that line")
 
 
-def text(profile: Profile) -> str:
-    """The file of a profile; `parse` reads it back."""
+def profile_text(profile: Profile) -> str:
+    """The file of a profile; `parse_profile` reads it back."""
     return "\n".join(_lines(profile)) + "\n"
 
 

@@ -16,17 +16,24 @@ from attrs import define, evolve, field, frozen
 from zfunc.core.graph import Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import kept
-from zfunc.core.ops import Job
-from zfunc.planner.candidate import Choice, Step, compared, emitted, short_of, step
-from zfunc.planner.search_space import COORDINATES, Space
-from zfunc.viz.legend import in_words
+from zfunc.core.ops import StepSpec
+from zfunc.planner.candidate import (
+    Choice,
+    PlannedStep,
+    gains_and_costs,
+    operations_of,
+    play_through,
+    short_of,
+)
+from zfunc.planner.search_space import COORDINATES, SearchSpace
+from zfunc.viz.legend import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ROUNDS = 3  # over all settings; the last one mostly finds nothing
 
 
 @frozen(eq=False)
-class Tried:
+class Trial:
     """A choice that was weighed, and what came of it in words. `seconds` is None where it was not simulated."""
 
     choice: Choice
@@ -36,16 +43,18 @@ class Tried:
 
 
 @frozen(eq=False)
-class Found:
+class SearchResult:
     """The best step, where the search began, why each setting that differs does, and all that was tried."""
 
-    step: Step
-    start: Step
+    step: PlannedStep
+    start: PlannedStep
     reasons: tuple[str, ...]
-    tried: tuple[Tried, ...]
+    tried: tuple[Trial, ...]
 
 
-def search(job: Job, hardware: Hardware, start: Choice | None = None, space: Space | None = None) -> Found:
+def search(
+    job: StepSpec, hardware: Hardware, start: Choice | None = None, space: SearchSpace | None = None
+) -> SearchResult:
     """The fastest step of `job` on `hardware` that fits its memory; if none does, the one that lacks least.
 
     Varies what `space` allows, from `start` on, whose values stay where others gain nothing. Takes seconds for a
@@ -60,8 +69,8 @@ def search(job: Job, hardware: Hardware, start: Choice | None = None, space: Spa
     >>> search(job, ROUND, Choice(bucket_size=1 << 20), Space(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
     """
-    first = step(job, start or Choice(), hardware)
-    walk = _Walk(job, hardware, space or Space(), first)
+    first = play_through(job, start or Choice(), hardware)
+    walk = _Walk(job, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
         for alternatives in COORDINATES:
@@ -71,21 +80,21 @@ def search(job: Job, hardware: Hardware, start: Choice | None = None, space: Spa
             break
     walk.undo_idle_changes()
     walk.count_shadows()
-    return Found(walk.best, first, tuple(_reasons(walk)), tuple(walk.tried))
+    return SearchResult(walk.best, first, tuple(_reasons(walk)), tuple(walk.tried))
 
 
 @define(eq=False)
 class _Walk:
     """A search under way: the best step up to now, the fastest that fits, and what has been seen."""
 
-    job: Job
+    job: StepSpec
     hardware: Hardware
-    space: Space
-    first: Step
-    best: Step = field(init=False)
+    space: SearchSpace
+    first: PlannedStep
+    best: PlannedStep = field(init=False)
     fastest: float = field(init=False)
-    seen: dict[Choice, Step | None] = field(factory=dict[Choice, Step | None])
-    tried: list[Tried] = field(factory=list[Tried])
+    seen: dict[Choice, PlannedStep | None] = field(factory=dict[Choice, PlannedStep | None])
+    tried: list[Trial] = field(factory=list[Trial])
     last: tuple[Choice, Graph] | None = None  # the last graph, and what it was emitted for
 
     def __attrs_post_init__(self) -> None:
@@ -104,34 +113,34 @@ class _Walk:
         change = _change(choice, self.best.choice)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
             told = f"{change}: cannot fit, {short_of(lacking)} for what is always there"
-            self.tried.append(Tried(choice, None, lacking, told))
+            self.tried.append(Trial(choice, None, lacking, told))
         elif self.best.fits and least > self.best.seconds * (1 - WORTH):
-            told = f"{change}: cannot be faster, {lane} alone takes {in_words(least)}"
-            self.tried.append(Tried(choice, None, {}, told))
+            told = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
+            self.tried.append(Trial(choice, None, {}, told))
         else:
             self._simulate(choice, graph)
 
-    def _simulate(self, choice: Choice, graph: Graph) -> Step:
-        made = self.seen[choice] = step(self.job, choice, self.hardware, graph)
-        self._note(made, f"{_change(choice, self.best.choice)}: {compared(made, self.best)}")
+    def _simulate(self, choice: Choice, graph: Graph) -> PlannedStep:
+        made = self.seen[choice] = play_through(self.job, choice, self.hardware, graph)
+        self._note(made, f"{_change(choice, self.best.choice)}: {gains_and_costs(made, self.best)}")
         if _better(made, self.best):
             self.best = made
         return made
 
-    def _note(self, made: Step, told: str) -> None:
+    def _note(self, made: PlannedStep, told: str) -> None:
         if made.fits:
             self.fastest = min(self.fastest, made.seconds) if self.best.fits else made.seconds
         short = f"; {short_of(made.lacking)}" if made.lacking else ""
-        self.tried.append(Tried(made.choice, made.seconds, made.lacking, told + short))
+        self.tried.append(Trial(made.choice, made.seconds, made.lacking, told + short))
 
     def graph(self, choice: Choice) -> Graph:
         """The operations of `choice`; the schedule does not matter to them."""
         plain = evolve(choice, schedule="")
         if self.last is None or self.last[0] != plain:
-            self.last = plain, emitted(self.job, choice)
+            self.last = plain, operations_of(self.job, choice)
         return self.last[1]
 
-    def simulated(self, choice: Choice) -> Step:
+    def simulated(self, choice: Choice) -> PlannedStep:
         """The step of `choice`, whatever arithmetic says of it."""
         return self.seen.get(choice) or self._simulate(choice, self.graph(choice))
 
@@ -150,7 +159,7 @@ class _Walk:
             self.best = self.simulated(evolve(self.best.choice, speculate=most))
 
 
-def _better(new: Step, old: Step) -> bool:
+def _better(new: PlannedStep, old: PlannedStep) -> bool:
     """Fewer bytes that there is no room for; of equals the faster one, by what is worth a change."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     return lacking < before or (lacking == before and new.seconds < old.seconds * (1 - WORTH))
@@ -173,7 +182,7 @@ def _reasons(walk: _Walk) -> Iterator[str]:
         back = walk.simulated(_with(walk.best.choice, name, walk.first.choice))
         told = f"{_value(walk.best.choice, name)} instead of {_value(back.choice, name, bare=True)}"
         short = f"; otherwise {short_of(back.lacking)}" if back.lacking and walk.best.fits else ""
-        yield f"{told}: {compared(walk.best, back)}{short}"
+        yield f"{told}: {gains_and_costs(walk.best, back)}{short}"
 
 
 def _changed(new: Choice, old: Choice) -> list[str]:

@@ -10,11 +10,11 @@ from attrs import evolve, frozen
 
 from zfunc.core.layout import make_layout
 from zfunc.core.memory_model import kept
-from zfunc.planner.candidate import Choice, Step, emitted
+from zfunc.planner.candidate import Choice, PlannedStep, operations_of
 
 
 @frozen
-class Space:
+class SearchSpace:
     """What may be chosen. `speculate` is in shares of the buckets; of `offload_ratios`, None are those that fit."""
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
@@ -33,19 +33,19 @@ class Space:
     delay: tuple[bool, ...] = (False,)
 
 
-def _schedules(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
     for name in space.schedules:
         yield evolve(best.choice, schedule=name)
 
 
-def _speculate(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
     if best.job.barrier and not best.choice.delay:
         count = len(best.job.offloaded)
         for share in space.speculate:
             yield evolve(best.choice, speculate=round(share * count))
 
 
-def _ratios(best: Step, space: Space, first: bool) -> Iterator[Choice]:
+def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Choice]:
     ratios = space.offload_ratios
     if ratios is None:
         ratios = ratios_that_fit(best) if first else ()
@@ -53,7 +53,7 @@ def _ratios(best: Step, space: Space, first: bool) -> Iterator[Choice]:
         yield evolve(best.choice, offload_ratio=ratio)
 
 
-def ratios_that_fit(best: Step) -> tuple[float, ...]:
+def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     """Shares of the state that may stay on the host: all, down to where the device is full, and half way.
 
     What is kept on the device grows evenly from a ratio of 1 to one of 0. The last is the lowest by arithmetic: it
@@ -66,7 +66,8 @@ def ratios_that_fit(best: Step) -> tuple[float, ...]:
     if there is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        kept(emitted(best.job, evolve(best.choice, offload_ratio=ratio)))["device"] for ratio in (0.0, 1.0)
+        kept(operations_of(best.job, evolve(best.choice, offload_ratio=ratio)))["device"]
+        for ratio in (0.0, 1.0)
     )
     free = there - best.memory["device"] + kept(best.plan.graph)["device"] - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
@@ -74,7 +75,7 @@ def ratios_that_fit(best: Step) -> tuple[float, ...]:
     return tuple(dict.fromkeys(n / 100 for n in (100, (100 + whole) // 2, min(100, whole + 2), whole)))
 
 
-def _buckets(best: Step, space: Space, first: bool) -> Iterator[Choice]:
+def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Choice]:
     sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.choice.bucket_size)
     known = {_cuts(best, size) for size in (best.choice.bucket_size,)}
     for size in sizes:
@@ -86,29 +87,29 @@ def _buckets(best: Step, space: Space, first: bool) -> Iterator[Choice]:
             )
 
 
-def _cuts(best: Step, bucket_size: int) -> tuple[int, ...]:
+def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     """Where buckets of that size end: two sizes that cut alike are one."""
     layout = make_layout(best.job.layout.parameters, bucket_size=bucket_size, world=best.job.world)
     return tuple(b.stop for b in layout.buckets)
 
 
-def _host_slots(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
     for count in _beside(space.host_slots, best.choice.host_slots):
         yield evolve(best.choice, host_slots=count)
 
 
-def _grad_slots(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
     if best.job.stage == 2:  # in stage 1 every bucket has its own
         for count in _beside(space.grad_slots, best.choice.grad_slots):
             yield evolve(best.choice, grad_slots=count)
 
 
-def _delay(best: Step, space: Space, _first: bool) -> Iterator[Choice]:
+def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
     for delay in space.delay:
         yield evolve(best.choice, delay=delay, speculate=0 if delay else best.choice.speculate)
 
 
-COORDINATES: tuple[Callable[[Step, Space, bool], Iterator[Choice]], ...] = (
+COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[Choice]], ...] = (
     *(_schedules, _delay, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
 )
 

@@ -10,7 +10,7 @@ from typing import Any
 from attrs import field, frozen
 
 from zfunc.options import flag
-from zfunc.planner.candidate import Setup, Step, compared, short_of
+from zfunc.planner.candidate import PlannedStep, Setup, gains_and_costs, short_of
 from zfunc.planner.search_space import ratios_that_fit
 
 WORTH = 0.02  # of a step's time: advice that gains less is not given
@@ -24,8 +24,8 @@ OTHER_NUMBERS = {
 }
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
-Replan = Callable[[Setup], Step]
-Trial = Callable[[Setup, Iterable[dict[str, Any]]], "list[Advice]"]
+Replan = Callable[[Setup], PlannedStep]
+Trial = Callable[[Setup, Iterable[dict[str, Any]]], "list[Suggestion]"]
 
 
 def _dict(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -33,11 +33,11 @@ def _dict(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @frozen(eq=False)
-class Advice:
+class Suggestion:
     """Settings to change, by name, the step that came of it, and what it gains and costs."""
 
     changes: Mapping[str, Any] = field(converter=_dict)
-    step: Step
+    step: PlannedStep
     told: str
 
     def __str__(self) -> str:
@@ -63,9 +63,9 @@ def as_flag(name: str, value: Any) -> str:
     return flag(name) if value is True else f"{flag(name)} {told}"
 
 
-def advise(
-    setup: Setup, step: Step, *, rows: int, replan: Replan, settable: Collection[str] | None = None
-) -> tuple[Advice, ...]:
+def suggest(
+    setup: Setup, step: PlannedStep, *, rows: int, replan: Replan, settable: Collection[str] | None = None
+) -> tuple[Suggestion, ...]:
     """What to change about `step`, the best first. `rows` is the size of a rank's batch; `replan` plans a setup.
 
     Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
@@ -73,7 +73,7 @@ def advise(
     Only names in `settable` are changed, if there is such a list.
     """
 
-    def tried(base: Setup, changes: Iterable[dict[str, Any]]) -> list[Advice]:
+    def tried(base: Setup, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
         possible = [c for c in changes if settable is None or c.keys() <= set(settable)]
         return list(_tried(base, step, possible, replan))
 
@@ -88,23 +88,25 @@ def advise(
     return _combined(setup, step, rows, tried) if together and together[0].step.fits else together
 
 
-def _tried(setup: Setup, step: Step, changes: list[dict[str, Any]], replan: Replan) -> Iterator[Advice]:
+def _tried(
+    setup: Setup, step: PlannedStep, changes: list[dict[str, Any]], replan: Replan
+) -> Iterator[Suggestion]:
     for change in changes:
         try:
             new = replan(setup.having(**change))
         except ValueError:  # a combination that is refused is no advice
             continue
-        yield Advice(change, new, _told(change, new, step))
+        yield Suggestion(change, new, _told(change, new, step))
 
 
-def _told(change: Mapping[str, Any], new: Step, old: Step) -> str:
-    end = f"fits, {compared(new, old)}" if new.fits and not old.fits else compared(new, old)
+def _told(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
+    end = f"fits, {gains_and_costs(new, old)}" if new.fits and not old.fits else gains_and_costs(new, old)
     short = f"; still {short_of(new.lacking)}" if new.lacking else ""
     other = ", ".join(OTHER_NUMBERS[name] for name in change if name in OTHER_NUMBERS)
     return f"{end}{short}{f' ({other})' if other else ''}"
 
 
-def _distinct(found: list[Advice]) -> Iterator[Advice]:
+def _distinct(found: list[Suggestion]) -> Iterator[Suggestion]:
     """Of several values of one setting the first."""
     seen: set[tuple[str, ...]] = set()
     for advice in found:
@@ -116,7 +118,7 @@ def _distinct(found: list[Advice]) -> Iterator[Advice]:
 # --- to make it fit ----------------------------------------------------------------------------------------
 
 
-def _smaller(setup: Setup, step: Step, rows: int) -> Iterator[dict[str, Any]]:
+def _smaller(setup: Setup, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
     """Changes that need less of what is lacking."""
     tiers = {"device", "host"} if step.hardware.unified else set(step.lacking)
     if "device" in tiers:
@@ -151,7 +153,7 @@ def _smaller_on_host(setup: Setup) -> Iterator[dict[str, Any]]:
         yield {"speculate": 0}
 
 
-def _combined(setup: Setup, step: Step, rows: int, tried: Trial) -> tuple[Advice, ...]:
+def _combined(setup: Setup, step: PlannedStep, rows: int, tried: Trial) -> tuple[Suggestion, ...]:
     """One change after the other, always the one after which least is lacking, until it fits or none helps."""
     changes: dict[str, Any] = {}
     now = step
@@ -164,7 +166,7 @@ def _combined(setup: Setup, step: Step, rows: int, tried: Trial) -> tuple[Advice
         changes, now = {**changes, **best.changes}, best.step
         if now.fits:
             break
-    return (Advice(changes, now, _told(changes, now, step)),) if changes else ()
+    return (Suggestion(changes, now, _told(changes, now, step)),) if changes else ()
 
 
 def _divisors(rows: int) -> list[int]:
@@ -174,7 +176,7 @@ def _divisors(rows: int) -> list[int]:
 # --- to make it faster ---------------------------------------------------------------------------------------
 
 
-def _faster(setup: Setup, step: Step, rows: int, tried: Trial) -> Iterator[Advice]:
+def _faster(setup: Setup, step: PlannedStep, rows: int, tried: Trial) -> Iterator[Suggestion]:
     found = [a for a in tried(setup, _changes(setup, step, rows)) if a.step.fits]
     if any("recompute" in a.changes for a in found):  # or keeping everything takes even more room
         found += (a for a in tried(setup, [{"recompute": "none"}]) if a.step.fits)
@@ -182,7 +184,7 @@ def _faster(setup: Setup, step: Step, rows: int, tried: Trial) -> Iterator[Advic
     yield from _distinct(sorted(gain, key=lambda a: a.step.seconds))
 
 
-def _changes(setup: Setup, step: Step, rows: int) -> Iterator[dict[str, Any]]:
+def _changes(setup: Setup, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
     """Changes that may make the step faster."""
     if setup.recompute == "all":
         yield {"recompute": "min-cut"}

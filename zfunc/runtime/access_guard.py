@@ -15,7 +15,7 @@ from zfunc.core.graph import Op, Region
 from zfunc.errors import UndeclaredAccess
 
 
-class Guard(MutableMapping[Region, Any]):
+class AccessGuard(MutableMapping[Region, Any]):
     """The memory as operation `op` may use it. Slow: it copies what is only read."""
 
     def __init__(self, op: Op, mem: MutableMapping[Region, Any]) -> None:

@@ -26,7 +26,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zfunc.errors import RankError
-from zfunc.runtime.failure_detection import RollCall, Sign, StoreLost
+from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom
 
 log = logging.getLogger("zfunc")
 
@@ -35,7 +35,7 @@ LISTEN = 1.0  # seconds for a rank in a collective to notice that its connection
 SETTLE = 30.0  # seconds for a rank that computes to come and notice; no more than the time-out
 SETTLE_LATE = 5.0  # the same, after a time-out: who is in the collective answers within LISTEN
 
-GOT: dict[Sign, str] = {
+GOT: dict[Symptom, str] = {
     "broken": "a broken connection",
     "late": "a time-out",
     "told": "word that another rank has given up",
@@ -50,7 +50,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 
 
 @define(eq=False)
-class Ranks:
+class RankGroup:
     """`world` ranks, of which this is number `rank`; a world of 1 has no group and sends nothing.
 
     `sent` counts the bytes this rank has had to send, as the best algorithms for its collectives do:
@@ -67,7 +67,7 @@ class Ranks:
     process: int = field(factory=os.getpid)
 
     @classmethod
-    def of(cls, group: Any = None) -> "Ranks":
+    def of(cls, group: Any = None) -> "RankGroup":
         """The ranks of `group`; None is the default group, or this process alone if there is none."""
         if group is None and not (dist.is_available() and dist.is_initialized()):
             return cls()
@@ -76,9 +76,9 @@ class Ranks:
         return cls(group, dist.get_rank(group), len(members), members=members, store=store)
 
     @property
-    def roll(self) -> RollCall:
+    def roll(self) -> FailureDetector:
         """What is asked when a collective has failed."""
-        return RollCall(self.store, self.rank, self.world)
+        return FailureDetector(self.store, self.rank, self.world)
 
     def leave(self, why: str) -> None:
         """Say that this rank comes to no collective any more; the others need not wait for the time-out then.
@@ -240,7 +240,7 @@ class Ranks:
         except dist.DistError as error:
             self._give_up(what, begun, "broken", error)
 
-    def _give_up(self, what: str, begun: float, sign: Sign, error: Exception | None = None) -> NoReturn:
+    def _give_up(self, what: str, begun: float, sign: Symptom, error: Exception | None = None) -> NoReturn:
         """Call the roll, and raise RankError with who is missing. From now on every collective raises."""
         waited = time.monotonic() - begun
         timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
@@ -265,7 +265,7 @@ class Ranks:
         return self.members[self.rank]
 
 
-def _wait(work: Any, roll: RollCall) -> bool:
+def _wait(work: Any, roll: FailureDetector) -> bool:
     """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
     while roll.store is not None:
         asked = time.monotonic()

@@ -15,7 +15,7 @@ OPENMP = ("libgomp", "libiomp", "libomp")  # GNU's, Intel's, LLVM's
 
 
 @frozen
-class Node:
+class NumaNode:
     """A NUMA node: memory, and the CPUs that are near to it. None stands for unknown."""
 
     index: int
@@ -39,13 +39,13 @@ def cpu_list(text: str) -> frozenset[int]:
 def physical_cores(cpus: Iterable[int], root: Path = ROOT) -> int:
     """Cores behind these CPUs: hyperthreads of one core wait for the same memory. An unknown CPU is a core."""
     siblings = (f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list" for cpu in cpus)
-    return len({read(root / path) or path for path in siblings})
+    return len({read_text(root / path) or path for path in siblings})
 
 
 def cpu_quota(root: Path = ROOT) -> float:
     """CPUs the cgroup grants (v2 cpu.max, v1 cfs_quota), the tightest level on the way up; inf if none."""
     quotas = [math.inf]
-    for line in (read(root / "proc/self/cgroup") or "").splitlines():
+    for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         if line.count(":") < 2:
             continue
         _, controllers, group = line.split(":", 2)
@@ -61,8 +61,8 @@ def cpu_quota(root: Path = ROOT) -> float:
 
 
 def _quota_of(level: Path) -> float:
-    words = (read(level / "cpu.max") or "").split() or [
-        read(level / f"cpu.cfs_{x}_us") or "max" for x in ("quota", "period")
+    words = (read_text(level / "cpu.max") or "").split() or [
+        read_text(level / f"cpu.cfs_{x}_us") or "max" for x in ("quota", "period")
     ]
     try:
         quota, period = map(float, words)
@@ -71,29 +71,33 @@ def _quota_of(level: Path) -> float:
     return quota / period if quota > 0 else math.inf
 
 
-def nodes(root: Path = ROOT) -> tuple[Node, ...]:
+def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
     """The NUMA nodes that have CPUs or memory, in order; () where the kernel tells none."""
     folder = root / "sys/devices/system/node"
     found = (_node(path) for path in folder.glob("node[0-9]*"))
     return tuple(sorted((n for n in found if n.cpus or n.total_bytes), key=lambda n: n.index))
 
 
-def _node(folder: Path) -> Node:
-    lines = (line.split() for line in (read(folder / "meminfo") or "").splitlines())  # Node 0 MemFree: 9 kB
+def _node(folder: Path) -> NumaNode:
+    lines = (
+        line.split() for line in (read_text(folder / "meminfo") or "").splitlines()
+    )  # Node 0 MemFree: 9 kB
     sizes = {words[2]: int(words[3]) * 1024 for words in lines if len(words) == 5}
-    cpus = cpu_list(read(folder / "cpulist") or "")
-    return Node(int(folder.name.removeprefix("node")), cpus, sizes.get("MemTotal:"), sizes.get("MemFree:"))
+    cpus = cpu_list(read_text(folder / "cpulist") or "")
+    return NumaNode(
+        int(folder.name.removeprefix("node")), cpus, sizes.get("MemTotal:"), sizes.get("MemFree:")
+    )
 
 
 def huge_page_mode(root: Path = ROOT) -> str | None:
     """Who gets transparent huge pages: "always" everyone, "madvise" who asks, "never" nobody; None: unknown."""
-    words = (read(root / "sys/kernel/mm/transparent_hugepage/enabled") or "").split()
+    words = (read_text(root / "sys/kernel/mm/transparent_hugepage/enabled") or "").split()
     return next((word.strip("[]") for word in words if word.startswith("[")), None)
 
 
 def openmp_runtimes(root: Path = ROOT) -> tuple[str, ...] | None:
     """Paths of the OpenMP libraries loaded in this process, sorted; None: unknown."""
-    text = read(root / "proc/self/maps")
+    text = read_text(root / "proc/self/maps")
     if text is None:
         return None
     paths = {words[5] for words in (line.split(maxsplit=5) for line in text.splitlines()) if len(words) == 6}
@@ -102,14 +106,14 @@ def openmp_runtimes(root: Path = ROOT) -> tuple[str, ...] | None:
 
 def cpu_model(root: Path = ROOT) -> str | None:
     """The name of the processor; None: unknown."""
-    for line in (read(root / "proc/cpuinfo") or "").splitlines():
+    for line in (read_text(root / "proc/cpuinfo") or "").splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model"):
             return value.strip()
     return None
 
 
-def read(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
     """The text of a small file without the white space around it; None if it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
@@ -121,7 +125,7 @@ def mapping_of(address: int, root: Path = ROOT) -> dict[str, str]:
     """What the kernel says of this process's memory at `address`, such as AnonHugePages; {} if unknown."""
     found: dict[str, str] = {}
     inside = False
-    for line in (read(root / "proc/self/smaps") or "").splitlines():
+    for line in (read_text(root / "proc/self/smaps") or "").splitlines():
         key, *values = line.split(maxsplit=1)
         if key.endswith(":"):
             if inside:
@@ -134,7 +138,9 @@ def mapping_of(address: int, root: Path = ROOT) -> dict[str, str]:
 
 def largest_cache(root: Path = ROOT) -> int | None:
     """Bytes of the largest cache of CPU 0; None: unknown."""
-    sizes = [read(path) or "" for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    sizes = [
+        read_text(path) or "" for path in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    ]
     return max(
         (int(size[:-1]) << 10 for size in sizes if size[:-1].isdecimal() and size[-1] == "K"), default=None
     )
@@ -143,7 +149,7 @@ def largest_cache(root: Path = ROOT) -> int | None:
 def busy_ticks(cpus: Iterable[int], root: Path = ROOT) -> int | None:
     """Ticks (`os.sysconf("SC_CLK_TCK")` a second) these CPUs have worked since they started; None: unknown."""
     wanted = {f"cpu{cpu}" for cpu in cpus}
-    lines = (line.split() for line in (read(root / "proc/stat") or "").splitlines())
+    lines = (line.split() for line in (read_text(root / "proc/stat") or "").splitlines())
     # user, nice, system, then idle and waiting for disks, then interrupts and what a hypervisor gave others
     ticks = [sum(map(int, (*words[1:4], *words[6:9]))) for words in lines if words and words[0] in wanted]
     return sum(ticks) if ticks else None

@@ -31,9 +31,9 @@ from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import ExecutionError, LaneTimeout
-from zfunc.runtime.access_guard import Guard, tensors
+from zfunc.runtime.access_guard import AccessGuard, tensors
 from zfunc.runtime.fault_injection import Fault
-from zfunc.runtime.thread_pinning import take_seats
+from zfunc.runtime.thread_pinning import bind_default_team
 from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
@@ -63,7 +63,7 @@ class Item:
 
 
 @frozen(eq=False)
-class Prepared:
+class PreparedPlan:
     """A plan with its stages looked up. Lanes in the plan's order; `main` is the one for the calling thread."""
 
     plan: Plan
@@ -75,13 +75,13 @@ class Prepared:
 
 
 @define(eq=False)
-class Run:
+class RunningStep:
     """What the lanes of one step share."""
 
-    prepared: Prepared
+    prepared: PreparedPlan
     mem: Any
     step: Any
-    options: "Options"
+    options: "RunOptions"
     origin: float
     flags: dict[int, threading.Event]
     left: dict[Region, int]
@@ -94,7 +94,7 @@ class Run:
 
 
 @frozen
-class Options:
+class RunOptions:
     """How to run: with delays, with only declared regions, with device times, with faults (all happen)."""
 
     jitter: Jitter | None = None
@@ -104,7 +104,7 @@ class Options:
 
 
 @frozen
-class Ran:
+class StepRun:
     """What a run leaves: the timeline, and in seconds how long it took, and host operations of it."""
 
     timeline: Timeline
@@ -112,7 +112,7 @@ class Ran:
     host_seconds: float
 
 
-def prepare(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> Prepared:
+def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> PreparedPlan:
     """Look up everything a step needs. Raises ValueError for a verb without a stage."""
     missing = sorted({op.verb for op in plan.graph} - stages.keys())
     if missing:
@@ -138,7 +138,7 @@ def prepare(plan: Plan, stages: Mapping[str, Stage], device: torch.device) -> Pr
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
     sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
     events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind not in HOST_CODE}
-    return Prepared(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
+    return PreparedPlan(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
 
 
 class Executor:
@@ -159,8 +159,13 @@ class Executor:
         torch.set_num_threads(self._team)
 
     def run(
-        self, prepared: Prepared, mem: dict[Region, Any], step: Any, options: Options, started: set[int]
-    ) -> Ran:
+        self,
+        prepared: PreparedPlan,
+        mem: dict[Region, Any],
+        step: Any,
+        options: RunOptions,
+        started: set[int],
+    ) -> StepRun:
         """Run every lane to its end and return when all work, also on streams, is done.
 
         `started` receives the position of every operation that was begun, also if the run fails.
@@ -171,7 +176,9 @@ class Executor:
         self._process, plan = os.getpid(), prepared.plan
         flags = {x.position: threading.Event() for items in prepared.lanes for x in items if x.awaited}
         base = self._begin(plan, options)  # finished when it returns: both clocks start here
-        run = Run(prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started)
+        run = RunningStep(
+            prepared, mem, step, options, time.perf_counter(), flags, dict(prepared.accesses), started
+        )
         others = [n for n in range(len(plan.lanes)) if n != prepared.main]
         done = {n: threading.Event() for n in others}
         handed: list[int] = []
@@ -192,7 +199,7 @@ class Executor:
         if run.failure is not None:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
-        return Ran(_timeline(run, base), time.perf_counter() - run.origin, host)
+        return StepRun(_timeline(run, base), time.perf_counter() - run.origin, host)
 
     def check_process(self, action: str) -> None:
         """Raise RuntimeError in a fork of the process that has made a step: its threads are not there."""
@@ -203,7 +210,7 @@ class Executor:
                 'the first step, or start the child with multiprocessing.get_context("spawn")'
             )
 
-    def _begin(self, plan: Plan, options: Options) -> torch.cuda.Event | None:
+    def _begin(self, plan: Plan, options: RunOptions) -> torch.cuda.Event | None:
         if self.device.type != "cuda":
             return None
         here = torch.cuda.current_stream(self.device)
@@ -230,7 +237,7 @@ class Executor:
             self._threads[lane] = tasks
         return self._threads[lane]
 
-    def _join(self, run: Run, done: threading.Event, lane: str) -> None:
+    def _join(self, run: RunningStep, done: threading.Event, lane: str) -> None:
         while self._in_vain(run, done):
             if run.failure is None:
                 self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
@@ -240,7 +247,7 @@ class Executor:
         for stream in self._streams.values():
             stream.synchronize()
 
-    def _drive(self, run: Run, n: int) -> None:
+    def _drive(self, run: RunningStep, n: int) -> None:
         """Issue the operations of one lane in order; on an exception stop every lane."""
         lane = run.prepared.plan.lanes[n].name
         cuda = self.device.type == "cuda"
@@ -252,7 +259,7 @@ class Executor:
             if (
                 n in run.prepared.sweeping and n != run.prepared.main
             ):  # the caller's thread is not ours to bind
-                take_seats()
+                bind_default_team()
             with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
                 for item in run.prepared.lanes[n]:
                     self._await(run, item, lane, stream)
@@ -284,7 +291,7 @@ class Executor:
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 
-    def _await(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _await(self, run: RunningStep, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         for i in item.waits:
             if self._in_vain(run, run.flags[i]):
                 other, _ = run.prepared.plan.place[i]
@@ -297,7 +304,7 @@ class Executor:
             if event is not None and run.failure is None:
                 stream.wait_event(event) if item.on_stream else event.synchronize()  # type: ignore[union-attr]
 
-    def _in_vain(self, run: Run, flag: threading.Event) -> bool:
+    def _in_vain(self, run: RunningStep, flag: threading.Event) -> bool:
         """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
         say which rank is missing: while a lane is in one, this one waits as long again."""
         if flag.wait(self.patience):
@@ -308,11 +315,11 @@ class Executor:
                 return False
         return not ("network" in kinds and flag.wait(self.patience))
 
-    def _kinds(self, run: Run) -> set[Kind]:
+    def _kinds(self, run: RunningStep) -> set[Kind]:
         graph = run.prepared.plan.graph
         return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
 
-    def _issue(self, run: Run, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _issue(self, run: RunningStep, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
         run.running[lane] = item.op.name
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
@@ -327,7 +334,7 @@ class Executor:
             if fault.op == item.op.name:
                 fault.happen()
         if run.options.debug:
-            guard = Guard(item.op, run.mem)
+            guard = AccessGuard(item.op, run.mem)
             item.stage(item.op, guard, run.step)
             guard.check()
         else:
@@ -350,7 +357,7 @@ class Executor:
                 item.position
             ].set()  # after the record, or a waiter would see the event of the last step
 
-    def _fail(self, run: Run, error: BaseException) -> None:
+    def _fail(self, run: RunningStep, error: BaseException) -> None:
         with run.lock:
             run.failure = run.failure or error
         for flag in run.flags.values():
@@ -386,7 +393,7 @@ def _named(error: BaseException, item: Item | None, lane: str) -> BaseException:
     return named
 
 
-def _waiting(what: str, lane: str, run: Run, patience: float, op: str = "the end") -> str:
+def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
     doing = f"is in {now}" if now else "is not in any operation"
     return (
@@ -395,7 +402,7 @@ def _waiting(what: str, lane: str, run: Run, patience: float, op: str = "the end
     )
 
 
-def _timeline(run: Run, base: torch.cuda.Event | None) -> Timeline:
+def _timeline(run: RunningStep, base: torch.cuda.Event | None) -> Timeline:
     plan = run.prepared.plan
     times = {i: (start, end) for i, start, end in run.spans}
     if base is not None:

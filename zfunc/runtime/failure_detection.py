@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 from attrs import asdict, frozen
 
 T = TypeVar("T")
-Sign = Literal["broken", "late", "told"]  # a connection broke; the time-out; somebody else has given up
+Symptom = Literal["broken", "late", "told"]  # a connection broke; the time-out; somebody else has given up
 
 POLL = 0.05  # seconds between two questions
 ANSWER = 3.0  # seconds for the store to answer one
@@ -31,7 +31,7 @@ class StoreLost(Exception):  # noqa: N818
 
 
 @frozen
-class Verdict:
+class MissingRanks:
     """Which ranks of the group are missing, and what is known of why."""
 
     missing: tuple[int, ...]
@@ -41,9 +41,9 @@ class Verdict:
     def text(self, names: Sequence[int], me: int) -> str:
         """What to tell on the rank `me`, with `names[rank]` for each rank.
 
-        >>> Verdict((1,)).text(names=(0, 1), me=0)
+        >>> MissingRanks((1,)).text(names=(0, 1), me=0)
         'rank 1 is gone'
-        >>> Verdict((0, 2), late=True).text(names=(4, 5, 6), me=2)
+        >>> MissingRanks((0, 2), late=True).text(names=(4, 5, 6), me=2)
         'rank 4 did not come'
         """
         absent = [r for r in self.missing if r != me]
@@ -62,7 +62,7 @@ class Verdict:
 
 
 @frozen(eq=False)
-class RollCall:
+class FailureDetector:
     """The roll of `world` ranks in their `store` (as `torch.distributed.Store`; None if it cannot be had).
 
     A group is only ever called once: after that nothing it sends counts any more.
@@ -86,7 +86,7 @@ class RollCall:
         """Whether any rank has left or given up. Raises StoreLost."""
         return self._ask(lambda: self.store.check([_key("failed")]), ANSWER)
 
-    def take(self, sign: Sign, *, least: float, most: float) -> Verdict:
+    def take(self, sign: Symptom, *, least: float, most: float) -> MissingRanks:
         """Call this rank and hear who else does, for at most `most` seconds; the same verdict on every rank.
 
         Done when all others have called but one, though not before `least` seconds, in which that one may. Raises
@@ -94,7 +94,7 @@ class RollCall:
         """
         return self._ask(lambda: self._take(sign, least, most), most + FAREWELL + ANSWER)
 
-    def _take(self, sign: Sign, least: float, most: float) -> Verdict:
+    def _take(self, sign: Symptom, least: float, most: float) -> MissingRanks:
         begun, store = time.monotonic(), self.store
         store.set(_key("here", self.rank), sign)
         store.add(_key("calls"), 1)
@@ -108,15 +108,15 @@ class RollCall:
                 time.sleep(POLL)
         verdict = json.loads(store.get(_key("verdict")))
         self._part()
-        return Verdict(tuple(verdict["missing"]), verdict["late"], verdict["why"])
+        return MissingRanks(tuple(verdict["missing"]), verdict["late"], verdict["why"])
 
-    def _found(self) -> Verdict:
+    def _found(self) -> MissingRanks:
         if self.store.check([_key("left")]):
             left = json.loads(self.store.get(_key("left")))
-            return Verdict((left["rank"],), why=left["why"])
+            return MissingRanks((left["rank"],), why=left["why"])
         here = [r for r in range(self.world) if self.store.check([_key("here", r)])]
         late = any(self.store.get(_key("here", r)) == b"late" for r in here)
-        return Verdict(tuple(r for r in range(self.world) if r not in here), late=late)
+        return MissingRanks(tuple(r for r in range(self.world) if r not in here), late=late)
 
     def _part(self) -> None:
         """Stay until everybody who has called has the verdict: the store may end with this process."""

@@ -1,7 +1,7 @@
 """Failures on purpose: at which rank, step and operation one happens, as a value the executor is given.
 
 The invariant: a fault names an operation of the plan, so that the test which asks for it knows where the rank was;
-`check` refuses one that would never happen.
+`check_faults` refuses one that would never happen.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Any, Literal, NoReturn, get_args
 from attrs import field, frozen, validators
 
 from zfunc.core.plan import Plan
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 
 log = logging.getLogger("zfunc")
 
@@ -47,7 +47,7 @@ class Fault:
     action: Action = field(validator=validators.in_(ACTIONS))
 
     def __str__(self) -> str:
-        """As `parse` reads it."""
+        """As `parse_faults` reads it."""
         return f"rank={self.rank},step={self.step},op={self.op},do={self.action}"
 
     def happen(self) -> None:
@@ -60,10 +60,10 @@ class Fault:
         os.kill(os.getpid(), signal.SIGKILL if self.action == "kill" else signal.SIGTERM)
 
 
-def parse(text: str) -> tuple[Fault, ...]:
+def parse_faults(text: str) -> tuple[Fault, ...]:
     """Faults from text, joined by `;`. Raises ValueError for any other text.
 
-    >>> first, second = parse("rank=0,step=2,op=pack[0,2,0],do=hang; do=kill,op=load[0],step=1,rank=1")
+    >>> first, second = parse_faults("rank=0,step=2,op=pack[0,2,0],do=hang; do=kill,op=load[0],step=1,rank=1")
     >>> first.op, second.action
     ('pack[0,2,0]', 'kill')
     """
@@ -71,27 +71,27 @@ def parse(text: str) -> tuple[Fault, ...]:
 
 
 def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
-    """The faults in ZFUNC_FAULTS, or none. Raises ValueError as `parse` does."""
-    return parse(environment.get(VARIABLE, ""))
+    """The faults in ZFUNC_FAULTS, or none. Raises ValueError as `parse_faults` does."""
+    return parse_faults(environment.get(VARIABLE, ""))
 
 
 def due(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
     """Those of this rank and step.
 
-    >>> due(parse("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
+    >>> due(parse_faults("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
     ()
     """
     return tuple(fault for fault in faults if (fault.rank, fault.step) == (rank, step))
 
 
-def check(faults: Iterable[Fault], plan: Plan) -> None:
+def check_faults(faults: Iterable[Fault], plan: Plan) -> None:
     """Raise ValueError, with the nearest name, for a fault in an operation that `plan` does not have."""
     for fault in faults:
         if fault.op not in plan.graph.position:
             known = list(plan.graph.position)
             raise ValueError(
                 f"fault {fault}: got the operation {fault.op!r}, expected one of the plan's "
-                f"{len(known)}{nearest(fault.op, known)}. Print the plan to see them"
+                f"{len(known)}{did_you_mean(fault.op, known)}. Print the plan to see them"
             )
 
 
@@ -106,7 +106,8 @@ def _parse(text: str) -> Fault:
     action: Any = given["do"]
     if action not in ACTIONS:
         _refuse(
-            text, f"expected one of {', '.join(ACTIONS)} for do, got {action!r}{nearest(action, [*ACTIONS])}"
+            text,
+            f"expected one of {', '.join(ACTIONS)} for do, got {action!r}{did_you_mean(action, [*ACTIONS])}",
         )
     return Fault(int(given["rank"]), int(given["step"]), given["op"], action)
 

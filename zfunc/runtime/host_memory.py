@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.runtime.host_pages import PAGE, Pages, anonymous, touch
+from zfunc.runtime.host_pages import PAGE, HostPages, map_pages, touch
 from zfunc.runtime.numa import first_touches
-from zfunc.runtime.thread_budget import default_seats, default_threads
+from zfunc.runtime.thread_budget import default_numa_slots, default_threads
 
 PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _CGROUP = Path("/sys/fs/cgroup")
@@ -36,7 +36,7 @@ def available_device_bytes(device: torch.device) -> int:
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
-def host_buffer(
+def alloc_host(
     numel: int, dtype: torch.dtype, *, pinned: bool, sweeps: Sequence[tuple[int, int]] = ()
 ) -> Tensor:
     """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
@@ -46,13 +46,13 @@ def host_buffer(
     buffers are registered with CUDA: torch's caching pinned allocator would round the size up to a power of two,
     nearly doubling a large one. Raises MemoryError where there is no room, RuntimeError if CUDA refuses.
 
-    >>> host_buffer(3, torch.float32, pinned=False)
+    >>> alloc_host(3, torch.float32, pinned=False)
     tensor([0., 0., 0.])
     """
     nbytes = numel * dtype.itemsize
     if not numel or (nbytes < PAGE and not pinned):
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    pages, seats = anonymous(nbytes), default_seats()
+    pages, seats = map_pages(nbytes), default_numa_slots()
     threads = default_threads()
     touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), seats)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
@@ -61,7 +61,7 @@ def host_buffer(
     return tensor
 
 
-def _pin(pages: Pages) -> None:
+def _pin(pages: HostPages) -> None:
     # A fork would leave this process copies of pages it writes to, and the device the ones it knows.
     pages.madvise(mmap.MADV_DONTFORK)
     runtime: Any = torch.cuda.cudart()

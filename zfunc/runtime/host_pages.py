@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from zfunc.runtime.numa import Seat, Touch
+from zfunc.runtime.numa import FirstTouch, NumaSlot
 
 PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB
@@ -26,7 +26,7 @@ POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14: touches without writi
 _libc: Any = ctypes.CDLL(None, use_errno=True)
 
 
-class Pages(mmap.mmap):
+class HostPages(mmap.mmap):
     """Anonymous memory; what registered it is undone before it is unmapped. A tensor on it keeps it alive."""
 
     release: Callable[[], object] | None = None
@@ -41,10 +41,10 @@ class Pages(mmap.mmap):
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
 
-def anonymous(nbytes: int) -> Pages:
+def map_pages(nbytes: int) -> HostPages:
     """Zeroed pages for `nbytes` > 0, of no physical memory yet. Raises MemoryError where there is no room."""
     try:
-        pages = Pages(
+        pages = HostPages(
             -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )  # shared ones get no huge pages
     except OSError as error:
@@ -58,7 +58,7 @@ def anonymous(nbytes: int) -> Pages:
     return pages
 
 
-def touch(pages: Pages, touches: Sequence[Touch], seats: Sequence[Seat] = ()) -> None:
+def touch(pages: HostPages, touches: Sequence[FirstTouch], seats: Sequence[NumaSlot] = ()) -> None:
     """Give every page its physical memory, each rank's from a thread of its own, on its seat if it has one.
 
     Raises MemoryError where there is no room. The caller's thread stays where it is.
@@ -69,7 +69,7 @@ def touch(pages: Pages, touches: Sequence[Touch], seats: Sequence[Seat] = ()) ->
         return
     ranks = [list(group) for _, group in groupby(sorted(touches, key=_rank), key=_rank)]
 
-    def touch_rank(mine: list[Touch]) -> None:
+    def touch_rank(mine: list[FirstTouch]) -> None:
         if seats:
             os.sched_setaffinity(0, seats[mine[0].rank].cpus)  # 0 is the thread that calls
         for one in mine:
@@ -80,7 +80,7 @@ def touch(pages: Pages, touches: Sequence[Touch], seats: Sequence[Seat] = ()) ->
             pass
 
 
-def _rank(touch: Touch) -> int:
+def _rank(touch: FirstTouch) -> int:
     return touch.rank
 
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from zfunc.errors import RankError
-from zfunc.runtime.collectives import Ranks
-from zfunc.runtime.rendezvous import fresh
+from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.rendezvous import fresh_store
 from zfunc.runtime.thread_budget import local_rank, world_size
 
 TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
@@ -47,13 +47,13 @@ def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
 
 
 @contextmanager
-def launched() -> Iterator[Ranks]:
+def launched() -> Iterator[RankGroup]:
     """The ranks of this job: those of the default process group, made from torchrun's environment.
 
     On GPUs a rank uses the device numbered LOCAL_RANK; NCCL moves what is there, gloo what is on the host.
     """
     if world_size() == 1:
-        yield Ranks()
+        yield RankGroup()
         return
     cuda = torch.cuda.is_available()
     if cuda:
@@ -64,7 +64,7 @@ def launched() -> Iterator[Ranks]:
         store.set_timeout(patience)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=fresh(store, rank, world),
+            store=fresh_store(store, rank, world),
             rank=rank,
             world_size=world,
             timeout=patience,
@@ -75,6 +75,6 @@ def launched() -> Iterator[Ranks]:
             "to meet: see that each of them was started, and start all of them again"
         ) from error
     try:
-        yield Ranks.of()
+        yield RankGroup.of()
     finally:
         dist.destroy_process_group()

@@ -12,13 +12,13 @@ from itertools import pairwise
 
 from attrs import frozen
 
-from zfunc.runtime.cpu_topology import Node
+from zfunc.runtime.cpu_topology import NumaNode
 
 UNIT = 128  # elements the kernel deals in
 
 
 @frozen
-class Seat:
+class NumaSlot:
     """Where one thread of a team runs: a node, and the CPUs of it that this process may use."""
 
     node: int
@@ -26,7 +26,7 @@ class Seat:
 
 
 @frozen
-class Touch:
+class FirstTouch:
     """Bytes [start, stop) of a buffer, first touched by the thread of this rank."""
 
     start: int
@@ -34,27 +34,27 @@ class Touch:
     rank: int
 
 
-def seats(
-    nodes: Sequence[Node],
+def numa_slots(
+    nodes: Sequence[NumaNode],
     cpus: frozenset[int],
     *,
     threads: int,
     rank: int = 0,
     ranks: int = 1,
     cores: Callable[[frozenset[int]], int] = len,
-) -> tuple[Seat, ...]:
+) -> tuple[NumaSlot, ...]:
     """A seat for each of this rank's `threads`; () where `cpus` lie on one node, and nothing has to be bound.
 
     The threads of all local ranks, in order, are spread over the nodes in order, in proportion to their `cores`. So
     the ranks of a process group share as few nodes as can be.
 
     >>> two = Node(0, frozenset({0, 1})), Node(1, frozenset({2, 3}))
-    >>> [seat.node for seat in seats(two, frozenset(range(4)), threads=4)]
+    >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=4)]
     [0, 0, 1, 1]
-    >>> [seat.node for seat in seats(two, frozenset(range(4)), threads=2, rank=1, ranks=2)]
+    >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=2, rank=1, ranks=2)]
     [1, 1]
     """
-    usable = [Seat(n.index, n.cpus & cpus) for n in nodes if n.cpus & cpus]
+    usable = [NumaSlot(n.index, n.cpus & cpus) for n in nodes if n.cpus & cpus]
     if len(usable) < 2:
         return ()
     chairs = [seat for seat in usable for _ in range(cores(seat.cpus))]
@@ -69,7 +69,7 @@ def first_touches(
     threads: int,
     page: int,
     sweeps: Sequence[tuple[int, int]] = (),
-) -> tuple[Touch, ...]:
+) -> tuple[FirstTouch, ...]:
     """Who touches what of a buffer [numel] first: a page is the last rank's whose part of a sweep begins on it.
 
     `sweeps` are the elements (start, stop) that one call of the kernel goes over, ascending; () is one over all.
@@ -87,4 +87,4 @@ def first_touches(
     nbytes = numel * itemsize
     edges = [cut for cut in sorted(cuts) if cut < nbytes]
     changes = [cut for n, cut in enumerate(edges) if n == 0 or cuts[cut] != cuts[edges[n - 1]]]
-    return tuple(Touch(a, b, cuts[a]) for a, b in pairwise([*changes, nbytes]) if a < b)
+    return tuple(FirstTouch(a, b, cuts[a]) for a, b in pairwise([*changes, nbytes]) if a < b)

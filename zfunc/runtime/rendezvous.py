@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore, Store
 POLL = 0.02  # seconds
 
 
-def fresh(store: Store, rank: int, world: int) -> Store:
+def fresh_store(store: Store, rank: int, world: int) -> Store:
     """A part of `store` under a name that rank 0 has just made up. All `world` ranks have to call this.
 
     Each other rank asks for it under a name of its own, so what is answered is no rank of before, and says when it

@@ -26,14 +26,14 @@ _thread = (
 )  # .draws: those of the pass that this thread is in; .generators: one for each device
 
 
-def key(*parts: Any) -> int:
+def fold_seed(*parts: Any) -> int:
     """A 63-bit seed from anything that prints: equal parts, equal seed, on every machine."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class Draws:
-    """The draws of one pass of a segment: `count` of them were made; number n is seeded by (`key`, n)."""
+    """The draws of one pass of a segment: `count` of them were made; number n is seeded by (`fold_seed`, n)."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -49,7 +49,7 @@ class Draws:
         own: dict[torch.device, torch.Generator] = _thread.__dict__.setdefault("generators", {})
         if device not in own:
             own[device] = torch.Generator(device)
-        return own[device].manual_seed(key(self.key, n))
+        return own[device].manual_seed(fold_seed(self.key, n))
 
 
 @contextmanager

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from attrs import frozen
 
-from zfunc.runtime.cpu_topology import ROOT, cpu_quota, nodes, physical_cores
-from zfunc.runtime.numa import Seat, seats
+from zfunc.runtime.cpu_topology import ROOT, cpu_quota, numa_nodes, physical_cores
+from zfunc.runtime.numa import NumaSlot, numa_slots
 
 log = logging.getLogger("zfunc")
 
 
 @frozen
-class Decision:
+class ThreadBudget:
     """The number of threads, and what it follows from."""
 
     threads: int
@@ -37,7 +37,7 @@ class Decision:
         )
 
 
-def decide(environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT) -> Decision:
+def choose_threads(environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT) -> ThreadBudget:
     """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
 
     OMP_NUM_THREADS does not count: torchrun sets it to 1 without being asked. Raises ValueError for a
@@ -50,7 +50,7 @@ def decide(environment: Mapping[str, str], cpus: frozenset[int], root: Path = RO
     if asked is not None and asked.strip() != str(threads):
         torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
         overruled = f"OMP_NUM_THREADS={asked}{', set by torchrun,' if torchrun else ''} is overruled"
-    return Decision(threads, cores, cpus, quota, ranks, overruled)
+    return ThreadBudget(threads, cores, cpus, quota, ranks, overruled)
 
 
 def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
@@ -92,17 +92,17 @@ def allowed_cpus() -> frozenset[int]:
 
 @functools.cache
 def default_threads() -> int:
-    """Threads for a sweep of this process, as `decide` finds. Decided once, logged in one line."""
-    decision = decide(os.environ, allowed_cpus())
+    """Threads for a sweep of this process, as `choose_threads` finds. Decided once, logged in one line."""
+    decision = choose_threads(os.environ, allowed_cpus())
     log.info("host Adam uses %s", decision)
     return decision.threads
 
 
 @functools.cache
-def default_seats() -> tuple[Seat, ...]:
+def default_numa_slots() -> tuple[NumaSlot, ...]:
     """Where those threads run: () on one NUMA node; on several, decided once and logged in one line."""
     rank, ranks = local_rank(), local_ranks()
-    place = partial(seats, nodes(), allowed_cpus(), cores=physical_cores)
+    place = partial(numa_slots, numa_nodes(), allowed_cpus(), cores=physical_cores)
     chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
     if chosen:
         count = {seat.node: sum(x.node == seat.node for x in chosen) for seat in chosen}
@@ -111,7 +111,7 @@ def default_seats() -> tuple[Seat, ...]:
 
 
 @functools.cache
-def clamp(threads: int) -> int:
+def limit_threads(threads: int) -> int:
     """`threads`, or as many as this process may use if that is less: logged, once."""
     most = len(allowed_cpus())
     if threads > most:

@@ -13,21 +13,21 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from zfunc.runtime.numa import Seat
-from zfunc.runtime.thread_budget import default_seats
+from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.thread_budget import default_numa_slots
 
 log = logging.getLogger("zfunc")
 _seated = threading.local()
 
 
-def take_seats() -> None:
+def bind_default_team() -> None:
     """Put the team of the calling thread on `default_seats`, the first time this thread asks for it."""
-    if default_seats() and not getattr(_seated, "done", False):
+    if default_numa_slots() and not getattr(_seated, "done", False):
         _seated.done = True
-        seat_team(default_seats())
+        bind_team(default_numa_slots())
 
 
-def seat_team(seats: Sequence[Seat]) -> bool:
+def bind_team(seats: Sequence[NumaSlot]) -> bool:
     """Bind thread r of the calling thread's team of `len(seats)` to `seats[r]`; whether that was possible.
 
     It opens a parallel region of the runtime the kernel uses, found by the symbols the kernel is bound to.

@@ -10,7 +10,7 @@ from attrs import field, frozen
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a training was asked to end
 
@@ -22,7 +22,7 @@ class Started:
     It begins after `step`, with what was in `checkpoint`; the run's `own` if it was saved by an earlier life of it.
     """
 
-    settings: Settings
+    settings: TrainSettings
     data: tuple[str, ...]
     unit: str  # "byte" or "token"
     parameters: int
@@ -83,7 +83,7 @@ class Saved:
 
 
 @frozen
-class Said:
+class Notice:
     """Something was decided on the way, in one line."""
 
     line: str
@@ -151,5 +151,15 @@ class Sampled:
 
 
 Event = (
-    Started | Evaluated | Stepped | Saved | Said | Working | Traced | Overflowed | Timed | Finished | Sampled
+    Started
+    | Evaluated
+    | Stepped
+    | Saved
+    | Notice
+    | Working
+    | Traced
+    | Overflowed
+    | Timed
+    | Finished
+    | Sampled
 )

@@ -11,23 +11,23 @@ from statistics import median
 
 from attrs import define, field
 
-from zfunc.train.history import History, Row, history, number, rows_of
-from zfunc.train.recorded import METRICS, PLAN, TRACE, Recorded, recorded
+from zfunc.train.history import Row, RunHistory, finite_number, read_history, rows_of
+from zfunc.train.recorded import METRICS, PLAN, TRACE, RecordedStep, read_recorded_step
 
 RECENT = 20  # steps that a speed is the median of
 
 
 @define(eq=False)
-class Following:
+class LiveHistory:
     """A run folder that is looked at again and again."""
 
     path: Path
-    run: History = field(init=False)
+    run: RunHistory = field(init=False)
     losses: list[float] = field(factory=list[float])
     recent: list[Row] = field(factory=list[Row])  # the last steps
     held_out: float | None = None
     skipped: int = 0
-    step: Recorded | None = None  # the measured one
+    step: RecordedStep | None = None  # the measured one
     latest: Row | None = None  # the last whole line, which may still grow
     at: int = 0  # bytes of the metrics that were read for good
     inode: int = 0
@@ -44,13 +44,13 @@ class Following:
     @property
     def curve(self) -> list[float]:
         """The loss of every step up to now that has one."""
-        newest = number(self.latest.get("loss")) if self.latest else None
+        newest = finite_number(self.latest.get("loss")) if self.latest else None
         return self.losses if newest is None else [*self.losses, newest]
 
     @property
     def last_held_out(self) -> float | None:
         """The newest evaluation."""
-        newest = number(self.latest.get(self.run.held_out)) if self.latest else None
+        newest = finite_number(self.latest.get(self.run.held_out)) if self.latest else None
         return self.held_out if newest is None else newest
 
     @property
@@ -60,7 +60,7 @@ class Following:
 
     def look(self) -> None:
         """Read what is new. Raises ValueError for a folder that is no run's."""
-        self.run = history(self.path, rows=False)
+        self.run = read_history(self.path, rows=False)
         path = self.path / METRICS
         if not path.exists():
             return
@@ -87,12 +87,12 @@ class Following:
         self.latest = rows[-1] if rows else None
 
     def _keep(self, row: Row) -> None:
-        value = number(row.get(self.run.held_out))
+        value = finite_number(row.get(self.run.held_out))
         self.held_out = self.held_out if value is None else value
         if "seconds" not in row:
             return
         self.skipped += row.get("skipped") is True
-        loss = number(row.get("loss"))
+        loss = finite_number(row.get("loss"))
         self.losses += [] if loss is None else [loss]
         self.recent = [*self.recent[-RECENT:], row]
 
@@ -103,12 +103,12 @@ class Following:
         written = trace.stat().st_mtime
         if written != self.measured:
             try:
-                self.step, self.measured = recorded(self.path), written
+                self.step, self.measured = read_recorded_step(self.path), written
             except ValueError:  # the plan is written before the trace: they may be of two steps for a moment
                 self.step = None
 
 
 def typical(rows: Sequence[Row], name: str) -> float | None:
     """The median of a figure; None if no row has it."""
-    values = [v for row in rows if (v := number(row.get(name))) is not None]
+    values = [v for row in rows if (v := finite_number(row.get(name))) is not None]
     return median(values) if values else None

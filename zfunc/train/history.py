@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 @frozen
-class History:
+class RunHistory:
     """A run up to now. `rows` as in metrics.jsonl; `summary` is empty for one that goes on, or was killed.
 
     `lost` says which line of the metrics is none, after which nothing was read; "" if all were.
@@ -39,7 +39,7 @@ class History:
     def model(self) -> str:
         """What is trained, in a few words."""
         s, what = self.settings, self.config.get("architecture", "GPT")
-        parameters = number(self.config.get("parameters")) or 0
+        parameters = finite_number(self.config.get("parameters")) or 0
         return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {parameters:,.0f} parameters"
 
     @property
@@ -70,10 +70,10 @@ class History:
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
         """A figure by step, where it was told."""
-        return tuple((row["step"], number(row[name])) for row in self.rows if name in row)
+        return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
 
 
-def history(run: Path, *, rows: bool = True) -> History:
+def read_history(run: Path, *, rows: bool = True) -> RunHistory:
     """The run in a folder, or but for its `rows`. Raises ValueError for a folder or files that are not zfunc's."""
     config = _object(run / CONFIG)
     if not all(isinstance(config.get(part), dict) for part in ("settings", "plan", "machine")):
@@ -84,7 +84,7 @@ def history(run: Path, *, rows: bool = True) -> History:
     metrics, summary = run / METRICS, run / SUMMARY
     found, lost = rows_of(metrics.read_bytes() if rows and metrics.exists() else b"")
     told = f"{metrics}: line {lost} is none that zfunc wrote; what follows it is not read" if lost else ""
-    return History(run, config, found, _object(summary) if summary.exists() else {}, told)
+    return RunHistory(run, config, found, _object(summary) if summary.exists() else {}, told)
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
@@ -109,7 +109,7 @@ def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
     return tuple(rows), 0
 
 
-def number(value: object) -> float | None:
+def finite_number(value: object) -> float | None:
     """A finite number as one; anything else is None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

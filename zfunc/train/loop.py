@@ -17,7 +17,7 @@ import torch
 from attrs import define, field
 
 from zfunc.checkpoint.writer import Save
-from zfunc.core.memory_model import memory
+from zfunc.core.memory_model import peak_memory
 from zfunc.engine.evaluate import outputs
 from zfunc.engine.init import init
 from zfunc.engine.program import Program
@@ -25,17 +25,17 @@ from zfunc.engine.save_load import restore, save
 from zfunc.engine.state import State
 from zfunc.engine.train_step import Metrics, flush, train_step
 from zfunc.errors import CheckpointError
-from zfunc.models.kv_cache import Cache
+from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.fault_injection import Fault, from_environment
-from zfunc.train.deepspeed.convert import beside
+from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
     Evaluated,
     Event,
     Finished,
+    Notice,
     Overflowed,
-    Said,
     Sampled,
     Saved,
     Started,
@@ -44,18 +44,21 @@ from zfunc.train.events import (
     Traced,
     Working,
 )
-from zfunc.train.pacing import Length, Progress, differences, restored
-from zfunc.train.resume import Start
+from zfunc.train.pacing import StepBudget, TrainingClock, changed_settings, restored_clock
+from zfunc.train.resume import ResumePoint
 from zfunc.train.settings import LOG_EVERY
-from zfunc.train.setup import Batch, Job, machine, paced
+from zfunc.train.setup import Batch, TrainingJob, machine_record, with_total_steps
 
 TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
 SAMPLE_TOKENS, TEMPERATURE = 320, 0.8
 Stop = Callable[[], str]  # how to end: "" not at all, INTERRUPT, or TERMINATED
+FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")
 
 
-def train(job: Job, *, stop: Stop = lambda: "", start: Start = Start()) -> Iterator[Event]:  # noqa: B008
+def train_events(
+    job: TrainingJob, *, stop: Stop = lambda: "", start: ResumePoint = FROM_THE_BEGINNING
+) -> Iterator[Event]:
     """Run the job from `start`; `stop` is asked after every step.
 
     Checkpoints go to `start.folder`. One that cannot be written is an event, and training goes on. Raises
@@ -75,12 +78,12 @@ def train(job: Job, *, stop: Stop = lambda: "", start: Start = Start()) -> Itera
 class _Loop:
     """A training under way; each of its methods is a part of it."""
 
-    job: Job
+    job: TrainingJob
     stop: Stop
-    start: Start
+    start: ResumePoint
     program: Program = field(init=False)
     state: State = field(init=False)
-    progress: Progress = field(init=False)
+    progress: TrainingClock = field(init=False)
     first: int = field(init=False)  # steps that were done before
     began: float = field(init=False)  # when the first step would have begun if it had been here
     faults: tuple[Fault, ...] = field(factory=from_environment)
@@ -106,7 +109,7 @@ class _Loop:
             self.program.layout.num_trainable,
             self.program.plan,
             self._planned(),
-            {**machine(self.program.device), "ranks": job.ranks.world},
+            {**machine_record(self.program.device), "ranks": job.ranks.world},
             at,
             checkpoint,
             self.start.own,
@@ -128,7 +131,7 @@ class _Loop:
         traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
         timed = (
             settings.log_style == "deepspeed"
-            and number % (beside(settings).steps_per_print or LOG_EVERY) == 0
+            and number % (config_extras(settings).steps_per_print or LOG_EVERY) == 0
         )
         begun, scale = time.perf_counter(), self.state.loss_scale
         batch = self.job.batch(self.state.sequences)
@@ -163,9 +166,9 @@ class _Loop:
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)
         if (after := self.progress.length).total != before.total:
-            self.program = paced(self.program, settings, after.total)
+            self.program = with_total_steps(self.program, settings, after.total)
             if not self.ended:
-                yield Said(_changed(before, after, elapsed))
+                yield Notice(_changed(before, after, elapsed))
 
     def _settle(self, number: int) -> Generator[Event, None, float]:
         """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
@@ -173,12 +176,12 @@ class _Loop:
         elapsed = self._over(before, number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
-            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
             self.cut = self.held_out is None
             elapsed = self._over(before, number)  # it takes a while, which is this step's
         return elapsed
 
-    def _over(self, before: Progress, number: int) -> float:
+    def _over(self, before: TrainingClock, number: int) -> float:
         """Look at the clock after step `number`: how far it is now, and whether that was the last step."""
         elapsed, how = self._look()
         self.progress = before.looked(number, elapsed)
@@ -223,7 +226,7 @@ class _Loop:
     def _evaluate(self, at: int) -> Iterator[Event]:
         """Before the first step, or after the last."""
         if self.job.settings.eval_every:
-            self.held_out = yield from evaluate(self.job, self.program, self.state, self.stop)
+            self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
             self.cut = self.held_out is None
         if self.held_out is not None:
             yield Evaluated(self.held_out, at)
@@ -232,17 +235,17 @@ class _Loop:
         """Set program, state and progress. Returns the checkpoint they are from, if they are from one."""
         job, start = self.job, self.start
         if start.origin is None:
-            self.program, self.progress = job.program, Progress.new(job.settings)
+            self.program, self.progress = job.program, TrainingClock.new(job.settings)
             self.state = init(
-                self.program, seed=job.settings.seed, loss_scale=beside(job.settings).loss_scale
+                self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
             )
             return None
-        total = restored(start.extra, job.settings, 0).length.total
-        self.state, checkpoint = restore(start.origin, paced(job.program, job.settings, total))
+        total = restored_clock(start.extra, job.settings, 0).length.total
+        self.state, checkpoint = restore(start.origin, with_total_steps(job.program, job.settings, total))
         extra = checkpoint.manifest.extra
-        self.progress = restored(extra, job.settings, self.state.batches)
-        self.program = paced(job.program, job.settings, self.progress.length.total)
-        changed = list(differences(extra, job.settings, job.corpus.description))
+        self.progress = restored_clock(extra, job.settings, self.state.batches)
+        self.program = with_total_steps(job.program, job.settings, self.progress.length.total)
+        changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             told = ", ".join(changed)
             log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, told)
@@ -301,11 +304,11 @@ class _Loop:
         return elapsed, TERMINATED if terminated else INTERRUPT if stopping else ""
 
     def _planned(self) -> dict[str, int]:
-        return {tier: peak.nbytes for tier, peak in memory(self.program.plan).items()}
+        return {tier: peak.nbytes for tier, peak in peak_memory(self.program.plan).items()}
 
 
-def evaluate(
-    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+def evaluate_held_out(
+    job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, float | None]:
     """How far it is, and returns the mean loss on the held-out windows, in bits per byte or token.
 
@@ -326,7 +329,7 @@ def evaluate(
 
 
 def sample(
-    job: Job, program: Program, state: State, stop: Stop = lambda: ""
+    job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, tuple[int, ...]]:
     """How far it is, and returns tokens the model makes, after the beginning of the held-out data.
 
@@ -335,13 +338,13 @@ def sample(
     """
     longest, before = job.settings.seq_length, stop()
     text: list[int] = job.corpus.held_out[: (longest + 1) // 2].tolist()
-    prompt, caches = len(text), list[Cache]()
+    prompt, caches = len(text), list[KVCache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
     made: list[int] = []
     while len(made) < SAMPLE_TOKENS:
         new = text[-1:]
         if not caches or caches[0].length == longest:
-            new, caches = text[-prompt:], [Cache() for _ in program.segments[:-1]]
+            new, caches = text[-prompt:], [KVCache() for _ in program.segments[:-1]]
         more = [*((cache,) for cache in caches), ()]
         for y in outputs(program, state, torch.tensor([new]), more):
             if (how := stop()) == TERMINATED or how != before:
@@ -360,7 +363,7 @@ def host_bytes() -> int:
     return resident * resource.getpagesize()
 
 
-def _changed(old: Length, new: Length, elapsed: float) -> str:
+def _changed(old: StepBudget, new: StepBudget, elapsed: float) -> str:
     before = "" if old.total is None else f" instead of {old.total:,}"
     each = new.seconds_per_step(elapsed)
     return (

@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.errors import CheckpointError
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 
 WARM_STEPS = (
     3  # first steps of a process, which trace and compile: they say nothing about the pace of the others
@@ -38,7 +38,7 @@ DECIDING = (  # settings without which the same steps are not taken; a checkpoin
 
 
 @frozen
-class Length:
+class StepBudget:
     """How many steps there will be: as many as asked for, or as fit into the seconds where those are fewer.
 
     The pace is that of warm steps, evaluations between them included. It is judged after a twentieth of the
@@ -48,7 +48,7 @@ class Length:
     of steps and seconds, so it can be tested without a clock.
     """
 
-    settings: Settings
+    settings: TrainSettings
     total: int | None  # None: only the seconds are given, and nothing has been measured yet
     looks: int = 0
     counted: int = 0  # warm steps, of all lives
@@ -56,14 +56,14 @@ class Length:
     warming: int = WARM_STEPS  # steps of this life that are not warm and still to come
     last: float = 0.0  # when the last of those was over
 
-    def after(self, step: int, elapsed: float) -> "Length":
+    def after(self, step: int, elapsed: float) -> "StepBudget":
         """Seen when `step` is over, `elapsed` seconds after the first began. To be told of each step."""
         if self.warming:
             cold = self.cold + elapsed - self.last
             return evolve(self, cold=cold, warming=self.warming - 1, last=elapsed)
         return evolve(self, counted=self.counted + 1).judged(step, elapsed)
 
-    def judged(self, step: int, elapsed: float) -> "Length":
+    def judged(self, step: int, elapsed: float) -> "StepBudget":
         """With the steps that will fit, if it is time to look at that."""
         asked, seconds, pace = self.settings.steps, self.settings.seconds, self.seconds_per_step(elapsed)
         if seconds is None or not pace or elapsed >= seconds or step == asked:
@@ -102,33 +102,33 @@ class Length:
 
 
 @frozen
-class Progress:
+class TrainingClock:
     """`elapsed` seconds of training, evaluations included, over all lives of the run; `losses` are the last."""
 
-    length: Length
+    length: StepBudget
     elapsed: float = 0.0
     skipped: int = 0
     losses: tuple[float, ...] = ()
 
     @classmethod
-    def new(cls, settings: Settings) -> "Progress":
+    def new(cls, settings: TrainSettings) -> "TrainingClock":
         """That of a training before its first step."""
-        return cls(Length(settings, settings.steps))
+        return cls(StepBudget(settings, settings.steps))
 
-    def stepped(self, loss: float, *, skipped: bool) -> "Progress":
+    def stepped(self, loss: float, *, skipped: bool) -> "TrainingClock":
         """A step is over."""
         losses = (*self.losses[1 - LOSSES :], loss)
         return evolve(self, losses=losses, skipped=self.skipped + skipped)
 
-    def looked(self, step: int, elapsed: float) -> "Progress":
+    def looked(self, step: int, elapsed: float) -> "TrainingClock":
         """The clock was looked at after `step`."""
         return evolve(self, elapsed=elapsed, length=self.length.after(step, elapsed))
 
-    def extra(self, settings: Settings, data: tuple[str, ...]) -> dict[str, Any]:
+    def extra(self, settings: TrainSettings, data: tuple[str, ...]) -> dict[str, Any]:
         """What goes into a checkpoint, in JSON's own types; `data` says what is trained on."""
         length = self.length
         kept = {
-            "settings": plain(settings),
+            "settings": plain_settings(settings),
             "data": [_text(line) for line in data],
             "total": length.total,
             "looks": length.looks,
@@ -141,18 +141,18 @@ class Progress:
         return {KEY: kept}
 
 
-def restored(extra: Mapping[str, Any], settings: Settings, step: int) -> Progress:
+def restored_clock(extra: Mapping[str, Any], settings: TrainSettings, step: int) -> TrainingClock:
     """The progress in a checkpoint of `step`, to go on under `settings`.
 
     One that `zfunc train` did not write has none: then seconds count from here. Raises CheckpointError for values
     that no training has.
     """
     if KEY not in extra:
-        return Progress.new(settings)
+        return TrainingClock.new(settings)
     kept = _dict(extra[KEY], KEY)
     total = None if kept.get("total") is None else int(_number(kept, "total"))
     elapsed, counted = _number(kept, "elapsed"), int(_number(kept, "counted"))
-    length = Length(
+    length = StepBudget(
         settings,
         total,
         int(_number(kept, "looks")),
@@ -163,24 +163,26 @@ def restored(extra: Mapping[str, Any], settings: Settings, step: int) -> Progres
     losses = kept.get("losses", [])
     if not isinstance(losses, list) or not all(x is None or isinstance(x, int | float) for x in losses):
         raise _bad("losses", losses, "a list of numbers")
-    progress = Progress(
+    progress = TrainingClock(
         length,
         elapsed,
         int(_number(kept, "skipped")),
         tuple(math.nan if x is None else float(x) for x in losses[-LOSSES:]),
     )
-    saved, now = _dict(kept.get("settings", {}), "settings"), plain(settings)
+    saved, now = _dict(kept.get("settings", {}), "settings"), plain_settings(settings)
     if all(saved.get(name) == now[name] for name in ("steps", "seconds")):
         return progress
     bounds = evolve(length, total=settings.steps, looks=0)  # others than were counted with
     return evolve(progress, length=bounds.judged(step, progress.elapsed) if step else bounds)
 
 
-def differences(extra: Mapping[str, Any], settings: Settings, data: tuple[str, ...]) -> Iterator[str]:
+def changed_settings(
+    extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
+) -> Iterator[str]:
     """Of a checkpoint's settings that decide the data or the step: those that are others now, with both values."""
     if KEY not in extra:
         return
-    kept, now = _dict(extra[KEY], KEY), plain(settings)
+    kept, now = _dict(extra[KEY], KEY), plain_settings(settings)
     saved = _dict(kept.get("settings", {}), "settings")
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
@@ -190,7 +192,7 @@ def differences(extra: Mapping[str, Any], settings: Settings, data: tuple[str, .
         yield f"the data {read!r} is now {list(data)!r}"
 
 
-def plain(settings: Settings) -> dict[str, Any]:
+def plain_settings(settings: TrainSettings) -> dict[str, Any]:
     """The settings in a checkpoint's types: paths are texts, and so are numbers of more than 64 bits."""
     return {name: _plain(value) for name, value in attrs.asdict(settings).items()}
 

@@ -13,13 +13,13 @@ from zfunc.engine.segment import Segment
 from zfunc.models import hf
 from zfunc.train.data.packing import holds_tokens
 from zfunc.train.data.tokenizer import Tokenizer, open_tokenizer
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 
 TOKENIZER = "tokenizer.json"
 
 
 @frozen(eq=False)
-class Pretrained:
+class PretrainedModel:
     """A model of a folder: its weights are read when a State is made."""
 
     folder: Path
@@ -33,7 +33,7 @@ class Pretrained:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its layers, features and heads, by the names `Settings` has for them."""
+        """Its layers, features and heads, by the names `TrainSettings` has for them."""
         layers, heads = self.config.num_hidden_layers, self.config.num_attention_heads
         return {"num_layers": layers, "hidden_size": self.config.hidden_size, "num_attention_heads": heads}
 
@@ -43,7 +43,7 @@ class Pretrained:
         return int(self.config.vocab_size)
 
 
-def pretrained(settings: Settings) -> Pretrained | None:
+def pretrained(settings: TrainSettings) -> PretrainedModel | None:
     """The model of `settings.hf`. Raises ValueError for other settings than it can be trained with, and what
     `zfunc.hf.load` raises.
     """
@@ -53,7 +53,7 @@ def pretrained(settings: Settings) -> Pretrained | None:
         config, segments = hf.load(settings.hf)
     except (ValueError, OSError) as error:
         raise ValueError(f"--hf: {error}") from error
-    found = Pretrained(settings.hf, config, segments)
+    found = PretrainedModel(settings.hf, config, segments)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and settings.seq_length > longest:
         raise ValueError(
@@ -68,7 +68,7 @@ def pretrained(settings: Settings) -> Pretrained | None:
     return found
 
 
-def tokenizer(settings: Settings, model: Pretrained | None) -> Tokenizer | None:
+def tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:
     """The tokenizer that was asked for, or the model's own; None for data that needs none.
 
     Raises ValueError where a model has none and the data is text, or it has more tokens than the model.
@@ -89,7 +89,7 @@ def tokenizer(settings: Settings, model: Pretrained | None) -> Tokenizer | None:
     return made
 
 
-def _own(settings: Settings, model: Pretrained) -> Path | None:
+def _own(settings: TrainSettings, model: PretrainedModel) -> Path | None:
     if settings.data is not None and holds_tokens(settings.data):
         return None
     if not (model.folder / TOKENIZER).is_file():

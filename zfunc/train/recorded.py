@@ -30,7 +30,7 @@ class Setting:
 
 
 @frozen
-class Recorded:
+class RecordedStep:
     """A step that a run measured, and its plan."""
 
     plan: Plan
@@ -38,7 +38,7 @@ class Recorded:
     setting: Setting
 
 
-def recorded(run: Path) -> Recorded:
+def read_recorded_step(run: Path) -> RecordedStep:
     """The measured step in the folder of a run.
 
     Raises ValueError for a folder without one, for files that are none of zfunc's, or not of one plan.
@@ -48,7 +48,7 @@ def recorded(run: Path) -> Recorded:
         events_of(plan, timeline)
     except ValueError as error:
         raise ValueError(f"{run / TRACE}, beside {PLAN}: {error}") from error
-    return Recorded(plan, timeline, _read(run, CONFIG, _setting))
+    return RecordedStep(plan, timeline, _read(run, CONFIG, _setting))
 
 
 def _plan(text: str) -> Plan:

@@ -15,16 +15,16 @@ from attrs import field, frozen
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.errors import CheckpointError
-from zfunc.runtime.collectives import Ranks
-from zfunc.train.pacing import restored
+from zfunc.runtime.collectives import RankGroup
+from zfunc.train.pacing import restored_clock
 from zfunc.train.recorded import CONFIG, SUMMARY
-from zfunc.train.settings import AUTO, Settings
+from zfunc.train.settings import AUTO, TrainSettings
 
 COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to do
 
 
 @frozen
-class Start:
+class ResumePoint:
     """`origin`, a checkpoint or a folder of them, is what to load; `own` if it is in the run's own folder.
 
     `folder` is for new checkpoints; without one there are none. `extra` is that of the checkpoint. `line` says what
@@ -39,28 +39,28 @@ class Start:
     over: bool = False
 
 
-def decide(run: Path, settings: Settings) -> Start:
+def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
     """What `--resume` means for the run in the folder `run`. Raises ValueError where there is nothing to load."""
     folder = (run / checkpoints.FOLDER).absolute()
     if settings.resume is None:
-        return Start(folder)
+        return ResumePoint(folder)
     try:
         if settings.resume == AUTO:
             return _go_on(run, folder, settings)
         found = _open(Path(settings.resume).expanduser().absolute())
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
-    return Start(folder, found.path, extra=dict(found.manifest.extra))
+    return ResumePoint(folder, found.path, extra=dict(found.manifest.extra))
 
 
-def tell(ranks: Ranks, start: Start) -> None:
+def broadcast(ranks: RankGroup, start: ResumePoint) -> None:
     """On rank 0: what the others are to do."""
     fields = attrs.asdict(start)
     ranks.texts(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in fields.items()}))
 
 
 @contextmanager
-def refusing(ranks: Ranks) -> Generator[None, None, None]:
+def broadcasting_errors(ranks: RankGroup) -> Generator[None, None, None]:
     """On rank 0: what is raised in this context the others are told, as the reason not to begin."""
     try:
         yield
@@ -69,14 +69,14 @@ def refusing(ranks: Ranks) -> Generator[None, None, None]:
         raise
 
 
-def hear(ranks: Ranks) -> Start:
+def receive(ranks: RankGroup) -> ResumePoint:
     """On any other rank: what rank 0 says. Raises ValueError if it refuses."""
     told = ranks.texts("")[0]
     if told.startswith("\n"):
         raise ValueError(f"rank 0 cannot begin: {told[1:]}")
     fields = json.loads(told)
     folder, origin = (fields.pop(name) for name in ("folder", "origin"))
-    return Start(folder and Path(folder), origin and Path(origin), **fields)
+    return ResumePoint(folder and Path(folder), origin and Path(origin), **fields)
 
 
 def resumed_from(run: Path) -> str | None:
@@ -88,13 +88,13 @@ def resumed_from(run: Path) -> str | None:
     return cast("str | None", found)
 
 
-def _go_on(run: Path, folder: Path, settings: Settings) -> Start:
+def _go_on(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """From the run's newest checkpoint; or from the one it began from, or at the beginning."""
-    found = checkpoints.find(folder)
+    found = checkpoints.find_checkpoint(folder)
     if found is not None:
         over = _over(run, found, settings)
         line = f"{run}: it was over at step {found.manifest.position.batches:,}: nothing is left to train"
-        return Start(folder, folder, True, dict(found.manifest.extra), line if over else "", over)
+        return ResumePoint(folder, folder, True, dict(found.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(
             f"--resume {AUTO}: got {run}, whose training is over and left no checkpoint, expected one to go on "
@@ -102,18 +102,18 @@ def _go_on(run: Path, folder: Path, settings: Settings) -> Start:
         )
     if (before := resumed_from(run)) is not None:
         found = _open(Path(before))
-        return Start(folder, found.path, extra=dict(found.manifest.extra))
-    return Start(folder, line=f"--resume auto: no checkpoint in {run} yet: it begins at the first step")
+        return ResumePoint(folder, found.path, extra=dict(found.manifest.extra))
+    return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: it begins at the first step")
 
 
 def _open(path: Path) -> Checkpoint:
-    return checkpoints.open_checkpoint(checkpoints.locate(path))
+    return checkpoints.open_checkpoint(checkpoints.locate_checkpoint(path))
 
 
-def _over(run: Path, found: Checkpoint, settings: Settings) -> bool:
+def _over(run: Path, found: Checkpoint, settings: TrainSettings) -> bool:
     """Whether all of it was done, the summary too, and the settings ask for no more."""
     step = found.manifest.position.batches
-    progress = restored(found.manifest.extra, settings, step)
+    progress = restored_clock(found.manifest.extra, settings, step)
     return _ended(run) in COMPLETE and progress.length.ended(step, progress.elapsed) != ""
 
 

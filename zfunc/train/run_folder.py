@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import attrs
 from attrs import define
 
-from zfunc.train.deepspeed import read
+from zfunc.train.deepspeed.reading import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.viz.draw import chrome_trace, svg
@@ -44,7 +44,7 @@ log = logging.getLogger("zfunc")
 
 
 @define(eq=False)
-class Run:
+class RunFolder:
     """An open run folder, locked against other processes."""
 
     path: Path
@@ -120,7 +120,7 @@ class Run:
         os.close(self._lock)
 
 
-def create(out: Path | None, *, again: bool = False) -> Run:
+def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
     """Make the folder `out`, or one in `runs` named after date and time, and open its metrics.
 
     `again`: it may be that of a run, which goes on. Raises ValueError if it holds other files, is another
@@ -133,9 +133,9 @@ def create(out: Path | None, *, again: bool = False) -> Run:
         lock = _locked(path)
         try:
             if again and _is_run(path):
-                return Run(path, False, lock)
+                return RunFolder(path, False, lock)
             _check_empty(path, again=again)
-            return Run(path, new, lock, path.joinpath(METRICS).open("x+b"))
+            return RunFolder(path, new, lock, path.joinpath(METRICS).open("x+b"))
         except BaseException:
             os.close(lock)
             raise
@@ -146,7 +146,7 @@ def create(out: Path | None, *, again: bool = False) -> Run:
         ) from error
 
 
-def record(run: Run, event: Event, unit: str) -> None:
+def record_event(run: RunFolder, event: Event, unit: str) -> None:
     """Write down what happened. `unit` is that of the data."""
     held_out = f"held_out_bits_per_{unit}"
     match event:
@@ -176,7 +176,7 @@ def record(run: Run, event: Event, unit: str) -> None:
             pass
 
 
-def record_failure(run: Run, error: BaseException) -> None:
+def record_failure(run: RunFolder, error: BaseException) -> None:
     """Write down that, and why, the job did not end by itself. Training that had ended stays so: only the sample is
     missing.
     """
@@ -240,7 +240,9 @@ def _config(event: Started) -> dict[str, Any]:
     return {
         "settings": {**attrs.asdict(event.settings), **event.sizes},
         "architecture": event.architecture or "GPT",
-        "deepspeed": None if event.settings.config is None else read(event.settings.config).values,
+        "deepspeed": None
+        if event.settings.config is None
+        else read_config_file(event.settings.config).values,
         "data": event.data,
         "unit": event.unit,
         "parameters": event.parameters,

@@ -11,8 +11,8 @@ import attrs
 from attrs import field, frozen
 
 from zfunc import schedules
-from zfunc.core.optimizer_state import BUFFERS
-from zfunc.errors import nearest
+from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
     Option,
@@ -33,7 +33,7 @@ from zfunc.options import (
 PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
 RECOMPUTE = ("all", "none", "min-cut")
-MOMENTS = tuple(BUFFERS)
+MOMENTS = tuple(STATE_FORMATS)
 LOG_STYLES = ("zfunc", "deepspeed")
 LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
 TOKEN_TYPES = ("uint16", "uint32")
@@ -45,7 +45,7 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that 
 def _device(name: str, value: Any) -> None:
     kind, colon, index = value.partition(":")
     if kind not in DEVICES or (colon and not (kind == "cuda" and index.isdecimal())):
-        hint = nearest(kind, list(DEVICES)) or ": choose one of them"
+        hint = did_you_mean(kind, list(DEVICES)) or ": choose one of them"
         raise ValueError(
             f"{flag(name)}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
         )
@@ -231,7 +231,7 @@ TRAIN = {
 
 
 @frozen(kw_only=True)
-class Settings:
+class TrainSettings:
     """A training job. The defaults are that of `zfunc train`, made to end within 3 minutes on two cores.
 
     None stands for what is only known when the job starts; the help of the option tells. Raises ValueError for
@@ -295,7 +295,7 @@ class Settings:
                 f"--warmup: got {self.warmup} of {self.steps} steps, expected fewer: lower it, or raise --steps"
             )
         if self.hf is not None:
-            for f in attrs.fields(Settings):
+            for f in attrs.fields(TrainSettings):
                 if f.name in SIZES and getattr(self, f.name) != f.default:
                     raise ValueError(
                         f"{flag(f.name)}: got it with --hf, whose config has it, expected one of them: leave one "

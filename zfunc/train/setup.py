@@ -1,7 +1,7 @@
 """From settings to a job: what is open is chosen, the data is opened, the GPT is compiled. Nothing is trained.
 
-The invariant: after `prepare`, everything that can be wrong with settings, data and machine has been said, and no
-memory has been taken for the model.
+The invariant: after `prepare_job`, everything that can be wrong with settings, data and machine has been said, and
+no memory has been taken for the model.
 """
 
 import logging
@@ -17,7 +17,7 @@ from attrs import evolve, field, frozen
 
 from zfunc._version import __version__
 from zfunc.core.layout import ALIGNMENT
-from zfunc.core.optimizer_state import BUFFERS
+from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.engine.compile import compile, pick_device
 from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment, segment
@@ -26,18 +26,18 @@ from zfunc.models.gpt import GPTConfig, modules, num_parameters
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.lr import linear_warmup, warmup_cosine
 from zfunc.options import share
-from zfunc.planner.memory_check import check_room
-from zfunc.runtime.collectives import Ranks
+from zfunc.planner.memory_check import check_fits
+from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
-from zfunc.train.data.batches import Batch, batch, held_out_parts
+from zfunc.train.data.batches import Batch, held_out_parts, rank_batch
 from zfunc.train.data.corpus import Corpus
 from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
-from zfunc.train.deepspeed.convert import beside, told
-from zfunc.train.pretrained import Pretrained, pretrained, tokenizer
-from zfunc.train.settings import Settings, check_rows
+from zfunc.train.deepspeed.convert import config_extras, startup_notes
+from zfunc.train.pretrained import PretrainedModel, pretrained, tokenizer
+from zfunc.train.settings import TrainSettings, check_rows
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
@@ -75,10 +75,10 @@ class ModelSettings(Protocol):
 
 
 @frozen(eq=False)
-class Job:
+class TrainingJob:
     """A program and its data, with the settings it was made from: nothing in them is open any more."""
 
-    settings: Settings
+    settings: TrainSettings
     corpus: Corpus
     held_out: tuple[Batch, ...]
     program: Program
@@ -87,7 +87,7 @@ class Job:
     sizes: dict[str, int] = field(factory=dict[str, int])
 
     @property
-    def ranks(self) -> Ranks:
+    def ranks(self) -> RankGroup:
         """Those that train this job together."""
         return self.program.ranks
 
@@ -98,38 +98,40 @@ class Job:
 
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""
-        return batch(self.settings, self.corpus, position, self.ranks)
+        return rank_batch(self.settings, self.corpus, position, self.ranks)
 
 
-def prepare(settings: Settings, *, cache: Path) -> Job:
+def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     """Choose, open, compile. `cache` is a folder for gathered sources.
 
     Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
     """
-    settings, chosen = resolve(settings), settings.precision == "auto"
+    settings, chosen = resolve_settings(settings), settings.precision == "auto"
     model = pretrained(settings)
     words = tokenizer(settings, model)
     corpus = _corpus(settings, model, words, cache)
     vocab_size = corpus.vocab_size if words is None else settings.vocab_size or corpus.vocab_size
     settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
     if model is None:
-        check_size(settings, Ranks.of())
-    ranks = Ranks.of()
-    for line in told(settings, ranks.world, learning_rate(settings, settings.steps)):
+        check_size(settings, RankGroup.of())
+    ranks = RankGroup.of()
+    for line in startup_notes(settings, ranks.world, learning_rate(settings, settings.steps)):
         log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
-    example = batch(settings, corpus, 0, ranks)
+    example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
-    program = build(settings, example, None if model is None else model.segments)
-    settable = attrs.fields_dict(Settings)
-    check_room(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
+    program = compile_job(settings, example, None if model is None else model.segments)
+    settable = attrs.fields_dict(TrainSettings)
+    check_fits(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
     reason = f", because {FASTEST[settings.precision]}" if chosen else ""
     log.log(logging.DEBUG if ranks.rank else logging.INFO, "precision: %s%s", settings.precision, reason)
     known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
-    return Job(settings, corpus, held_out, program, words, **known)
+    return TrainingJob(settings, corpus, held_out, program, words, **known)
 
 
-def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | None, cache: Path) -> Corpus:
+def _corpus(
+    settings: TrainSettings, model: PretrainedModel | None, words: Tokenizer | None, cache: Path
+) -> Corpus:
     most = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
     try:
         corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
@@ -148,12 +150,12 @@ def _corpus(settings: Settings, model: Pretrained | None, words: Tokenizer | Non
     return corpus
 
 
-def check_size(settings: Settings, ranks: Ranks) -> None:
+def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
     """Raise OutOfMemory, by arithmetic, for what is too large to be planned, before a model is built of it."""
-    parameters, there = num_parameters(config(settings)), available_host_bytes()
+    parameters, there = num_parameters(gpt_config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
     here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
-    kept = here * sum(x.nbytes(ALIGNMENT) for x in BUFFERS[settings.moments]) / ALIGNMENT
+    kept = here * sum(x.nbytes(ALIGNMENT) for x in STATE_FORMATS[settings.moments]) / ALIGNMENT
     bound = there if settings.num_layers > PLANNED else FAR_TOO_LARGE * there
     for what, needed, most in (
         (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept, bound),
@@ -166,7 +168,7 @@ def check_size(settings: Settings, ranks: Ranks) -> None:
             )
 
 
-def resolve(settings: Settings) -> Settings:
+def resolve_settings(settings: TrainSettings) -> TrainSettings:
     """The settings with device, precision and bucket size chosen for this machine."""
     device = pick_device(None if settings.device == "auto" else settings.device)
     cuda = device.type == "cuda"
@@ -184,7 +186,7 @@ def _fast_precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def config(settings: ModelSettings) -> GPTConfig:
+def gpt_config(settings: ModelSettings) -> GPTConfig:
     """The model of the settings."""
     return GPTConfig(
         vocab_size=settings.vocab_size or vocabulary(settings),
@@ -197,32 +199,32 @@ def config(settings: ModelSettings) -> GPTConfig:
 
 
 def vocabulary(settings: ModelSettings) -> int:
-    """Tokens there are of data that was not read yet, which `prepare` finds there too: GPT-2's in a file of tokens,
-    else those of the tokenizer, or bytes.
+    """Tokens there are of data that was not read yet, which `prepare_job` finds there too: GPT-2's in a file of
+    tokens, else those of the tokenizer, or bytes.
     """
     if settings.data is not None and holds_tokens(settings.data):
         return GPT2_VOCAB_SIZE
     return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
 
 
-def segments(settings: ModelSettings) -> tuple[Segment, ...]:
+def gpt_segments(settings: ModelSettings) -> tuple[Segment, ...]:
     """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
     with torch.device("meta"):
-        built = modules(config(settings))
+        built = modules(gpt_config(settings))
     tied = {"out.weight": "embed.tok.weight"}
     return tuple(segment(name, m, share=tied if name == "head" else None) for name, m in built)
 
 
-def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
+def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
     """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
     return compile(
-        segments(settings) if model is None else model,
+        gpt_segments(settings) if model is None else model,
         optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,
             decay=matrices_only,
             moments=settings.moments,
-            **beside(settings).adam,
+            **config_extras(settings).adam,
         ),
         schedule=settings.schedule,
         precision=settings.precision,
@@ -237,32 +239,32 @@ def build(settings: Settings, example: Batch, model: tuple[Segment, ...] | None 
         offload_ratio=share(settings.offload_ratio),
         speculate=settings.speculate,
         delay_from=settings.delay_from,
-        stage=beside(settings).stage,
+        stage=config_extras(settings).stage,
         example=example,
     )
 
 
-def learning_rate(settings: Settings, total: int | None) -> Callable[[int], float]:
+def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
     """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up. Where the
     settings' configuration has a scheduler, that.
     """
     warmup = settings.warmup
     if warmup is None:
         warmup = LONGEST_WARMUP if total is None else min(LONGEST_WARMUP, total // 10)
-    if (rate := beside(settings).rate(settings.lr, total, warmup)) is not None:
+    if (rate := config_extras(settings).rate(settings.lr, total, warmup)) is not None:
         return rate
     if total is None:
         return linear_warmup(settings.lr, warmup)
     return warmup_cosine(settings.lr, min(warmup, total - 1), total, final=FINAL_LR * settings.lr)
 
 
-def paced(program: Program, settings: Settings, total: int | None) -> Program:
+def with_total_steps(program: Program, settings: TrainSettings, total: int | None) -> Program:
     """The program with the learning rate of so many steps; the same in all else, so it takes the same State."""
     rate = learning_rate(settings, total)
     return evolve(program, optimizer=evolve(program.optimizer, lr=rate))
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine_record(device: torch.device) -> dict[str, Any]:
     """What this runs on and with, for the record."""
     return {
         "cpu": cpu_model() or platform.machine(),

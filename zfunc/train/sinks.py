@@ -31,7 +31,7 @@ log = logging.getLogger("zfunc")
 
 
 @frozen
-class Begin:
+class RunInfo:
     """What begins: the run folder, what is told of it, and the x where it goes on in that folder, if it does."""
 
     run: Path
@@ -56,7 +56,7 @@ class Sink(Protocol):
         """Nothing more comes."""
 
 
-def check(kind: str, label: str) -> None:
+def check_package(kind: str, label: str) -> None:
     """Raises ValueError, about what `label` says, if the package that writes `kind` cannot be imported."""
     if kind not in PACKAGES:
         return
@@ -97,7 +97,7 @@ def _add(path: Path, life: _Life) -> None:
         file.write(json.dumps(asdict(life)) + "\n")
 
 
-def _goes_on(begin: Begin, files: Sequence[Any], lives: Sequence[_Life]) -> bool:
+def _goes_on(begin: RunInfo, files: Sequence[Any], lives: Sequence[_Life]) -> bool:
     """Whether the run goes on in a folder with these files, of which some are its own."""
     return bool(files) and begin.x is not None and _id(begin.run) in {life.run for life in lives}
 
@@ -125,7 +125,7 @@ class TensorBoard:
     _summary: Any
 
     @classmethod
-    def open(cls, folder: Path, begin: Begin) -> "TensorBoard":
+    def open(cls, folder: Path, begin: RunInfo) -> "TensorBoard":
         """The newest file of `folder`, which readers take in the order of names. Raises OSError."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -181,7 +181,7 @@ class WandB:
     _run: Any
 
     @classmethod
-    def open(cls, begin: Begin, **given: Any) -> "WandB":
+    def open(cls, begin: RunInfo, **given: Any) -> "WandB":
         """`given` are arguments of `wandb.init`. Offline unless WANDB_MODE says otherwise."""
         mode = os.environ.get(WANDB_MODE) or OFFLINE
         offline = mode in (OFFLINE, "dryrun", "disabled")
@@ -240,7 +240,7 @@ class CSV:
     _known: set[str] = field(factory=set[str])
 
     @classmethod
-    def open(cls, folder: Path, begin: Begin) -> "CSV":
+    def open(cls, folder: Path, begin: RunInfo) -> "CSV":
         """Lines of another run stay, and those of this one that are at x or later go."""
         folder.mkdir(parents=True, exist_ok=True)
         path, run, files = folder / f"{LIVES}-csv", _id(begin.run), sorted(folder.glob("*.csv"))

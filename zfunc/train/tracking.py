@@ -14,14 +14,14 @@ import attrs
 from attrs import define, field, frozen
 
 from zfunc.options import flag
-from zfunc.train.deepspeed import KEYS
-from zfunc.train.deepspeed.convert import SINKS, beside
+from zfunc.train.deepspeed.convert import SINKS, config_extras
+from zfunc.train.deepspeed.table import KEYS
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.history import Row, number, rows_of
-from zfunc.train.pacing import plain
+from zfunc.train.history import Row, finite_number, rows_of
+from zfunc.train.pacing import plain_settings
 from zfunc.train.recorded import CONFIG, METRICS
-from zfunc.train.settings import Settings
-from zfunc.train.sinks import CSV, Begin, Sink, TensorBoard, WandB, check
+from zfunc.train.settings import TrainSettings
+from zfunc.train.sinks import CSV, RunInfo, Sink, TensorBoard, WandB, check_package
 
 OURS: Mapping[str, str] = {
     "loss": "train/loss",
@@ -50,14 +50,14 @@ log = logging.getLogger("zfunc")
 
 
 @frozen
-class Asked:
+class SinkRequest:
     """A sink that is asked for, `by` a flag or by a block of DeepSpeed's configuration, which has its keys."""
 
     kind: str
     by: str
     block: Mapping[str, Any] | None = None
 
-    def open(self, begin: Begin) -> Sink:
+    def open(self, begin: RunInfo) -> Sink:
         """Open it where the block says; without one in the run folder."""
         block = self.block
         if self.kind == "wandb":
@@ -71,33 +71,33 @@ class Asked:
         return (TensorBoard if self.kind == "tensorboard" else CSV).open(folder, begin)
 
 
-def asked(settings: Settings) -> tuple[Asked, ...]:
+def sink_requests(settings: TrainSettings) -> tuple[SinkRequest, ...]:
     """The sinks that flags and configuration ask for."""
-    values, found = beside(settings).values, list[Asked]()
+    values, found = config_extras(settings).values, list[SinkRequest]()
     for kind in SINKS:
         if values is not None and values.has(kind):
             if getattr(settings, kind, False) or values[f"{kind}.enabled"]:
                 block = {key.last: values[key.name] for key in KEYS.values() if key.block == kind}
-                found.append(Asked(kind, f"{values.source}: {kind}", block))
+                found.append(SinkRequest(kind, f"{values.source}: {kind}", block))
         elif getattr(settings, kind, False):
-            found.append(Asked(kind, flag(kind)))
+            found.append(SinkRequest(kind, flag(kind)))
     return tuple(found)
 
 
-def check_packages(settings: Settings) -> None:
+def check_packages(settings: TrainSettings) -> None:
     """Raises ValueError, with what to install, for a sink that is asked for and whose package is not there."""
-    for one in asked(settings):
-        check(one.kind, one.by)
+    for one in sink_requests(settings):
+        check_package(one.kind, one.by)
 
 
 @contextmanager
-def tracking(settings: Settings, run: Path) -> Iterator[Callable[[Event], None]]:
+def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], None]]:
     """What takes the events of a training, after they were recorded in the run folder, and writes the scalars.
 
     To be entered before that: a folder that has a configuration had an earlier life.
     """
     goes_on = (run / CONFIG).exists()
-    tracks, failed = [Track(one, run, goes_on) for one in asked(settings)], True
+    tracks, failed = [Track(one, run, goes_on) for one in sink_requests(settings)], True
 
     def take(event: Event) -> None:
         for track in tracks:
@@ -115,7 +115,7 @@ def tracking(settings: Settings, run: Path) -> Iterator[Callable[[Event], None]]
 class Track:
     """One sink, from the first event on. `goes_on`: an earlier life of the run may have written to it."""
 
-    asked: Asked
+    asked: SinkRequest
     run: Path
     goes_on: bool
     sink: Sink | None = None
@@ -153,8 +153,13 @@ class Track:
         self.started = event
         rows = rows_of((self.run / METRICS).read_bytes())[0] if self.goes_on else ()  # no more than are left
         x = self._x(event.step) if self.goes_on else None
-        config = {**plain(event.settings), **event.sizes, "parameters": event.parameters, **event.machine}
-        self.sink = self.asked.open(Begin(self.run, config, x))
+        config = {
+            **plain_settings(event.settings),
+            **event.sizes,
+            "parameters": event.parameters,
+            **event.machine,
+        }
+        self.sink = self.asked.open(RunInfo(self.run, config, x))
         for row in rows:
             if self.sink.empty or row["step"] == event.step:  # the row of this step may grow
                 self._write(row)
@@ -188,4 +193,4 @@ class Track:
 
 def _figure(value: object) -> float | None:
     """A finite number; of yes and no 1 and 0."""
-    return number(int(value) if isinstance(value, bool) else value)
+    return finite_number(int(value) if isinstance(value, bool) else value)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from zfunc.core.critical_path import bound_by, critical, told
+from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import Timelines, in_words, several, verb_of
+from zfunc.viz.legend import Timelines, format_seconds, several, verb_of
 
 
 @frozen
@@ -63,13 +63,13 @@ def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
     blocks = [
         _rows((heads, *map(_cells, rows))) for rows in ([whole], sums(both, by_lane), sums(both, by_verb))
     ]
-    bounds = [f"{t.source} bound by {told(bound_by(critical(plan, t)))}" for t in both]
+    bounds = [f"{t.source} bound by {bounds_in_words(bound_by(critical_path_of(plan, t)))}" for t in both]
     return "\n\n".join([*blocks, "\n".join(bounds)])
 
 
 def _cells(row: Sum) -> tuple[str, ...]:
     ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
-    return row.name, f"{row.ops:,}", *map(in_words, row.seconds), ratio
+    return row.name, f"{row.ops:,}", *map(format_seconds, row.seconds), ratio
 
 
 def _rows(rows: Sequence[tuple[str, ...]]) -> str:

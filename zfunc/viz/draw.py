@@ -19,10 +19,10 @@ from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.legend import (
     PALETTE,
     Timelines,
-    in_words,
+    format_seconds,
     lanes_of,
+    legend_summary,
     several,
-    summary,
     ticks,
     verb_of,
     verbs_of,
@@ -83,7 +83,7 @@ def text(timelines: Timelines, width: int = 100) -> str:
         start = min(round(at / per_cell), len(axis) - len(word))
         axis[start : start + len(word)] = word
     lines = [
-        *map(summary, made),
+        *map(legend_summary, made),
         *(
             f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
             for name, lane, t in rows
@@ -138,7 +138,7 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
             f'<rect class="page" {size} rx="8"/>',
             f'<text class="title" x="{_MARGIN:g}" y="30">{escape(title or "One training step")}</text>',
             *(
-                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(summary(t))}</text>'
+                f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(legend_summary(t))}</text>'
                 for n, t in enumerate(made)
             ),
             *_axis(max(t.seconds for t in made), frame),
@@ -227,7 +227,7 @@ def _bar(
 ) -> str:
     x, y, wide = frame.x(e.start), frame.rows[e.lane, n], max(thinnest, e.seconds * frame.scale)
     gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
-    said = f"{e.op}\n{e.lane}: {in_words(e.seconds)}, from {in_words(e.start)}"
+    said = f"{e.op}\n{e.lane}: {format_seconds(e.seconds)}, from {format_seconds(e.start)}"
     if waits := after.get(e.op):
         said += "\nafter " + " ".join(waits)
     bar = (

@@ -49,19 +49,19 @@ def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[st
     return {verb: n for n, verb in enumerate(names)}
 
 
-def summary(timeline: Timeline) -> str:
+def legend_summary(timeline: Timeline) -> str:
     """Source, duration and size of a timeline, as a heading."""
     ops, lanes = len(timeline.events), len(timeline.lanes)
     return (
-        f"{timeline.source}: {in_words(timeline.seconds)}, {ops:,} operation{'s' * (ops != 1)} "
+        f"{timeline.source}: {format_seconds(timeline.seconds)}, {ops:,} operation{'s' * (ops != 1)} "
         f"on {lanes} lane{'s' * (lanes != 1)}"
     )
 
 
-def in_words(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """A time in the unit that suits it.
 
-    >>> in_words(0.0421)
+    >>> format_seconds(0.0421)
     '42.1 ms'
     """
     unit, name = _unit(seconds)

@@ -15,12 +15,19 @@ from math import floor, log10
 from string import Template
 from typing import Any
 
-from zfunc.core.critical_path import bound_by, critical, events_of, held_up_by, last_of, told
+from zfunc.core.critical_path import (
+    bound_by,
+    bounds_in_words,
+    critical_path_of,
+    events_of,
+    held_up_by,
+    last_of,
+)
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
-from zfunc.viz.legend import PALETTE, Timelines, in_words, several, summary, verbs_of
+from zfunc.viz.legend import PALETTE, Timelines, format_seconds, legend_summary, several, verbs_of
 
 SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
 TITLE = "One training step"
@@ -101,7 +108,9 @@ def _columns(events: Iterable[Event]) -> tuple[list[float], list[float]]:
 
 
 def _summary(timeline: Timeline, plan: Plan) -> str:
-    return f"{summary(timeline)}; bound by {told(bound_by(critical(plan, timeline)))}"
+    return (
+        f"{legend_summary(timeline)}; bound by {bounds_in_words(bound_by(critical_path_of(plan, timeline)))}"
+    )
 
 
 def _in_order(made: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
@@ -123,7 +132,7 @@ def _table(what: str, made: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:
 def _cells(row: Sum, made: tuple[Timeline, ...]) -> str:
     cells = [f"{row.ops:,}"]
     for seconds, t in zip(row.seconds, made, strict=True):
-        cells += [in_words(seconds), f"{seconds / (t.seconds or 1.0):.0%}"]
+        cells += [format_seconds(seconds), f"{seconds / (t.seconds or 1.0):.0%}"]
     if len(made) > 1:
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}")
     return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)

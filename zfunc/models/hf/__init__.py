@@ -10,9 +10,10 @@ The invariant: a parameter has in a program, and so in its checkpoints, the name
 is imported when one of these is called: `pip install "zfunc[hf]"`.
 """
 
-from zfunc.models.hf.cutting import segments
-from zfunc.models.hf.folders import export, save
-from zfunc.models.hf.weights import load
-from zfunc.models.loss import batch
+from zfunc.models.hf.cutting import cut_model as segments
+from zfunc.models.hf.folders import export_folder as export
+from zfunc.models.hf.folders import save_folder as save
+from zfunc.models.hf.weights import load_folder as load
+from zfunc.models.loss import weighted_batch as batch
 
 __all__ = ["batch", "export", "load", "save", "segments"]

@@ -1,7 +1,7 @@
 """Attention that depends on shapes alone: what the decoder layers call here instead of what their config names.
 
 The invariant: causal, and over no more than the layer's window; no mask is passed from segment to segment, nothing
-branches on data. A layer's config is a `Settings`, so the model it came from stays as it was.
+branches on data. A layer's config is a `AttentionSettings`, so the model it came from stays as it was.
 """
 
 from typing import Any
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from zfunc.models.kv_cache import Cache
+from zfunc.models.kv_cache import KVCache
 
 NAME = "zfunc"  # by which transformers knows it
 _FUSED_GQA = 256  # features of a head, at most, for flash attention
 
 
-class Settings:
+class AttentionSettings:
     """A config as the decoder layers see it: the same, but for the attention. Copies of it are it.
 
     Equality is identity, so modules with one config in common can be told to be alike.
@@ -32,7 +32,7 @@ class Settings:
             raise AttributeError(name)
         return getattr(self.config, name)
 
-    def __deepcopy__(self, memo: Any) -> "Settings":
+    def __deepcopy__(self, memo: Any) -> "AttentionSettings":
         return self
 
 
@@ -54,7 +54,7 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    cache: Cache | None = None,
+    cache: KVCache | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.

@@ -1,4 +1,4 @@
-"""`segments`: a causal language model of transformers, cut at its decoder layers.
+"""`cut_model`: a causal language model of transformers, cut at its decoder layers.
 
 The invariant: the model is left as it was, and none of it is copied. Segments share its parameters, as initial
 values under the names the model has them by; the modules they run are copies without memory.
@@ -15,9 +15,9 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, Values, segment
-from zfunc.models.hf.attention import Settings, register
+from zfunc.models.hf.attention import AttentionSettings, register
 from zfunc.models.hf.families import Family, family_of
-from zfunc.models.hf.parts import Embed, Head, Layer
+from zfunc.models.hf.parts import EmbedSegment, HeadSegment, LayerSegment
 from zfunc.runtime.rng import seeded_sequence
 
 log = logging.getLogger("zfunc")
@@ -28,7 +28,7 @@ OLDEST, NEWEST = (
 MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 
 
-def segments(model: nn.Module) -> tuple[Segment, ...]:
+def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     """A causal language model as segments: embeddings, one for each decoder layer, and the head with the loss.
 
     GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, with their rotary positions, sliding windows, tied heads,
@@ -48,7 +48,7 @@ def segments(model: nn.Module) -> tuple[Segment, ...]:
     given = getattr(model.config, "_attn_implementation", None)
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of %r", given)
     named = {id(p): name for name, p in model.named_parameters()}  # of a tied one, the first
-    settings = Settings(model.config)
+    settings = AttentionSettings(model.config)
     made: list[Segment] = []
     taken: set[str] = set()
     for name, part in _parts(model, family):
@@ -76,12 +76,12 @@ def _parts(model: Any, family: Family) -> Iterator[tuple[str, nn.Module]]:
     rotary = getattr(base, family.rotary) if family.rotary else None
     by_kind = isinstance(getattr(rotary, "rope_type", None), dict)
     positions, dropout = (getattr(base, x) if x else None for x in (family.positions, family.dropout))
-    yield f"{family.base}.{family.tokens}", Embed(getattr(base, family.tokens), positions, dropout)
+    yield f"{family.base}.{family.tokens}", EmbedSegment(getattr(base, family.tokens), positions, dropout)
     for n, layer in enumerate(getattr(base, family.layers)):
         kind = model.config.layer_types[n] if by_kind else None
-        yield f"{family.base}.{family.layers}.{n}", Layer(layer, rotary, kind)
+        yield f"{family.base}.{family.layers}.{n}", LayerSegment(layer, rotary, kind)
     softcap = getattr(model.config, "final_logit_softcapping", None)
-    yield "lm_head", Head(getattr(base, family.norm), model.lm_head, softcap)
+    yield "lm_head", HeadSegment(getattr(base, family.norm), model.lm_head, softcap)
 
 
 def _segment(name: str, part: nn.Module, model: Any, named: dict[int, str], taken: set[str]) -> Segment:
@@ -109,7 +109,7 @@ def _segment(name: str, part: nn.Module, model: Any, named: dict[int, str], take
     )
 
 
-def _alone(part: nn.Module, settings: Settings) -> nn.Module:
+def _alone(part: nn.Module, settings: AttentionSettings) -> nn.Module:
     """A copy of the structure, with the same tensors, of which nothing depends on where in the model it was.
 
     So equal layers are found to be alike, and share one trace.
@@ -120,7 +120,7 @@ def _alone(part: nn.Module, settings: Settings) -> nn.Module:
             if isinstance(value, functools.partial):
                 memo[id(value)] = _function(value.func, value.args, tuple(value.keywords.items()))
             elif name == "config":  # every one, or the layer would call an attention that wants a mask
-                memo[id(value)] = settings if value is settings.config else Settings(value)
+                memo[id(value)] = settings if value is settings.config else AttentionSettings(value)
     alone = copy.deepcopy(part, memo).train()
     for module in alone.modules():
         if hasattr(module, "layer_idx"):

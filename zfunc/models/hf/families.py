@@ -47,13 +47,13 @@ def family_of(model: Any) -> Family:
     """
     name = type(model).__name__
     if name not in FAMILIES or not type(model).__module__.startswith("transformers."):
-        raise unsupported(name)
+        raise why_unsupported(name)
     for flaw, mend in _flaws(model):
         raise ValueError(f"model: got a {name} with {flaw}: {mend}")
     return FAMILIES[name]
 
 
-def unsupported(name: str) -> ValueError:
+def why_unsupported(name: str) -> ValueError:
     """The error for a class of models there is no family for."""
     return ValueError(
         f"model: got a {name}, which is not supported, expected one of {', '.join(FAMILIES)}, of transformers "

@@ -1,4 +1,4 @@
-"""`save` and `export`: what was trained, as a folder that `from_pretrained` loads.
+"""`save_folder` and `export_folder`: what was trained, as a folder that `from_pretrained` loads.
 
 The invariant: a folder under the name that was asked for is whole and on the disk, and none that was there is
 touched.
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import FORMATS, DType, Exported
-from zfunc.checkpoint.export import export as export_weights
-from zfunc.checkpoint.safetensors_file import Stored
-from zfunc.checkpoint.shard_writer import Writer, create
-from zfunc.checkpoint.writer import as_bytes, together
+from zfunc.checkpoint.export import FORMATS, DType, ExportedWeights, export_weights
+from zfunc.checkpoint.safetensors_file import TensorInfo
+from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
+from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.engine.program import DTYPES, Program, check_state
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
-from zfunc.errors import CheckpointError, nearest
+from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
 
 KEPT = (  # that go along from the folder the config is from
@@ -35,33 +34,37 @@ KEPT = (  # that go along from the folder the config is from
 """Names of a tokenizer's files, and of settings for generating."""
 
 
-def export(source: Path | str, out: Path | str, *, config: Any, dtype: DType = "fp32") -> Exported:
+def export_folder(
+    source: Path | str, out: Path | str, *, config: Any, dtype: DType = "fp32"
+) -> ExportedWeights:
     """Write a checkpoint of a program of `zfunc.hf` as a new folder that `from_pretrained` loads.
 
     `source` is a checkpoint, a folder of them or a run. `config` is the folder that was trained from: its
     config.json, and its tokenizer's files, come along; or it is the config alone. A tied head is stored once, as
-    transformers does. What `zfunc.checkpoint.export.export` says of `dtype`, of memory and of what is raised holds
-    here.
+    transformers does. What `zfunc.checkpoint.export.export_weights` says of `dtype`, of memory and of what is
+    raised holds here.
 
     Raises ValueError where the checkpoint is not of the config's model, or `out` is there.
     """
     folder = _Folder.begin(Path(out), config, dtype)
     try:
-        manifest = checkpoints.open_checkpoint(checkpoints.locate(Path(source))).manifest
+        manifest = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(Path(source))).manifest
         folder.check({x.name: x.shape for x in manifest.parameters})
         done = export_weights(Path(source), folder.partial / SINGLE, dtype=dtype)
         folder.publish()
     finally:
         folder.abandon()
-    return Exported(Path(out), done.parameters, done.bytes, done.step, dtype)
+    return ExportedWeights(Path(out), done.parameters, done.bytes, done.step, dtype)
 
 
-def save(out: Path | str, program: Program, state: State, *, config: Any, dtype: DType = "fp32") -> Path:
+def save_folder(
+    out: Path | str, program: Program, state: State, *, config: Any, dtype: DType = "fp32"
+) -> Path:
     """Write the weights of a program of `zfunc.hf` as a new folder that `from_pretrained` loads, and return that.
 
-    `config` and `dtype` as for `export`: the master weights, exactly, or rounded to nearest. Written bucket by
-    bucket: no second copy of the model is made. `state` can be trained on. With several ranks all of them have to
-    call this, and the first one writes. Raises ValueError and CheckpointError as `export` does.
+    `config` and `dtype` as for `export_folder`: the master weights, exactly, or rounded to nearest. Written bucket
+    by bucket: no second copy of the model is made. `state` can be trained on. With several ranks all of them have
+    to call this, and the first one writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
     ranks = program.ranks
@@ -70,12 +73,12 @@ def save(out: Path | str, program: Program, state: State, *, config: Any, dtype:
     def begin() -> _Saving | None:
         return _Saving.begin(Path(out), program, config, dtype, state.step) if not ranks.rank else None
 
-    saving = together(ranks, begin)
+    saving = all_or_none(ranks, begin)
     try:
         for name, values in parameter_weights(state.buffers, program.layout, ranks):
             if saving is not None:
                 saving.write(name, values.flatten())
-        together(ranks, saving.finish if saving is not None else lambda: None)
+        all_or_none(ranks, saving.finish if saving is not None else lambda: None)
     finally:
         if saving is not None:
             saving.abandon()
@@ -95,7 +98,8 @@ class _Folder:
         """Make it, with all but the weights. Raises ValueError for what cannot be a new folder."""
         if dtype not in FORMATS:
             raise ValueError(
-                f"dtype: got {dtype!r}{nearest(str(dtype), list(FORMATS))}, expected fp32, bf16 or fp16: choose one"
+                f"dtype: got {dtype!r}{did_you_mean(str(dtype), list(FORMATS))}, expected fp32, bf16 or fp16: "
+                "choose one"
             )
         if os.path.lexists(out):
             raise ValueError(
@@ -112,11 +116,13 @@ class _Folder:
         except (ValueError, OSError) as error:  # transformers' own, which name no argument
             raise ValueError(f"config: {error}") from error
         partial = out.with_name(f"{disk.UNFINISHED}{out.name}")
-        with disk.naming(partial, "making a folder (of another export that is writing it, or was killed?)"):
+        with disk.os_errors_as(
+            partial, "making a folder (of another export that is writing it, or was killed?)"
+        ):
             partial.mkdir()
         made = cls(out, partial, {name: tuple(p.shape) for name, p in model.named_parameters()})
         try:
-            with disk.naming(partial, "copying a model's small files"):
+            with disk.os_errors_as(partial, "copying a model's small files"):
                 _write_config(partial, config, model, dtype)
                 for name in KEPT if origin else ():
                     if (origin / name).is_file():
@@ -130,7 +136,7 @@ class _Folder:
         """Raise ValueError unless these are the config's parameters."""
         for name in (*found, *self.shapes):
             if found.get(name) != self.shapes.get(name):
-                hint = "" if name in self.shapes else nearest(name, list(self.shapes))
+                hint = "" if name in self.shapes else did_you_mean(name, list(self.shapes))
                 raise ValueError(
                     f"config: got one of a model with {name!r} of shape {self.shapes.get(name)}{hint}, expected "
                     f"{found.get(name)}, as was trained: pass the config the segments were made from, "
@@ -142,7 +148,7 @@ class _Folder:
         for path in self.partial.iterdir():
             disk.sync(path)
         disk.sync(self.partial)
-        with disk.naming(self.out, "giving a folder its name"):
+        with disk.os_errors_as(self.out, "giving a folder its name"):
             os.rename(self.partial, self.out)
         disk.sync(self.out.parent)
 
@@ -165,7 +171,7 @@ class _Saving:
     """The weights of a state on their way into such a folder. What fails on the way is raised at the end."""
 
     folder: _Folder
-    writer: Writer
+    writer: ShardWriter
     dtype: DType
     failure: Exception | None = None
 
@@ -175,9 +181,9 @@ class _Saving:
         try:
             found = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
             folder.check(found)
-            tensors = [Stored(name, FORMATS[dtype].stored, shape) for name, shape in found.items()]
+            tensors = [TensorInfo(name, FORMATS[dtype].stored, shape) for name, shape in found.items()]
             metadata = {"format": "pt", "step": str(step)}
-            return cls(folder, create(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
+            return cls(folder, create_shard(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
         except BaseException:
             folder.abandon()
             raise

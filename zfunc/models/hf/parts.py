@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zfunc.models.kv_cache import Cache
+from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import next_token_loss
 
 
-class Embed(nn.Module):
+class EmbedSegment(nn.Module):
     """Token embeddings, with learned positions and dropout where the model has them: int64 [batch, seq] in."""
 
     def __init__(self, tokens: nn.Module, positions: nn.Embedding | None, dropout: nn.Module | None) -> None:
         super().__init__()
         self.tokens, self.positions, self.dropout = tokens, positions, dropout
 
-    def forward(self, input_ids: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
         """Embed what follows the tokens in `cache`. Raises ValueError for more than the learned positions."""
         x = self.tokens(input_ids)
         first = 0 if cache is None else cache.advanced(input_ids.shape[-1])
@@ -34,7 +34,7 @@ class Embed(nn.Module):
         return x if self.dropout is None else self.dropout(x)
 
 
-class Layer(nn.Module):
+class LayerSegment(nn.Module):
     """A decoder layer, with the rotary positions it is handed in the model."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str | None) -> None:
@@ -42,7 +42,7 @@ class Layer(nn.Module):
         self.layer, self.rotary = layer, rotary
         self.kind = kind  # of attention, where positions depend on it
 
-    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Mix along the sequence, then along the features; `cache` has the tokens before those of `x`."""
         first = 0 if cache is None else cache.advanced(x.shape[1])
         given: dict[str, Any] = {} if cache is None else {"cache": cache}  # which gets to `attention.attend`
@@ -53,7 +53,7 @@ class Layer(nn.Module):
         return self.layer(x, position_embeddings=cos_sin, **given)
 
 
-class Head(nn.Module):
+class HeadSegment(nn.Module):
     """Final norm, projection to the vocabulary, loss: the last segment."""
 
     def __init__(self, norm: nn.Module, lm_head: nn.Module, softcap: float | None) -> None:

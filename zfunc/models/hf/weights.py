@@ -1,4 +1,4 @@
-"""`load`: a local folder as transformers writes it, as segments whose initial values are in its files.
+"""`load_folder`: a local folder as transformers writes it, as segments whose initial values are in its files.
 
 The invariant: before anything is read, every parameter is known to be in a file, in its shape, and every tensor in
 the files to be a parameter's. Files are mapped into memory; a tensor is read when `zfunc.init` copies it, segment
@@ -19,9 +19,9 @@ from torch import Tensor
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.engine.segment import Segment, Values
-from zfunc.errors import CheckpointError, nearest
-from zfunc.models.hf.cutting import check_transformers, segments
-from zfunc.models.hf.families import family_of, unsupported
+from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.models.hf.cutting import check_transformers, cut_model
+from zfunc.models.hf.families import family_of, why_unsupported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "BF16", "F16")
@@ -32,7 +32,7 @@ log = logging.getLogger("zfunc")
 
 
 @frozen
-class Stored:
+class StoredTensor:
     """A tensor in a file: its name there, its type and shape."""
 
     file: Path
@@ -41,7 +41,7 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def load(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
+def load_folder(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
     """`(config, segments)` of a folder with config.json and model.safetensors, or its shards with their index.
 
     Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights; they may be in fp32,
@@ -57,7 +57,7 @@ def load(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
-    return config, tuple(evolve(s, initial=partial(_read, _own(s), places)) for s in segments(model))
+    return config, tuple(evolve(s, initial=partial(_read, _own(s), places)) for s in cut_model(model))
 
 
 def read_config(folder: Path) -> Any:
@@ -87,7 +87,7 @@ def empty_model(config: Any) -> Any:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise unsupported(next(iter(config.architectures or ()), config.model_type))
+        raise why_unsupported(next(iter(config.architectures or ()), config.model_type))
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -96,7 +96,7 @@ def _own(segment: Segment) -> tuple[str, ...]:
     return tuple(p.name for p in segment.parameters if p.name not in segment.shared)
 
 
-def _stored(folder: Path) -> list[Stored]:
+def _stored(folder: Path) -> list[StoredTensor]:
     """Every tensor in the folder's files. Of one that has both, the single file counts, as for transformers."""
     if (folder / SINGLE).is_file():
         return _tensors(folder / SINGLE)
@@ -104,7 +104,9 @@ def _stored(folder: Path) -> list[Stored]:
         raise CheckpointError(
             f"{folder}: got neither {SINGLE} nor {INDEX} in it, expected one of them: {_NEXT}"
         )
-    index = strict_json.parse(disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT), str(folder / INDEX))
+    index = strict_json.parse_json(
+        disk.read_small((folder / INDEX).resolve(), INDEX_LIMIT), str(folder / INDEX)
+    )
     indexed = {name: node.text() for name, node in index.entries()["weight_map"].entries().items()}
     names = sorted(set(indexed.values()))
     for name in names:
@@ -121,38 +123,38 @@ def _stored(folder: Path) -> list[Stored]:
     return found
 
 
-def _tensors(file: Path) -> list[Stored]:
+def _tensors(file: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: list[Stored] = []
+    found: list[StoredTensor] = []
     try:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no dict
                 part = opened.get_slice(name)
-                found.append(Stored(file, name, part.get_dtype(), tuple(part.get_shape())))
+                found.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {_NEXT}") from error
     return found
 
 
-def _places(model: Any, stored: list[Stored]) -> dict[str, list[Stored]]:
+def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
     """Where each parameter is; a tied one may be stored under each of its names.
 
     A file may be of the model without its head: then names lack what the parts below it begin with.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = known_names(model)
-    places: dict[str, list[Stored]] = {name: [] for name in shapes}
+    places: dict[str, list[StoredTensor]] = {name: [] for name in shapes}
     for t in stored:
         if (name := names.get(t.name)) is not None:
             _check(t, name, shapes[name])
             places[name].append(t)
         elif not _BUFFERS.search(t.name):
-            hint = nearest(t.name, [x for x in shapes if not places[x]])
+            hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
             raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
     for name, found in places.items():
         if not found:
-            folder, hint = stored[0].file.parent, nearest(name, [t.name for t in stored])
+            folder, hint = stored[0].file.parent, did_you_mean(name, [t.name for t in stored])
             raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {_NEXT}")
     return places
 
@@ -165,7 +167,7 @@ def known_names(model: Any) -> dict[str, str]:
     return {**{name.removeprefix(prefix): x for name, x in every.items()}, **every}
 
 
-def _check(t: Stored, name: str, shape: tuple[int, ...]) -> None:
+def _check(t: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
     if t.shape != shape:
         raise CheckpointError(
             f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {_NEXT}"
@@ -176,12 +178,12 @@ def _check(t: Stored, name: str, shape: tuple[int, ...]) -> None:
         )
 
 
-def _read(names: tuple[str, ...], places: Mapping[str, list[Stored]], _seed: int) -> Values:
+def _read(names: tuple[str, ...], places: Mapping[str, list[StoredTensor]], _seed: int) -> Values:
     """The tensors of one segment, as views of the mapped files."""
     return {name: _tensor(name, places[name]) for name in names}
 
 
-def _tensor(name: str, found: list[Stored]) -> Tensor:
+def _tensor(name: str, found: list[StoredTensor]) -> Tensor:
     from safetensors import safe_open
 
     values: list[Tensor] = []

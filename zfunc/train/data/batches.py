@@ -11,16 +11,16 @@ from torch import Tensor
 
 from zfunc.models.hf import batch as weighed
 from zfunc.models.loss import IGNORE_INDEX
-from zfunc.runtime.collectives import Ranks
+from zfunc.runtime.collectives import RankGroup
 from zfunc.train.data.corpus import Corpus, batch_at, held_out_batches
-from zfunc.train.settings import Settings
+from zfunc.train.settings import TrainSettings
 
 HELD_OUT_TOKENS = 32_768  # that one evaluation reads, at most, but for one sequence that is longer
 
 Batch = tuple[Tensor, Any]  # inputs, and targets or what `zfunc.hf.batch` makes of them
 
 
-def batch(settings: Settings, corpus: Corpus, position: int, ranks: Ranks) -> Batch:
+def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: RankGroup) -> Batch:
     """This rank's rows of the batch at `position`, in sequences since the start."""
     rows = settings.batch_size // ranks.world
     first = ranks.rank * rows
@@ -44,7 +44,7 @@ def _tokens_per_row(labels: Sequence[Tensor]) -> float:
     return max(1, counted) / sum(len(x) for x in labels)
 
 
-def held_out_parts(settings: Settings, corpus: Corpus, ranks: Ranks) -> tuple[Batch, ...]:
+def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) -> tuple[Batch, ...]:
     """The same windows for any batch size, micro-batches and ranks; the last of these batches may be smaller.
 
     They are as small as a micro-batch: what fits in training has to fit here.

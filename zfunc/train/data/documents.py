@@ -53,7 +53,7 @@ def records(path: Path, unused: Counter[str]) -> Iterator[Document]:
                 yield _record(_parsed(line, f"{path}, line {number}"), f"{path}, line {number}", unused)
 
 
-def whole(path: Path) -> Document | None:
+def text_of_file(path: Path) -> Document | None:
     """A text file; None where it is binary (with a zero byte). Raises ValueError where it is no UTF-8, OSError."""
     content = path.read_bytes()
     if b"\0" in content:

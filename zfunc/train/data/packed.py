@@ -43,7 +43,7 @@ class Reading:
 
 
 @frozen
-class Packed:
+class PackedTokens:
     """The footer of a packed file: first its tokens, those held out last; then, if there are pairs, a byte for each
     token, 1 where it is learned.
     """
@@ -58,7 +58,7 @@ class Packed:
     train: int
 
     @classmethod
-    def of(cls, content: np.ndarray) -> "Packed":
+    def of(cls, content: np.ndarray) -> "PackedTokens":
         """That at the end of a file, [bytes]."""
         return cls(*_FOOTER.unpack(content[-_FOOTER.size :].tobytes()))
 
@@ -112,7 +112,7 @@ class _Packing:
         self.ends.write(self.total.to_bytes(8, "little"))
 
 
-def pack(name: str, sources: Sequence[Source], target: Path, reading: Reading) -> None:
+def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: Reading) -> None:
     """Write the documents of `sources` into one file and rename it into place when it is complete.
 
     Raises ValueError, by `name`, where there is nothing in them, and what reading them raises.

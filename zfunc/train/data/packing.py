@@ -17,8 +17,8 @@ import numpy as np
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.arrow_dataset import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
 from zfunc.train.data.corpus import Corpus, Source, is_held_out, memory_map, open_corpus, stdlib_files, walk
-from zfunc.train.data.documents import Document, holds_records, records, whole
-from zfunc.train.data.packed import FORM, Packed, Reading, pack
+from zfunc.train.data.documents import Document, holds_records, records, text_of_file
+from zfunc.train.data.packed import FORM, PackedTokens, Reading, pack_documents
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
 
@@ -97,7 +97,7 @@ def _reading_rows(vocabulary: Vocabulary, saved: SavedDataset) -> Reading:
 def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document]:
     if holds_records(path, named=named):
         yield from records(path, unused)
-    elif (one := whole(path)) is not None:
+    elif (one := text_of_file(path)) is not None:
         yield one
 
 
@@ -122,9 +122,9 @@ def _open(
     key = hashlib.sha256(repr((FORM, vocabulary.digest, stats, *read_as)).encode("utf-8", "surrogateescape"))
     path = cache / f".packed-{key.hexdigest()[:16]}.bin"  # hidden: `cache` may lie in the folder that is read
     if not path.is_file():
-        pack(name, sources, path, reading)
+        pack_documents(name, sources, path, reading)
     content = memory_map(path, np.dtype(np.uint8))
-    got = Packed.of(content)
+    got = PackedTokens.of(content)
     size = vocabulary.dtype.itemsize * got.tokens
     tokens = content[:size].view(vocabulary.dtype)
     learned = content[size : size + got.tokens] if got.pairs else None
@@ -140,7 +140,11 @@ def _open(
 
 
 def _lines(
-    name: str, got: Packed, vocabulary: Vocabulary, learned: np.ndarray | None, saved: SavedDataset | None
+    name: str,
+    got: PackedTokens,
+    vocabulary: Vocabulary,
+    learned: np.ndarray | None,
+    saved: SavedDataset | None,
 ) -> Iterator[str]:
     unit = "bytes" if vocabulary is BYTES else "tokens"
     yield f"{name}: {got.files:,} files, {got.documents:,} documents, {got.tokens:,} {unit}"

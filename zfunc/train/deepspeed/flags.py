@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from zfunc.options import AUTO, flag, ratio
-from zfunc.train.deepspeed.batch import batch, left_open
+from zfunc.train.deepspeed.batch import batch_sizes, left_open
 from zfunc.train.deepspeed.precision import ENABLED, precision
 from zfunc.train.deepspeed.rate import LR, MAX_LR, WARMUP, sets_lr_alone
-from zfunc.train.deepspeed.reading import Source
-from zfunc.train.deepspeed.values import Given, Values, check
+from zfunc.train.deepspeed.reading import ConfigSource
+from zfunc.train.deepspeed.values import GivenValue, ResolvedValues, resolve_values
 
 _Z = "zero_optimization."
 DEVICE, RATIO = f"{_Z}offload_optimizer.device", f"{_Z}offload_optimizer.ratio"
@@ -33,29 +33,29 @@ FLAGS: Mapping[str, str] = {
 _ALIKE = ("clip", "bucket_size", "tensorboard", "wandb")  # of them, those that mean the same in both
 
 
-def given(flags: Mapping[str, Any]) -> dict[str, Given]:
+def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
     """What the flags say, by key. `zfunc train` is told "auto" for what it chooses itself, which says nothing."""
-    told: dict[str, Given] = {}
+    told: dict[str, GivenValue] = {}
     for name, value in flags.items():
         if name == "offload_ratio" and value not in (None, AUTO):
             ratio(name, value)
-            told[RATIO] = Given(float(value), flag(name))
+            told[RATIO] = GivenValue(float(value), flag(name))
         elif name in FLAGS and value not in (None, AUTO):
-            told[FLAGS[name]] = Given(value, flag(name))
+            told[FLAGS[name]] = GivenValue(value, flag(name))
         if name == "precision" and value not in (None, AUTO):
-            told |= {key: Given(value == kind, flag(name), value) for kind, key in ENABLED.items()}
+            told |= {key: GivenValue(value == kind, flag(name), value) for kind, key in ENABLED.items()}
         if name == "moments" and value == "fp32":
-            told["bf16.bf16_optimizer_states"] = Given(False, flag(name), value)
-            told["optimizer.params.fp32_optimizer_states"] = Given(True, flag(name), value)
+            told["bf16.bf16_optimizer_states"] = GivenValue(False, flag(name), value)
+            told["optimizer.params.fp32_optimizer_states"] = GivenValue(True, flag(name), value)
     return told
 
 
-def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, Any]:
+def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> dict[str, Any]:
     """The flags, and what the file says beside them, as settings of `zfunc train` on `world` ranks.
 
     Raises ValueError for a file that is wrong, and for a flag that it contradicts.
     """
-    values = check(source, given(flags))
+    values = resolve_values(source, flags_by_key(flags))
     _check_lr(values, flags)
     found = {
         **{name: values[FLAGS[name]] for name in _ALIKE if values.says(FLAGS[name])},
@@ -68,15 +68,15 @@ def merged(flags: Mapping[str, Any], source: Source, world: int) -> dict[str, An
     return {**found, **{name: value for name, value in flags.items() if value is not None}}
 
 
-def _batch(values: Values, world: int) -> dict[str, Any]:
+def _batch(values: ResolvedValues, world: int) -> dict[str, Any]:
     if left_open(values):
         steps = FLAGS["micro_batches"]
         return {"micro_batches": values[steps]} if values.says(steps) else {}
-    made = batch(values, world)
+    made = batch_sizes(values, world)
     return {"batch_size": made.train, "micro_batches": made.accumulation}
 
 
-def _optimizer(values: Values) -> dict[str, Any]:
+def _optimizer(values: ResolvedValues) -> dict[str, Any]:
     found: dict[str, Any] = {"moments": "16bit"} if sixteen_bit(values) else {}
     if values.has("optimizer"):
         found |= {"lr": values[LR], "weight_decay": weight_decay(values)}
@@ -85,26 +85,26 @@ def _optimizer(values: Values) -> dict[str, Any]:
     return found
 
 
-def weight_decay(values: Values) -> float:
+def weight_decay(values: ResolvedValues) -> float:
     """The weight decay of the file: without a word, none, or torch's own for its AdamW."""
     name = FLAGS["weight_decay"]
     torchs = values["optimizer.params.torch_adam"] and str(values["optimizer.type"]).lower() == "adamw"
     return 0.01 if torchs and not values.says(name) else values[name]
 
 
-def sixteen_bit(values: Values) -> bool:
+def sixteen_bit(values: ResolvedValues) -> bool:
     """Whether the file wants moments in 16 bits."""
     return values["bf16.bf16_optimizer_states"] or not values["optimizer.params.fp32_optimizer_states"]
 
 
-def offload_ratio(values: Values) -> float:
+def offload_ratio(values: ResolvedValues) -> float:
     """The share of the optimizer's state on the host. Without `offload_optimizer`, all of it."""
     if DEVICE in values.file:
         return 0.0 if values[DEVICE] == "none" else values[RATIO]
     return values[RATIO]
 
 
-def _offload(values: Values, flags: Mapping[str, Any]) -> dict[str, Any]:
+def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
     if not any(name in values.file for name in (DEVICE, RATIO)):
         return {}
     share, told = offload_ratio(values), flags.get("offload_ratio")
@@ -116,7 +116,7 @@ def _offload(values: Values, flags: Mapping[str, Any]) -> dict[str, Any]:
     return {"offload_ratio": str(share)}
 
 
-def _check_lr(values: Values, flags: Mapping[str, Any]) -> None:
+def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:
     """A --lr or --warmup that the file's scheduler would not hear."""
     kind = values["scheduler.type"]
     lr, warmup = flags.get("lr"), flags.get("warmup")

@@ -7,7 +7,7 @@ from typing import Any, Literal, cast
 
 from attrs import frozen
 
-from zfunc.train.deepspeed.takes import BLOCK, FLAG, Takes
+from zfunc.train.deepspeed.takes import BLOCK, FLAG, ValueType
 
 Fate = Literal["honoured", "no effect", "refused"]
 HONOURED: Fate = "honoured"
@@ -20,12 +20,12 @@ class Key:
     """A key by its dotted `name`: what it `takes`, its `default` there, its `fate` here, and in `told` how it is
     honoured, why it has no effect, or what to do instead of what is refused.
 
-    `refused` are single values of an honoured key that are refused, for the reason `instead`. A refused key may be
-    there with its default, or switched off.
+    `unsupported` are single values of an honoured key that are refused, for the reason `instead`. A refused key may
+    be there with its default, or switched off.
     """
 
     name: str
-    takes: Takes
+    takes: ValueType
     default: Any
     fate: Fate
     told: str
@@ -50,24 +50,24 @@ class Key:
         return self.told if self.fate == REFUSED and not off else ""
 
 
-def honoured(name: str, takes: Takes, default: Any, told: str, *refused: Any, instead: str = "") -> Key:
-    """A key that does here what it does there, but for the values `refused`."""
+def supported(name: str, takes: ValueType, default: Any, told: str, *refused: Any, instead: str = "") -> Key:
+    """A key that does here what it does there, but for the values `unsupported`."""
     return Key(name, takes, default, HONOURED, told, refused, instead)
 
 
-def idle(name: str, takes: Takes, default: Any, why: str) -> Key:
+def ignored(name: str, takes: ValueType, default: Any, why: str) -> Key:
     """A key that has no effect here."""
     return Key(name, takes, default, NO_EFFECT, why)
 
 
-def refused(name: str, instead: str, takes: Takes = FLAG, default: Any = False) -> Key:
+def unsupported(name: str, instead: str, takes: ValueType = FLAG, default: Any = False) -> Key:
     """A key that asks for what there is not."""
     return Key(name, takes, default, REFUSED, instead)
 
 
-def each_idle(block: str, why: str, **keys: tuple[Takes, Any]) -> tuple[Key, ...]:
+def each_ignored(block: str, why: str, **keys: tuple[ValueType, Any]) -> tuple[Key, ...]:
     """Keys of one block that have no effect for one reason; each with what it takes and its default."""
-    return tuple(idle(f"{block}.{name}", takes, default, why) for name, (takes, default) in keys.items())
+    return tuple(ignored(f"{block}.{name}", takes, default, why) for name, (takes, default) in keys.items())
 
 
 def switched_on(value: Any) -> bool:

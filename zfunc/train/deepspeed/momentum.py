@@ -9,7 +9,7 @@ from attrs import frozen
 
 from zfunc.train.deepspeed.rate import PARAMS, schedule
 from zfunc.train.deepspeed.schedules import OneCycle
-from zfunc.train.deepspeed.values import Values
+from zfunc.train.deepspeed.values import ResolvedValues
 
 BETA2 = 0.99
 
@@ -38,7 +38,7 @@ class OneCycleBetas:
         return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height, BETA2
 
 
-def betas(values: Values) -> tuple[float, float] | OneCycleBetas | None:
+def betas(values: ResolvedValues) -> tuple[float, float] | OneCycleBetas | None:
     """The betas of a file, or None where it says nothing of them."""
     if cycles(values):
         rate = schedule(values, lr=0.0)  # OneCycle has nothing of the optimizer's
@@ -48,6 +48,6 @@ def betas(values: Values) -> tuple[float, float] | OneCycleBetas | None:
     return values["optimizer.params.betas"] if values.has("optimizer") else None
 
 
-def cycles(values: Values) -> bool:
+def cycles(values: ResolvedValues) -> bool:
     """Whether momentum goes round with the learning rate."""
     return values["scheduler.type"] == "OneCycle" and values[f"{PARAMS}cycle_momentum"]

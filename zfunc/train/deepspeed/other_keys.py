@@ -3,8 +3,19 @@
 The invariant: every default is the one there, also where zfunc's own differs.
 """
 
-from zfunc.train.deepspeed.key import Key, each_idle, honoured, idle, refused
-from zfunc.train.deepspeed.takes import ANYTHING, BLOCK, COUNT, FLAG, LIST, NUMBER, SIZE, TEXT, one_of, whole
+from zfunc.train.deepspeed.key import Key, each_ignored, ignored, supported, unsupported
+from zfunc.train.deepspeed.takes import (
+    ANYTHING,
+    BLOCK,
+    COUNT,
+    FLAG,
+    LIST,
+    NUMBER,
+    SIZE,
+    TEXT,
+    choice_of,
+    whole_number,
+)
 
 _METRICS = "metrics.jsonl in the run folder has every step"
 _FLOPS = "`zfunc plan` and `zfunc draw` count FLOPs and say what bounds a step"
@@ -20,43 +31,45 @@ _REMOVED = "it was removed there too: delete it"
 
 _PLACES = {
     block: (
-        honoured(
+        supported(
             f"{block}.output_path", TEXT, "", "the folder that `job_name` is in; without it, where one is"
         ),
-        honoured(f"{block}.job_name", TEXT, "DeepSpeedJobName", "the folder that is written to"),
+        supported(f"{block}.job_name", TEXT, "DeepSpeedJobName", "the folder that is written to"),
     )
     for block in ("tensorboard", "csv_monitor")
 }
 
 LOGS: tuple[Key, ...] = (
-    honoured(
+    supported(
         "wall_clock_breakdown",
         FLAG,
         False,
         "`zfunc train` measures one step in any case, operation by operation, and draws it; every row of "
         "metrics.jsonl has the seconds of the step, and those of the host; `--log-style deepspeed` prints times",
     ),
-    idle("memory_breakdown", FLAG, False, "memory is planned before it is taken, and measured at every step"),
-    idle("dump_state", FLAG, False, "the run folder's config.json has all settings"),
-    idle("log_level", TEXT, None, "the logger is `zfunc`, as a Python program sets it"),
-    idle("disable_python_gc", FLAG, False, "a step makes too few objects to matter"),
-    idle("vocabulary_size", SIZE, None, "the model says its own"),
-    *each_idle("timers.throughput", _METRICS, enabled=(FLAG, True), synchronized=(FLAG, True)),
-    honoured("tensorboard.enabled", FLAG, False, f"{_SCALARS}; needs `zfunc[tensorboard]`"),
+    ignored(
+        "memory_breakdown", FLAG, False, "memory is planned before it is taken, and measured at every step"
+    ),
+    ignored("dump_state", FLAG, False, "the run folder's config.json has all settings"),
+    ignored("log_level", TEXT, None, "the logger is `zfunc`, as a Python program sets it"),
+    ignored("disable_python_gc", FLAG, False, "a step makes too few objects to matter"),
+    ignored("vocabulary_size", SIZE, None, "the model says its own"),
+    *each_ignored("timers.throughput", _METRICS, enabled=(FLAG, True), synchronized=(FLAG, True)),
+    supported("tensorboard.enabled", FLAG, False, f"{_SCALARS}; needs `zfunc[tensorboard]`"),
     *_PLACES["tensorboard"],
-    honoured(
+    supported(
         "wandb.enabled",
         FLAG,
         False,
         f"{_SCALARS}; to `wandb` in the run folder, offline unless `WANDB_MODE` says otherwise; needs "
         "`zfunc[wandb]`",
     ),
-    honoured("wandb.group", TEXT, None, "as there"),
-    honoured("wandb.team", TEXT, None, "as there"),
-    honoured("wandb.project", TEXT, "deepspeed", "as there"),
-    honoured("csv_monitor.enabled", FLAG, False, f"{_SCALARS}; a file for each"),
+    supported("wandb.group", TEXT, None, "as there"),
+    supported("wandb.team", TEXT, None, "as there"),
+    supported("wandb.project", TEXT, "deepspeed", "as there"),
+    supported("csv_monitor.enabled", FLAG, False, f"{_SCALARS}; a file for each"),
     *_PLACES["csv_monitor"],
-    *each_idle(
+    *each_ignored(
         "comet",
         _METRICS,
         enabled=(FLAG, False),
@@ -69,7 +82,7 @@ LOGS: tuple[Key, ...] = (
         online=(FLAG, None),
         mode=(TEXT, None),
     ),
-    *each_idle(
+    *each_ignored(
         "comms_logger",
         "`Metrics.sent_bytes` counts what a step sends",
         enabled=(FLAG, False),
@@ -78,18 +91,18 @@ LOGS: tuple[Key, ...] = (
         verbose=(FLAG, False),
         debug=(FLAG, False),
     ),
-    *each_idle(
+    *each_ignored(
         "flops_profiler",
         _FLOPS,
         enabled=(FLAG, False),
         recompute_fwd_factor=(NUMBER, 0.0),
         profile_step=(SIZE, 1),
-        module_depth=(whole(-1), -1),
+        module_depth=(whole_number(-1), -1),
         top_modules=(SIZE, 1),
         detailed=(FLAG, True),
         output_file=(TEXT, None),
     ),
-    *each_idle(
+    *each_ignored(
         "autotuning",
         _SEARCH,
         enabled=(FLAG, False),
@@ -117,7 +130,7 @@ LOGS: tuple[Key, ...] = (
 )
 
 MEMORY: tuple[Key, ...] = (
-    *each_idle(
+    *each_ignored(
         "activation_checkpointing",
         _LAYERS,
         partition_activations=(FLAG, False),
@@ -126,40 +139,42 @@ MEMORY: tuple[Key, ...] = (
         synchronize_checkpoint_boundary=(FLAG, False),
         profile=(FLAG, False),
     ),
-    idle(
+    ignored(
         "activation_checkpointing.cpu_checkpointing",
         FLAG,
         False,
         "activations stay on the device; with `recompute` all, a segment keeps its input alone",
     ),
-    idle(
+    ignored(
         "data_types.grad_accum_dtype",
-        one_of("fp32", "fp16", "bf16"),
+        choice_of("fp32", "fp16", "bf16"),
         None,
         "gradients of micro-batches are always added up in fp32",
     ),
-    idle("data_types.param_dtype", TEXT, None, "`precision` is that of all parameters on the device"),
-    idle("data_types.buffer_dtype", TEXT, None, "a module's buffers keep the type they have"),
-    idle("data_types.keep_in_fp32_modules", ANYTHING, "auto", "a module's buffers keep the type they have"),
+    ignored("data_types.param_dtype", TEXT, None, "`precision` is that of all parameters on the device"),
+    ignored("data_types.buffer_dtype", TEXT, None, "a module's buffers keep the type they have"),
+    ignored(
+        "data_types.keep_in_fp32_modules", ANYTHING, "auto", "a module's buffers keep the type they have"
+    ),
 )
 
 CHECKPOINTS: tuple[Key, ...] = (
-    *each_idle(
+    *each_ignored(
         "checkpoint",
         "checkpoints are one format: whole or not there, with a checksum, for any number of ranks",
-        tag_validation=(one_of("Ignore", "Warn", "Fail"), "Warn"),
+        tag_validation=(choice_of("Ignore", "Warn", "Fail"), "Warn"),
         load_universal=(FLAG, False),
         use_node_local_storage=(FLAG, False),
         checkpoint_serialization=(FLAG, True),
         parallel_write=(BLOCK, None),
         writer=(BLOCK, None),
     ),
-    idle("datastates_ckpt", BLOCK, None, "`train_step(save=)` writes while the step goes on"),
+    ignored("datastates_ckpt", BLOCK, None, "`train_step(save=)` writes while the step goes on"),
 )
 
 PARALLEL: tuple[Key, ...] = (
-    refused("tensor_parallel.autotp_size", f"{_TP}: leave it out", SIZE, 0),
-    *each_idle(
+    unsupported("tensor_parallel.autotp_size", f"{_TP}: leave it out", SIZE, 0),
+    *each_ignored(
         "tensor_parallel",
         _TP,
         dtype=(TEXT, None),
@@ -174,7 +189,7 @@ PARALLEL: tuple[Key, ...] = (
         keep_module_on_host=(FLAG, False),
         replace_with_kernel_inject=(FLAG, False),
     ),
-    *each_idle(
+    *each_ignored(
         "pipeline",
         _TP,
         stages=(ANYTHING, "auto"),
@@ -184,20 +199,20 @@ PARALLEL: tuple[Key, ...] = (
         pipe_partitioned=(FLAG, True),
         grad_partitioned=(FLAG, True),
     ),
-    refused("sequence_parallel_size", f"{_TP}: leave it out", COUNT, 1),
-    idle(
+    unsupported("sequence_parallel_size", f"{_TP}: leave it out", COUNT, 1),
+    ignored(
         "seq_parallel_communication_data_type",
-        one_of("fp32", "fp16", "bf16"),
+        choice_of("fp32", "fp16", "bf16"),
         "fp32",
         "sequences are never split",
     ),
-    refused("expert_parallel", f"{_TP}: leave it out", BLOCK, None),
-    idle("use_data_before_expert_parallelism", FLAG, False, _TP),
-    refused(
+    unsupported("expert_parallel", f"{_TP}: leave it out", BLOCK, None),
+    ignored("use_data_before_expert_parallelism", FLAG, False, _TP),
+    unsupported(
         "hybrid_engine", "it is for generating while training, which is not there: leave it out", BLOCK, None
     ),
-    refused("compile.deepcompile", f"{_COMPILE}: leave it out"),
-    *each_idle(
+    unsupported("compile.deepcompile", f"{_COMPILE}: leave it out"),
+    *each_ignored(
         "compile",
         _COMPILE,
         autoep_non_moe=(FLAG, False),
@@ -218,24 +233,24 @@ PARALLEL: tuple[Key, ...] = (
         keep_all_input_tensors=(FLAG, False),
         passes=(LIST, None),
     ),
-    refused("data_efficiency", "data is read in an order that the seed gives: leave it out", BLOCK, None),
-    refused("weight_quantization", "weights are trained in `precision`: leave it out", BLOCK, None),
-    idle("disable_allgather", FLAG, False, "new parameters are always gathered"),
+    unsupported("data_efficiency", "data is read in an order that the seed gives: leave it out", BLOCK, None),
+    unsupported("weight_quantization", "weights are trained in `precision`: leave it out", BLOCK, None),
+    ignored("disable_allgather", FLAG, False, "new parameters are always gathered"),
 )
 
 REMOVED: tuple[Key, ...] = (
-    refused(
+    unsupported(
         "sparse_gradients", "gradients of embeddings are dense here, and it was removed there too: delete it"
     ),
-    refused("amp", 'use "bf16" or "fp16"; it was removed there too', BLOCK, None),
+    unsupported("amp", 'use "bf16" or "fp16"; it was removed there too', BLOCK, None),
     *(
-        refused(name, _REMOVED, BLOCK, None)
+        unsupported(name, _REMOVED, BLOCK, None)
         for name in (
             *("elasticity", "nebula", "compression_training", "quantize_training", "eigenvalue"),
             *("sparse_attention", "curriculum_learning", "progressive_layer_drop"),
         )
     ),
-    refused("graph_harvesting", _REMOVED),
+    unsupported("graph_harvesting", _REMOVED),
 )
 
 OTHER_KEYS: tuple[Key, ...] = (*LOGS, *MEMORY, *CHECKPOINTS, *PARALLEL, *REMOVED)

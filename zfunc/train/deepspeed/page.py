@@ -18,10 +18,10 @@ def with_table(page: str) -> str:
     _, end, after = rest.partition(END)
     if not begin or not end:
         raise ValueError(f"got a page without {BEGIN} and {END}, expected both, a line each: add them")
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+    return f"{before}{BEGIN}\n\n{key_tables()}\n{END}{after}"
 
 
-def tables() -> str:
+def key_tables() -> str:
     """A table for every part of a file, of its keys in order, and one of old names."""
     parts: dict[str, list[Key]] = {}
     for key in ROWS:

@@ -4,16 +4,17 @@ The invariant: two precisions are an error; none is fp32, as there, unless the f
 """
 
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.values import Values
+from zfunc.train.deepspeed.values import ResolvedValues
 
 ENABLED = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 
 
-def precision(values: Values) -> str | None:
+def precision(values: ResolvedValues) -> str | None:
     """ "fp16", "bf16", "fp32", or None for a file that says nothing of it.
 
-    >>> from zfunc.train.deepspeed import check, read
-    >>> precision(check(read({"bf16": {"enabled": True}})))
+    >>> from zfunc.train.deepspeed.values import resolve_values
+    >>> from zfunc.train.deepspeed.reading import read_config_file
+    >>> precision(resolve_values(read_config_file({"bf16": {"enabled": True}})))
     'bf16'
     """
     on = [name for name, key in ENABLED.items() if values[key]]
@@ -25,11 +26,12 @@ def precision(values: Values) -> str | None:
     return "fp32" if said else None
 
 
-def loss_scale(values: Values) -> LossScale:
+def loss_scale(values: ResolvedValues) -> LossScale:
     """The loss scale of a file that trains in fp16.
 
-    >>> from zfunc.train.deepspeed import check, read
-    >>> loss_scale(check(read({"fp16": {"enabled": True, "initial_scale_power": 8}}))).scale
+    >>> from zfunc.train.deepspeed.values import resolve_values
+    >>> from zfunc.train.deepspeed.reading import read_config_file
+    >>> loss_scale(resolve_values(read_config_file({"fp16": {"enabled": True, "initial_scale_power": 8}}))).scale
     256.0
     """
     fixed = values["fp16.loss_scale"]

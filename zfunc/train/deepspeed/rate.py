@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import attrs
 
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.train.deepspeed.key import NO_EFFECT, REFUSED
 from zfunc.train.deepspeed.schedules import SCHEDULES, Schedule
 from zfunc.train.deepspeed.table import KEYS
-from zfunc.train.deepspeed.values import Values
+from zfunc.train.deepspeed.values import ResolvedValues
 
 PARAMS = "scheduler.params."
 TOTAL, WARMUP, MAX_LR = f"{PARAMS}total_num_steps", f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
@@ -20,7 +20,7 @@ _CYCLE = ("cycle_momentum", "cycle_min_mom", "cycle_max_mom", "decay_mom_rate") 
 
 
 def schedule(
-    values: Values, *, lr: float, total: int | None = None, warmup: int | None = None
+    values: ResolvedValues, *, lr: float, total: int | None = None, warmup: int | None = None
 ) -> Schedule | None:
     """The scheduler of the file, or None where it has none.
 
@@ -52,7 +52,7 @@ def schedule(
     return SCHEDULES[kind](**told)
 
 
-def sets_lr_alone(values: Values) -> bool:
+def sets_lr_alone(values: ResolvedValues) -> bool:
     """Whether the scheduler's rate has nothing of the optimizer's `lr`."""
     kind = values["scheduler.type"]
     return kind in ("LRRangeTest", "OneCycle") or (
@@ -66,7 +66,7 @@ def _lacks(field: Any, told: dict[str, Any]) -> bool:
     return field.default is attrs.NOTHING and field.name not in told
 
 
-def _check_names(values: Values, kind: str, fields: list[str]) -> None:
+def _check_names(values: ResolvedValues, kind: str, fields: list[str]) -> None:
     known = [*fields, *(_CYCLE if kind == "OneCycle" else ())]
     for name in (*values.file, *values.auto):
         last = name.removeprefix(PARAMS)
@@ -74,6 +74,6 @@ def _check_names(values: Values, kind: str, fields: list[str]) -> None:
             continue
         if last == "lr" or KEYS[name].fate != NO_EFFECT or kind != "OneCycle":
             raise ValueError(
-                f"{values.source}: got {name}, which {kind} does not take{nearest(last, known)}, expected "
+                f"{values.source}: got {name}, which {kind} does not take{did_you_mean(last, known)}, expected "
                 f"{', '.join(known)}: correct or delete it"
             )

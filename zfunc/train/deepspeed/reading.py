@@ -16,7 +16,7 @@ LIMIT = 1 << 20  # bytes; such files have some thousand
 
 
 @frozen
-class Source:
+class ConfigSource:
     """What a file, or a dict, says: `values` by key, and the `name` that errors call it by."""
 
     name: str
@@ -31,17 +31,17 @@ class _Twice(Exception):  # noqa: N818
         self.key, self.lines = key, lines
 
 
-def read(source: str | PathLike[str] | Mapping[str, Any]) -> Source:
+def read_config_file(source: str | PathLike[str] | Mapping[str, Any]) -> ConfigSource:
     """The contents of a file, or of a dict that is one already.
 
     Raises ValueError, with the line, for what is no JSON even with comments and trailing commas, and for a key that
     an object has twice; TypeError for anything but a path or a dict.
 
-    >>> read({"train_batch_size": 8}).values["train_batch_size"]
+    >>> read_config_file({"train_batch_size": 8}).values["train_batch_size"]
     8
     """
     if isinstance(source, Mapping):
-        return Source("the dict", dict(source))
+        return ConfigSource("the dict", dict(source))
     if not isinstance(source, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"got a {type(source).__name__}, expected the path of a JSON file, or a dict: pass one"
@@ -61,13 +61,13 @@ def read(source: str | PathLike[str] | Mapping[str, Any]) -> Source:
         raise ValueError(
             f"{path}: got bytes that are no UTF-8 text ({error}), expected JSON: name it"
         ) from error
-    return Source(str(path), parse(text, str(path)))
+    return ConfigSource(str(path), parse_config(text, str(path)))
 
 
-def parse(text: str, name: str = "the text") -> dict[str, Any]:
-    """The object that `text` is. Raises ValueError; see `read`.
+def parse_config(text: str, name: str = "the text") -> dict[str, Any]:
+    """The object that `text` is. Raises ValueError; see `read_config_file`.
 
-    >>> parse('{"fp16": {"enabled": true,},  // as on the old cluster\\n}')
+    >>> parse_config('{"fp16": {"enabled": true,},  // as on the old cluster\\n}')
     {'fp16': {'enabled': True}}
     """
     try:

@@ -6,14 +6,14 @@ The invariant: no key that is in the file is passed over in silence: it is named
 from collections.abc import Iterator
 
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.batch import Batch
+from zfunc.train.deepspeed.batch import BatchSizes
 from zfunc.train.deepspeed.momentum import BETA2, cycles
 from zfunc.train.deepspeed.rate import LR, MAX_LR, sets_lr_alone
 from zfunc.train.deepspeed.schedules import Schedule
-from zfunc.train.deepspeed.values import Values
+from zfunc.train.deepspeed.values import ResolvedValues
 
 
-def names(values: Values) -> Iterator[str]:
+def note_names(values: ResolvedValues) -> Iterator[str]:
     """Old names, what the file leaves open, and what has no effect."""
     for old, new in values.old:
         yield f"{old} is the old name of {new}"
@@ -27,7 +27,9 @@ def names(values: Values) -> Iterator[str]:
         yield f"no effect: {LR}: the scheduler {values['scheduler.type']} sets the learning rate alone, as there"
 
 
-def decisions(values: Values, batch: Batch, rate: Schedule | None, scale: LossScale | None) -> Iterator[str]:
+def note_decisions(
+    values: ResolvedValues, batch: BatchSizes, rate: Schedule | None, scale: LossScale | None
+) -> Iterator[str]:
     """What decides how the training goes."""
     yield f"train_batch_size: {batch}"
     if rate is not None:

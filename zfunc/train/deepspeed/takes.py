@@ -11,7 +11,7 @@ from attrs import frozen
 
 
 @frozen
-class Takes:
+class ValueType:
     """`told` says it; `read` gives the value in one form, or None for what it cannot be."""
 
     told: str
@@ -28,10 +28,10 @@ def _whole(value: Any) -> int | None:
     return None if number is None or number != int(number) else int(number)
 
 
-def whole(lowest: int = 0, highest: int | None = None) -> Takes:
+def whole_number(lowest: int = 0, highest: int | None = None) -> ValueType:
     """A whole number; 5e8 is one.
 
-    >>> whole().read(5e8), whole().read(0.5), whole(1).read(0)
+    >>> whole().read(5e8), whole().read(0.5), whole_number(1).read(0)
     (500000000, None, None)
     """
 
@@ -40,13 +40,13 @@ def whole(lowest: int = 0, highest: int | None = None) -> Takes:
         return None if n is None or n < lowest or (highest is not None and n > highest) else n
 
     upto = "" if highest is None else f", at most {highest}"
-    return Takes(f"a whole number of at least {lowest}{upto}", read)
+    return ValueType(f"a whole number of at least {lowest}{upto}", read)
 
 
-def number(lowest: float = 0.0, highest: float = math.inf) -> Takes:
+def finite_between(lowest: float = 0.0, highest: float = math.inf) -> ValueType:
     """A finite number within bounds, both of them allowed.
 
-    >>> number().read(1), number().read(float("nan")), number(0, 1).read(2)
+    >>> number().read(1), number().read(float("nan")), finite_between(0, 1).read(2)
     (1.0, None, None)
     """
 
@@ -55,14 +55,14 @@ def number(lowest: float = 0.0, highest: float = math.inf) -> Takes:
         return None if x is None or not lowest <= x <= highest else float(x)
 
     if highest == math.inf:
-        return Takes("a number" if lowest == -math.inf else f"a number of at least {lowest:g}", read)
-    return Takes(f"a number from {lowest:g} to {highest:g}", read)
+        return ValueType("a number" if lowest == -math.inf else f"a number of at least {lowest:g}", read)
+    return ValueType(f"a number from {lowest:g} to {highest:g}", read)
 
 
-def one_of(*known: Any) -> Takes:
+def choice_of(*known: Any) -> ValueType:
     """One of a few values; texts in any case.
 
-    >>> one_of("cpu", "nvme").read("CPU")
+    >>> choice_of("cpu", "nvme").read("CPU")
     'cpu'
     """
     folded = {x.lower() if isinstance(x, str) else x: x for x in known}
@@ -72,7 +72,7 @@ def one_of(*known: Any) -> Takes:
             return folded.get(value.lower())
         return folded.get(_whole(value)) if isinstance(value, int | float) else None
 
-    return Takes(", ".join(str(x) for x in known), read)
+    return ValueType(", ".join(str(x) for x in known), read)
 
 
 def _momentum(value: Any) -> float | None:
@@ -93,11 +93,11 @@ def _block(value: Any) -> Any:
     return cast("Any", value) if isinstance(value, dict | bool) else None
 
 
-FLAG = Takes("true or false", lambda v: v if isinstance(v, bool) else None)
-TEXT = Takes("a text", lambda v: v if isinstance(v, str) else None)
-LIST = Takes("a list", _list)
-MOMENTUM = Takes("a number, 0 or above and below 1", _momentum)
-PAIR = Takes("two numbers, 0 or above and below 1", _betas)
-BLOCK = Takes("an object", _block)
-ANYTHING = Takes("anything", lambda v: v)
-COUNT, SIZE, NUMBER, SHARE = whole(1), whole(), number(), number(0.0, 1.0)
+FLAG = ValueType("true or false", lambda v: v if isinstance(v, bool) else None)
+TEXT = ValueType("a text", lambda v: v if isinstance(v, str) else None)
+LIST = ValueType("a list", _list)
+MOMENTUM = ValueType("a number, 0 or above and below 1", _momentum)
+PAIR = ValueType("two numbers, 0 or above and below 1", _betas)
+BLOCK = ValueType("an object", _block)
+ANYTHING = ValueType("anything", lambda v: v)
+COUNT, SIZE, NUMBER, SHARE = whole_number(1), whole_number(), finite_between(), finite_between(0.0, 1.0)

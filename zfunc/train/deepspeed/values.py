@@ -9,16 +9,16 @@ from typing import Any, cast
 
 from attrs import field, frozen
 
-from zfunc.errors import nearest
+from zfunc.errors import did_you_mean
 from zfunc.train.deepspeed.key import NO_EFFECT, Key
-from zfunc.train.deepspeed.reading import Source
+from zfunc.train.deepspeed.reading import ConfigSource
 from zfunc.train.deepspeed.table import BLOCKS, KEYS, OLD, elsewhere, names_in
 
 AUTO = "auto"  # "from the model or the command line", in a file
 
 
 @frozen
-class Given:
+class GivenValue:
     """A value from outside the file, for what it leaves open, and how an error calls where it is from."""
 
     value: Any
@@ -27,11 +27,11 @@ class Given:
 
 
 @frozen
-class Values:
+class ResolvedValues:
     """What holds: `file` is what the file says, `auto` what it leaves open in words, `given` what others say of
     keys it does not say; `old` are the old names in it, each with the new one.
 
-    >>> values = check(Source("x.json", {"bf16": {"enabled": "auto"}}))
+    >>> values = resolve_values(Source("x.json", {"bf16": {"enabled": "auto"}}))
     >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
     (False, False, ('bf16.enabled',))
     """
@@ -65,7 +65,7 @@ class Values:
         return ((why, tuple(names)) for why, names in reasons.items())
 
 
-def check(source: Source, given: Mapping[str, Given] | None = None) -> Values:
+def resolve_values(source: ConfigSource, given: Mapping[str, GivenValue] | None = None) -> ResolvedValues:
     """What `source` says, and what is `given` where it says nothing.
 
     Raises ValueError for a key that is not in the table, with the nearest that is; for a value of another kind; for
@@ -92,7 +92,7 @@ def check(source: Source, given: Mapping[str, Given] | None = None) -> Values:
     mine = {
         name: one.value for name, one in (given or {}).items() if not _agrees(source.name, file, name, one)
     }
-    return Values(source.name, file, tuple(auto), mine, tuple(old))
+    return ResolvedValues(source.name, file, tuple(auto), mine, tuple(old))
 
 
 def _walk(values: Mapping[str, Any], block: str, found: list[tuple[str, Any]], unknown: list[str]) -> None:
@@ -116,25 +116,25 @@ def _walk(values: Mapping[str, Any], block: str, found: list[tuple[str, Any]], u
 def _unknown(last: str, block: str) -> str:
     where = f"in {block!r}" if block else "at the top level"
     others = [f"in {other!r}" if other else "at the top level" for other in elsewhere(last)]
-    hint = f" (it belongs {' or '.join(others)})" if others else nearest(last, names_in(block))
+    hint = f" (it belongs {' or '.join(others)})" if others else did_you_mean(last, names_in(block))
     return f"got the key {last!r} {where}, which is not known there{hint}: correct it, or delete it"
 
 
 def _checked(source: str, key: Key, value: Any) -> Any:
     read = key.takes.read(value)
     if read is None:
-        hint = nearest(value, key.takes.told.split(", ")) if isinstance(value, str) else ""
+        hint = did_you_mean(value, key.takes.told.split(", ")) if isinstance(value, str) else ""
         raise ValueError(f"{source}: {key.name}: got {value!r}, expected {key.takes.told}{hint}: correct it")
     if instead := key.refusal(read):
         raise ValueError(f"{source}: {key.name}: got {value!r}, which zfunc does not do: {instead}")
     return read
 
 
-def _agrees(source: str, file: Mapping[str, Any], name: str, given: Given) -> bool:
+def _agrees(source: str, file: Mapping[str, Any], name: str, given: GivenValue) -> bool:
     """Whether the file says it too. Raises ValueError if it says another value, or there is no such key."""
     if name not in KEYS:
         raise ValueError(
-            f"{given.label}: got no key of a file, expected one{nearest(name, list(KEYS))}: correct it"
+            f"{given.label}: got no key of a file, expected one{did_you_mean(name, list(KEYS))}: correct it"
         )
     if KEYS[name].takes.read(given.value) is None:
         raise ValueError(f"{given.label}: got {given.value!r}, expected {KEYS[name].takes.told}: correct it")

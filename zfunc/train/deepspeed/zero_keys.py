@@ -5,8 +5,8 @@ The invariant: every default is the one there, also where zfunc's own differs.
 
 import sys
 
-from zfunc.train.deepspeed.key import Key, each_idle, honoured, idle, refused
-from zfunc.train.deepspeed.takes import BLOCK, COUNT, FLAG, LIST, SHARE, SIZE, TEXT, one_of, whole
+from zfunc.train.deepspeed.key import Key, each_ignored, ignored, supported, unsupported
+from zfunc.train.deepspeed.takes import BLOCK, COUNT, FLAG, LIST, SHARE, SIZE, TEXT, choice_of, whole_number
 
 DEVICES = ("none", "cpu", "nvme")
 _Z = "zero_optimization."
@@ -19,50 +19,50 @@ _NVME = "nothing is kept on NVMe here"
 _CHECKPOINT = "checkpoints have the exact fp32 weights, by name, and any number of ranks loads them"
 
 ZERO_KEYS: tuple[Key, ...] = (
-    honoured(
+    supported(
         _Z + "stage",
-        one_of(0, 1, 2, 3),
+        choice_of(0, 1, 2, 3),
         0,
         "`stage`; 0 trains as 1: each rank keeps a slice of the optimizer's state anyway, with the same result",
         3,
         instead="parameters have to fit on the device in 16 bits here: use stage 2; `zfunc plan` says what fits",
     ),
-    honoured(
+    supported(
         _Z + "reduce_bucket_size",
         COUNT,
         500_000_000,
         "`bucket_size`, elements that are reduced, moved and updated as a unit; without the key 50,000,000, or "
         "262,144 in `zfunc train` on a CPU",
     ),
-    honoured(
+    supported(
         _O + "device",
-        one_of(*DEVICES),
+        choice_of(*DEVICES),
         "none",
         "`offload_ratio`: cpu is `ratio`, none is 0. Without `offload_optimizer` it is 1, because that is what "
         "zfunc is for",
         "nvme",
         instead='the optimizer\'s state is on the host or on the device here: use "cpu"',
     ),
-    honoured(_O + "ratio", SHARE, 1.0, "`offload_ratio`; with any stage"),
-    idle(
+    supported(_O + "ratio", SHARE, 1.0, "`offload_ratio`; with any stage"),
+    ignored(
         _O + "pin_memory",
         FLAG,
         True,
         "what is copied is in pinned memory of exactly its size, the rest is not",
     ),
-    idle(
+    ignored(
         _O + "cpuadam_cores_perc",
         SHARE,
         0.8,
         "threads are the physical cores this process may use, over its ranks",
     ),
-    idle(
+    ignored(
         _O + "super_offload",
         FLAG,
         False,
         "`speculate` updates before the norm is known, and with the same bits",
     ),
-    *each_idle(
+    *each_ignored(
         _O[:-1],
         _NVME,
         nvme_path=(TEXT, None),
@@ -71,13 +71,13 @@ ZERO_KEYS: tuple[Key, ...] = (
         pipeline_write=(FLAG, False),
         fast_init=(FLAG, False),
     ),
-    refused(
+    unsupported(
         _P + "device",
         "parameters stay on the device in 16 bits here: leave offload_param out",
-        one_of(*DEVICES),
+        choice_of(*DEVICES),
         "none",
     ),
-    *each_idle(
+    *each_ignored(
         _P[:-1],
         _STAGE3,
         nvme_path=(TEXT, None),
@@ -86,8 +86,8 @@ ZERO_KEYS: tuple[Key, ...] = (
         max_in_cpu=(SIZE, 1_000_000_000),
         pin_memory=(FLAG, True),
     ),
-    *each_idle(_Z[:-1], _PLAN, overlap_comm=(FLAG, None), contiguous_gradients=(FLAG, True)),
-    *each_idle(
+    *each_ignored(_Z[:-1], _PLAN, overlap_comm=(FLAG, None), contiguous_gradients=(FLAG, True)),
+    *each_ignored(
         _Z[:-1],
         _ONE_WAY,
         reduce_scatter=(FLAG, True),
@@ -98,22 +98,24 @@ ZERO_KEYS: tuple[Key, ...] = (
         parameter_alignment=(FLAG, False),
         legacy_stage1=(FLAG, False),
     ),
-    idle(_Z + "compute_grad_norm", FLAG, True, "the norm is always computed, on the way"),
-    *each_idle(_Z[:-1], _CHECKPOINT, load_from_fp32_weights=(FLAG, True), elastic_checkpoint=(FLAG, False)),
-    idle(_Z + "ignore_unused_parameters", FLAG, True, "a parameter that is not used has a gradient of 0"),
-    idle(
+    ignored(_Z + "compute_grad_norm", FLAG, True, "the norm is always computed, on the way"),
+    *each_ignored(
+        _Z[:-1], _CHECKPOINT, load_from_fp32_weights=(FLAG, True), elastic_checkpoint=(FLAG, False)
+    ),
+    ignored(_Z + "ignore_unused_parameters", FLAG, True, "a parameter that is not used has a gradient of 0"),
+    ignored(
         _Z + "enable_sanity_checks",
         FLAG,
         False,
         "plans are always verified; `train_step(debug=True)` checks more",
     ),
-    refused(
+    unsupported(
         _Z + "zenflow",
         "updates that wait for some gradients and not for others are not there; `delay_from` is the nearest",
         BLOCK,
         None,
     ),
-    *each_idle(
+    *each_ignored(
         _Z[:-1],
         _STAGE3,
         sub_group_size=(SIZE, 1_000_000_000),
@@ -123,7 +125,7 @@ ZERO_KEYS: tuple[Key, ...] = (
         stage3_max_live_parameters=(SIZE, 1_000_000_000),
         stage3_max_reuse_distance=(SIZE, 1_000_000_000),
         stage3_gather_16bit_weights_on_model_save=(FLAG, False),
-        stage3_module_granularity_threshold=(whole(), 0),
+        stage3_module_granularity_threshold=(whole_number(), 0),
         stage3_use_all_reduce_for_fetch_params=(FLAG, False),
         stage3_allgather_sequential=(FLAG, False),
         zero_hpz_partition_size=(SIZE, 1),
@@ -136,13 +138,13 @@ ZERO_KEYS: tuple[Key, ...] = (
         log_trace_cache_warnings=(FLAG, False),
         save_muon_momentum_buffer_in_memory=(FLAG, False),
     ),
-    *each_idle(
+    *each_ignored(
         _Z + "leaf_module", _STAGE3, classes=(LIST, None), names=(LIST, None), name_suffixes=(LIST, None)
     ),
-    refused(_Z + "mics_shard_size", "it was removed there too: delete it", whole(-1), -1),
-    refused(_Z + "mics_hierarchical_params_gather", "it was removed there too: delete it"),
-    refused(_Z + "zeropp_loco_param", "it was removed there too: delete it", BLOCK, None),
-    *each_idle(
+    unsupported(_Z + "mics_shard_size", "it was removed there too: delete it", whole_number(-1), -1),
+    unsupported(_Z + "mics_hierarchical_params_gather", "it was removed there too: delete it"),
+    unsupported(_Z + "zeropp_loco_param", "it was removed there too: delete it", BLOCK, None),
+    *each_ignored(
         "aio",
         _NVME,
         block_size=(COUNT, 1_048_576),
