@@ -16,7 +16,7 @@ def test_every_mutant_has_a_name_and_is_another_program(module: str) -> None:
 
 
 def test_a_clip_that_is_off_by_a_thousandth_is_among_them() -> None:
-    assert "stages: decide: 1e-06 -> 0.001" in [m.name for m in mutants.mutants("stages")]
+    assert "engine/stages: decide: 1e-06 -> 0.001" in [m.name for m in mutants.mutants("engine/stages")]
 
 
 def test_what_is_explained_is_there() -> None:

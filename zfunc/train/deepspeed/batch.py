@@ -32,7 +32,8 @@ def batch_sizes(values: ResolvedValues, world: int) -> BatchSizes:
 
     >>> from zfunc.train.deepspeed.values import resolve_values
     >>> from zfunc.train.deepspeed.reading import read_config_file
-    >>> str(batch_sizes(resolve_values(read_config_file({"train_batch_size": 16, "gradient_accumulation_steps": 2})), world=4))
+    >>> config = read_config_file({"train_batch_size": 16, "gradient_accumulation_steps": 2})
+    >>> str(batch_sizes(resolve_values(config), world=4))
     '16 = 2 x 2 micro-batches x 4 ranks'
     """
     train, micro = values[_TRAIN], values[_MICRO]
