@@ -1,4 +1,4 @@
-"""The examples and the README run as they are, with warnings as errors, and print what their prose announces."""
+"""The examples run as they are, with warnings as errors, and print what their prose announces."""
 
 import re
 import subprocess
@@ -138,38 +138,3 @@ def test_every_example_is_here_and_can_be_read_aloud() -> None:
     assert [path.name for path in EXAMPLES] == [*PRINTS]
     for path in EXAMPLES:
         assert len(path.read_text().splitlines()) <= 170, f"{path.name} is long: say less, or split it"
-
-
-def blocks(language: str) -> list[str]:
-    """The fenced blocks of the README in one language, in order."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-
-
-def test_the_code_of_the_readme_runs_from_top_to_bottom(
-    tmp_path: Path, capsys: Out, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    output = run("\n".join(blocks("python")), ROOT / "README.md", capsys)
-    expected = [r"^loss \d\.\d{3}$", r"^lane copies$", r"^same bits: True$", r"^resumes after step 110$"]
-    in_order(output, expected)
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000110\n"
-
-
-def test_the_readme_links_to_what_is_there() -> None:
-    text = (ROOT / "README.md").read_text() + (ROOT / "docs" / "design.md").read_text().replace("](../", "](")
-    links = {link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link}
-    assert len(links) >= 8
-    missing = sorted(
-        link for link in links if not (ROOT / link).exists() and not (ROOT / "docs" / link).exists()
-    )
-    assert not missing, f"the README or docs/design.md links to {missing}"
-
-
-def test_the_file_tree_of_the_readme_is_the_one_there_is() -> None:
-    """Every module is in the tree, and nothing in the tree is made up."""
-    (tree,) = (block for block in blocks("text") if "recipes.py" in block)
-    named = set(re.findall(r"[\w.]+\.(?:py|pyx|h)\b", tree))
-    folders = ("zfunc", "schedules", "examples", "benchmarks", "docs")
-    files = {p.name for f in folders for p in (ROOT / f).glob("*.*") if p.suffix in (".py", ".pyx", ".h")}
-    assert files - {"__init__.py", "__main__.py"} - named == set()
-    assert named - files == set()

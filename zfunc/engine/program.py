@@ -200,7 +200,7 @@ def specialize(
             program.cache.overflowed = True
             log.warning(
                 "batches of more than %d shapes: each that comes anew is traced and planned. Round lengths up to a "
-                "few (README, Batches of several lengths)",
+                "few (docs/quickstart.md)",
                 SHAPES,
             )
     job, random = _recent(

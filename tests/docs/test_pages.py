@@ -1,0 +1,105 @@
+"""README.md and docs/: their Python runs, their links lead somewhere, their tables have what the code has."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zfunc
+from zfunc import schedules
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PRINTED = {
+    "README.md": r"^loss 0\.\d+\nlane copies\n[^|]*^lane compute$[^|]*^same bits: True\n(True|False) [\d.e-]+ s ",
+    "quickstart.md": r"^$",
+    "checkpoints.md": r"^resumes after step 10$",
+}  # the Python of these pages continues that of the README
+
+
+def python(page: Path) -> str:
+    """The Python of a page, from top to bottom."""
+    return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S))
+
+
+@pytest.fixture(scope="module")
+def readme() -> dict[str, Any]:
+    """The names that the README's Python defines, before it runs."""
+    return {"__name__": "page"}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = (re.sub(r"[^\w\- ]", "", h.lower()) for h in re.findall(r"^#+ (.+)$", prose, re.M))
+    return {heading.replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_python_of_a_page_runs(
+    name: str,
+    readme: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = README if name == README.name else ROOT / "docs" / name
+    exec(compile(python(page), name, "exec"), readme)
+    printed, complaints = capsys.readouterr()
+    assert re.search(PRINTED[name], printed, re.M), printed
+    assert not complaints
+
+
+def test_no_python_of_a_page_is_left_out() -> None:
+    elsewhere = {"deepspeed.md", "one_bucket.md", "tutorial.md"}  # run by tests of their own
+    assert {page.name for page in PAGES if python(page)} == {*PRINTED, *elsewhere}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page != README else "top")
+def test_links_and_pictures_lead_somewhere(page: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text()):
+        if "://" not in target:
+            to = page.parent / target if target else page
+            assert to.exists(), f"{page.name} links to {target}"
+            assert not anchor or anchor in anchors(to), f"{page.name} links to {target}#{anchor}"
+
+
+def test_the_index_has_every_page_and_every_picture_is_shown() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [p.name for p in PAGES[1:] if p.name != "README.md" and f"]({p.name})" not in index] == []
+    assert [p.name for p in (ROOT / "docs").glob("*.svg") if f"{p.name})" not in text] == []
+
+
+def test_the_readme_is_short_and_names_every_package() -> None:
+    text = README.read_text()
+    assert len(text) < 11_000
+    packages = {path.parent.name for path in (ROOT / "zfunc").glob("*/__init__.py")}
+    assert set(re.findall(r"^zfunc/(\w+)/ ", text, re.M)) == packages
+
+
+def test_settings_are_those_of_compile() -> None:
+    text = (ROOT / "docs" / "settings.md").read_text()
+    table = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.M))
+    parameters = [*inspect.signature(zfunc.compile).parameters.values()][1:]
+    assert set(table) == {p.name for p in parameters}
+    made = {"optimizer": "AdamW()", "schedule": "Overlapped()"}  # their defaults, None in the signature
+    for p in parameters:
+        default = made.get(p.name, repr(p.default).replace("'", '"'))
+        assert table[p.name].replace("_", "") == default, p.name
+
+
+def test_errors_are_those_of_the_package() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    public = {name: getattr(zfunc, name) for name in zfunc.__all__}
+    errors = {n for n, value in public.items() if isinstance(value, type) and issubclass(value, Exception)}
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == errors
+
+
+def test_schedules_are_those_of_the_package() -> None:
+    text = (ROOT / "docs" / "recipes.md").read_text()
+    assert set(re.findall(r"^\| `([A-Z]\w+)`", text, re.M)) == set(schedules.__all__)
