@@ -86,7 +86,7 @@ class Header:
 def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> Header:
     """The header of a new file. Raises ValueError for two tensors of one name, or too many.
 
-    >>> make_header([Stored("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {}).begins
+    >>> make_header([TensorInfo("b", "BF16", [2]), TensorInfo("w", "F32", [3])], {}).begins
     {'w': 128, 'b': 140}
     """
     placed = {t.name: t for t in sorted(tensors, key=lambda t: -BYTES[t.dtype])}

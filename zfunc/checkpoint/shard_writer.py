@@ -121,7 +121,7 @@ def create_shard(
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     writer = create_shard(Path(folder, "a.safetensors"), [Stored("w", "F32", (2, 3))])
+    ...     writer = create_shard(Path(folder, "a.safetensors"), [TensorInfo("w", "F32", (2, 3))])
     ...     writer.write_at("w", 4, bytes(8))
     ...     writer.write_at("w", 0, bytes(16))
     ...     writer.finish().size

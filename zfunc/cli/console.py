@@ -230,7 +230,7 @@ def adam_share(event: Stepped) -> float:
 def format_clock(seconds: float) -> str:
     """Seconds as one reads them off a clock.
 
-    >>> clock(7.4), clock(125), format_clock(3725)
+    >>> format_clock(7.4), format_clock(125), format_clock(3725)
     ('0:07', '2:05', '1:02:05')
     """
     minutes, rest = divmod(round(seconds), 60)

@@ -108,7 +108,7 @@ def logged() -> Iterator[None]:
 def format_bytes(nbytes: float) -> str:
     """Bytes in the unit that suits them.
 
-    >>> size(900), size(3 << 20), format_bytes(40e9)
+    >>> format_bytes(900), format_bytes(3 << 20), format_bytes(40e9)
     ('900 B', '3.0 MiB', '37.3 GiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):

@@ -56,8 +56,9 @@ def with_layers(job: StepSpec, count: int) -> StepSpec:
 
     >>> from zfunc.core.ops import SegmentCost
     >>> parameters = [[Parameter("in.w", (64,))], [Parameter("mid0.w", (64,))], [Parameter("out.w", (64,))]]
-    >>> job = Job(make_layout(parameters, bucket_size=64), [SegmentCost(flops=n) for n in (1, 2, 3)], [True] * 3)
-    >>> [cost.flops for cost in stretched(job, 3).costs], len(with_layers(job, 3).layout.buckets)
+    >>> costs = [SegmentCost(flops=n) for n in (1, 2, 3)]
+    >>> job = StepSpec(make_layout(parameters, bucket_size=64), costs, [True] * 3)
+    >>> [cost.flops for cost in with_layers(job, 3).costs], len(with_layers(job, 3).layout.buckets)
     ([1, 2, 2, 2, 3], 5)
     """
     first, middle, last = job.costs

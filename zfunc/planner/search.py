@@ -65,8 +65,8 @@ def search(
     >>> from zfunc.core.layout import Parameter, make_layout
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
-    >>> job = Job(layout, costs, [False] * 8, barrier=True)
-    >>> search(job, ROUND, Choice(bucket_size=1 << 20), Space(offload_ratios=(1.0,))).reasons
+    >>> job = StepSpec(layout, costs, [False] * 8, barrier=True)
+    >>> search(job, ROUND, Choice(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
     """
     first = play_through(job, start or Choice(), hardware)

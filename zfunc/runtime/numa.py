@@ -48,7 +48,7 @@ def numa_slots(
     The threads of all local ranks, in order, are spread over the nodes in order, in proportion to their `cores`. So
     the ranks of a process group share as few nodes as can be.
 
-    >>> two = Node(0, frozenset({0, 1})), Node(1, frozenset({2, 3}))
+    >>> two = NumaNode(0, frozenset({0, 1})), NumaNode(1, frozenset({2, 3}))
     >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=4)]
     [0, 0, 1, 1]
     >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=2, rank=1, ranks=2)]

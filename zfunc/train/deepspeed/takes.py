@@ -31,7 +31,7 @@ def _whole(value: Any) -> int | None:
 def whole_number(lowest: int = 0, highest: int | None = None) -> ValueType:
     """A whole number; 5e8 is one.
 
-    >>> whole().read(5e8), whole().read(0.5), whole_number(1).read(0)
+    >>> whole_number().read(5e8), whole_number().read(0.5), whole_number(1).read(0)
     (500000000, None, None)
     """
 
@@ -46,7 +46,7 @@ def whole_number(lowest: int = 0, highest: int | None = None) -> ValueType:
 def finite_between(lowest: float = 0.0, highest: float = math.inf) -> ValueType:
     """A finite number within bounds, both of them allowed.
 
-    >>> number().read(1), number().read(float("nan")), finite_between(0, 1).read(2)
+    >>> finite_between().read(1), finite_between().read(float("nan")), finite_between(0, 1).read(2)
     (1.0, None, None)
     """
 

@@ -31,7 +31,7 @@ class ResolvedValues:
     """What holds: `file` is what the file says, `auto` what it leaves open in words, `given` what others say of
     keys it does not say; `old` are the old names in it, each with the new one.
 
-    >>> values = resolve_values(Source("x.json", {"bf16": {"enabled": "auto"}}))
+    >>> values = resolve_values(ConfigSource("x.json", {"bf16": {"enabled": "auto"}}))
     >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
     (False, False, ('bf16.enabled',))
     """
