@@ -123,7 +123,12 @@ kernel = Extension(
 setup(
     packages=[*find_packages(include=["zfunc", "zfunc.*"]), "zfunc.schedules"],
     package_dir={"zfunc": "zfunc", "zfunc.schedules": "schedules"},
-    package_data={"zfunc": ["py.typed"], "zfunc.planner": ["profiles/*.toml"], "zfunc.viz": ["web/*"]},
+    package_data={
+        "zfunc": ["py.typed"],
+        "zfunc.planner": ["profiles/*.toml"],
+        "zfunc.train.deepspeed": ["keys.toml"],
+        "zfunc.viz": ["web/*"],
+    },
     include_package_data=False,  # the kernel's sources are for the sdist
     ext_modules=cythonize([kernel], show_all_warnings=False, build_dir="build"),
     cmdclass={"build_ext": BuildKernel},

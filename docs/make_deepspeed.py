@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from zfunc.train.deepspeed.page import with_table
+from zfunc.train.deepspeed.docs_table import with_table
 
 PAGE = Path(__file__).with_name("deepspeed.md")
 

@@ -205,16 +205,11 @@ def test_the_sdist_is_the_source_tree(tree: Path, tmp_path: Path) -> None:
 def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) -> None:
     done = setup(tree, "build_py", "--build-lib", tmp_path)
     assert done.returncode == 0, done.stderr
-    modules = {f"zfunc/{path.name}" for path in (ROOT / "zfunc").glob("*.py")}
-    schedules = {f"zfunc/schedules/{path.name}" for path in (ROOT / "schedules").glob("*.py")}
-    inits = (ROOT / "zfunc").glob("*/__init__.py")
-    packages = {f"zfunc/{p.parent.name}/{x.name}" for p in inits for x in p.parent.glob("*.py")}
-    profiles = {
-        f"zfunc/planner/profiles/{path.name}"
-        for path in (ROOT / "zfunc" / "planner" / "profiles").glob("*.toml")
-    }
-    web = {f"zfunc/viz/web/{path.name}" for path in (ROOT / "zfunc" / "viz" / "web").iterdir()}
-    assert listing(tmp_path) == modules | schedules | packages | profiles | web | {"zfunc/py.typed"}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc").rglob("*.py")}
+    schedules = {f"zfunc/{path.relative_to(ROOT)}" for path in (ROOT / "schedules").glob("*.py")}
+    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc").rglob("*.toml")}
+    web = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc" / "viz" / "web").iterdir()}
+    assert listing(tmp_path) == modules | schedules | tables | web | {"zfunc/py.typed"}
 
 
 def test_the_wheel_serves_every_python_the_package_does() -> None:

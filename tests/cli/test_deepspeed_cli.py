@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from zfunc.cli.main import main
-from zfunc.train.deepspeed.flags import merge_flags
-from zfunc.train.deepspeed.reading import read_config_file
-from zfunc.train.deepspeed.schedules import WarmupDecayLR
+from zfunc.train.deepspeed.cli_merge import merge_flags
+from zfunc.train.deepspeed.lr import WarmupDecayLR
+from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.settings import TrainSettings
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]

@@ -11,12 +11,11 @@ import zfunc
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.convert import DeepSpeedSettings
-from zfunc.train.deepspeed.key import HONOURED, REFUSED, Key
-from zfunc.train.deepspeed.page import with_table
-from zfunc.train.deepspeed.reading import parse_config, read_config_file
-from zfunc.train.deepspeed.schedules import SCHEDULES
-from zfunc.train.deepspeed.table import BLOCKS, KEYS, OLD
-from zfunc.train.deepspeed.values import resolve_values
+from zfunc.train.deepspeed.docs_table import with_table
+from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, Key, parse_table
+from zfunc.train.deepspeed.lr import SCHEDULERS
+from zfunc.train.deepspeed.reader import parse_config, read_config_file
+from zfunc.train.deepspeed.resolved import resolve_values
 
 ROOT = Path(__file__).parents[2]
 TUTORIAL = """{
@@ -84,7 +83,7 @@ def test_the_tutorials_file(tmp_path: Path) -> None:
     }
     assert config.loss_scale == LossScale()
     assert (config.train_batch_size, config.steps_per_print) == (10, 1)
-    idle = "\n".join(line for line in config.said if line.startswith("no effect here"))
+    idle = "\n".join(line for line in config.notes if line.startswith("no effect here"))
     for key in (
         "contiguous_gradients",
         "overlap_comm",
@@ -167,22 +166,21 @@ def test_all_unknown_keys_are_told_at_once() -> None:
 def test_every_key_with_its_default_is_read_and_told(key: Key) -> None:
     """A file that says a default means what one without it does; a wrong kind of value is refused by name."""
     wrong = object()
-    if key.takes.read(wrong) is None:
+    if key.type.read(wrong) is None:
         assert key.name in refusal(nested(key.name, wrong))
-    if key.default is None or key.default in key.refused:
+    if key.default is None or key.default in key.exceptions:
         return
     values = resolve_values(read_config_file(nested(key.name, key.default)))
     assert values[key.name] == key.default
-    told = [name for _, names in values.without_effect() for name in names]
-    assert told == ([key.name] if key.fate not in (HONOURED, REFUSED) else [])
+    assert list(values.ignored().values()) == ([[key.name]] if key.fate == "ignored" else [])
 
 
 @pytest.mark.parametrize(
-    "key", [k for k in KEYS.values() if k.fate == REFUSED or k.refused], ids=lambda k: k.name
+    "key", [k for k in KEYS.values() if k.fate == "unsupported" or k.exceptions], ids=lambda k: k.name
 )
 def test_what_is_refused_says_what_to_do(key: Key) -> None:
-    tried = [*key.refused, True, 8, "cpu", {"enabled": True}, {"topk_ratio": 0.1}]
-    value = next(x for x in tried if (y := key.takes.read(x)) is not None and key.refusal(y))
+    tried = [*key.exceptions, True, 8, "cpu", {"enabled": True}, {"topk_ratio": 0.1}]
+    value = next(x for x in tried if (y := key.type.read(x)) is not None and key.refusal(y))
     told = refusal(nested(key.name, value))
     assert key.name in told
     assert "zfunc does not do" in told
@@ -220,14 +218,40 @@ def test_old_names_are_read_as_the_new_ones() -> None:
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "max_live_parameters": 5}}
     )
     assert (config.compile["stage"], config.compile["offload_ratio"]) == (1, 1.0)
-    assert any("cpu_offload is the old name of" in line for line in config.said)
+    assert any("cpu_offload is the old name of" in line for line in config.notes)
     assert from_deepspeed({"zero_optimization": True}).compile["stage"] == 1
     assert from_deepspeed({"bfloat16": {"enabled": True}}).compile["precision"] == "bf16"
     assert from_deepspeed(nested("zero_optimization.cpu_offload", False)).compile["offload_ratio"] == 0.0
     both = {"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "cpu"}}}
     assert "its name today" in refusal(both)
-    assert all(one.now in KEYS for one in OLD.values())
-    assert not OLD.keys() & (KEYS.keys() | BLOCKS)
+    assert all(one.key in KEYS for one in OLD_NAMES.values())
+    assert not OLD_NAMES.keys() & (KEYS.keys() | BLOCKS)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('{ type = "int 1.." }', "expected type"),
+        ('{ type = "int 1..", supported = "x", ignored = "y" }', "expected type"),
+        ('{ type = "int 1..", supported = "x", note = "y" }', "expected type"),
+        ('{ type = "int 1..", supported = "x", except = [3] }', "expected type"),
+        ('{ supported = "x" }', "expected type"),
+        ('{ type = "integer", supported = "x" }', "got 'integer'"),
+        ('{ type = "int one..", supported = "x" }', "invalid literal"),
+        ('{ type = "int 1..", ignored = "{mean}" }', "got 'mean'"),
+        ('{ type = "int 1..", default = 0, ignored = "x" }', "got 0, expected a whole number of at least 1"),
+    ],
+)
+def test_a_row_of_the_table_that_is_wrong_is_refused(row: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^a.b: .*{message}"):
+        parse_table(f'[notes]\n[keys]\n"a.b" = {row}\n[old]')
+
+
+def test_an_old_name_is_of_a_key_and_no_key() -> None:
+    good = '{ type = "bool", ignored = "x" }'
+    for name, key in (("c", "d"), ("a", "a")):
+        with pytest.raises(ValueError, match=f"^old name {name}: got {key}"):
+            parse_table(f'[notes]\n[keys]\na = {good}\n[old]\n{name} = "{key}"')
 
 
 # --- what it means ---------------------------------------------------------------------------------------
@@ -371,7 +395,7 @@ def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_
     assert (rate.warmup_max_lr, rate.total_num_steps, rate.warmup_num_steps) == (0.5, 50, 1000)
     rate = scheduled("WarmupDecayLR", total, warmup_num_steps="auto").compile["optimizer"].lr
     assert (rate.warmup_max_lr, rate.total_num_steps) == (1e-3, 50)
-    assert scheduled("WarmupLR").compile["optimizer"].lr == SCHEDULES["WarmupLR"](warmup_max_lr=0.5)
+    assert scheduled("WarmupLR").compile["optimizer"].lr == SCHEDULERS["WarmupLR"](warmup_max_lr=0.5)
     assert scheduled("WarmupCosineLR", total).compile["optimizer"].lr.lr == 0.5
 
 
@@ -422,8 +446,8 @@ def test_auto_is_what_is_given_or_the_default_there() -> None:
     assert config.compile["optimizer"].lr == 0.25
     assert (config.compile["clip_norm"], config.compile["precision"]) == (3.0, "bf16")
     assert config.train_batch_size == 6
-    assert 'optimizer.params.lr: "auto" is 0.25' in config.said
-    assert any(line.startswith('optimizer.params.eps: "auto"') for line in config.said) is False
+    assert 'optimizer.params.lr: "auto" is 0.25' in config.notes
+    assert any(line.startswith('optimizer.params.eps: "auto"') for line in config.notes) is False
 
 
 def test_a_given_value_that_the_file_contradicts_is_an_error_with_both() -> None:

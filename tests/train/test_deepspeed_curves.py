@@ -12,12 +12,18 @@ import pytest
 from zfunc.errors import NonFiniteError
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed import optimizer
-from zfunc.train.deepspeed.momentum import OneCycleBetas
-from zfunc.train.deepspeed.rate import schedule
-from zfunc.train.deepspeed.reading import read_config_file
-from zfunc.train.deepspeed.schedules import SCHEDULES, OneCycle, Schedule, WarmupCosineLR, WarmupDecayLR
-from zfunc.train.deepspeed.values import ResolvedValues, resolve_values
+from zfunc.train.deepspeed.arguments import adam_arguments
+from zfunc.train.deepspeed.lr import (
+    SCHEDULERS,
+    LRSchedule,
+    OneCycle,
+    OneCycleBetas,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    lr_schedule,
+)
+from zfunc.train.deepspeed.reader import read_config_file
+from zfunc.train.deepspeed.resolved import ResolvedValues, resolve_values
 
 GOLDEN = Path(__file__).parents[1] / "goldens" / "deepspeed.json"
 CASES: dict[str, list[dict[str, Any]]] = json.loads(GOLDEN.read_text())
@@ -39,14 +45,14 @@ def values(case: dict[str, Any]) -> ResolvedValues:
     )
 
 
-def made(case: dict[str, Any]) -> Schedule:
-    rate = schedule(values(case), lr=case["lr"])
+def made(case: dict[str, Any]) -> LRSchedule:
+    rate = lr_schedule(values(case), lr=case["lr"])
     assert rate is not None
     return rate
 
 
 def test_every_scheduler_has_cases() -> None:
-    assert {case["type"] for case in CASES["schedules"]} == set(SCHEDULES)
+    assert {case["type"] for case in CASES["schedules"]} == set(SCHEDULERS)
 
 
 @pytest.mark.parametrize("case", CASES["schedules"], ids=name)
@@ -62,7 +68,7 @@ def test_learning_rates_are_those_of_every_update_there(case: dict[str, Any]) ->
 
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
 def test_betas_of_one_cycle_are_those_of_every_update_there(case: dict[str, Any]) -> None:
-    adam = AdamW(betas=optimizer.adam_arguments(values(case))["betas"])
+    adam = AdamW(betas=adam_arguments(values(case))["betas"])
     assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
 
@@ -75,7 +81,7 @@ def test_an_update_whose_beta_has_risen_to_1_is_refused() -> None:
 
 
 @pytest.mark.parametrize("rate", [WarmupDecayLR(None, warmup_num_steps=4), WarmupCosineLR(None, lr=1e-3)])
-def test_nothing_decays_while_the_end_is_not_known(rate: Schedule) -> None:
+def test_nothing_decays_while_the_end_is_not_known(rate: LRSchedule) -> None:
     assert rate(2000) == rate(10_000) == 1e-3
 
 
@@ -91,7 +97,7 @@ def test_nothing_decays_while_the_end_is_not_known(rate: Schedule) -> None:
 )
 def test_values_out_of_range_are_refused_at_birth(kind: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{kind}: {list(wrong)[-1]} is"):
-        SCHEDULES[kind](**wrong)
+        SCHEDULERS[kind](**wrong)
 
 
 @pytest.mark.parametrize("case", CASES["loss_scales"], ids=lambda case: str(case["told"]))

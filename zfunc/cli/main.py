@@ -20,8 +20,6 @@ from zfunc.cli.parser import ALIKE, REFUSED, as_typed, given_fields, shortened, 
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
-from zfunc.train.deepspeed.flags import merge_flags
-from zfunc.train.deepspeed.reading import read_config_file
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 
 EXIT_INTERRUPTED = 130
@@ -101,6 +99,9 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
 
 def _configured(got: dict[str, Any]) -> dict[str, Any]:
     """The options beside a DeepSpeed configuration."""
+    from zfunc.train.deepspeed.cli_merge import merge_flags
+    from zfunc.train.deepspeed.reader import read_config_file
+
     try:
         return merge_flags(got, read_config_file(got["config"]), world_size())
     except (ValueError, OSError) as error:

@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import attrs
 from attrs import define
 
-from zfunc.train.deepspeed.reading import read_config_file
+from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.viz.draw import chrome_trace, svg

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 
 from zfunc.options import flag
 from zfunc.train.deepspeed.convert import SINKS, config_extras
-from zfunc.train.deepspeed.table import KEYS
+from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.history import Row, finite_number, rows_of
 from zfunc.train.pacing import plain_settings

@@ -1,25 +1,24 @@
-"""A file held against the table: every key known, every value of the right kind, nothing that is refused.
+"""A file checked against the table: every key known, every value of its type, nothing unsupported.
 
-The invariant: Values says of every key in the table what holds, and knows whether the file says it, somebody else,
-or nobody. What the file says is never changed by anybody else.
+ResolvedValues has the value of every key in the table, and knows whether the file says it, the caller, or nobody.
+The caller never changes what the file says.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from attrs import field, frozen
 
 from zfunc.errors import did_you_mean
-from zfunc.train.deepspeed.key import NO_EFFECT, Key
-from zfunc.train.deepspeed.reading import ConfigSource
-from zfunc.train.deepspeed.table import BLOCKS, KEYS, OLD, elsewhere, names_in
+from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, Key, blocks_with, names_in
+from zfunc.train.deepspeed.reader import ConfigSource
 
 AUTO = "auto"  # "from the model or the command line", in a file
 
 
 @frozen
 class GivenValue:
-    """A value from outside the file, for what it leaves open, and how an error calls where it is from."""
+    """A value from outside the file, for what it leaves open; `label` names its origin in errors."""
 
     value: Any
     label: str
@@ -28,8 +27,8 @@ class GivenValue:
 
 @frozen
 class ResolvedValues:
-    """What holds: `file` is what the file says, `auto` what it leaves open in words, `given` what others say of
-    keys it does not say; `old` are the old names in it, each with the new one.
+    """The value of every key: `file` is what the file says, `auto` the keys that are "auto" in it, `given` what the
+    caller says of keys the file leaves open; `old` are the old names in it, each with the new one.
 
     >>> values = resolve_values(ConfigSource("x.json", {"bf16": {"enabled": "auto"}}))
     >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
@@ -43,43 +42,43 @@ class ResolvedValues:
     old: tuple[tuple[str, str], ...] = ()
 
     def __getitem__(self, name: str) -> Any:
-        """What holds for a key: the file's value, else the one given, else the default there."""
+        """The file's value of a key, else the one given, else DeepSpeed's default."""
         if name in self.file:
             return self.file[name]
         return self.given[name] if name in self.given else KEYS[name].default
 
     def says(self, name: str) -> bool:
-        """Whether anybody says it."""
+        """Whether the file or the caller sets a key."""
         return name in self.file or name in self.given
 
     def has(self, block: str) -> bool:
         """Whether the file has anything in a block."""
         return any(name.startswith(f"{block}.") for name in (*self.file, *self.auto))
 
-    def without_effect(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Every reason why keys of this file have no effect, with those keys."""
+    def ignored(self) -> dict[str, list[str]]:
+        """The keys of this file that have no effect, by the reason."""
         reasons: dict[str, list[str]] = {}
         for name in self.file:
-            if KEYS[name].fate == NO_EFFECT:
-                reasons.setdefault(KEYS[name].told, []).append(name)
-        return ((why, tuple(names)) for why, names in reasons.items())
+            if KEYS[name].fate == "ignored":
+                reasons.setdefault(KEYS[name].note, []).append(name)
+        return reasons
 
 
 def resolve_values(source: ConfigSource, given: Mapping[str, GivenValue] | None = None) -> ResolvedValues:
-    """What `source` says, and what is `given` where it says nothing.
+    """The values of `source`, and those `given` where it leaves a key open.
 
-    Raises ValueError for a key that is not in the table, with the nearest that is; for a value of another kind; for
-    what is refused, with what to do instead; and for a value given that the file contradicts.
+    Raises ValueError for a key that is not in the table, with the nearest that is; for a value of another type; for
+    what is unsupported, with what to do instead; and for a given value that the file contradicts.
     """
-    found, unknown = list[tuple[str, Any]](), list[str]()
-    _walk(source.values, "", found, unknown)
+    entries, unknown = list[tuple[str, Any]](), list[str]()
+    _walk(source.values, "", entries, unknown)
     if unknown:
         raise ValueError(f"{source.name}: " + "\n".join(unknown))
     file, auto, old = dict[str, Any](), list[str](), list[tuple[str, str]]()
-    for written, value in found:
+    for written, value in entries:
         name = written
-        if written in OLD:
-            name, value = OLD[written].now, OLD[written].values(value)
+        if written in OLD_NAMES:
+            name, value = OLD_NAMES[written].key, OLD_NAMES[written].value(value)
             old.append((written, name))
         if name in file or name in auto:
             raise ValueError(
@@ -88,25 +87,25 @@ def resolve_values(source: ConfigSource, given: Mapping[str, GivenValue] | None 
         if value == AUTO and KEYS[name].default != AUTO:
             auto.append(name)
         else:
-            file[name] = _checked(source.name, KEYS[name], value)
-    mine = {
+            file[name] = _read(source.name, KEYS[name], value)
+    open_values = {
         name: one.value for name, one in (given or {}).items() if not _agrees(source.name, file, name, one)
     }
-    return ResolvedValues(source.name, file, tuple(auto), mine, tuple(old))
+    return ResolvedValues(source.name, file, tuple(auto), open_values, tuple(old))
 
 
-def _walk(values: Mapping[str, Any], block: str, found: list[tuple[str, Any]], unknown: list[str]) -> None:
+def _walk(values: Mapping[str, Any], block: str, entries: list[tuple[str, Any]], unknown: list[str]) -> None:
     """Every key with its dotted name; null says nothing."""
     for last, value in values.items():
         name = f"{block}.{last}" if block else str(last)
         if name == "zero_optimization" and isinstance(value, bool):  # the oldest form
-            found.append(("zero_optimization.stage", int(value)))
-        elif name in KEYS or name in OLD:
+            entries.append(("zero_optimization.stage", int(value)))
+        elif name in KEYS or name in OLD_NAMES:
             if value is not None:
-                found.append((name, value))
+                entries.append((name, value))
         elif name in BLOCKS:
             if isinstance(value, Mapping):
-                _walk(cast("Mapping[str, Any]", value), name, found, unknown)
+                _walk(cast("Mapping[str, Any]", value), name, entries, unknown)
             elif value not in (None, AUTO):
                 unknown.append(f"got {name} {value!r}, expected an object: write {name!r}: {{ }}")
         else:
@@ -114,20 +113,22 @@ def _walk(values: Mapping[str, Any], block: str, found: list[tuple[str, Any]], u
 
 
 def _unknown(last: str, block: str) -> str:
-    where = f"in {block!r}" if block else "at the top level"
-    others = [f"in {other!r}" if other else "at the top level" for other in elsewhere(last)]
+    def place(block: str) -> str:
+        return f"in {block!r}" if block else "at the top level"
+
+    others = [place(other) for other in blocks_with(last)]
     hint = f" (it belongs {' or '.join(others)})" if others else did_you_mean(last, names_in(block))
-    return f"got the key {last!r} {where}, which is not known there{hint}: correct it, or delete it"
+    return f"got the key {last!r} {place(block)}, which is not known there{hint}: correct it, or delete it"
 
 
-def _checked(source: str, key: Key, value: Any) -> Any:
-    read = key.takes.read(value)
-    if read is None:
-        hint = did_you_mean(value, key.takes.told.split(", ")) if isinstance(value, str) else ""
-        raise ValueError(f"{source}: {key.name}: got {value!r}, expected {key.takes.told}{hint}: correct it")
-    if instead := key.refusal(read):
+def _read(source: str, key: Key, value: Any) -> Any:
+    plain, expected = key.type.read(value), key.type.expected
+    if plain is None:
+        hint = did_you_mean(value, expected.split(", ")) if isinstance(value, str) else ""
+        raise ValueError(f"{source}: {key.name}: got {value!r}, expected {expected}{hint}: correct it")
+    if instead := key.refusal(plain):
         raise ValueError(f"{source}: {key.name}: got {value!r}, which zfunc does not do: {instead}")
-    return read
+    return plain
 
 
 def _agrees(source: str, file: Mapping[str, Any], name: str, given: GivenValue) -> bool:
@@ -136,8 +137,10 @@ def _agrees(source: str, file: Mapping[str, Any], name: str, given: GivenValue) 
         raise ValueError(
             f"{given.label}: got no key of a file, expected one{did_you_mean(name, list(KEYS))}: correct it"
         )
-    if KEYS[name].takes.read(given.value) is None:
-        raise ValueError(f"{given.label}: got {given.value!r}, expected {KEYS[name].takes.told}: correct it")
+    if KEYS[name].type.read(given.value) is None:
+        raise ValueError(
+            f"{given.label}: got {given.value!r}, expected {KEYS[name].type.expected}: correct it"
+        )
     if name not in file:
         return False
     if file[name] != given.value:

@@ -1,13 +1,9 @@
-"""The table as Markdown, for docs/deepspeed.md.
-
-The invariant: a page made from the table it says is that table; `python docs/make_deepspeed.py` writes it there.
-"""
+"""The table of keys as Markdown, for docs/deepspeed.md; `python docs/make_deepspeed.py` writes it there."""
 
 import json
 from typing import Any
 
-from zfunc.train.deepspeed.key import HONOURED, NO_EFFECT, Key
-from zfunc.train.deepspeed.table import OLD, ROWS
+from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
 
 BEGIN, END = "<!-- python docs/make_deepspeed.py writes from here -->", "<!-- to here -->"
 
@@ -24,12 +20,11 @@ def with_table(page: str) -> str:
 def key_tables() -> str:
     """A table for every part of a file, of its keys in order, and one of old names."""
     parts: dict[str, list[Key]] = {}
-    for key in ROWS:
-        parts.setdefault(key.name.partition(".")[0] if "." in key.name else "", []).append(key)
+    for key in KEYS.values():
+        parts.setdefault(key.name.partition(".")[0] if key.block else "", []).append(key)
     sections = [_section(part, keys) for part, keys in parts.items()]
-    old = [f"| `{name}` | `{one.now}` |" for name, one in OLD.items()]
-    names = ["### Old names", "", "| in a file | read as |", "|---|---|", *old]
-    return "\n".join([*sections, *names, ""])
+    old = [f"| `{name}` | `{one.key}` |" for name, one in OLD_NAMES.items()]
+    return "\n".join([*sections, "### Old names", "", "| in a file | read as |", "|---|---|", *old, ""])
 
 
 def _section(part: str, keys: list[Key]) -> str:
@@ -44,7 +39,7 @@ def _default(value: Any) -> str:
 
 
 def _here(key: Key) -> str:
-    if key.fate == HONOURED:
-        values = ", ".join(f"`{json.dumps(value)}`" for value in key.refused)
-        return f"{key.told}. {values} is refused: {key.instead}" if values else key.told
-    return f"no effect: {key.told}" if key.fate == NO_EFFECT else f"refused: {key.told}"
+    if key.exceptions:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in key.exceptions)
+        return f"{key.note}. {values} is refused: {key.instead}"
+    return {"supported": "", "ignored": "no effect: ", "unsupported": "refused: "}[key.fate] + key.note

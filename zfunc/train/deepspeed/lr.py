@@ -1,25 +1,46 @@
-"""The five learning rates that files name: pure functions of the update, counted from 1.
+"""DeepSpeed's five learning-rate schedulers, and OneCycle's betas: pure functions of the update, counted from 1.
 
-The invariant: each gives, bit by bit, what DeepSpeed 0.19 sets for its n-th update. There a scheduler counts
-batches from -1 and is asked before it has started: update n uses batch n - 2, the first update an initial value, so
-that a warm-up moves nothing in its first two. That is kept, off by one as it may look. An update that an
-overflow skips does not count, there and here.
+Each gives, bit by bit, what DeepSpeed 0.19 sets for its n-th update. Its schedulers count batches from -1, and the
+first update runs before the scheduler has started: update n uses batch n - 2, the first one an initial value, so a
+warm-up moves nothing in its first two. That looks off by one and is kept. An update that an overflow skips does not
+count, in DeepSpeed or here.
 
-Fields are the names of the file. `total_num_steps` may be None, not known yet: nothing decays then.
+Fields are the names of the file. `total_num_steps` may be None, not known yet: then nothing decays.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 import attrs
 from attrs import frozen
 
-from zfunc.train.deepspeed.table import KEYS
+from zfunc.errors import did_you_mean
+from zfunc.train.deepspeed.keys import KEYS
+from zfunc.train.deepspeed.resolved import ResolvedValues
+
+PARAMS = "scheduler.params."
+TOTAL, WARMUP, MAX_LR = f"{PARAMS}total_num_steps", f"{PARAMS}warmup_num_steps", f"{PARAMS}warmup_max_lr"
+LR = "optimizer.params.lr"
+BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
 
 
 @frozen
-class LRRangeTest:
+class _Checked:
+    """Fields that are keys of the file, checked by their types."""
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(type(self)):
+            value, key = getattr(self, field.name), LR if field.name == "lr" else PARAMS + field.name
+            if value is not None and KEYS[key].type.read(value) is None:
+                expected = KEYS[key].type.expected
+                raise ValueError(
+                    f"{type(self).__name__}: {field.name} is {value!r}; expected {expected}; correct it"
+                )
+
+
+@frozen
+class LRRangeTest(_Checked):
     """Rises from `lr_range_test_min_lr` without end, to find the highest that trains (Smith 2018, section 3).
 
     >>> rate = LRRangeTest(lr_range_test_min_lr=1.0, lr_range_test_step_size=2)
@@ -32,9 +53,6 @@ class LRRangeTest:
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    def __attrs_post_init__(self) -> None:
-        _check(self)
-
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         interval = float(_counted(step) - 1) / self.lr_range_test_step_size
@@ -44,7 +62,7 @@ class LRRangeTest:
 
 
 @frozen
-class OneCycle:
+class OneCycle(_Checked):
     """One cycle up and down between two rates, then a decay from the lower one (Smith 2018, section 4).
 
     >>> rate = OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2)
@@ -60,9 +78,6 @@ class OneCycle:
     cycle_first_stair_count: int = 0
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
-
-    def __attrs_post_init__(self) -> None:
-        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -106,7 +121,33 @@ class OneCycle:
 
 
 @frozen
-class WarmupLR:
+class OneCycleBetas:
+    """beta1 falls while the learning rate rises (Smith 2018, section 4), and rises after the cycle.
+
+    The first update has the lowest beta1, though the cycle begins with the highest: DeepSpeed sets betas after it.
+
+    >>> betas = OneCycleBetas(OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2), 0.5, 1.0)
+    >>> [betas(step)[0] for step in (1, 2, 3, 4, 5, 6)]
+    [0.5, 0.75, 0.5, 0.75, 1.0, 1.0]
+    """
+
+    cycle: OneCycle
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __call__(self, step: int) -> tuple[float, float]:
+        """The betas of an update, counted from 1. Where decay has raised beta1 to 1, the update is refused."""
+        if step == 1:
+            return self.cycle_min_mom, BETA2
+        height = self.cycle.height(step)
+        if height is None:
+            return self.cycle_max_mom * self.cycle.decay(step, self.decay_mom_rate), BETA2
+        return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height, BETA2
+
+
+@frozen
+class WarmupLR(_Checked):
     """Rises to `warmup_max_lr`, along a logarithm or a line, and stays there.
 
     >>> rate = WarmupLR(warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
@@ -119,16 +160,13 @@ class WarmupLR:
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
-    def __attrs_post_init__(self) -> None:
-        _check(self)
-
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         return _warmed(self, step, lambda _: 1.0)
 
 
 @frozen
-class WarmupDecayLR:
+class WarmupDecayLR(_Checked):
     """Rises as WarmupLR, then falls along a line, to `warmup_min_lr` at `total_num_steps`.
 
     >>> rate = WarmupDecayLR(total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
@@ -142,9 +180,6 @@ class WarmupDecayLR:
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
-    def __attrs_post_init__(self) -> None:
-        _check(self)
-
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
         return _warmed(self, step, self._fall)
@@ -157,7 +192,7 @@ class WarmupDecayLR:
 
 
 @frozen
-class WarmupCosineLR:
+class WarmupCosineLR(_Checked):
     """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`.
 
     >>> rate = WarmupCosineLR(4, lr=1.0, warmup_num_steps=2, warmup_type="linear", cos_min_ratio=0.0)
@@ -171,9 +206,6 @@ class WarmupCosineLR:
     warmup_num_steps: int = 1000
     cos_min_ratio: float = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
-
-    def __attrs_post_init__(self) -> None:
-        _check(self)
 
     def __call__(self, step: int) -> float:
         """The learning rate of an update, counted from 1."""
@@ -194,18 +226,10 @@ class WarmupCosineLR:
         return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
 
 
-Schedule: TypeAlias = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
-SCHEDULES: dict[str, type[Schedule]] = {
+LRSchedule: TypeAlias = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
+SCHEDULERS: dict[str, type[LRSchedule]] = {
     c.__name__: c for c in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
 }
-
-
-def _check(rate: Any) -> None:
-    """Every field by its key's row in the table."""
-    for name, value in attrs.asdict(rate).items():
-        takes = KEYS["optimizer.params.lr" if name == "lr" else f"scheduler.params.{name}"].takes
-        if value is not None and takes.read(value) is None:
-            raise ValueError(f"{type(rate).__name__}: {name} is {value!r}; expected {takes.told}; correct it")
 
 
 def _counted(step: int) -> int:
@@ -235,3 +259,75 @@ def _rise(last: int, warmup: int, kind: str) -> float | None:
     if kind == "linear":
         return last / _steps(warmup)
     return 1.0 / math.log(_steps(warmup)) * math.log(last + 1)
+
+
+# --- from a file -----------------------------------------------------------------------------------------
+
+
+def lr_schedule(
+    values: ResolvedValues, *, lr: float, total: int | None = None, warmup: int | None = None
+) -> LRSchedule | None:
+    """The scheduler of a file, or None where it has none.
+
+    `lr` is the optimizer's; `total` steps and `warmup` steps are for a file that leaves them open. Raises
+    ValueError for parameters that this scheduler does not take, or lacks.
+    """
+    kind = values["scheduler.type"]
+    if kind is None:
+        if values.has("scheduler"):
+            raise ValueError(
+                f"{values.source}: got a scheduler without a type, expected one of {', '.join(SCHEDULERS)}: add it"
+            )
+        return None
+    fields = attrs.fields(cast("Any", SCHEDULERS[kind]))
+    names = [field.name for field in fields]
+    _check_names(values, kind, names)
+    params = {name: values[PARAMS + name] for name in names if values.says(PARAMS + name)}
+    if "lr" in names:
+        params["lr"] = lr
+    if "warmup_max_lr" in names and (MAX_LR in values.auto or kind == "WarmupLR"):
+        params.setdefault("warmup_max_lr", lr)
+    if "warmup_num_steps" in names and WARMUP in values.auto and warmup is not None:
+        params.setdefault("warmup_num_steps", max(1, warmup))
+    if "total_num_steps" in names:
+        params.setdefault("total_num_steps", total)
+    if missing := [f.name for f in fields if f.default is attrs.NOTHING and f.name not in params]:
+        raise ValueError(
+            f"{values.source}: got {kind} without {' and '.join(missing)}, expected it in scheduler.params: add it"
+        )
+    return SCHEDULERS[kind](**params)
+
+
+def cycles_betas(values: ResolvedValues) -> bool:
+    """Whether OneCycle moves the betas with the learning rate."""
+    return values["scheduler.type"] == "OneCycle" and values[f"{PARAMS}cycle_momentum"]
+
+
+def onecycle_betas(values: ResolvedValues) -> OneCycleBetas:
+    """The betas of a file that `cycles_betas`."""
+    cycle = lr_schedule(values, lr=0.0)  # OneCycle takes nothing of the optimizer's
+    assert isinstance(cycle, OneCycle)
+    names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
+    return OneCycleBetas(cycle, **{name: values[PARAMS + name] for name in names})
+
+
+def sets_lr_alone(values: ResolvedValues) -> bool:
+    """Whether the scheduler's rate does not depend on the optimizer's `lr`."""
+    kind = values["scheduler.type"]
+    return kind in ("LRRangeTest", "OneCycle") or (
+        kind in ("WarmupLR", "WarmupDecayLR")
+        and MAX_LR not in values.auto
+        and (values.says(MAX_LR) or kind != "WarmupLR")
+    )
+
+
+def _check_names(values: ResolvedValues, kind: str, fields: list[str]) -> None:
+    betas = ("cycle_momentum", *(f.name for f in attrs.fields(OneCycleBetas) if f.name != "cycle"))
+    known = [*fields, *(betas if kind == "OneCycle" else ())]
+    for name in (*values.file, *values.auto):
+        last = name.removeprefix(PARAMS)
+        if last != name and last not in known and KEYS[name].fate != "unsupported":
+            raise ValueError(
+                f"{values.source}: got {name}, which {kind} does not take{did_you_mean(last, known)}, expected "
+                f"{', '.join(known)}: correct or delete it"
+            )

@@ -1,7 +1,7 @@
-"""The file, as its authors write it: JSON with comments and trailing commas. What it means is not known here.
+"""A configuration file as users write it: JSON with comments and trailing commas, every key once.
 
-The invariant: what is read says every key once. Parsing is json5's; only where a key stands twice, the lines of
-both are looked for by renaming each place that may be it and parsing again.
+json5 parses it. Only where a key stands twice, each place that may be it is renamed and the text parsed again, to
+name the lines of both.
 """
 
 import re
@@ -80,9 +80,9 @@ def parse_config(text: str, name: str = "the text") -> dict[str, Any]:
         ) from None
     except (ValueError, RecursionError) as error:
         at = str(error).removeprefix("<string>:")  # json5 says line, what it met there, and column
-        told = f"got line {at}" if at[:1].isdigit() else f"got nothing that json5 reads ({at})"
+        message = f"got line {at}" if at[:1].isdigit() else f"got nothing that json5 reads ({at})"
         raise ValueError(
-            f"{name}: {told}, expected JSON, with // and /* */ comments and trailing commas at most: correct it"
+            f"{name}: {message}, expected JSON, with // and /* */ comments and trailing commas at most: correct it"
         ) from None
     if not isinstance(values, dict):
         raise ValueError(f"{name}: got a {type(values).__name__}, expected a JSON object: put it in {{ }}")
@@ -96,12 +96,12 @@ def _parsed(text: str, hook: Any) -> Any:
 
 
 def _unique(pairs: Any) -> dict[str, Any]:
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in made:
+        if key in result:
             raise _Twice(key)
-        made[key] = value
-    return made
+        result[key] = value
+    return result
 
 
 def _lines(text: str, key: str) -> tuple[int, ...]:
@@ -113,9 +113,9 @@ def _lines(text: str, key: str) -> tuple[int, ...]:
         return f'"{key}{mark}{text.count(chr(10), 0, match.start()) + 1}"'
 
     def hook(pairs: Any) -> dict[str, Any]:
-        found = [int(k.partition(mark)[2]) for k, _ in pairs if k.startswith(key + mark)]
-        if len(found) > 1:
-            raise _Twice(key, tuple(found[:2]))
+        lines = [int(k.partition(mark)[2]) for k, _ in pairs if k.startswith(key + mark)]
+        if len(lines) > 1:
+            raise _Twice(key, tuple(lines[:2]))
         return dict(pairs)
 
     try:

@@ -1,0 +1,174 @@
+"""What a file means in zfunc's terms: batch, precision, loss scale, optimizer, offloading. No torch here.
+
+The batch is three numbers and the ranks, of which any two give the third.
+"""
+
+from typing import Any, Literal
+
+from attrs import frozen
+
+from zfunc.errors import did_you_mean
+from zfunc.optim.loss_scale import LossScale
+from zfunc.train.deepspeed.lr import cycles_betas, onecycle_betas
+from zfunc.train.deepspeed.resolved import ResolvedValues
+
+TRAIN, MICRO, ACCUMULATION = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu"),
+    "gradient_accumulation_steps",
+)
+ENABLED = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
+BUCKET_SIZE = "zero_optimization.reduce_bucket_size"
+DEVICE, RATIO = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.ratio"
+WEIGHT_DECAY = "optimizer.params.weight_decay"
+
+
+@frozen
+class BatchSizes:
+    """`train` sequences of a step, of all ranks together, in `accumulation` micro-batches of `micro` on each of
+    `world` ranks.
+    """
+
+    train: int
+    micro: int
+    accumulation: int
+    world: int = 1
+
+    def __str__(self) -> str:
+        """As a product."""
+        return f"{self.train} = {self.micro} x {self.accumulation} micro-batches x {self.world} ranks"
+
+
+def batch_sizes(values: ResolvedValues, world: int) -> BatchSizes:
+    """The batch of a file on `world` ranks.
+
+    Raises ValueError if the three keys contradict each other, or if neither size is set, an error in DeepSpeed too.
+
+    >>> from zfunc.train.deepspeed.reader import read_config_file
+    >>> from zfunc.train.deepspeed.resolved import resolve_values
+    >>> config = read_config_file({"train_batch_size": 16, "gradient_accumulation_steps": 2})
+    >>> str(batch_sizes(resolve_values(config), world=4))
+    '16 = 2 x 2 micro-batches x 4 ranks'
+    """
+    train, micro = values[TRAIN], values[MICRO]
+    steps: int | None = values[ACCUMULATION]
+    if train is None and micro is None:
+        raise ValueError(
+            f"{values.source}: got neither {TRAIN} nor {MICRO}, expected one of them, as DeepSpeed does: write "
+            f'one, or pass --batch-size, or from_deepspeed(..., given={{"{TRAIN}": ...}})'
+        )
+    if train is None:
+        steps = steps or 1
+        return BatchSizes(micro * steps * world, micro, steps, world)
+    if micro is None:
+        steps = steps or 1
+        _check_divides(values, train, steps * world, f"{ACCUMULATION} {steps} x {world} ranks")
+        return BatchSizes(train, train // (steps * world), steps, world)
+    if steps is None:
+        _check_divides(values, train, micro * world, f"{MICRO} {micro} x {world} ranks")
+        return BatchSizes(train, micro, train // (micro * world), world)
+    if train != micro * steps * world:
+        raise ValueError(
+            f"{values.source}: got {TRAIN} {train}, {MICRO} {micro} and {ACCUMULATION} {steps} on {world} ranks, "
+            f"expected the first to be {micro} x {steps} x {world} = {micro * steps * world}: correct one, or "
+            "leave one out"
+        )
+    return BatchSizes(train, micro, steps, world)
+
+
+def _check_divides(values: ResolvedValues, train: int, parts: int, product: str) -> None:
+    if train % parts:
+        near = f"{train // parts * parts} or {(train // parts + 1) * parts}" if train > parts else f"{parts}"
+        raise ValueError(
+            f"{values.source}: got {TRAIN} {train}, expected a multiple of {product} = {parts}: make it {near}"
+        )
+
+
+def batch_left_open(values: ResolvedValues) -> bool:
+    """Whether the batch is "auto" in the file, and nobody sets it."""
+    sizes = TRAIN, MICRO
+    return any(name in values.auto for name in sizes) and not any(values.says(name) for name in sizes)
+
+
+def precision(values: ResolvedValues) -> str | None:
+    """ "fp16", "bf16", "fp32", or None for a file that leaves it open. Raises ValueError for two of them."""
+    enabled = [name for name, key in ENABLED.items() if values[key]]
+    if len(enabled) > 1:
+        raise ValueError(f"{values.source}: got fp16 and bf16 both enabled, expected one: switch one off")
+    if enabled:
+        return enabled[0]
+    return "fp32" if any(values.says(key) for key in ENABLED.values()) else None
+
+
+def loss_scale(values: ResolvedValues) -> LossScale:
+    """The loss scale of a file that trains in fp16."""
+    fixed = values["fp16.loss_scale"]
+    if fixed:
+        return LossScale(scale=fixed, window=0)
+    for name in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
+        if not values[name]:
+            raise ValueError(
+                f"{values.source}: {name}: got 0 for a loss scale that moves, expected 1 or more: raise it, or fix "
+                "the scale with fp16.loss_scale"
+            )
+    power, minimum = values["fp16.initial_scale_power"], values["fp16.min_loss_scale"]
+    if 2.0**power < minimum:
+        raise ValueError(
+            f"{values.source}: got fp16.initial_scale_power {power} and min_loss_scale {minimum}, expected a first "
+            f"scale of 2**{power} = {2**power} not below the smallest: raise the power, or lower the minimum"
+        )
+    return LossScale(
+        scale=2.0**power,
+        window=values["fp16.loss_scale_window"],
+        hysteresis=values["fp16.hysteresis"],
+        minimum=float(minimum),
+        consecutive=values["fp16.consecutive_hysteresis"],
+    )
+
+
+def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
+    """Arguments of `zfunc.AdamW` but for `lr` and `decay`.
+
+    Without an optimizer they are OneCycle's betas, if it moves them.
+
+    Raises ValueError for another optimizer.
+    """
+    betas = onecycle_betas(values) if cycles_betas(values) else None
+    if not values.has("optimizer"):
+        return {"betas": betas} if betas else {}
+    kind = values["optimizer.type"]
+    if kind is None or kind.lower() not in ("adam", "adamw"):
+        got = "no type" if kind is None else f"the type {kind!r}"
+        raise ValueError(
+            f"{values.source}: optimizer: got {got}{did_you_mean(kind or '', ['Adam', 'AdamW'])}, expected Adam or "
+            'AdamW, which are the optimizers here: write "type": "AdamW"'
+        )
+    return {
+        "betas": betas or values["optimizer.params.betas"],
+        "eps": values["optimizer.params.eps"],
+        "weight_decay": weight_decay(values),
+        "decoupled": kind.lower() == "adamw" or values["optimizer.params.adam_w_mode"],
+        "moments": "16bit" if has_16bit_moments(values) else "fp32",
+    }
+
+
+def weight_decay(values: ResolvedValues) -> float:
+    """The weight decay of the file; where it sets none, 0, or torch's own for its AdamW."""
+    torchs = values["optimizer.params.torch_adam"] and str(values["optimizer.type"]).lower() == "adamw"
+    return 0.01 if torchs and not values.says(WEIGHT_DECAY) else values[WEIGHT_DECAY]
+
+
+def has_16bit_moments(values: ResolvedValues) -> bool:
+    """Whether the file keeps moments in 16 bits."""
+    return values["bf16.bf16_optimizer_states"] or not values["optimizer.params.fp32_optimizer_states"]
+
+
+def offload_ratio(values: ResolvedValues) -> float:
+    """The share of the optimizer's state on the host. Without `offload_optimizer`, all of it."""
+    if DEVICE in values.file:
+        return 0.0 if values[DEVICE] == "none" else values[RATIO]
+    return values[RATIO]
+
+
+def zero_stage(values: ResolvedValues) -> Literal[1, 2]:
+    """`zfunc.compile`'s stage for the file's."""
+    return 2 if values["zero_optimization.stage"] == 2 else 1

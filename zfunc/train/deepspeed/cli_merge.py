@@ -1,0 +1,126 @@
+"""A file and a command line together, as settings of `zfunc train`.
+
+A flag holds where the file leaves a key open; one that the file contradicts is an error. Where neither sets a key,
+the command's default holds, except in blocks of the file that have defaults of their own.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from zfunc.options import AUTO, flag, ratio
+from zfunc.train.deepspeed.arguments import (
+    ACCUMULATION,
+    BUCKET_SIZE,
+    DEVICE,
+    ENABLED,
+    RATIO,
+    TRAIN,
+    WEIGHT_DECAY,
+    batch_left_open,
+    batch_sizes,
+    has_16bit_moments,
+    offload_ratio,
+    precision,
+    weight_decay,
+)
+from zfunc.train.deepspeed.lr import LR, MAX_LR, WARMUP, sets_lr_alone
+from zfunc.train.deepspeed.reader import ConfigSource
+from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
+
+SAME = {  # flags that mean what their key means
+    "clip": "gradient_clipping",
+    "bucket_size": BUCKET_SIZE,
+    "tensorboard": "tensorboard.enabled",
+    "wandb": "wandb.enabled",
+}
+FLAGS: Mapping[str, str] = {
+    **SAME,
+    "lr": LR,
+    "weight_decay": WEIGHT_DECAY,
+    "warmup": WARMUP,
+    "batch_size": TRAIN,
+    "micro_batches": ACCUMULATION,
+    "offload_ratio": RATIO,
+}
+"""Settings of the command that are keys of the file."""
+
+
+def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
+    """The values of flags, by key; None and "auto" set nothing."""
+    given: dict[str, GivenValue] = {}
+    for name, value in flags.items():
+        if value in (None, AUTO):
+            continue
+        if name == "offload_ratio":
+            ratio(name, value)
+            given[RATIO] = GivenValue(float(value), flag(name))
+        elif name in FLAGS:
+            given[FLAGS[name]] = GivenValue(value, flag(name))
+        elif name == "precision":
+            given |= {key: GivenValue(value == kind, flag(name), value) for kind, key in ENABLED.items()}
+        elif name == "moments" and value == "fp32":
+            given["bf16.bf16_optimizer_states"] = GivenValue(False, flag(name), value)
+            given["optimizer.params.fp32_optimizer_states"] = GivenValue(True, flag(name), value)
+    return given
+
+
+def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> dict[str, Any]:
+    """Settings of `zfunc train` on `world` ranks: the flags, and what the file adds.
+
+    Raises ValueError for a file that is wrong, and for a flag that it contradicts.
+    """
+    values = resolve_values(source, flags_by_key(flags))
+    _check_lr(values, flags)
+    settings = {
+        **{name: values[key] for name, key in SAME.items() if values.says(key)},
+        **_optimizer(values),
+        **_offload(values, flags),
+        **_batch(values, world),
+    }
+    if (chosen := precision(values)) is not None:
+        settings["precision"] = chosen
+    return {**settings, **{name: value for name, value in flags.items() if value is not None}}
+
+
+def _batch(values: ResolvedValues, world: int) -> dict[str, Any]:
+    if batch_left_open(values):
+        return {"micro_batches": values[ACCUMULATION]} if values.says(ACCUMULATION) else {}
+    sizes = batch_sizes(values, world)
+    return {"batch_size": sizes.train, "micro_batches": sizes.accumulation}
+
+
+def _optimizer(values: ResolvedValues) -> dict[str, Any]:
+    settings: dict[str, Any] = {"moments": "16bit"} if has_16bit_moments(values) else {}
+    if values.has("optimizer"):
+        settings |= {"lr": values[LR], "weight_decay": weight_decay(values)}
+    if values.says(MAX_LR) and not values.says(LR):
+        settings["lr"] = values[MAX_LR]
+    return settings
+
+
+def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
+    if not any(name in values.file for name in (DEVICE, RATIO)):
+        return {}
+    share, wanted = offload_ratio(values), flags.get("offload_ratio")
+    if wanted not in (None, AUTO) and float(wanted) != share:
+        raise ValueError(
+            f"--offload-ratio: got {wanted}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
+            "of them: leave out the first, or the file's offload_optimizer"
+        )
+    return {"offload_ratio": str(share)}
+
+
+def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:
+    """Raises ValueError for a --lr or --warmup that the file's scheduler would ignore."""
+    kind = values["scheduler.type"]
+    lr, warmup = flags.get("lr"), flags.get("warmup")
+    if lr is not None and sets_lr_alone(values) and not (MAX_LR in values.file and values[MAX_LR] == lr):
+        raise ValueError(
+            f"--lr: got {lr:g}, and {values.source} has the scheduler {kind}, which sets the learning rate alone, "
+            'expected one of them: leave out --lr, or write "warmup_max_lr": "auto" for a scheduler that has it'
+        )
+    if warmup is not None and kind in ("LRRangeTest", "OneCycle"):
+        raise ValueError(
+            f"--warmup: got {warmup}, and {values.source} has the scheduler {kind}, which has none, expected "
+            "one of them: leave out --warmup"
+        )

@@ -1,0 +1,110 @@
+"""What the value of a key may be: the types that keys.toml names.
+
+A type reads a value into one form, finite and of the type's own kind; None stands for what it cannot read.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+from attrs import frozen
+
+
+@frozen
+class ValueType:
+    """`expected` describes it in errors; `read` gives a value in one form, or None for what it cannot be."""
+
+    expected: str
+    read: Callable[[Any], Any]
+
+
+def value_type(text: str | list[Any]) -> ValueType:
+    """The type that keys.toml calls by `text`: one of PLAIN, "int" or "float" with bounds, or a list of choices.
+
+    >>> value_type("int 1..").read(5e8), value_type("int 1..").read(0.5), value_type("int 1..").read(0)
+    (500000000, None, None)
+    >>> value_type("float 0..1").read(1), value_type("float 0..").read(float("nan"))
+    (1.0, None)
+    >>> value_type(["cpu", "nvme"]).read("CPU")
+    'cpu'
+    """
+    if isinstance(text, list):
+        return _choice(text)
+    kind, _, bounds = text.partition(" ")
+    low, _, high = bounds.partition("..")
+    if kind == "int":
+        return _integer(int(low), int(high) if high else None)
+    if kind == "float":
+        return _float(float(low or "-inf"), float(high or "inf"))
+    return PLAIN[text]
+
+
+def _number(value: Any) -> float | None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if good else None
+
+
+def _whole(value: Any) -> int | None:
+    number = _number(value)
+    return None if number is None or number != int(number) else int(number)
+
+
+def _integer(low: int, high: int | None) -> ValueType:
+    def read(value: Any) -> int | None:
+        n = _whole(value)
+        return None if n is None or n < low or (high is not None and n > high) else n
+
+    at_most = "" if high is None else f", at most {high}"
+    return ValueType(f"a whole number of at least {low}{at_most}", read)
+
+
+def _float(low: float, high: float) -> ValueType:
+    def read(value: Any) -> float | None:
+        x = _number(value)
+        return None if x is None or not low <= x <= high else float(x)
+
+    if high == math.inf:
+        return ValueType("a number" if low == -math.inf else f"a number of at least {low:g}", read)
+    return ValueType(f"a number from {low:g} to {high:g}", read)
+
+
+def _choice(choices: list[Any]) -> ValueType:
+    """One of a few values; texts in any case."""
+    folded = {x.lower() if isinstance(x, str) else x: x for x in choices}
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            return folded.get(value.lower())
+        return folded.get(_whole(value)) if isinstance(value, int | float) else None
+
+    return ValueType(", ".join(str(x) for x in choices), read)
+
+
+def _beta(value: Any) -> float | None:
+    x = _number(value)
+    return None if x is None or not 0 <= x < 1 else float(x)
+
+
+def _betas(value: Any) -> tuple[float, ...] | None:
+    pair = tuple(beta for x in _list(value) or () if (beta := _beta(x)) is not None)
+    return pair if len(pair) == 2 == len(value) else None
+
+
+def _list(value: Any) -> list[Any] | None:
+    return list(cast("list[Any]", value)) if isinstance(value, list | tuple) else None
+
+
+def _object(value: Any) -> Any:
+    return cast("Any", value) if isinstance(value, dict | bool) else None
+
+
+OBJECT = ValueType("an object", _object)
+PLAIN = {
+    "bool": ValueType("true or false", lambda x: x if isinstance(x, bool) else None),
+    "text": ValueType("a text", lambda x: x if isinstance(x, str) else None),
+    "list": ValueType("a list", _list),
+    "beta": ValueType("a number, 0 or above and below 1", _beta),
+    "betas": ValueType("two numbers, 0 or above and below 1", _betas),
+    "object": OBJECT,
+    "any": ValueType("anything", lambda x: x),
+}
