@@ -37,7 +37,7 @@ from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
-from zfunc.viz.legend import format_seconds
+from zfunc.units import format_seconds
 
 HERE = Path(__file__).parent
 PAGE = HERE / "one_bucket.md"

@@ -24,7 +24,7 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event
-from zfunc.viz.legend import format_seconds
+from zfunc.units import format_seconds
 
 SCHEDULES = ("Serial", "Overlapped", "Interleaved", "CriticalPath")
 

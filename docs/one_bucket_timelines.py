@@ -15,7 +15,8 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import format_seconds, ticks, verb_of
+from zfunc.units import format_seconds
+from zfunc.viz.legend import ticks, verb_of
 
 WIDTH, LEFT, TOP, BAR, STRIP, PANEL = 900.0, 128.0, 84.0, 24.0, 22.0, 40.0
 ORDER = ("compute", "network", "d2h", "host", "h2d")

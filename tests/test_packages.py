@@ -12,7 +12,7 @@ from table import JOBS, RECIPES
 
 ROOT = Path(__file__).parents[1]
 INDEX = "zfunc"  # zfunc/__init__.py, which only the command line may call, as users do
-GROUND = ("_version", "errors", "values", "options")
+GROUND = ("_version", "errors", "units", "values", "options")
 ORDER = (
     *(*GROUND, "core", "schedules", "runtime", "optim", "checkpoint", "engine"),
     *("viz", "planner", "models", "train", "cli"),

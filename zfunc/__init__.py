@@ -4,7 +4,7 @@ The calls of a training loop are here; see README.md for one. Names are looked u
 plans, verifies, simulates and draws a step needs no torch. From the ground up, each package imports only from those
 before it:
 
-    errors options values   what everything may use
+    errors options units values   what everything may use
     core                    what a training step is, and when its parts run
     schedules               one schedule a file
     runtime                 the machine: executor, threads, memory, ranks

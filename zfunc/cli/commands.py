@@ -14,8 +14,9 @@ from zfunc.cli.calibrate import CalibrateSettings, measure_machine
 from zfunc.cli.draw_settings import DrawSettings
 from zfunc.cli.plan_settings import PlanSettings
 from zfunc.cli.report_settings import DoctorSettings, ExportSettings, ReportSettings, TopSettings
-from zfunc.cli.terminal import format_bytes, interrupts, logged, printable
+from zfunc.cli.terminal import interrupts, logged, printable
 from zfunc.train.settings import AUTO, TrainSettings
+from zfunc.units import format_bytes
 
 if TYPE_CHECKING:
     from zfunc.runtime.collectives import RankGroup

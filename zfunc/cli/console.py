@@ -11,7 +11,7 @@ import attrs
 from attrs import define
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.terminal import format_bytes, printable
+from zfunc.cli.terminal import printable
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
@@ -27,6 +27,7 @@ from zfunc.train.events import (
 )
 from zfunc.train.loop import TEMPERATURE
 from zfunc.train.run_folder import RunFolder, sample_text
+from zfunc.units import format_bytes, format_clock
 
 EVERY = 5.0  # seconds from one plain line to the next
 
@@ -225,17 +226,6 @@ def sample_title(event: Sampled, unit: str) -> str:
 def adam_share(event: Stepped) -> float:
     """The share of the step that operations of the host took, Adam before all."""
     return event.host_seconds / event.seconds if event.seconds else 0.0
-
-
-def format_clock(seconds: float) -> str:
-    """Seconds as one reads them off a clock.
-
-    >>> format_clock(7.4), format_clock(125), format_clock(3725)
-    ('0:07', '2:05', '1:02:05')
-    """
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def _count(step: int, total: int | None) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from zfunc.cli.machine import UNKNOWN, Check
-from zfunc.cli.terminal import format_bytes
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT
 from zfunc.runtime.host_memory import alloc_host
+from zfunc.units import format_bytes
 
 EXAMPLE = 100_000_000  # bytes of a bucket of 50,000,000 elements in 16 bits
 

@@ -26,10 +26,11 @@ from zfunc.cli.machine import (
     threads,
     versions,
 )
-from zfunc.cli.terminal import format_bytes, printable
+from zfunc.cli.terminal import printable
 from zfunc.planner.bandwidth import Bandwidth, measure_bandwidth
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.thread_budget import allowed_cpus, choose_threads, default_numa_slots
+from zfunc.units import format_bytes
 
 SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something else
 

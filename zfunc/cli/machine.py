@@ -13,7 +13,6 @@ import torch
 from attrs import frozen
 
 import zfunc
-from zfunc.cli.terminal import format_bytes
 from zfunc.optim.kernel import cpu_adam
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
@@ -21,6 +20,7 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.host_pages import HUGE_MIN
 from zfunc.runtime.numa import NumaSlot
 from zfunc.runtime.thread_budget import ThreadBudget
+from zfunc.units import format_bytes
 
 UNKNOWN = "unknown"
 CROWDED = 0.3  # CPUs that have to be shared before it is worth a word

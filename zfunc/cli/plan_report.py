@@ -11,12 +11,12 @@ from typing import Any
 from zfunc.cli.planning import PlannedModel
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.planner.candidate import gigabytes, make_schedule, short_of
+from zfunc.planner.candidate import make_schedule, short_of
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile import Profile
 from zfunc.planner.suggestions import Suggestion, as_flag
 from zfunc.train.settings import AUTO
-from zfunc.viz.legend import format_seconds
+from zfunc.units import format_gigabytes, format_seconds
 
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
@@ -127,14 +127,14 @@ def _memory(p: Planned) -> Iterator[str]:
     there, held = p.hardware.memory, p.held
     for tier in TIERS:
         room = there.get("host" if tier == "pinned" else tier)
-        known = "with host" if tier == "pinned" and room else gigabytes(room) if room else "not known"
+        known = "with host" if tier == "pinned" and room else format_gigabytes(room) if room else "not known"
         if p.hardware.unified and tier == "device":
             known = "with host"
         share = f"{_counted(p, tier) / room:.0%}" if room and known != "with host" else ""
         large = [(name, n) for name, n in held[tier].items() if n > SMALL * p.memory[tier]]
-        parts = ", ".join(f"{name} {gigabytes(n)}" for name, n in large[:LARGEST])
+        parts = ", ".join(f"{name} {format_gigabytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
-        yield f"  {tier:7}{gigabytes(p.memory[tier]):>12}{known:>12}{share:>8}  {parts}{at}".rstrip()
+        yield f"  {tier:7}{format_gigabytes(p.memory[tier]):>12}{known:>12}{share:>8}  {parts}{at}".rstrip()
 
 
 def _counted(p: Planned, tier: Tier) -> int:
@@ -163,7 +163,9 @@ def _advice(p: Planned) -> Iterator[str]:
 def _device_bytes(profile: Profile) -> str:
     """What is counted on of those its driver reports."""
     share, context = profile.figures["reached"]["device_bytes"], profile.figures["bytes"].get("context")
-    return f"{share.value:.0%}" + ("" if context is None else f" less {gigabytes(context.value)} of context")
+    return f"{share.value:.0%}" + (
+        "" if context is None else f" less {format_gigabytes(context.value)} of context"
+    )
 
 
 def _assumed(p: Planned) -> Iterator[str]:

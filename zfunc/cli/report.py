@@ -14,12 +14,12 @@ from string import Template
 
 from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_svg, smoothed
 from zfunc.cli.report_tables import markup, report_tables
-from zfunc.cli.terminal import format_bytes
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.train.history import Row, RunHistory, finite_number, numbers
 from zfunc.train.recorded import TRACE, RecordedStep, read_recorded_step
+from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.draw import svg as drawn
-from zfunc.viz.legend import format_seconds, legend_summary
+from zfunc.viz.legend import legend_summary
 from zfunc.viz.timeline_html import allowed, part
 
 DRAWN_UP_TO = 3000  # operations; the picture of more is not worth its bytes: timeline.html shows them

@@ -12,12 +12,11 @@ import attrs
 from attrs import frozen
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.cli.terminal import format_bytes
 from zfunc.train.history import Row, RunHistory, finite_number
 from zfunc.train.recorded import RecordedStep
 from zfunc.train.settings import TrainSettings
+from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.compare import by_lane, by_verb, sums
-from zfunc.viz.legend import format_seconds
 
 LISTED = 24  # rows of a table of steps, skipped steps or checkpoints
 

@@ -103,16 +103,3 @@ def logged() -> Iterator[None]:
         log.removeHandler(handler)
         log.setLevel(level)
         log.propagate = propagate
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes in the unit that suits them.
-
-    >>> format_bytes(900), format_bytes(3 << 20), format_bytes(40e9)
-    ('900 B', '3.0 MiB', '37.3 GiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024 or unit == "GiB":
-            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
-        nbytes /= 1024
-    raise AssertionError

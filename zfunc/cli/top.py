@@ -14,15 +14,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from zfunc.cli.console import format_clock
 from zfunc.cli.panel import curve
 from zfunc.cli.report import ENDED
 from zfunc.cli.sensors import Cores, cores, gpus, host_memory, process_of
-from zfunc.cli.terminal import format_bytes, printable
+from zfunc.cli.terminal import printable
 from zfunc.train.following import LiveHistory, typical
 from zfunc.train.history import finite_number
 from zfunc.train.recorded import METRICS
-from zfunc.viz.legend import format_seconds
+from zfunc.units import format_bytes, format_clock, format_seconds
 
 CURVE, BAR = 24, 20  # characters
 LEAST = 0.3  # seconds between two readings of the cores

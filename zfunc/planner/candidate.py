@@ -23,6 +23,7 @@ from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
+from zfunc.units import format_gigabytes
 
 Schedule = Callable[[Graph], Plan]
 
@@ -174,19 +175,7 @@ def short_of(lacking: dict[Tier, int]) -> str:
     >>> short_of({"device": 2_500_000_000})
     '2.5 GB of device memory short'
     """
-    return ", ".join(f"{gigabytes(nbytes)} of {tier} memory short" for tier, nbytes in lacking.items())
-
-
-def gigabytes(nbytes: float) -> str:
-    """Bytes as data sheets count them, in powers of 1000.
-
-    >>> gigabytes(32e9), gigabytes(1.26e9), gigabytes(3e6), gigabytes(1234), gigabytes(0)
-    ('32.0 GB', '1.3 GB', '3.0 MB', '1.2 kB', '0')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= 0.95 * unit:
-            return f"{nbytes / unit:,.1f} {name}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
+    return ", ".join(f"{format_gigabytes(nbytes)} of {tier} memory short" for tier, nbytes in lacking.items())
 
 
 def _faster(new: float, old: float) -> str:
@@ -205,4 +194,4 @@ def _bytes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
         if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1e6:
-            yield f"{gigabytes(abs(change))} {'more' if change > 0 else 'less'} {tier}"
+            yield f"{format_gigabytes(abs(change))} {'more' if change > 0 else 'less'} {tier}"

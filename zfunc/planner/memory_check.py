@@ -14,11 +14,12 @@ from zfunc.core.memory_model import held
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program, specialize
 from zfunc.errors import OutOfMemory
-from zfunc.planner.candidate import Choice, Setup, gigabytes, short_of
+from zfunc.planner.candidate import Choice, Setup, short_of
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
+from zfunc.units import format_gigabytes
 
 LARGEST = 3  # buffers of a peak that are named
 
@@ -61,7 +62,7 @@ def _no_room(task: CostModel, setup: Setup, settable: Collection[str]) -> str:
     """What a step lacks, and what would help: each change planned."""
     made = task.step(setup)
     tier = max(made.lacking, key=lambda name: made.lacking[name])
-    parts = [f"{name} {gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
+    parts = [f"{name} {format_gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
     advice = suggest(setup, made, rows=task.rows, replan=task.step, settable=settable)
     would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
     return (

@@ -26,7 +26,7 @@ from zfunc.planner.candidate import (
     short_of,
 )
 from zfunc.planner.search_space import COORDINATES, SearchSpace
-from zfunc.viz.legend import format_seconds
+from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ROUNDS = 3  # over all settings; the last one mostly finds nothing

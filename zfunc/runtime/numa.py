@@ -76,7 +76,7 @@ def first_touches(
     What lies between two of them goes to the rank before it.
 
     >>> first_touches(2048, 4, threads=2, page=4096)
-    (Touch(start=0, stop=4096, rank=0), Touch(start=4096, stop=8192, rank=1))
+    (FirstTouch(start=0, stop=4096, rank=0), FirstTouch(start=4096, stop=8192, rank=1))
     """
     cuts = {0: 0}  # byte -> rank from there on
     for start, stop in sweeps or [(0, numel)]:

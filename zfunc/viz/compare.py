@@ -10,7 +10,8 @@ from attrs import frozen
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import Timelines, format_seconds, several, verb_of
+from zfunc.units import format_seconds
+from zfunc.viz.legend import Timelines, several, verb_of
 
 
 @frozen

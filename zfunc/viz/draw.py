@@ -15,11 +15,11 @@ from attrs import frozen
 
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
+from zfunc.units import format_seconds
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.legend import (
     PALETTE,
     Timelines,
-    format_seconds,
     lanes_of,
     legend_summary,
     several,

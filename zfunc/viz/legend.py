@@ -8,6 +8,7 @@ from math import floor, log10
 
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
+from zfunc.units import format_seconds, second_unit
 
 PALETTE = (  # light enough for black letters, told apart on white and on black, neighbours far apart
     *("#9bd5ea", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0", "#e8848c"),
@@ -58,19 +59,9 @@ def legend_summary(timeline: Timeline) -> str:
     )
 
 
-def format_seconds(seconds: float) -> str:
-    """A time in the unit that suits it.
-
-    >>> format_seconds(0.0421)
-    '42.1 ms'
-    """
-    unit, name = _unit(seconds)
-    return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
-
-
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     """At most `most` + 1 round times from 0 to `seconds`, each with its label; the first tells the unit."""
-    unit, name = _unit(seconds)
+    unit, name = second_unit(seconds)
     total = seconds / unit
     if total <= 0:
         return [(0.0, f"0 {name}")]
@@ -98,8 +89,3 @@ def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
             line = ""
         line += ("   " if line else "") + word
     yield line
-
-
-def _unit(seconds: float) -> tuple[float, str]:
-    """The unit in which `seconds` is a number of 1 or more, where there is one."""
-    return next(((u, name) for u, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))

@@ -26,8 +26,9 @@ from zfunc.core.critical_path import (
 from zfunc.core.graph import KINDS
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
+from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
-from zfunc.viz.legend import PALETTE, Timelines, format_seconds, legend_summary, several, verbs_of
+from zfunc.viz.legend import PALETTE, Timelines, legend_summary, several, verbs_of
 
 SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
 TITLE = "One training step"

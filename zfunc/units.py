@@ -1,0 +1,52 @@
+"""Bytes and seconds in words."""
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes in the unit that suits them.
+
+    >>> format_bytes(900), format_bytes(3 << 20), format_bytes(40e9)
+    ('900 B', '3.0 MiB', '37.3 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def format_gigabytes(nbytes: float) -> str:
+    """Bytes as data sheets count them, in powers of 1000.
+
+    >>> format_gigabytes(32e9), format_gigabytes(1.26e9), format_gigabytes(3e6), format_gigabytes(0)
+    ('32.0 GB', '1.3 GB', '3.0 MB', '0')
+    """
+    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
+        if nbytes >= 0.95 * unit:
+            return f"{nbytes / unit:,.1f} {name}"
+    return f"{nbytes:.0f} B" if nbytes else "0"
+
+
+def format_seconds(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> format_seconds(0.0421)
+    '42.1 ms'
+    """
+    unit, name = second_unit(seconds)
+    return f"{seconds / unit:.3g} {name}" if seconds < 1000 else f"{seconds:,.0f} s"
+
+
+def second_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which `seconds` is a number of 1 or more, where there is one."""
+    return next(((u, name) for u, name in ((1.0, "s"), (1e-3, "ms")) if seconds >= u), (1e-6, "us"))
+
+
+def format_clock(seconds: float) -> str:
+    """Seconds as one reads them off a clock.
+
+    >>> format_clock(7.4), format_clock(125), format_clock(3725)
+    ('0:07', '2:05', '1:02:05')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
