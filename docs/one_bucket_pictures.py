@@ -12,16 +12,13 @@ from one_bucket_step import BLOCK, BUCKET, GRAPHS, WORDS, boxes, size, values, w
 from scale_charts import STYLE, text
 
 from zfunc.core.graph import Graph, Op, Region, Tier
-from zfunc.viz.legend import PALETTE
+from zfunc.viz.legend import PALETTE, colour_of
 
 COLUMNS: dict[Tier, str] = {"device": "device", "pinned": "host, pinned", "host": "host"}
 MARGIN, COLUMN, GUTTER, HEAD, GAP = 18.0, 180.0, 162.0, 92.0, 8.0
 HUNDRED, LEAST = 35.0, 19.0  # px: a box of 2 bytes a parameter, and the lowest there is
 LETTER = 6.7
-_VERBS = dict.fromkeys(op.verb for graph in GRAPHS for op in graph)
-COLOURS = {
-    verb: PALETTE[n % len(PALETTE)] for n, verb in enumerate(_VERBS)
-}  # the same in every picture of the page
+COLOURS = {op.verb: colour_of(op.verb) for graph in GRAPHS for op in graph}
 MORE = """<style>
 text.on { fill: #10151b; }
 text.small { font-size: 11px; }

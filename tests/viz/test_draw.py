@@ -1,4 +1,4 @@
-"""Laws of the pictures: every operation is in them once, in its place; nothing in them depends on a verb."""
+"""Laws of the pictures: every operation is in them once, in its place; a verb has one colour in all of them."""
 
 import json
 import re
@@ -8,15 +8,19 @@ from xml.etree import ElementTree
 import pytest
 from attrs import evolve
 from hypothesis import assume, given
-from table import chain, every_plan, graph_of, job, plan_of, plans
-from zfunc.schedules import Overlapped, Serial
+from hypothesis import strategies as st
+from table import chain, every_plan, job, plan_of, plans
+from zfunc.schedules import Overlapped
 
-from zfunc.core.graph import Graph
-from zfunc.core.plan import Plan
+from zfunc.core.graph import Graph, Op
+from zfunc.core.ops import OpBuilder
+from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.draw import ARROWS_UP_TO, PALETTE, chrome_trace, svg, text
+from zfunc.viz.draw import ARROWS_UP_TO, chrome_trace, svg, text
+from zfunc.viz.legend import PALETTE, colour_of
+from zfunc.viz.timeline_html import data
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = Timeline((), "measured")
@@ -102,27 +106,42 @@ def test_svg_of_a_long_plan_stays_usable() -> None:
     assert len(picture) < 3_000_000
 
 
-def test_one_verb_has_one_colour_under_every_schedule() -> None:
-    graph = graph_of("zero_offload", "tied")
-    colours: dict[str, set[str]] = {}
-    for plan in (Serial()(graph), Overlapped()(graph)):
-        picture = svg(simulate(plan), plan=plan)
+BUILT_IN = [name for name in vars(OpBuilder) if not name.startswith("_")]
+VERBS = st.lists(st.sampled_from(BUILT_IN) | st.text("abc_\u00e9<&", min_size=1), min_size=1, unique=True)
+
+
+@given(VERBS)
+def test_a_verb_has_one_colour_in_every_picture(verbs: list[str]) -> None:
+    """In a bar and in the legend of an SVG, with a plan and without, and in the page, whatever else is drawn."""
+    plan = build(
+        Graph(tuple(Op(v, (n,), "host", nbytes=2) for n, v in enumerate(verbs))), {"one": range(len(verbs))}
+    )
+    timeline = simulate(plan)
+    for picture in (svg(timeline), svg(timeline, plan=plan)):
+        root, colours = ElementTree.fromstring(picture), fills(picture)
+        swatches = [r for r in root.iter(f"{SVG}rect") if r.get("width") == "12"]
+        names = [t.text for t in root.iter(f"{SVG}text") if t.get("class") is None]
+        assert {name: colours[s.get("class", "")] for name, s in zip(names, swatches, strict=True)} == {
+            verb: colour_of(verb) for verb in verbs
+        }
         for bar in bars(picture):
-            colour = fills(picture)[bar.get("class", "")]
-            colours.setdefault(tip(bar)[0].partition("[")[0], set()).add(colour)
-    assert set(colours) == {op.verb for op in graph}
-    assert all(len(seen) == 1 for seen in colours.values())
-    assert len(set.union(*colours.values())) == len(colours) <= len(PALETTE)
+            assert colours[bar.get("class", "")] == colour_of(tip(bar)[0].rpartition("[")[0])
+    shown = data(timeline, plan)
+    assert dict(zip(shown["verbs"], shown["colours"], strict=True)) == {v: colour_of(v) for v in verbs}
 
 
-def test_more_verbs_than_colours_and_letters_can_be_drawn() -> None:
+def test_no_two_built_in_verbs_have_one_colour() -> None:
+    assert len({colour_of(verb) for verb in BUILT_IN}) == len(BUILT_IN) > 20
+    assert set(map(colour_of, BUILT_IN)) <= set(PALETTE)
+
+
+def test_more_verbs_than_letters_can_be_drawn() -> None:
     events = [Event("one", f"verb{n}", "compute", n, n + 1.0) for n in range(60)]
     timeline = Timeline(events, "measured")
     picture = svg(timeline)
     coloured = {r.get("class", "") for r in ElementTree.fromstring(picture).iter(f"{SVG}rect")}
     assert coloured == {*fills(picture), "page", "track"}
     assert len(bars(picture)) == 60
-    assert set(fills(picture).values()) == set(PALETTE)
     assert "verb59" in text(timeline)
 
 

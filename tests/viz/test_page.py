@@ -17,7 +17,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import PALETTE
+from zfunc.viz.legend import PALETTE, colour_of
 from zfunc.viz.timeline_html import data, page
 
 
@@ -158,6 +158,7 @@ def test_text_can_be_read_in_light_and_in_dark() -> None:
     for theme in (light, light | dark):
         for text in ("--ink", "--dim"):
             assert min(contrast(theme[text], theme[on]) for on in ("--page", "--panel")) >= 5.5
-        assert min(contrast(theme["--on-bar"], colour) for colour in PALETTE) >= 5.5
+        colours = (*PALETTE, *(colour_of(f"verb{n}") for n in range(100)))
+        assert min(contrast(theme["--on-bar"], colour) for colour in colours) >= 5.5
         for mark in ("--critical", "--focus"):
             assert contrast(theme[mark], theme["--page"]) >= 4.5

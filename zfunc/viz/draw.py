@@ -2,7 +2,7 @@
 
 The invariant: a picture shows timelines and nothing else, so a simulated and a measured step look
 the same but for the source named in the heading; where there are several, the rows of a lane stand together and
-all have one time axis. Verbs are told apart by order of appearance, never by name.
+all have one time axis. Colours are those of `zfunc.viz.legend`.
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.legend import (
-    PALETTE,
     Timelines,
+    colour_of,
     lanes_of,
     legend_summary,
     several,
@@ -196,8 +196,7 @@ def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str
 
 
 def _colours(verbs: dict[str, int]) -> Iterator[str]:
-    used = sorted({n % len(PALETTE) for n in verbs.values()})
-    return (f".v{n} {{ fill: {PALETTE[n]}; }}\n" for n in used)
+    return (f".v{n} {{ fill: {colour_of(verb)}; }}\n" for verb, n in verbs.items())
 
 
 def _waits(plan: Plan) -> dict[str, tuple[str, ...]]:
@@ -231,7 +230,7 @@ def _bar(
     if waits := after.get(e.op):
         said += "\nafter " + " ".join(waits)
     bar = (
-        f'<rect class="v{verbs[verb_of(e.op)] % len(PALETTE)}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
+        f'<rect class="v{verbs[verb_of(e.op)]}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
         f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(said)}</title></rect>'
     )
     names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour already tells the verb
@@ -263,6 +262,6 @@ def _legend(verbs: dict[str, int], width: int, y: float) -> Iterator[tuple[int, 
         if x + wide > width - _MARGIN and x > _MARGIN:
             row, x = row + 1, _MARGIN
         top = y + 22 * row
-        swatch = f'<rect class="v{n % len(PALETTE)}" x="{x:.1f}" y="{top:g}" width="12" height="12" rx="2"/>'
+        swatch = f'<rect class="v{n}" x="{x:.1f}" y="{top:g}" width="12" height="12" rx="2"/>'
         yield row, f'{swatch}<text x="{x + 18:.1f}" y="{top + 10.5:g}">{escape(verb)}</text>'
         x += wide

@@ -1,19 +1,26 @@
-"""What all pictures of a step share: verbs numbered and coloured, times in words, round times for an axis.
+"""What all pictures of a step share: the colours of verbs, times in words, round times for an axis.
 
-The invariant: nothing here depends on a verb's name, but on when it appears first.
+A verb has one colour in every picture. The verbs of `OpBuilder` have one each; the colour of any other verb is
+computed from its name.
 """
 
 from collections.abc import Iterator, Sequence
+from colorsys import hls_to_rgb
 from math import floor, log10
+from zlib import crc32
 
+from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
-PALETTE = (  # light enough for black letters, told apart on white and on black, neighbours far apart
+PALETTE = (  # light enough for black letters, told apart on white and on black
     *("#9bd5ea", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0", "#e8848c"),
-    *("#a7c957", "#f6c177", "#a98ff0", "#c9ada7", "#86b56a", "#4fb0c6", "#d69a55", "#94a3b8"),
+    *("#a7c957", "#f6c177", "#c3e1b4", "#c9ada7", "#86b56a", "#4fb0c6", "#d69a55", "#94a3b8"),
+    *("#5ce6c4", "#f0d2ff", "#a98ff0", "#c378b4", "#b48778", "#3ca55a", "#ffb4c3", "#ff87c3"),
 )
+_BUILT_IN = (name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_")
+_COLOURS = dict(zip(_BUILT_IN, PALETTE, strict=False))
 
 Timelines = (
     Timeline | Sequence[Timeline]
@@ -40,6 +47,17 @@ def verb_of(op: str) -> str:
     'forward'
     """
     return op.partition("[")[0]
+
+
+def colour_of(verb: str) -> str:
+    """The colour of a verb, the same in every picture.
+
+    >>> colour_of("forward"), colour_of("a verb of your own")
+    ('#6ea8e5', '#98e2af')
+    """
+    hue = crc32(verb.encode(errors="replace")) / 2**32
+    named = "#" + "".join(f"{round(255 * x):02x}" for x in hls_to_rgb(hue, 0.74, 0.56))
+    return _COLOURS.get(verb, named)
 
 
 def verbs_of(timelines: Sequence[Timeline], plan: Plan | None = None) -> dict[str, int]:

@@ -28,7 +28,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
-from zfunc.viz.legend import PALETTE, Timelines, legend_summary, several, verbs_of
+from zfunc.viz.legend import Timelines, colour_of, legend_summary, several, verbs_of
 
 SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
 TITLE = "One training step"
@@ -71,8 +71,8 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
     verbs = {verb: n for n, verb in enumerate(dict.fromkeys(op.verb for op in ops))}
     regions = {r: n for n, r in enumerate(plan.graph.regions)}
     return {
-        "palette": PALETTE,
         "verbs": list(verbs),
+        "colours": list(map(colour_of, verbs)),
         "kinds": KINDS,
         "lanes": [{"name": lane.name, "ops": lane.ops} for lane in plan.lanes if lane.ops],
         "regions": list(map(str, regions)),
@@ -115,7 +115,7 @@ def _summary(timeline: Timeline, plan: Plan) -> str:
 
 
 def _in_order(made: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
-    """The sums by verb, as verbs come in the graph, which is the order of their colours."""
+    """The sums by verb, as verbs come in the graph."""
     number = verbs_of(made, plan)
     return sorted(sums(made, by_verb), key=lambda row: number[row.name])
 

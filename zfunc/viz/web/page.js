@@ -160,7 +160,7 @@ function start(document) {
     for (const verb of model.ops.verb) counts[verb]++;
     el.legend.replaceChildren(...model.verbs.map((verb, n) => {
       const swatch = say.node("span", "", { className: "swatch" });
-      swatch.style.background = model.palette[n % model.palette.length];
+      swatch.style.background = model.colours[n];
       const chip = say.node("button", "", { type: "button", title: "Click to hide or show; with Shift, to show it alone" });
       chip.append(swatch, verb, say.node("small", ` ${counts[n].toLocaleString("en")}`));
       chip.setAttribute("aria-pressed", String(!state.hidden.has(n)));

@@ -30,7 +30,7 @@ function painter(context, model, place, state, colour) {
   const faintest = model.count > FULL_UP_TO ? 0.2 : 1;
   const scale = place.plot / (view.t1 - view.t0);
   const shown = (op) => !state.hidden.has(model.ops.verb[op]);
-  const fill = (verb) => model.palette[verb % model.palette.length];
+  const fill = (verb) => model.colours[verb];
   const rowOf = (op, timeline) => place.rows[model.lane[op] * model.timelines.length + timeline];
   const left = (timeline, op) => (model.timelines[timeline].from[op] - view.t0) * scale;
   const right = (timeline, op) => (model.timelines[timeline].to[op] - view.t0) * scale;
