@@ -12,6 +12,7 @@ from html_pages import HOSTILE, WORD, Elements, hostile, large, late
 from table import plan_of
 
 from zfunc.core.simulator import simulate
+from zfunc.viz.legend import colour_of
 from zfunc.viz.timeline_html import SCRIPTS, data, page
 
 pytestmark = needs_browser
@@ -201,6 +202,7 @@ def test_search_legend_and_links(tmp_path: Path) -> None:
         el("find").dispatchEvent(new Event("input"));
         found.cleared = el("matches").textContent;
         el("legend").children[0].click();
+        found.colours = [...el("legend").children].map((chip) => chip.firstChild.style.background);
         found.all = pressed();
         el("legend").children[1].dispatchEvent(new MouseEvent("click", { shiftKey: true }));
         found.alone = pressed();
@@ -228,6 +230,8 @@ def test_search_legend_and_links(tmp_path: Path) -> None:
     assert "critical" not in found["link"]
     assert f"hide={verbs[0]},{verbs[2]}" in found["link"]
     assert found["followed"] == [hits[0].op, True, *others]
+    colours = (bytes.fromhex(colour_of(verb)[1:]) for verb in verbs)
+    assert found["colours"] == [f"rgb({', '.join(map(str, rgb))})" for rgb in colours]
 
 
 def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What all pictures of a step share: the colours of verbs, times in words, round times for an axis.
+"""What all pictures of a step share: the colours of verbs, and round times for an axis.
 
 A verb has one colour in every picture. The verbs of `OpBuilder` have one each; the colour of any other verb is
 computed from its name.
