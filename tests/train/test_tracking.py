@@ -2,38 +2,32 @@
 
 import csv
 import json
+import math
 import os
 import shutil
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from table import plan_of
 
 from zfunc.cli.main import main
 from zfunc.train import sinks
-from zfunc.train.tracking import OURS, THEIRS
+from zfunc.train.deepspeed.cli_merge import merge_flags
+from zfunc.train.deepspeed.reader import read_config_file
+from zfunc.train.events import Evaluated, Event, Saved, Started, Stepped
+from zfunc.train.run_folder import create_run, record_event
+from zfunc.train.settings import TrainSettings
+from zfunc.train.tracking import OURS, THEIRS, tracking
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
-JOB = [
-    *TINY,
-    "--batch-size",
-    "4",
-    "--data",
-    "data.txt",
-    "--steps",
-    "10",
-    "--eval-every",
-    "3",
-    "--save-every",
-    "3",
-]
-FP16 = ["--precision", "fp16"]
-CLOCK = {"speed/tokens_per_second", "speed/seconds", "speed/host_seconds", "memory/host_bytes"}
+JOB = f"--batch-size 4 --data data.txt --steps 10 --eval-every 3 --save-every 3 {' '.join(TINY)}".split()
+SAMPLES = 4  # of a step
 Out = pytest.CaptureFixture[str]
 Scalars = dict[str, list[tuple[int, float]]]
 
@@ -52,21 +46,65 @@ def train(*more: object) -> int:
     return main(["train", *JOB, *map(str, more)])
 
 
-def stopped(monkeypatch: pytest.MonkeyPatch, step: int, *more: object) -> None:
-    """A training that fails in the middle of a step."""
-    monkeypatch.setenv("ZFUNC_FAULTS", f"rank=0,step={step},op=forward[0,0],do=raise")
-    assert train(*more) == 1
-    monkeypatch.delenv("ZFUNC_FAULTS")
+def config(**blocks: Any) -> list[str]:
+    Path("ds.json").write_text(json.dumps({"train_batch_size": SAMPLES, **blocks}))
+    return ["--config", "ds.json"]
 
 
-def killed(step: int, *more: object) -> None:
-    """A training in a process of its own that gets SIGKILL in the middle of a step."""
-    fault = f"rank=0,step={step},op=forward[0,0],do=kill"
-    command = [sys.executable, "-m", "zfunc", "train", *JOB, *map(str, more)]
-    done = subprocess.run(
-        command, env={**os.environ, "ZFUNC_FAULTS": fault}, capture_output=True, timeout=300
+# --- a training without its model -------------------------------------------------------------------------
+
+
+def settings(**flags: Any) -> TrainSettings:
+    return TrainSettings(batch_size=SAMPLES, steps=10, **flags)
+
+
+def configured(**blocks: Any) -> TrainSettings:
+    """Settings with a configuration."""
+    config(**blocks)
+    file = read_config_file("ds.json")
+    return TrainSettings(steps=10, **merge_flags({"config": Path("ds.json")}, file, 1))
+
+
+def events(of: TrainSettings, after: int, until: int) -> Iterator[Event]:
+    """As of a training that begins after a step, from a checkpoint of its own if it is not the first."""
+    own, plan = Path(f"step-{after:08}") if after else None, plan_of("zero_offload", "tied", "Serial")
+    yield Started(
+        of,
+        *(("data",), "byte", 1000, plan, {}, {"gpu": None}),
+        step=after,
+        checkpoint=own,
+        own=after > 0,
+        sequences=after * SAMPLES,
     )
-    assert done.returncode == -9, done.stderr.decode()
+    for step in range(after, until + 1):
+        held_out = 8 / (step + 1) if step % 3 == 0 else None
+        if step > after:
+            if step % 3 == 1 and step > 1:
+                yield Saved(step - 1, Path(f"step-{step - 1:08}"), "", None)
+            figures = 5 / step if step != 4 else math.nan, 0.1 / step, step / 7
+            yield Stepped(
+                step, 10, *figures, step == 5, 2.0**step, 1e3, 0.1, 0.05, 0, 1 << 20, None, held_out
+            )
+        elif held_out is not None:
+            yield Evaluated(held_out, step)
+    if until % 3:
+        yield Evaluated(1.5, until)
+
+
+def run(of: TrainSettings, out: str, *, after: int = 0, until: int = 10, fails: bool = False) -> None:
+    """Keeps and tracks those events as `zfunc train` does. One that `fails` does so before it has ended."""
+    folder = create_run(Path(out), again=Path(out).exists())
+    try:
+        with tracking(of, folder.path) as track:
+            for event in events(of, after, until):
+                if fails and isinstance(event, Evaluated) and event.step == until:
+                    raise InterruptedError
+                record_event(folder, event, "byte")
+                track(event)
+    except InterruptedError:
+        pass
+    finally:
+        folder.close()
 
 
 def rows(run: str) -> list[dict[str, Any]]:
@@ -75,18 +113,18 @@ def rows(run: str) -> list[dict[str, Any]]:
 
 def expected(run: str, names: Any = OURS, *, fp16: bool = False, samples: int = 1) -> Scalars:
     """What metrics.jsonl has, as scalars."""
-    found: Scalars = {}
+    scalars: Scalars = {}
     for row in rows(run):
         for name, value in row.items():
             kept = name in names and value is not None and (fp16 or name not in ("loss_scale", "skipped"))
             if kept and not (name == "device_bytes" and not value):
-                found.setdefault(names[name], []).append((row["step"] * samples, float(value)))
-    return found
+                scalars.setdefault(names[name], []).append((row["step"] * samples, float(value)))
+    return scalars
 
 
-def same(got: Scalars, told: Scalars) -> None:
-    assert got.keys() == told.keys()
-    for name, points in told.items():
+def same(got: Scalars, wanted: Scalars) -> None:
+    assert got.keys() == wanted.keys()
+    for name, points in wanted.items():
         assert [x for x, _ in got[name]] == [x for x, _ in points], name
         assert [y for _, y in got[name]] == pytest.approx([y for _, y in points], rel=1e-6), name
 
@@ -121,90 +159,139 @@ def history(run: str) -> Scalars:
     return found
 
 
+def table(folder: str) -> Scalars:
+    found: Scalars = {}
+    for path in Path(folder).glob("*.csv"):
+        head, *lines = csv.reader(path.read_text().splitlines())
+        assert head[0] == "step"
+        assert head[1]
+        assert path.stem.endswith(head[1])
+        found[path.stem] = [(int(x), float(y)) for x, y in lines]
+    return found
+
+
+def in_csv(*runs: str, **more: Any) -> Scalars:
+    """What runs have that share a folder of CSV files, one after another."""
+    scalars: Scalars = {}
+    for run in runs:
+        for name, points in expected(run, THEIRS, samples=SAMPLES, **more).items():
+            scalars.setdefault(name.replace("/", "_"), []).extend(points)
+    return scalars
+
+
 # --- what is written --------------------------------------------------------------------------------------
 
+PLACE = {"enabled": True, "output_path": "logs", "job_name": "mine"}
 
-def test_tensorboard_has_what_the_metrics_have(capsys: Out) -> None:
+
+def test_a_training_that_failed_and_goes_on_has_every_figure_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: Out
+) -> None:
     pytest.importorskip("tensorboard")
-    assert train("--tensorboard", "--out", "run") == 0
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("ZFUNC_FAULTS", "rank=0,step=8,op=forward[0,0],do=raise")
+    assert train("--tensorboard", "--wandb", "--out", "run") == 1
+    monkeypatch.delenv("ZFUNC_FAULTS")
+    assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [*range(1, 8)]
+    assert train("--tensorboard", "--wandb", "--out", "run", "--resume", "auto") == 0
     same(board("run/tensorboard"), expected("run"))
-    assert {"train/loss", "train/lr", "train/grad_norm", "held_out/bits_per_byte"} < board(
-        "run/tensorboard"
-    ).keys()
-    assert "tensorboard: run/tensorboard\n" in capsys.readouterr().out
+    same(history("run"), expected("run"))
+    assert len(rows("run")) == 11
+    told = capsys.readouterr().out
+    assert "tensorboard: run/tensorboard\n" in told
+    assert "Weights & Biases: offline, nothing is sent" in told
+
+
+def test_a_configuration_has_its_names_against_samples(capsys: Out) -> None:
+    pytest.importorskip("tensorboard")
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+    args = config(tensorboard=PLACE, csv_monitor={**PLACE, "output_path": "csv"}, **fp16)
+    assert train(*args, "--out", "run") == 0
+    scalars = expected("run", THEIRS, fp16=True, samples=SAMPLES)
+    assert {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale"} < scalars.keys()
+    same(board("logs/mine"), scalars)
+    same(table("csv/mine"), in_csv("run", fp16=True))
+    assert Path("csv/mine/Train_Samples_lr.csv").read_text().startswith("step,lr\n")
+    assert "no effect here: tensorboard" not in capsys.readouterr().out
+    assert json.loads(Path("run/config.json").read_text())["settings"]["tensorboard"] is True
 
 
 def test_fp16_has_the_loss_scale_and_what_was_skipped() -> None:
     pytest.importorskip("tensorboard")
-    assert train("--tensorboard", *FP16, "--out", "run") == 0
+    run(settings(tensorboard=True, precision="fp16"), "run")
     same(board("run/tensorboard"), expected("run", fp16=True))
     assert len(board("run/tensorboard")["train/loss_scale"]) == 10
+    assert len(board("run/tensorboard")["train/loss"]) == 9, "one is no number"
 
 
-def test_wandb_has_what_the_metrics_have(capsys: Out) -> None:
-    pytest.importorskip("wandb")
-    assert train("--wandb", "--out", "run") == 0
-    same(history("run"), expected("run"))
-    assert "Weights & Biases: offline, nothing is sent" in capsys.readouterr().out
-
-
-def test_nobody_asked_so_nothing_is_imported_or_written() -> None:
-    code = f"import sys; from zfunc.cli.main import main; main({['train', *JOB, '--out', 'run']}); "
-    code += "assert not {'tensorboard', 'wandb'} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
-    assert not {"tensorboard", "wandb"} & {path.name for path in Path("run").iterdir()}
+def test_without_a_sink_no_package_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tensorboard", "wandb")]:
+        monkeypatch.delitem(sys.modules, name)
+    for name in ("tensorboard", "wandb"):
+        monkeypatch.setitem(sys.modules, name, None)  # pyright: ignore[reportArgumentType]
+    assert train("--out", "run") == 0
+    assert not {"tensorboard", "wandb", sinks.RUN_ID} & {path.name for path in Path("run").iterdir()}
 
 
 # --- stopped and resumed ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [2, 6])  # before the first checkpoint; beside one that is written
-def test_a_run_that_failed_goes_on_without_a_point_twice(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("last", "after"), [(1, 0), (7, 6)])  # before the first checkpoint; after one
+def test_a_run_that_failed_goes_on_without_a_point_twice(last: int, after: int) -> None:
     pytest.importorskip("tensorboard")
-    assert train("--tensorboard", "--out", "whole") == 0
-    stopped(monkeypatch, step, "--tensorboard", "--out", "run")
-    assert train("--tensorboard", "--out", "run", "--resume", "auto") == 0
+    both = configured(tensorboard=PLACE, csv_monitor=PLACE)
+    run(both, "run", until=last, fails=True)
+    run(both, "run", after=after)
+    assert len(list(Path("logs/mine").glob("events.*"))) == 2
+    same(board("logs/mine"), expected("run", THEIRS, samples=SAMPLES))
+    same(table("logs/mine"), in_csv("run"))
+
+
+def test_events_are_in_order_though_the_clock_went_back() -> None:
+    pytest.importorskip("tensorboard")
+    tracked = settings(tensorboard=True)
+    run(tracked, "run", until=7, fails=True)
+    (file,) = Path("run/tensorboard").iterdir()
+    file.rename(file.with_name(file.name.replace("tfevents.1", "tfevents.3")))
+    run(tracked, "run", after=6)
     same(board("run/tensorboard"), expected("run"))
-    got, whole = board("run/tensorboard"), board("whole/tensorboard")
-    assert {k: v for k, v in got.items() if k not in CLOCK} == {
-        k: v for k, v in whole.items() if k not in CLOCK
-    }
+
+
+def killed(step: int, *more: object) -> None:
+    """A training in a process of its own that gets SIGKILL in the middle of a step."""
+    fault = f"rank=0,step={step},op=forward[0,0],do=kill"
+    command = [sys.executable, "-m", "zfunc", "train", *JOB, *map(str, more)]
+    done = subprocess.run(
+        command, env={**os.environ, "ZFUNC_FAULTS": fault}, capture_output=True, timeout=300
+    )
+    assert done.returncode == -9, done.stderr.decode()
 
 
 @pytest.mark.slow
-def test_so_does_one_that_was_killed() -> None:
+def test_a_run_that_was_killed_goes_on_without_a_point_twice() -> None:
     pytest.importorskip("tensorboard")
-    killed(9, "--tensorboard", "--out", "run")
+    pytest.importorskip("wandb")
+    killed(9, "--tensorboard", "--wandb", "--out", "run")
+    before = Path("run", sinks.RUN_ID).read_text()
     assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [*range(1, 9)]
-    assert train("--tensorboard", "--out", "run", "--resume", "auto") == 0
-    assert len(list(Path("run/tensorboard").glob("events.*"))) == 2
+    assert train("--tensorboard", "--wandb", "--out", "run", "--resume", "auto") == 0
+    assert Path("run", sinks.RUN_ID).read_text() == before
+    assert next(Path("run/wandb").glob("offline-run-*")).name.endswith(f"-{before}")
     same(board("run/tensorboard"), expected("run"))
+    same(history("run"), expected("run"))
 
 
-def test_who_asks_for_it_later_gets_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_for_it_later_gets_all_steps() -> None:
     pytest.importorskip("tensorboard")
-    stopped(monkeypatch, 8, "--out", "run")
-    assert train("--tensorboard", "--out", "run", "--resume", "auto") == 0
+    run(settings(), "run", until=7, fails=True)
+    run(settings(tensorboard=True), "run", after=6)
     same(board("run/tensorboard"), expected("run"))
 
 
 def test_another_run_from_a_checkpoint_has_its_own_steps() -> None:
     pytest.importorskip("tensorboard")
-    assert train("--out", "first") == 0
-    newest = "first/checkpoints/step-00000009"
-    assert train("--tensorboard", "--out", "run", "--resume", newest, "--steps", 12) == 0
+    run(settings(tensorboard=True), "run", after=9, until=12)
     assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [10, 11, 12]
-
-
-@pytest.mark.slow
-def test_wandb_goes_on_as_the_same_run_without_a_step_twice() -> None:
-    pytest.importorskip("wandb")
-    killed(8, "--wandb", "--out", "run")
-    before = Path("run", sinks.ID).read_text()
-    assert train("--wandb", "--out", "run", "--resume", "auto") == 0
-    assert Path("run", sinks.ID).read_text() == before
-    assert next(Path("run/wandb").glob("offline-run-*")).name.endswith(f"-{before}")
-    same(history("run"), expected("run"))
 
 
 def test_an_online_run_of_wandb_gets_the_steps_that_were_never_sent(
@@ -213,10 +300,59 @@ def test_an_online_run_of_wandb_gets_the_steps_that_were_never_sent(
     wandb = pytest.importorskip("wandb")
     monkeypatch.setattr(wandb, "init", lambda **_: None)
     begin = sinks.RunInfo(tmp_path, {}, 5)
-    assert sinks.WandB.open(begin).empty
+    assert sinks.WandB(begin, None).empty
     monkeypatch.setenv("WANDB_MODE", "online")
-    assert sinks.WandB.open(begin).empty, "offline nothing was sent"
-    assert not sinks.WandB.open(begin).empty
+    assert sinks.WandB(begin, None).empty, "offline nothing was sent"
+    assert not sinks.WandB(begin, None).empty
+
+
+# --- a folder of several runs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("last", "after"), [(0, 0), (1, 0), (7, 6)])
+def test_lines_of_another_run_stay_where_one_goes_on(last: int, after: int) -> None:
+    shared = configured(csv_monitor=PLACE)
+    run(shared, "one")
+    run(shared, "two", until=last, fails=True)
+    run(shared, "two", after=after)
+    same(table("logs/mine"), in_csv("one", "two"))
+
+
+def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pytest.importorskip("tensorboard")
+    both = configured(tensorboard=PLACE, csv_monitor=PLACE)
+    run(both, "one", until=4)
+    run(configured(), "two", until=7, fails=True)
+    run(configured(tensorboard=PLACE, csv_monitor=PLACE), "two", after=6)
+    same(table("logs/mine"), in_csv("one", "two"))
+    lr = [p for run in ("one", "two") for p in expected(run, THEIRS, samples=SAMPLES)["Train/Samples/lr"]]
+    same({"lr": board("logs/mine")["Train/Samples/lr"]}, {"lr": lr})
+    assert "logs/mine: it holds files of another run, which are added to" in caplog.text
+    assert "logs/mine: it holds events of another run: TensorBoard shows both as one" in caplog.text
+
+
+def test_what_another_run_added_since_stays(caplog: pytest.LogCaptureFixture) -> None:
+    shared = configured(csv_monitor=PLACE)
+    run(shared, "one", until=7, fails=True)
+    run(shared, "two")
+    before = table("logs/mine")
+    run(shared, "one", after=6)
+    assert "logs/mine: another run has added to it since: what this one wrote" in caplog.text
+    for name, points in table("logs/mine").items():
+        assert points[: len(before[name])] == before[name]
+        assert [x for x, _ in points[len(before[name]) :]][-1:] in ([40], []), name
+    run(shared, "one", after=9)
+    assert [x for x, _ in table("logs/mine")["Train_Samples_lr"]][-5:] == [24, 28, 32, 36, 40]
+
+
+def test_a_folder_that_was_taken_away_is_written_anew() -> None:
+    shared = configured(csv_monitor=PLACE)
+    run(shared, "run", until=7, fails=True)
+    shutil.rmtree("logs")
+    run(shared, "run", after=6)
+    same(table("logs/mine"), in_csv("run"))
 
 
 # --- nothing is sent --------------------------------------------------------------------------------------
@@ -253,9 +389,12 @@ def visitors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 def test_offline_wandb_sends_nothing(visitors: list[bytes]) -> None:
     pytest.importorskip("wandb")
-    command = [sys.executable, "-m", "zfunc", "train", *JOB, "--wandb", "--out", "run"]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    same(history("run"), expected("run"))
+    code = "from pathlib import Path; from zfunc.train.sinks import *; Path('run').mkdir()\n"
+    code += (
+        "w = WandB(RunInfo(Path('run'), {'lr': 1}), None); w.write(1, {'loss': 2.5}); w.close(failed=False)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=300)
+    assert history("run") == {"loss": [(1, 2.5)]}
     assert not visitors
     with socket.create_connection(("127.0.0.1", int(os.environ["HTTP_PROXY"].rpartition(":")[2]))) as client:
         client.sendall(b"somebody")
@@ -270,187 +409,45 @@ def test_offline_wandb_sends_nothing(visitors: list[bytes]) -> None:
 def test_a_missing_package_is_refused_before_anything(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
-    monkeypatch.setitem(sys.modules, sinks.PACKAGES[kind], None)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setitem(sys.modules, sinks.SINKS[kind].PACKAGE, None)  # pyright: ignore[reportArgumentType]
     assert train(f"--{kind}", "--out", "run") == 2
     assert f"--{kind}: got no package" in (told := capsys.readouterr().err)
     assert f"pip install 'zfunc[{kind}]'" in told
     assert not Path("run").exists()
 
 
-def test_a_full_disk_ends_the_sink_and_not_the_training(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    pytest.importorskip("tensorboard")
-    write = sinks.TensorBoard.write
+@pytest.mark.parametrize(("kind", "sink"), [("tensorboard", sinks.TensorBoard), ("wandb", sinks.WandB)])
+def test_a_full_disk_ends_the_sink_and_not_the_training(
+    kind: str, sink: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip(kind)
+    write = sink.write
 
     def until_full(self: Any, x: int, scalars: Any) -> None:
         if x == 4:
             raise OSError(28, "No space left on device")
         write(self, x, scalars)
 
-    monkeypatch.setattr(sinks.TensorBoard, "write", until_full)
-    assert train("--tensorboard", "--out", "run") == 0
-    told = "--tensorboard: got OSError: [Errno 28] No space left on device: nothing more is written there"
-    assert capsys.readouterr().out.count(told) == 1
-    assert [step for step, _ in board("run/tensorboard")["train/loss"]] == [1, 2, 3]
+    monkeypatch.setattr(sink, "write", until_full)
+    run(settings(**{kind: True}), "run")
+    message = f"--{kind}: got OSError: [Errno 28] No space left on device: nothing more is written there"
+    assert caplog.text.count(message) == 1
+    read = board("run/tensorboard") if kind == "tensorboard" else history("run")
+    assert [step for step, _ in read["train/loss"]] == [1, 2, 3]
     assert len(rows("run")) == 11
 
 
-def test_wandb_that_died_does_not_end_the_training(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    pytest.importorskip("wandb")
-    write = sinks.WandB.write
-
-    def fail(self: Any, x: int, scalars: Any) -> None:
-        write(self, x, scalars)
-        if x == 4:
-            raise ConnectionResetError("wandb-core is gone")
-
-    monkeypatch.setattr(sinks.WandB, "write", fail)
-    assert train("--wandb", "--out", "run") == 0
-    assert capsys.readouterr().out.count("--wandb: got ConnectionResetError") == 1
-
-
-# --- DeepSpeed's configuration ----------------------------------------------------------------------------
-
-
-def config(**blocks: Any) -> list[str]:
-    Path("ds.json").write_text(json.dumps({"train_batch_size": 4, **blocks}))
-    return ["--config", "ds.json"]
-
-
-PLACE = {"enabled": True, "output_path": "logs", "job_name": "mine"}
-
-
-def table(folder: str) -> Scalars:
-    found: Scalars = {}
-    for path in Path(folder).glob("*.csv"):
-        head, *lines = csv.reader(path.read_text().splitlines())
-        assert head[0] == "step"
-        assert head[1]
-        assert path.stem.endswith(head[1])
-        found[path.stem] = [(int(x), float(y)) for x, y in lines]
-    return found
-
-
-def test_a_configuration_has_its_names_against_samples(capsys: Out) -> None:
-    pytest.importorskip("tensorboard")
-    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
-    assert (
-        train(*config(tensorboard=PLACE, csv_monitor={**PLACE, "output_path": "csv"}, **fp16), "--out", "run")
-        == 0
-    )
-    told = expected("run", THEIRS, fp16=True, samples=4)
-    assert {"Train/Samples/train_loss", "Train/Samples/lr", "Train/Samples/loss_scale"} < told.keys()
-    same(board("logs/mine"), told)
-    same(table("csv/mine"), {name.replace("/", "_"): points for name, points in told.items()})
-    assert Path("csv/mine/Train_Samples_lr.csv").read_text().startswith("step,lr\n")
-    assert "no effect here: tensorboard" not in capsys.readouterr().out
-    assert json.loads(Path("run/config.json").read_text())["settings"]["tensorboard"] is True
-
-
-def test_so_it_has_when_it_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tensorboard")
-    args = [*config(tensorboard=PLACE, csv_monitor={**PLACE, "output_path": "csv"}), *FP16, "--out", "run"]
-    stopped(monkeypatch, 8, *args)
-    assert train(*args, "--resume", "auto") == 0
-    told = expected("run", THEIRS, fp16=True, samples=4)
-    same(board("logs/mine"), told)
-    same(table("csv/mine"), {name.replace("/", "_"): points for name, points in told.items()})
-
-
-def points_of(*runs: str) -> Scalars:
-    """What runs that share a folder of CSV have there, one after another."""
-    found: Scalars = {}
-    for run in runs:
-        for name, points in expected(run, THEIRS, samples=4).items():
-            found.setdefault(name.replace("/", "_"), []).extend(points)
-    return found
-
-
-# before any loss is there; before the first checkpoint; after it
-@pytest.mark.parametrize(
-    "step", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 8]
-)
-def test_lines_of_another_run_stay_where_one_goes_on(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = config(csv_monitor=PLACE)
-    assert train(*shared, "--out", "one") == 0
-    stopped(monkeypatch, step, *shared, "--out", "two")
-    assert train(*shared, "--out", "two", "--resume", "auto") == 0
-    same(table("logs/mine"), points_of("one", "two"))
-
-
-def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: Out
+def test_a_list_of_runs_that_cannot_be_read_ends_the_sink_and_not_the_training(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pytest.importorskip("tensorboard")
-    both = {"csv_monitor": PLACE, "tensorboard": PLACE}
-    assert train(*config(**both), "--out", "one", "--steps", 4) == 0
-    stopped(monkeypatch, 8, *config(), "--out", "two")
-    assert train(*config(**both), "--out", "two", "--resume", "auto") == 0
-    same(table("logs/mine"), points_of("one", "two"))
-    names = ("one", "two")
-    same(
-        {"lr": board("logs/mine")["Train/Samples/lr"]},
-        {"lr": [p for run in names for p in expected(run, THEIRS, samples=4)["Train/Samples/lr"]]},
-    )
-    assert "logs/mine: it holds files of another run, which are added to" in capsys.readouterr().out
-
-
-def test_what_another_run_added_since_stays(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    shared = config(csv_monitor=PLACE)
-    stopped(monkeypatch, 8, *shared, "--out", "one")
-    assert train(*shared, "--out", "two") == 0
-    before = table("logs/mine")
-    assert train(*shared, "--out", "one", "--resume", "auto") == 0
-    assert "logs/mine: another run has added to it since: what this one wrote" in capsys.readouterr().out
-    for name, points in table("logs/mine").items():
-        assert points[: len(before[name])] == before[name]
-        assert [x for x, _ in points[len(before[name]) :]][-1:] in ([40], []), name
-
-
-def test_a_folder_that_was_taken_away_is_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = config(csv_monitor=PLACE)
-    stopped(monkeypatch, 8, *shared, "--out", "run")
-    shutil.rmtree("logs")
-    assert train(*shared, "--out", "run", "--resume", "auto") == 0
-    same(table("logs/mine"), points_of("run"))
-
-
-def test_a_list_of_runs_that_cannot_be_read_ends_the_sink_and_not_the_training(capsys: Out) -> None:
-    path = Path("logs/mine", sinks.LIVES + "-csv")
+    path = Path("logs/mine", sinks.CSV_RUNS)
     path.parent.mkdir(parents=True)
-    path.write_text("{")
-    assert train(*config(csv_monitor=PLACE), "--out", "run") == 0
-    assert f"ValueError: {path}: got what zfunc did not write" in capsys.readouterr().out
-    assert not table("logs/mine")
-
-
-def test_a_configurations_wandb_names_project_group_and_team(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    given: dict[str, Any] = {}
-    begin: Callable[..., Any] = sinks.WandB.open
-
-    def seen(begun: Any, **more: Any) -> Any:
-        given.update(more)
-        return begin(begun, **more)
-
-    monkeypatch.setattr(sinks.WandB, "open", seen)
-    block = {"enabled": True, "project": "p", "group": "g", "team": "t"}
-    assert train(*config(wandb=block), "--out", "run") == 0
-    assert given == {"project": "p", "group": "g", "entity": "t"}
-    same(history("run"), expected("run", THEIRS, samples=4))
-
-
-def test_a_flag_that_a_configuration_contradicts(capsys: Out) -> None:
-    off = config(tensorboard={**PLACE, "enabled": False})
-    assert train(*off, "--tensorboard", "--out", "run") == 2
-    assert "--tensorboard: got True, and ds.json says tensorboard.enabled False" in capsys.readouterr().err
-
-
-def test_a_flag_holds_where_a_configuration_leaves_it_open() -> None:
-    pytest.importorskip("tensorboard")
-    assert train(*config(tensorboard={**PLACE, "enabled": "auto"}), "--tensorboard", "--out", "run") == 0
-    assert "Train/Samples/lr" in board("logs/mine")
-    assert train(*config(), "--tensorboard", "--out", "run2") == 0
-    assert "train/lr" in board("run2/tensorboard")
+    for text in ("{", "[]", "{}"):
+        path.write_text(text)
+        run(configured(csv_monitor=PLACE), f"run{text}")
+        assert f"ValueError: {path}: got what zfunc did not write" in caplog.text
+        assert not table("logs/mine")
+        caplog.clear()
 
 
 def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(capsys: Out) -> None:
@@ -459,6 +456,42 @@ def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(capsys: Out
     assert capsys.readouterr().out.count("ds.json: csv_monitor: got NotADirectoryError") == 1
 
 
+# --- DeepSpeed's configuration ----------------------------------------------------------------------------
+
+
+def test_a_configurations_wandb_names_project_group_and_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb")
+    given: dict[str, Any] = {}
+    init = wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **arguments: given.update(arguments) or init(**arguments))
+    block = {"enabled": True, "project": "p", "group": "g", "team": "t"}
+    run(configured(wandb=block), "run")
+    assert (given["project"], given["group"], given["entity"]) == ("p", "g", "t")
+    same(history("run"), expected("run", THEIRS, samples=SAMPLES))
+
+
+def test_a_flag_that_a_configuration_contradicts(capsys: Out) -> None:
+    off = config(tensorboard={**PLACE, "enabled": False})
+    assert train(*off, "--tensorboard", "--out", "run") == 2
+    assert "--tensorboard: got True, and ds.json says tensorboard.enabled False" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("blocks", "folder", "name"),
+    [
+        ({"tensorboard": {**PLACE, "enabled": "auto"}}, "logs/mine", "Train/Samples/lr"),
+        ({}, "run/tensorboard", "train/lr"),
+    ],
+)
+def test_a_flag_holds_where_a_configuration_leaves_it_open(blocks: Any, folder: str, name: str) -> None:
+    pytest.importorskip("tensorboard")
+    path = Path(config(**blocks)[1]).absolute()  # what a file says is read once in a process
+    flags = {"config": path, "tensorboard": True}
+    run(TrainSettings(steps=10, **merge_flags(flags, read_config_file(path), 1)), "run")
+    assert name in board(folder)
+
+
+@pytest.mark.slow
 def test_only_the_first_rank_writes() -> None:
     pytest.importorskip("tensorboard")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -8,5 +8,5 @@
     data                        corpora, documents, tokenizers, packing, batches
     deepspeed                   DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)
 
-A new sink: one class in `sinks`, one setting. A new DeepSpeed key: one row in `deepspeed/keys.toml`.
+A new sink: one class and its row in `sinks`, one setting. A new DeepSpeed key: one row in `deepspeed/keys.toml`.
 """

@@ -1,9 +1,8 @@
-"""Where scalars of a training go: TensorBoard's event files, a run of Weights & Biases, CSV files.
+"""Where scalars go: TensorBoard's event files, a run of Weights & Biases, DeepSpeed's CSV files. SINKS lists them.
 
-The invariant: a sink that goes on at x holds no scalar of its run at x or later, so nothing is in it twice. Runs
-may share a folder, one after another: files keep what another wrote. Only what is in a CSV file before lines that
-another run added is not taken back, which is told.
-The packages are imported when a sink is opened: pip install "zfunc[tensorboard]", "zfunc[wandb]".
+A sink opened at x holds no scalar of its run at x or later, so none is written twice. Runs may share a folder of
+scalars, one after another: files keep what another run wrote. If another run has appended to a CSV file since, the
+older lines are kept and a warning is logged.
 """
 
 import csv
@@ -15,210 +14,143 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from itertools import takewhile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from attrs import asdict, define, field, frozen
+from attrs import frozen
 
-PACKAGES = {"tensorboard": "tensorboard.summary.writer.record_writer", "wandb": "wandb"}
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
-ID = "zfunc-run-id"  # the file with a run's id, in its folder; Weights & Biases has the run by it
-SENT = "zfunc-sent"  # beside what W&B writes, where its server has been sent what there was
-LIVES = ".zfunc-lives"  # in a folder of scalars: a line for every life of a run that wrote there
+RUN_ID = "zfunc-run-id"  # in the run folder: the run's name in every sink
+SENT = "zfunc-sent"  # beside W&B's files, once its server has the run
+CSV_RUNS = (
+    ".zfunc-runs"  # in a folder of CSV files: the runs that wrote there, and what the last of them found
+)
 log = logging.getLogger("zfunc")
 
 
 @frozen
 class RunInfo:
-    """What begins: the run folder, what is told of it, and the x where it goes on in that folder, if it does."""
+    """The run folder, the run's configuration, and the x from which it goes on in that folder, if it does."""
 
-    run: Path
+    path: Path
     config: Mapping[str, Any]
     x: int | None = None
 
+    @property
+    def id(self) -> str:
+        """The same in every session of the run."""
+        path = self.path / RUN_ID
+        if not path.is_file():
+            path.write_text(secrets.token_hex(4))
+        return path.read_text().strip()
+
 
 class Sink(Protocol):
-    """Takes scalars in the order of x. `empty`: it holds nothing of this run from before, so all of that is to be
-    written anew; else all that is below the x it was opened with.
+    """Takes scalars in the order of x; made of the run, and of the block of DeepSpeed's configuration if one asks.
+
+    `empty`: it has nothing of this run yet, so everything is to be written; else it has all below the run's x.
     """
 
-    @property
-    def empty(self) -> bool:
-        """Whether nothing of this run is there from before."""
-        ...
+    PACKAGE: str
+    empty: bool
+
+    def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None: ...
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
-        """Write them so that they are there when this returns, or raise."""
+        """Write them to disk, or raise."""
 
     def close(self, *, failed: bool) -> None:
         """Nothing more comes."""
 
 
-def check_package(kind: str, label: str) -> None:
-    """Raises ValueError, about what `label` says, if the package that writes `kind` cannot be imported."""
-    if kind not in PACKAGES:
-        return
-    try:
-        importlib.import_module(PACKAGES[kind])
-    except ImportError as error:
-        raise ValueError(
-            f"{label}: got no package that writes it ({error}), expected {kind}: pip install 'zfunc[{kind}]'"
-        ) from error
-
-
-# --- whose it is -----------------------------------------------------------------------------------------
-
-
-@frozen
-class _Life:
-    """A life of a run that wrote to a folder, and the bytes that each file had before it."""
-
-    run: str
-    sizes: Mapping[str, int]
-
-
-def _lives(path: Path) -> list[_Life]:
-    """Those of all runs, oldest first."""
-    if not path.exists():
-        return []
-    try:
-        return [_Life(**json.loads(line)) for line in path.read_text().splitlines()]
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"{path}: got what zfunc did not write ({error}), expected a line for every life of a run: name "
-            "another folder"
-        ) from error
-
-
-def _add(path: Path, life: _Life) -> None:
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(life)) + "\n")
-
-
-def _goes_on(begin: RunInfo, files: Sequence[Any], lives: Sequence[_Life]) -> bool:
-    """Whether the run goes on in a folder with these files, of which some are its own."""
-    return bool(files) and begin.x is not None and _id(begin.run) in {life.run for life in lives}
-
-
-def _id(run: Path) -> str:
-    path = run / ID
-    if not path.is_file():
-        path.write_text(secrets.token_hex(4))
-    return path.read_text().strip()
-
-
-# --- TensorBoard -----------------------------------------------------------------------------------------
-
-
-@define(eq=False)
 class TensorBoard:
-    """An event file of its own for every life of a run, in one folder.
+    """An event file for every session of a run, in one folder.
 
-    Not `torch.utils.tensorboard`: that writes in a thread, which prints a traceback where the disk is full.
+    Not SummaryWriter: its thread prints a traceback where the disk is full, and it names files by the clock, though
+    readers take them in the order of names and a restart purges those before it.
     """
 
-    empty: bool
-    _writer: Any
-    _event: Any
-    _summary: Any
+    PACKAGE = "tensorboard.summary.writer.record_writer"
 
-    @classmethod
-    def open(cls, folder: Path, begin: RunInfo) -> "TensorBoard":
-        """The newest file of `folder`, which readers take in the order of names. Raises OSError."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+    def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
-        folder.mkdir(parents=True, exist_ok=True)
-        lives, run = folder / f"{LIVES}-tensorboard", _id(begin.run)
-        there = [_seconds(path) for path in folder.glob("events.out.tfevents.*")]
-        goes_on = _goes_on(begin, there, _lives(lives))
-        if there and not goes_on:
+        folder = _folder(run, block, "tensorboard")
+        files = list(folder.glob("events.out.tfevents.*"))
+        self.empty = run.x is None or not any(path.suffix == f".{run.id}" for path in files)
+        if files and self.empty:
             log.warning("%s: it holds events of another run: TensorBoard shows both as one", folder)
-        began = max([int(time.time()), *(seconds + 1 for seconds in there)])
-        path = folder / f"events.out.tfevents.{began:010}.{socket.gethostname()}.{os.getpid()}.zfunc"
-        made = cls(not goes_on, RecordWriter(path.open("xb")), Event, Summary)
-        made._put(Event(wall_time=time.time(), file_version="brain.Event:2"))
-        _add(lives, _Life(run, {}))
-        if goes_on:  # what readers know as a restart: they drop what is at x or later, of whatever run
-            restart = SessionLog(status=SessionLog.START)
-            made._put(Event(wall_time=time.time(), step=begin.x, session_log=restart))
-        return made
+        times = [int(part) for path in files if (part := path.name.split(".")[3]).isdecimal()]
+        began = max([int(time.time()), *(1 + t for t in times)])
+        name = f"events.out.tfevents.{began:010}.{socket.gethostname()}.{os.getpid()}.{run.id}"
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary
+        self._writer = RecordWriter((folder / name).open("xb"))
+        self._put(file_version="brain.Event:2")
+        if not self.empty:  # readers drop what they have at x or later
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._put(step=run.x, session_log=start)
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """One event."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self._put(self._event(wall_time=time.time(), step=x, summary=self._summary(value=values)))
+        self._put(step=x, summary=self._summary(value=values))
 
     def close(self, *, failed: bool) -> None:  # noqa: ARG002
         """Close the file."""
         self._writer.close()
 
-    def _put(self, event: Any) -> None:
-        self._writer.write(event.SerializeToString())
+    def _put(self, **fields: Any) -> None:
+        self._writer.write(self._event(wall_time=time.time(), **fields).SerializeToString())
         self._writer.flush()
 
 
-def _seconds(path: Path) -> int:
-    part = path.name.split(".")[3]
-    return int(part) if part.isdecimal() else 0
-
-
-# --- Weights & Biases ------------------------------------------------------------------------------------
-
-
-@define(eq=False)
 class WandB:
-    """One W&B run for all lives, by an id that is kept in the run folder.
+    """One W&B run for all sessions. Offline unless WANDB_MODE says otherwise.
 
-    Offline its folder is made anew where a run goes on: W&B cannot take back what is in one. Online the server has
-    the steps that were sent, and takes none of them again.
+    Offline its folder is made anew in every session: W&B cannot take back what is in one. Online the server has the
+    steps that were sent, and takes none of them again.
     """
 
-    empty: bool
-    _run: Any
+    PACKAGE = "wandb"
 
-    @classmethod
-    def open(cls, begin: RunInfo, **given: Any) -> "WandB":
-        """`given` are arguments of `wandb.init`. Offline unless WANDB_MODE says otherwise."""
+    def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None:
         mode = os.environ.get(WANDB_MODE) or OFFLINE
         offline = mode in (OFFLINE, "dryrun", "disabled")
         if offline:
-            os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it asks for its server's address even offline
+            os.environ["WANDB_ERROR_REPORTING"] = "false"  # or it looks up its server's address even offline
         import wandb
 
-        folder = begin.run / "wandb"
+        folder = run.path / "wandb"
         folder.mkdir(exist_ok=True)
-        run_id, sent = _id(begin.run), folder / SENT
-        empty = offline or not sent.exists()
-        if offline:
-            for old in folder.glob(f"offline-run-*-{run_id}"):
-                shutil.rmtree(old)
-        run = wandb.init(
-            dir=begin.run,
-            mode=mode,
-            id=run_id,
+        self.empty = offline or not (folder / SENT).exists()
+        for old in folder.glob(f"offline-run-*-{run.id}") if offline else ():
+            shutil.rmtree(old)
+        place = {} if block is None else {"group": block["group"], "entity": block["team"]}
+        self._run: Any = wandb.init(
+            dir=run.path,
+            mode=mode,  # pyright: ignore[reportArgumentType]
+            id=run.id,
             resume=None if offline else "allow",
-            name=begin.run.name,
-            config=dict(begin.config),
+            name=run.path.name,
+            config=dict(run.config),
             reinit="create_new",  # a program that calls this may have a run of its own
             settings=wandb.Settings(console="off", silent=True, disable_code=True),
-            **given,
+            project="zfunc" if block is None else block["project"],
+            **place,
         )
-        told = f"offline, nothing is sent; to upload: wandb sync {folder}/offline-run-*-{run_id}"
-        log.info("Weights & Biases: %s", told if offline else f"mode {mode}, run {run_id}")
+        upload = f"offline, nothing is sent; to upload: wandb sync {folder}/offline-run-*-{run.id}"
+        log.info("Weights & Biases: %s", upload if offline else f"mode {mode}, run {run.id}")
         if not offline:
-            sent.touch()
-        return cls(empty, run)
+            (folder / SENT).touch()
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """One row of its history; more for the same x is added to it."""
         self._run.log(dict(scalars), step=x)
 
     def close(self, *, failed: bool) -> None:
-        """Finish the run, and wait until its file is whole: `finish` alone does not."""
+        """Finish the run, and wait until its file is complete: `finish` alone does not."""
         import wandb
 
         try:
@@ -228,40 +160,37 @@ class WandB:
                 wandb.teardown()
 
 
-# --- CSV, as DeepSpeed's csv_monitor ---------------------------------------------------------------------
-
-
-@define(eq=False)
 class CSV:
-    """A file for every scalar, named after it, with a line for every x."""
+    """A file for every scalar, named after it, with a line for every x, as DeepSpeed's csv_monitor writes them."""
 
-    folder: Path
-    empty: bool
-    _known: set[str] = field(factory=set[str])
+    PACKAGE = ""
 
-    @classmethod
-    def open(cls, folder: Path, begin: RunInfo) -> "CSV":
-        """Lines of another run stay, and those of this one that are at x or later go."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path, run, files = folder / f"{LIVES}-csv", _id(begin.run), sorted(folder.glob("*.csv"))
-        lives = _lives(path)
-        goes_on = _goes_on(begin, files, lives)
-        if files and not goes_on:
-            log.warning("%s: it holds files of another run, which are added to", folder)
-        if goes_on and begin.x is not None:
-            _take_back(folder, files, begin.x, [*takewhile(lambda x: x.run == run, reversed(lives))])
+    def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None:
+        self._folder = _folder(run, block, "csv_monitor")
+        path, files = self._folder / CSV_RUNS, sorted(self._folder.glob("*.csv"))
+        runs, sizes = _read_runs(path)
+        self.empty = not files or run.x is None or run.id not in runs
+        if files and self.empty:
+            log.warning("%s: it holds files of another run, which are added to", self._folder)
+        elif run.x is not None and not self.empty:
+            if runs[-1] == run.id:
+                for file in files:
+                    _truncate_from(file, run.x, sizes.get(file.name, 0))
+                return
+            log.warning(
+                "%s: another run has added to it since: what this one wrote from %d on stays, and comes twice",
+                *(self._folder, run.x),
+            )
         sizes = {file.name: file.stat().st_size for file in files}
-        _add(path, _Life(run, sizes))
-        return cls(folder, not goes_on, {name for name, size in sizes.items() if size})
+        path.write_text(json.dumps({"runs": [*runs, run.id], "sizes": sizes}))
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """A line in every file."""
         for name, value in scalars.items():
             file = name.replace("/", "_").replace(" ", "_") + ".csv"
-            with self.folder.joinpath(file).open("a", newline="") as out:
+            with self._folder.joinpath(file).open("a", newline="") as out:
                 rows = csv.writer(out)
-                if file not in self._known:
-                    self._known.add(file)
+                if not out.tell():
                     rows.writerow(["step", name.rpartition("/")[2]])
                 rows.writerow([x, value])
 
@@ -269,19 +198,46 @@ class CSV:
         """Nothing is open."""
 
 
-def _take_back(folder: Path, files: list[Path], x: int, last: list[_Life]) -> None:
-    """Drop what this run wrote at x or later, in the `last` lives, newest first, since another run was there."""
-    if not last:
-        log.warning(
-            "%s: another run has added to it since: what this one wrote from %d on stays, and comes twice",
-            *(folder, x),
-        )
-    for file in files if last else ():
-        _cut(file, x, last[-1].sizes.get(file.name, 0))
+SINKS: Mapping[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "csv_monitor": CSV}
+"""By the name of the setting, and of the block in DeepSpeed's configuration."""
 
 
-def _cut(path: Path, x: int, start: int) -> None:
-    """Drop the lines at the end that are at x or later; those before the byte `start` are of another run."""
+def check_package(kind: str, label: str) -> None:
+    """Raises ValueError, about the setting `label`, if the package that writes `kind` cannot be imported."""
+    try:
+        importlib.import_module(SINKS[kind].PACKAGE or "csv")
+    except ImportError as error:
+        raise ValueError(
+            f"{label}: got no package that writes it ({error}), expected {kind}: pip install 'zfunc[{kind}]'"
+        ) from error
+
+
+def _folder(run: RunInfo, block: Mapping[str, Any] | None, kind: str) -> Path:
+    """Where the block says; without one in the run folder."""
+    folder = run.path / kind
+    if block is not None:
+        folder = Path(block["output_path"], block["job_name"]).expanduser()
+    log.info("%s: %s", kind, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _read_runs(path: Path) -> tuple[list[str], dict[str, int]]:
+    """The runs that wrote to a folder of CSV files, and the bytes in each file before the last of them."""
+    if not path.exists():
+        return [], {}
+    try:
+        content = json.loads(path.read_text())
+        return content["runs"], content["sizes"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"{path}: got what zfunc did not write ({error}), expected the runs that wrote there: name another "
+            "folder"
+        ) from error
+
+
+def _truncate_from(path: Path, x: int, start: int) -> None:
+    """Drop the lines at the end that are at x or later; those before the byte `start` are another run's."""
     content = path.read_bytes()
     lines = content[start:].splitlines(keepends=True)
     while lines and not _is_below(lines[-1], x):

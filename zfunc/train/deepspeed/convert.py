@@ -31,8 +31,8 @@ from zfunc.train.deepspeed.messages import decision_notes, name_notes
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
 from zfunc.train.settings import TrainSettings
+from zfunc.train.sinks import SINKS
 
-SINKS = ("tensorboard", "wandb", "csv_monitor")  # blocks of a file; where `zfunc train` writes its figures
 log = logging.getLogger("zfunc")
 
 
