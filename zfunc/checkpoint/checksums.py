@@ -100,10 +100,10 @@ class Collected:
 
     def checksums(self) -> tuple[int, ...]:
         """Those of all chunks of a whole tensor."""
-        whole: list[int] = []
+        result: list[int] = []
         for index in range(num_chunks(self.nbytes, self.chunk)):
             (_, _, total), *others = sorted(self._parts[index])
             for start, stop, checksum in others:
                 total = combine(total, checksum, stop - start)
-            whole.append(total)
-        return tuple(whole)
+            result.append(total)
+        return tuple(result)

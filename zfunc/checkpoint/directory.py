@@ -132,18 +132,18 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     so. Raises CheckpointError if there were checkpoints and none is complete: starting afresh is no answer to that.
     """
     refused: list[str] = []
-    found = next(complete_checkpoints(folder, refused), None)
+    checkpoint = next(complete_checkpoints(folder, refused), None)
     latest = _latest(folder)
-    if found is None:
+    if checkpoint is None:
         if refused or latest:
             refused = refused or [f"{LATEST} names {latest}, which is not there"]
             raise CheckpointError(f"{folder}: got no checkpoint that is complete: {'; '.join(refused)}")
         return None
-    if latest != found.path.name:
+    if latest != checkpoint.path.name:
         refused.append(f"{LATEST} names {latest or 'none'}")
     if refused:
-        log.warning("checkpoints: %s is the newest that is complete: %s", found.path, "; ".join(refused))
-    return found
+        log.warning("checkpoints: %s is the newest that is complete: %s", checkpoint.path, "; ".join(refused))
+    return checkpoint
 
 
 def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
@@ -167,8 +167,8 @@ def locate_checkpoint(path: Path) -> Path:
     if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE):
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
-    if (found := find_checkpoint(folder)) is not None:
-        return found.path
+    if (checkpoint := find_checkpoint(folder)) is not None:
+        return checkpoint.path
     what = "no checkpoint in it" if os.path.lexists(folder) else "nothing there"
     raise CheckpointError(
         f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: name "
@@ -202,8 +202,8 @@ def _steps(folder: Path) -> list[Path]:
         return []
     with disk.os_errors_as(folder, "looking for checkpoints"), os.scandir(folder) as entries:
         named = [(_STEP.fullmatch(x.name), x) for x in entries]
-        found = [(_order(m), Path(x.path)) for m, x in named if m and x.is_dir(follow_symlinks=False)]
-    return [path for _, path in sorted(found, reverse=True)]
+        steps = [(_order(m), Path(x.path)) for m, x in named if m and x.is_dir(follow_symlinks=False)]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
@@ -254,7 +254,7 @@ def _set_aside(folder: Path, keep: int) -> list[Path]:
 def _leftovers(folder: Path) -> list[Path]:
     """What is unfinished and has no writer."""
     with os.scandir(folder) as entries:
-        found = [
+        leftovers = [
             Path(x.path) for x in entries if _UNFINISHED.fullmatch(x.name) and x.is_dir(follow_symlinks=False)
         ]
-    return [path for path in found if not disk.is_locked(path)]
+    return [path for path in leftovers if not disk.is_locked(path)]

@@ -66,9 +66,9 @@ def open_file(path: Path) -> tuple[int, int]:
     with os_errors_as(path, "opening it"):
         # Without O_NONBLOCK a pipe in the place of a file would wait for a writer for ever.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode):
-        return fd, found.st_size
+        status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode):
+        return fd, status.st_size
     os.close(fd)
     raise CheckpointError(f"{path}: got something that is no file, expected one: {_NEXT[errno.ENOENT]}")
 

@@ -145,7 +145,7 @@ def _parts(manifest: Manifest) -> list[WeightPart]:
     for read in plan_reads(manifest, [slice_ for _, slice_ in wanted]):
         reads.setdefault(wanted[read.wanted][0], []).append(read)
     return [
-        WeightPart(*ranges[n][:3], tuple(sorted(found, key=lambda r: r.wanted))) for n, found in reads.items()
+        WeightPart(*ranges[n][:3], tuple(sorted(parts, key=lambda r: r.wanted))) for n, parts in reads.items()
     ]
 
 
@@ -181,9 +181,9 @@ class CheckpointWeights:
 
     def _read(self, half: int, read: PlannedRead) -> Array:
         stored = self.checkpoint.manifest.tensors[read.shard][read.tensor]
-        found = np.empty(read.stop - read.start, _NUMPY[stored.dtype])
-        self._reader(half, read.shard).read_into(read.tensor, read.start, read.stop, found)
-        return found
+        values = np.empty(read.stop - read.start, _NUMPY[stored.dtype])
+        self._reader(half, read.shard).read_into(read.tensor, read.start, read.stop, values)
+        return values
 
     def _reader(self, half: int, number: int) -> ShardReader:
         if half not in self._open or self._open[half][0] != number:

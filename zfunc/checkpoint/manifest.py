@@ -159,11 +159,11 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
     The order does not matter, nor whether one that is tied comes twice.
     """
     wanted = {p.name: p for p in parameters}
-    found = manifest.by_name
+    entries = manifest.by_name
     flaws: list[str] = []
-    unknown = [name for name in found if name not in wanted]
+    unknown = [name for name in entries if name not in wanted]
     for name, p in wanted.items():
-        if (kept := found.get(name)) is None:
+        if (kept := entries.get(name)) is None:
             hint = did_you_mean(name, unknown) if len(flaws) < 3 else ""  # slow, with thousands of them
             flaws.append(f"it has no {name!r}{hint}")
         elif kept.shape != p.shape:

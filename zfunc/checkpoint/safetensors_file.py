@@ -127,9 +127,9 @@ def read_header(path: Path, raw: bytes, size: int) -> Header:
         root.refuse("a header that begins with an object", "spaces before it")
     entries = root.entries()
     metadata = entries.pop(_METADATA, JsonNode({}, "")).entries()
-    found = sorted((_entry(name, node) for name, node in entries.items()), key=lambda x: x[1:])
+    tensors = sorted((_entry(name, node) for name, node in entries.items()), key=lambda x: x[1:])
     end = 0
-    for tensor, begin, stop in found:
+    for tensor, begin, stop in tensors:
         if begin != end:
             root.refuse(f"{end}, the end of what precedes it", f"{tensor.name!r} at byte {begin} of the data")
         end = stop
@@ -137,8 +137,8 @@ def read_header(path: Path, raw: bytes, size: int) -> Header:
         root.refuse(f"{end}, the end of the last tensor", f"{size - len(raw)} bytes of data")
     return Header(
         raw=raw,
-        tensors={t.name: t for t, *_ in found},
-        begins={t.name: len(raw) + begin for t, begin, _ in found},
+        tensors={t.name: t for t, *_ in tensors},
+        begins={t.name: len(raw) + begin for t, begin, _ in tensors},
         size=size,
         metadata={key: node.text(low=0, high=HEADER_LIMIT) for key, node in metadata.items()},
     )

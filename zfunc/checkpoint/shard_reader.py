@@ -81,9 +81,9 @@ class ShardReader:
         with self._lock:
             if self._kept is None or self._kept[0] != (tensor.name, index):
                 self._kept = None  # before the next one is allocated
-                whole = memoryview(bytearray(size))
-                self._read_chunk(self._shard, tensor, index, whole)
-                self._kept = (tensor.name, index), whole
+                chunk = memoryview(bytearray(size))
+                self._read_chunk(self._shard, tensor, index, chunk)
+                self._kept = (tensor.name, index), chunk
             part[:] = self._kept[1][begin - floor : begin - floor + part.nbytes]
 
     def _read_raw(self, name: str, begin: int, part: memoryview) -> None:

@@ -66,12 +66,12 @@ def _check_depth(raw: bytes) -> None:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    result = dict(pairs)
+    if len(result) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"the name {_short.repr(twice)} twice in one object")
-    return made
+    return result
 
 
 def _integer(text: str) -> int:
@@ -121,8 +121,8 @@ class JsonNode:
         value = self.value
         if not isinstance(value, dict):
             self.refuse("an object")
-        made = cast("dict[str, object]", value)
-        return {name: JsonNode(x, f"{self.where}.{name:.80}") for name, x in made.items()}
+        result = cast("dict[str, object]", value)
+        return {name: JsonNode(x, f"{self.where}.{name:.80}") for name, x in result.items()}
 
     def items(self) -> "list[JsonNode]":
         """The values of a list."""

@@ -118,8 +118,8 @@ class Saving:
         ranks = self.ranks
         try:
             shard = all_or_none(ranks, self._finish)
-            told = ranks.texts(strict_json.render(shard_fields(shard)).decode())
-            path = all_or_none(ranks, partial(self._name, told))
+            texts = ranks.texts(strict_json.render(shard_fields(shard)).decode())
+            path = all_or_none(ranks, partial(self._name, texts))
             return SaveResult(Path(ranks.texts(str(path))[0]))
         except RankError:
             raise
@@ -142,11 +142,11 @@ class Saving:
             raise CheckpointError(self._failure)
         return self._writer.finish()
 
-    def _name(self, told: list[str]) -> Path | None:
+    def _name(self, texts: list[str]) -> Path | None:
         """On rank 0: publish it, and return its folder."""
         if self._pending is None:
             return None
-        shards = [read_shard(strict_json.parse_json(text.encode(), "a rank's shard")) for text in told]
+        shards = [read_shard(strict_json.parse_json(text.encode(), "a rank's shard")) for text in texts]
         return checkpoints.publish_checkpoint(self._pending, self._manifest(shards), keep=self.save.keep)
 
     def _manifest(self, shards: list[Shard]) -> Any:
@@ -167,14 +167,14 @@ def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Saving:
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
-    slices, made = content.slices(ranks.rank, ranks.world), list[ShardWriter]()
+    slices, writers = content.slices(ranks.rank, ranks.world), list[ShardWriter]()
     all_or_none(ranks, partial(_check, content, save))
     pending = all_or_none(ranks, partial(_begin, content, save, ranks))
     try:
         folder = Path(ranks.texts(str(pending and pending.path))[0])
-        all_or_none(ranks, lambda: made.append(_create(folder, ranks, slices)))
+        all_or_none(ranks, lambda: writers.append(_create(folder, ranks, slices)))
     except BaseException:
-        for writer in made:
+        for writer in writers:
             writer.close()
         if pending is not None:
             checkpoints.abandon_checkpoint(pending)
@@ -182,7 +182,7 @@ def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Saving:
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
-    return Saving(content, save, ranks, pending, made[0], by_bucket)
+    return Saving(content, save, ranks, pending, writers[0], by_bucket)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
@@ -196,9 +196,9 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
         result = function()
     except Exception as error:
         mine, failure = error, _told(error)
-    for rank, told in zip(ranks.members, ranks.texts(failure), strict=True):
-        if told and not (mine is not None and not isinstance(mine, CheckpointError)):
-            raise CheckpointError(f"rank {rank}: {told}" if ranks.world > 1 else told)
+    for rank, message in zip(ranks.members, ranks.texts(failure), strict=True):
+        if message and not (mine is not None and not isinstance(mine, CheckpointError)):
+            raise CheckpointError(f"rank {rank}: {message}" if ranks.world > 1 else message)
     if mine is not None:
         raise mine
     return cast("T", result)

@@ -152,10 +152,10 @@ class RankGroup:
 
     def _sizes(self, size: int) -> list[int]:
         """The sizes of all ranks, each sent with its complement: what is no size is not taken for one."""
-        told = torch.zeros(self.world, 2, dtype=torch.int64)
-        told[self.rank] = torch.tensor([size, ~size])
-        self._all_reduce(told)
-        for rank, (n, complement) in enumerate(told.tolist()):
+        sizes = torch.zeros(self.world, 2, dtype=torch.int64)
+        sizes[self.rank] = torch.tensor([size, ~size])
+        self._all_reduce(sizes)
+        for rank, (n, complement) in enumerate(sizes.tolist()):
             if complement != ~n or not 0 <= n <= MOST_TEXT:
                 why = f"rank {self.members[rank]} sent {n:,}, {complement:,} where the size of a text was expected"
                 self.leave(why)
@@ -163,9 +163,9 @@ class RankGroup:
                     f"texts on rank {self._me}: {why}: the ranks are in different calls, or something else uses "
                     "their group. Make the same calls of zfunc on every rank, in the same order"
                 )
-        return [n for n, _ in told.tolist()]
+        return [n for n, _ in sizes.tolist()]
 
-    def agree(self, call: str, what: str = "", told: str = "", text: Callable[[], str] | None = None) -> None:
+    def agree(self, call: str, what: str = "", hint: str = "", text: Callable[[], str] | None = None) -> None:
         """Raise RankError, on every rank, unless all are in the same `call` with the same `told`.
 
         One number is compared; only if it differs are texts exchanged: `text()`, or else `told`. `what` is what
@@ -177,10 +177,10 @@ class RankGroup:
             raise RankError(
                 f"{call}: got ranks that are out of step, because {self.broken}; start all of them again"
             )
-        digest = hashlib.blake2b(f"{call}\n{told}".encode()).hexdigest()
+        digest = hashlib.blake2b(f"{call}\n{hint}".encode()).hexdigest()
         if not self.same(int(digest[:15], 16)):
             self._same_call(call)
-            self.disagree(what, digest, text() if text else told)
+            self.disagree(what, digest, text() if text else hint)
 
     def _same_call(self, call: str) -> None:
         """Raise RankError, which says where each rank is, unless all are in the same call."""
@@ -268,14 +268,14 @@ class RankGroup:
 def _wait(work: Any, roll: FailureDetector) -> bool:
     """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
     while roll.store is not None:
-        asked = time.monotonic()
+        started = time.monotonic()
         try:
             work.wait(timedelta(seconds=SLICE))
             return True
         except RuntimeError:
             if work.is_completed():
                 break  # with an error, or just now
-            if time.monotonic() - asked < SLICE / 2:
+            if time.monotonic() - started < SLICE / 2:
                 raise
         try:
             if roll.failed():

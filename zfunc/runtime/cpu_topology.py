@@ -74,8 +74,8 @@ def _quota_of(level: Path) -> float:
 def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
     """The NUMA nodes that have CPUs or memory, in order; () where the kernel tells none."""
     folder = root / "sys/devices/system/node"
-    found = (_node(path) for path in folder.glob("node[0-9]*"))
-    return tuple(sorted((n for n in found if n.cpus or n.total_bytes), key=lambda n: n.index))
+    nodes = (_node(path) for path in folder.glob("node[0-9]*"))
+    return tuple(sorted((n for n in nodes if n.cpus or n.total_bytes), key=lambda n: n.index))
 
 
 def _node(folder: Path) -> NumaNode:
@@ -123,17 +123,17 @@ def read_text(path: Path) -> str | None:
 
 def mapping_of(address: int, root: Path = ROOT) -> dict[str, str]:
     """What the kernel says of this process's memory at `address`, such as AnonHugePages; {} if unknown."""
-    found: dict[str, str] = {}
+    mappings: dict[str, str] = {}
     inside = False
     for line in (read_text(root / "proc/self/smaps") or "").splitlines():
         key, *values = line.split(maxsplit=1)
         if key.endswith(":"):
             if inside:
-                found[key.removesuffix(":")] = "".join(values)
+                mappings[key.removesuffix(":")] = "".join(values)
             continue
         first, _, last = key.partition("-")
         inside = int(first, 16) <= address < int(last, 16)
-    return found
+    return mappings
 
 
 def largest_cache(root: Path = ROOT) -> int | None:

@@ -53,12 +53,12 @@ class MissingRanks:
                 if self.missing
                 else "no rank is missing, so a connection between two of them broke"
             )
-        told = ", ".join(str(names[r]) for r in absent)
+        listed = ", ".join(str(names[r]) for r in absent)
         if self.why:
-            return f"rank {told} has left: {self.why}"
+            return f"rank {listed} has left: {self.why}"
         if absent[1:]:
-            return f"ranks {told} {'did not come' if self.late else 'are gone'}"
-        return f"rank {told} {'did not come' if self.late else 'is gone'}"
+            return f"ranks {listed} {'did not come' if self.late else 'are gone'}"
+        return f"rank {listed} {'did not come' if self.late else 'is gone'}"
 
 
 @frozen(eq=False)

@@ -39,8 +39,8 @@ def _tell(store: Store, name: str, world: int) -> None:
     while missing:
         for rank in missing:
             if store.check([f"zfunc/ask/{rank}"]):
-                asked = store.get(f"zfunc/ask/{rank}").decode()
-                store.set(f"zfunc/tell/{asked}", name)
+                request = store.get(f"zfunc/ask/{rank}").decode()
+                store.set(f"zfunc/tell/{request}", name)
         missing -= {rank for rank in missing if store.check([f"zfunc/{name}/has/{rank}"])}
         if missing and time.monotonic() > until:
             late = ", ".join(map(str, sorted(missing)))

@@ -46,10 +46,10 @@ def choose_threads(environment: Mapping[str, str], cpus: frozenset[int], root: P
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
     ranks = local_ranks(environment)
     threads = max(1, int(min(cores, quota)) // ranks)
-    asked, overruled = environment.get("OMP_NUM_THREADS"), ""
-    if asked is not None and asked.strip() != str(threads):
+    requested, overruled = environment.get("OMP_NUM_THREADS"), ""
+    if requested is not None and requested.strip() != str(threads):
         torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
-        overruled = f"OMP_NUM_THREADS={asked}{', set by torchrun,' if torchrun else ''} is overruled"
+        overruled = f"OMP_NUM_THREADS={requested}{', set by torchrun,' if torchrun else ''} is overruled"
     return ThreadBudget(threads, cores, cpus, quota, ranks, overruled)
 
 
@@ -81,8 +81,8 @@ def world_size(environment: Mapping[str, str] = os.environ) -> int:
     >>> world_size({"WORLD_SIZE": "8", "RANK": "0"}), world_size({"WORLD_SIZE": "8"})
     (8, 1)
     """
-    found = _count(environment, "WORLD_SIZE", 1)
-    return found if "RANK" in environment else 1
+    size = _count(environment, "WORLD_SIZE", 1)
+    return size if "RANK" in environment else 1
 
 
 def allowed_cpus() -> frozenset[int]:

@@ -49,12 +49,12 @@ def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     log.info("hf: attention is scaled_dot_product_attention of shapes alone, instead of %r", given)
     named = {id(p): name for name, p in model.named_parameters()}  # of a tied one, the first
     settings = AttentionSettings(model.config)
-    made: list[Segment] = []
+    segments: list[Segment] = []
     taken: set[str] = set()
     for name, part in _parts(model, family):
-        made.append(_segment(name, _alone(part, settings), model, named, taken))
-        taken |= {p.name for p in made[-1].parameters}
-    return tuple(made)
+        segments.append(_segment(name, _alone(part, settings), model, named, taken))
+        taken |= {p.name for p in segments[-1].parameters}
+    return tuple(segments)
 
 
 def check_transformers() -> None:
@@ -87,23 +87,23 @@ def _parts(model: Any, family: Family) -> Iterator[tuple[str, nn.Module]]:
 def _segment(name: str, part: nn.Module, model: Any, named: dict[int, str], taken: set[str]) -> Segment:
     """`part` as a segment, its parameters under the model's names; those in `taken` are shared."""
     constants = _take_buffers(part)
-    made = segment(name, part)
-    full = {p.name: named[id(made.origins[p.name])] for p in made.parameters}
-    owned = {full[p.name]: short for p, short in zip(made.parameters, made.short, strict=True)}
+    result = segment(name, part)
+    full = {p.name: named[id(result.origins[p.name])] for p in result.parameters}
+    owned = {full[p.name]: short for p, short in zip(result.parameters, result.short, strict=True)}
     owned = {x: short for x, short in owned.items() if x not in taken}
-    on_meta = any(t.is_meta for t in made.origins.values())
+    on_meta = any(t.is_meta for t in result.origins.values())
 
     def initial(seed: int) -> Values:
         if on_meta:
             values = _drawn(name, part, constants, model, seed)
             return {x: values[short] for x, short in owned.items()}
-        return {x: made.origins[f"{name}.{short}"].detach() for x, short in owned.items()}
+        return {x: result.origins[f"{name}.{short}"].detach() for x, short in owned.items()}
 
     return evolve(
-        made,
-        parameters=tuple(evolve(p, name=full[p.name]) for p in made.parameters),
+        result,
+        parameters=tuple(evolve(p, name=full[p.name]) for p in result.parameters),
         shared=frozenset(full.values()) & taken,
-        origins={full[x]: t for x, t in made.origins.items()},
+        origins={full[x]: t for x, t in result.origins.items()},
         initial=initial,
         constants=constants,
     )

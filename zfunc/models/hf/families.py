@@ -66,17 +66,17 @@ def why_unsupported(name: str) -> ValueError:
 def _flaws(model: Any) -> list[tuple[str, str]]:
     """What of this model segments would leave out, and what to do."""
     config = model.config
-    found: list[tuple[str, str]] = []
+    flaws: list[tuple[str, str]] = []
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in [ropes, *(x for x in ropes.values() if isinstance(x, dict))]:
         kind = rope.get("rope_type", "default")
         if kind not in STATIC_ROPE:
             mend = f"use one of {', '.join(STATIC_ROPE)}, whose frequencies do not depend on the length"
-            found.append((f"rotary positions of type {kind!r}", mend))
+            flaws.append((f"rotary positions of type {kind!r}", mend))
     if getattr(config, "use_bidirectional_attention", False):
-        found.append(("use_bidirectional_attention", "turn it off: a causal language model looks back only"))
+        flaws.append(("use_bidirectional_attention", "turn it off: a causal language model looks back only"))
     if getattr(config, "add_cross_attention", False):
-        found.append(("add_cross_attention", "turn it off: there is nothing to attend to"))
+        flaws.append(("add_cross_attention", "turn it off: there is nothing to attend to"))
     if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None):
-        found.append(("quantized weights", "load it without: its master weights are kept in fp32"))
-    return found
+        flaws.append(("quantized weights", "load it without: its master weights are kept in fp32"))
+    return flaws

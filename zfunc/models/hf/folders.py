@@ -120,7 +120,7 @@ class _Folder:
             partial, "making a folder (of another export that is writing it, or was killed?)"
         ):
             partial.mkdir()
-        made = cls(out, partial, {name: tuple(p.shape) for name, p in model.named_parameters()})
+        result = cls(out, partial, {name: tuple(p.shape) for name, p in model.named_parameters()})
         try:
             with disk.os_errors_as(partial, "copying a model's small files"):
                 _write_config(partial, config, model, dtype)
@@ -128,18 +128,18 @@ class _Folder:
                     if (origin / name).is_file():
                         shutil.copyfile(origin / name, partial / name)
         except BaseException:
-            made.abandon()
+            result.abandon()
             raise
-        return made
+        return result
 
-    def check(self, found: dict[str, tuple[int, ...]]) -> None:
+    def check(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """Raise ValueError unless these are the config's parameters."""
-        for name in (*found, *self.shapes):
-            if found.get(name) != self.shapes.get(name):
+        for name in (*shapes, *self.shapes):
+            if shapes.get(name) != self.shapes.get(name):
                 hint = "" if name in self.shapes else did_you_mean(name, list(self.shapes))
                 raise ValueError(
                     f"config: got one of a model with {name!r} of shape {self.shapes.get(name)}{hint}, expected "
-                    f"{found.get(name)}, as was trained: pass the config the segments were made from, "
+                    f"{shapes.get(name)}, as was trained: pass the config the segments were made from, "
                     "or its folder"
                 )
 
@@ -160,10 +160,10 @@ class _Folder:
 
 def _write_config(folder: Path, config: Any, model: Any, dtype: DType) -> None:
     """config.json, with the type of the weights beside it, or from_pretrained would round them."""
-    told = type(config).from_dict(config.to_dict())
-    told.dtype = DTYPES[dtype]
-    told.architectures = [type(model).__name__]
-    told.save_pretrained(folder)
+    copy = type(config).from_dict(config.to_dict())
+    copy.dtype = DTYPES[dtype]
+    copy.architectures = [type(model).__name__]
+    copy.save_pretrained(folder)
 
 
 @define(eq=False)
@@ -179,9 +179,9 @@ class _Saving:
     def begin(cls, out: Path, program: Program, config: Any, dtype: DType, step: int) -> "_Saving":
         folder = _Folder.begin(out, config, dtype)
         try:
-            found = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
-            folder.check(found)
-            tensors = [TensorInfo(name, FORMATS[dtype].stored, shape) for name, shape in found.items()]
+            shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+            folder.check(shapes)
+            tensors = [TensorInfo(name, FORMATS[dtype].stored, shape) for name, shape in shapes.items()]
             metadata = {"format": "pt", "step": str(step)}
             return cls(folder, create_shard(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
         except BaseException:

@@ -114,27 +114,27 @@ def _stored(folder: Path) -> list[StoredTensor]:
             raise CheckpointError(
                 f"{folder / INDEX}: got the file {name!r:.200}, which is not in the folder: {_NEXT}"
             )
-    found = [t for name in names for t in _tensors(folder / name)]
-    for t in found:
+    tensors = [t for name in names for t in _tensors(folder / name)]
+    for t in tensors:
         if indexed.get(t.name) != t.file.name:
             raise CheckpointError(f"{t.file}: got {t.name!r} in it, expected what {INDEX} says: {_NEXT}")
-    if missing := indexed.keys() - {t.name for t in found}:
+    if missing := indexed.keys() - {t.name for t in tensors}:
         raise CheckpointError(f"{folder / INDEX}: got {min(missing)!r}, which is not in its file: {_NEXT}")
-    return found
+    return tensors
 
 
 def _tensors(file: Path) -> list[StoredTensor]:
     from safetensors import SafetensorError, safe_open
 
-    found: list[StoredTensor] = []
+    tensors: list[StoredTensor] = []
     try:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  it is no dict
                 part = opened.get_slice(name)
-                found.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
+                tensors.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: got a file that cannot be read ({error}): {_NEXT}") from error
-    return found
+    return tensors
 
 
 def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
@@ -152,8 +152,8 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
         elif not _BUFFERS.search(t.name):
             hint = did_you_mean(t.name, [x for x in shapes if not places[x]])
             raise CheckpointError(f"{t.file}: got {t.name!r}{hint}, which the model does not have: {_NEXT}")
-    for name, found in places.items():
-        if not found:
+    for name, parts in places.items():
+        if not parts:
             folder, hint = stored[0].file.parent, did_you_mean(name, [t.name for t in stored])
             raise CheckpointError(f"{folder}: got no {name!r}{hint}, expected every parameter: {_NEXT}")
     return places
@@ -183,17 +183,17 @@ def _read(names: tuple[str, ...], places: Mapping[str, list[StoredTensor]], _see
     return {name: _tensor(name, places[name]) for name in names}
 
 
-def _tensor(name: str, found: list[StoredTensor]) -> Tensor:
+def _tensor(name: str, parts: list[StoredTensor]) -> Tensor:
     from safetensors import safe_open
 
     values: list[Tensor] = []
-    for t in found:
+    for t in parts:
         with safe_open(t.file, "pt") as opened:
             values.append(opened.get_tensor(t.name))
-    for t, value in zip(found[1:], values[1:], strict=True):
+    for t, value in zip(parts[1:], values[1:], strict=True):
         if not torch.equal(value, values[0]):
             raise CheckpointError(
-                f"{t.file}: got other values in {t.name!r} than in {found[0].name!r}, expected the same, because "
+                f"{t.file}: got other values in {t.name!r} than in {parts[0].name!r}, expected the same, because "
                 f"the config ties them to {name!r}: set tie_word_embeddings to false in config.json"
             )
     return values[0]
