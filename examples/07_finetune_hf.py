@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.engine.program import Program
 
 torch.set_num_threads(1)  # the tensors here are small
 transformers.utils.logging.disable_progress_bar()
@@ -70,7 +71,7 @@ with torch.no_grad():
 print(f"transformers     {F.cross_entropy(logits.flatten(0, 1), labels.flatten()):.5f}")
 
 
-def compiled(micro_batches: int) -> zfunc.engine.program.Program:
+def compiled(micro_batches: int) -> Program:
     optimizer = zfunc.AdamW(lr=zfunc.lr.warmup_cosine(5e-3, warmup=10, total=120), weight_decay=0.0)
     settings = {"precision": "fp32", "clip_norm": 1.0, "device": "cpu", "bucket_size": 50_000}
     return zfunc.compile(segments, optimizer=optimizer, micro_batches=micro_batches, **settings)

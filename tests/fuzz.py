@@ -27,6 +27,7 @@ from small_models import bits
 from table import Scattered
 
 import zfunc
+from zfunc.engine.program import DTYPES
 from zfunc.optim.loss_scale import LossScale
 
 STEPS = 3
@@ -95,7 +96,7 @@ def _precision(model: Model, precision: str) -> str:
     """The precision, or fp32 where torch itself has no kernels for it."""
     _, parts, values = model.built()
     names = {full for part in parts for full in part.names.values()}
-    dtype = zfunc.engine.program.DTYPES[precision]
+    dtype = DTYPES[precision]
     try:
         plain.gradient(parts, values, names, [model.batch(0)], dtype=dtype)
     except (RuntimeError, NotImplementedError):

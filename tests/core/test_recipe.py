@@ -11,10 +11,10 @@ import zfunc
 from zfunc.core.graph import Op, Region
 from zfunc.core.ops import StepSpec
 from zfunc.core.recipes import delayed, zero_offload
-from zfunc.engine.program import steadily_delayed
+from zfunc.engine.program import Program, steadily_delayed
 
 
-def compiled(recipe: Any, **more: Any) -> zfunc.engine.program.Program:
+def compiled(recipe: Any, **more: Any) -> Program:
     segments, _ = MODELS["odd sizes"]()
     return zfunc.compile(segments, precision="fp32", device="cpu", recipe=recipe, **more)
 
@@ -32,7 +32,7 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
     [
         (without("global_norm"), "a step in which nothing writes norm"),
         (
-            lambda job: zero_offload(zfunc.engine.program.evolve(job, save=False)),
+            lambda job: zero_offload(evolve(job, save=False)),
             "that saves in which nothing writes published",
         ),
         (lambda job: [*zero_offload(job), Op("mine", (), "host")], r"operations \['mine'\] without a stage"),

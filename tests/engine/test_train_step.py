@@ -13,7 +13,9 @@ from small_models import MODELS, Loss, regression, tied_gpt
 from torch import Tensor, nn
 
 import zfunc
-from zfunc.engine.state import regions
+from zfunc.core.layout import Span
+from zfunc.engine import program as program_module
+from zfunc.engine.state import FlatState, State, regions
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 
@@ -32,7 +34,7 @@ class Overflowing(nn.Module):
         return (y.float() * torch.where(targets > 100, torch.inf, 1.0)).mean()
 
 
-def overflowing(scale: float, **settings: Any) -> tuple[Any, zfunc.engine.train_step.State]:
+def overflowing(scale: float, **settings: Any) -> tuple[Any, State]:
     torch.manual_seed(0)
     program = zfunc.compile(
         [zfunc.segment("loss", Overflowing())], precision="fp16", device="cpu", **settings
@@ -317,8 +319,8 @@ def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
         state, _ = zfunc.train_step(program, state, data(i))
     before = regions(state.buffers, program.layout)
     for owner, name in (
-        (zfunc.core.layout.Span, "__hash__"),
-        (zfunc.engine.state.FlatState, "of"),
+        (Span, "__hash__"),
+        (FlatState, "of"),
         (zfunc.engine.state, "view"),
     ):
         monkeypatch.setattr(owner, name, lambda *_, name=name: made.append(name) or 0)
@@ -344,12 +346,12 @@ def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of a shape that was dropped is the same step: it is only traced again."""
-    monkeypatch.setattr(zfunc.engine.program, "SHAPES", 2)
+    monkeypatch.setattr(program_module, "SHAPES", 2)
     segments, _ = MODELS["odd sizes"]()
     program = zfunc.compile(segments, precision="fp32", device="cpu")
     traced: list[int] = []
-    costed = zfunc.engine.program.with_costs
-    monkeypatch.setattr(zfunc.engine.program, "costed", lambda *a: traced.append(len(a[1][0])) or costed(*a))
+    costed = program_module.with_costs
+    monkeypatch.setattr(program_module, "with_costs", lambda *a: traced.append(len(a[1][0])) or costed(*a))
     state = zfunc.init(program)
     for size in (4, 8, 4, 12, 4, 8, 16):
         state, _ = zfunc.train_step(program, state, regression(size)(0))
@@ -492,7 +494,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
         segments, device="cpu", bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow}
     )
     state = zfunc.init(program)
-    zfunc.engine.program.specialize(program, data(0))
+    program_module.specialize(program, data(0))
     before = zfunc.params(program, state)
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     signal.setitimer(signal.ITIMER_REAL, 0.15)

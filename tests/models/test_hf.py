@@ -16,6 +16,7 @@ from torch import Tensor
 
 import zfunc
 import zfunc.models.hf
+from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program
 from zfunc.engine.vjp import SegmentWeights
 from zfunc.errors import CheckpointError
@@ -246,7 +247,7 @@ def test_a_model_on_meta_is_planned_without_memory_and_drawn_as_transformers_doe
     assert anonymous() - before < 200 << 20
     held = 2 * sum(p.numel() for p in model.parameters())
     assert program.plan.graph.ops
-    assert zfunc.core.memory_model.peak_memory(program.plan)["device"].nbytes > held > 12e9
+    assert peak_memory(program.plan)["device"].nbytes > held > 12e9
 
 
 def anonymous() -> int:

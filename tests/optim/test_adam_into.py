@@ -235,13 +235,13 @@ REFUSED = [
         "8bit",
         with_shadow(2, lambda _: torch.zeros(128)),
         TypeError,
-        "into exp_avg_sq: got Tensor; expected Codes",
+        "into exp_avg_sq: got Tensor; expected QuantizedMoment",
     ),
     (
         "16bit",
         with_shadow(2, lambda _: QuantizedMoment.zeros(128)),
         TypeError,
-        "into exp_avg_sq: got Codes; expected Tensor",
+        "into exp_avg_sq: got QuantizedMoment; expected Tensor",
     ),
     (
         "8bit",

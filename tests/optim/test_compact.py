@@ -527,7 +527,7 @@ UINT8 = torch.zeros(128, dtype=torch.uint8)
             TypeError,
             "exp_avg: got bfloat16; expected uint8",
         ),
-        (lambda b: b.update(exp_avg=QuantizedMoment.zeros(128)), TypeError, "exp_avg: got Codes"),
+        (lambda b: b.update(exp_avg=QuantizedMoment.zeros(128)), TypeError, "exp_avg: got QuantizedMoment"),
         (
             lambda b: b.update(exp_avg=UINT8, exp_avg_sq=QuantizedMoment.zeros(129)),
             ValueError,

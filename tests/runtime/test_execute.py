@@ -13,6 +13,7 @@ import zfunc
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.verifier import races, verify
+from zfunc.engine.program import specialize
 from zfunc.engine.stages import adam, forward, to_host
 from zfunc.errors import LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
@@ -106,7 +107,7 @@ def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() ->
     def result(plan: Plan, seed: int) -> torch.Tensor:
         made = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000)
         state = zfunc.init(made, seed=1)
-        special = zfunc.engine.program.specialize(made, data(0))
+        special = specialize(made, data(0))
         smuggled = evolve(special.plan, waits=plan.waits)  # past compile, which verifies
         ready = evolve(special, plan=smuggled, prepared=prepare_plan(smuggled, made.stages, CPU))
         made.cache.specialized = dict.fromkeys(made.cache.specialized, ready)
@@ -134,7 +135,7 @@ def test_an_undeclared_read_fails_in_debug_mode_and_names_operation_and_region()
 
     program, state, batch = with_stage("forward", peeks)
     with pytest.raises(
-        UndeclaredAccess, match=r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.emit"
+        UndeclaredAccess, match=r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.core\.ops"
     ):
         zfunc.train_step(program, state, batch, debug=True)
     zfunc.train_step(program, state, batch)  # without debug mode it would go unnoticed

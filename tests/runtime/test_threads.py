@@ -173,8 +173,8 @@ def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) ->
     plain = trained("Overlapped")
     seated: list[str] = []
     seats = tuple(NumaSlot(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
-    monkeypatch.setattr(teams, "default_seats", lambda: seats)
-    monkeypatch.setattr(teams, "seat_team", lambda _: seated.append(threading.current_thread().name))
+    monkeypatch.setattr(teams, "default_numa_slots", lambda: seats)
+    monkeypatch.setattr(teams, "bind_team", lambda _: seated.append(threading.current_thread().name))
     assert torch.equal(trained("Overlapped"), plain)
     assert seated == ["zfunc host"]
     assert torch.equal(trained("Serial"), plain)
@@ -183,8 +183,8 @@ def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_on_one_node_nothing_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(teams, "default_seats", lambda: ())
-    monkeypatch.setattr(teams, "seat_team", lambda _: pytest.fail("bound"))
+    monkeypatch.setattr(teams, "default_numa_slots", lambda: ())
+    monkeypatch.setattr(teams, "bind_team", lambda _: pytest.fail("bound"))
     in_a_thread(teams.bind_default_team)
 
 
@@ -201,7 +201,7 @@ def test_seats_are_decided_once_and_said(
 ) -> None:
     caplog.set_level(logging.INFO, logger="zfunc")
     root = two_sockets(tmp_path)
-    monkeypatch.setattr(threads, "nodes", lambda: topology.numa_nodes(root))
+    monkeypatch.setattr(threads, "numa_nodes", lambda: topology.numa_nodes(root))
     monkeypatch.setattr(threads, "physical_cores", lambda cpus: topology.physical_cores(cpus, root))
     monkeypatch.setattr(threads, "allowed_cpus", lambda: frozenset(range(8)))
     monkeypatch.setattr(threads, "default_threads", lambda: 2)

@@ -205,7 +205,7 @@ def test_a_save_that_fails_is_said_once_and_training_goes_on(
             begun._failure = "pulled the plug"
         return begun
 
-    monkeypatch.setattr(saving, "begin", begin_badly)
+    monkeypatch.setattr(saving, "begin_writing", begin_badly)
     assert train("--out", "run", "--save-every", 3) == 0
     out = capsys.readouterr().out
     assert out.count("checkpoint: none was saved of step 3: no room") == out.count("no room") == 1
