@@ -79,16 +79,15 @@ mutants: $(TOOLS)
 
 pictures: $(TOOLS)
 	$(BIN)/python docs/make_pictures.py
-	$(BIN)/python docs/make_one_bucket.py
 
 # The API reference from the docstrings, as a site in build/docs.
 docs: $(TOOLS)
 	$(BIN)/pip install --quiet --constraint constraints.txt pdoc
 	$(BIN)/python docs/make_api.py
 
-# docs/scale.md: some minutes of simulation.
+# The tables of docs/scale.md: some minutes of simulation.
 scale: $(TOOLS)
-	$(BIN)/python docs/make_scale.py
+	$(BIN)/python docs/scale.py
 
 WHEEL := build/wheel
 WHEEL_BIN := $(CURDIR)/$(WHEEL)/tools/bin

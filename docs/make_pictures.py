@@ -1,46 +1,286 @@
-"""Write docs/serial.svg, docs/overlapped.svg and docs/interleaved.svg: `python docs/make_pictures.py`.
+"""Write the pictures of README.md, docs/recipes.md and docs/one_bucket.md: `python docs/make_pictures.py`.
 
-One step of a small model on two ranks, on round-number hardware, under each schedule.
+All of them are simulated on hardware in round numbers. Timelines are drawn by `zfunc.viz`; the pictures of one
+operation show where a bucket's bytes are while it runs.
 """
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from xml.sax.saxutils import escape
+
+from attrs import evolve, frozen
+from one_bucket import (
+    BLOCK,
+    BUCKET,
+    PLAIN,
+    RECIPES,
+    SLOW_BUS,
+    TWO_RANKS,
+    WORDS,
+    boxes,
+    broken,
+    is_held,
+    planned,
+    size,
+    values,
+    walk,
+    work,
+)
 
 from zfunc import schedules
-from zfunc.core.graph import Graph
+from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.ops import SegmentCost, StepSpec
+from zfunc.core.plan import Plan
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.core.verifier import verify
-from zfunc.viz.draw import svg, text
+from zfunc.core.timeline import Event, Timeline
+from zfunc.units import format_seconds
+from zfunc.viz.draw import svg
+from zfunc.viz.legend import colour_of
 
-WIDTH = 2048
-BLOCK = 12 * WIDTH * WIDTH
-TOKENS = 4096
-
-
-def make_job() -> StepSpec:
-    """Four blocks of a transformer, each a segment and a bucket, on two ranks."""
-    layout = make_layout(
-        [[Parameter(f"block{s}.weight", (12, WIDTH, WIDTH))] for s in range(4)], bucket_size=BLOCK, world=2
-    )
-    forward = 2 * BLOCK * TOKENS
-    cost = SegmentCost(forward, input_bytes=2 * WIDTH * TOKENS, backward_flops=3 * forward)
-    return StepSpec(layout, (cost,) * 4, (True,) * 4, world=2)
+FOLDER = Path(__file__).parent
+BAR = re.compile(r'(<rect class="v\d+")([^>]*><title>)([^<\n]+)(.*?</rect>)(<text class="op")?', re.DOTALL)
 
 
-def main() -> None:
-    """Simulate the step under every schedule and write the pictures beside this file."""
-    graph = Graph(tuple(zero_offload(make_job())))
+# --- timelines -------------------------------------------------------------------------------------------
+
+
+def schedule_pictures() -> Iterator[tuple[str, str]]:
+    """One step of four blocks of a transformer on two ranks, under three schedules."""
+    width, tokens = 2048, 4096
+    block = 12 * width * width
+    blocks = [[Parameter(f"block{s}.weight", (12, width, width))] for s in range(4)]
+    forward = 2 * block * tokens
+    cost = SegmentCost(forward, input_bytes=2 * width * tokens, backward_flops=3 * forward)
+    layout = make_layout(blocks, bucket_size=block, world=2)
+    graph = Graph(tuple(zero_offload(StepSpec(layout, (cost,) * 4, (True,) * 4, world=2))))
     for schedule in (schedules.Serial(), schedules.Overlapped(), schedules.Interleaved()):
-        name = type(schedule).__name__
-        plan = verify(schedule(graph))
-        timeline = simulate(plan)
+        name, plan = type(schedule).__name__, schedule(graph)
         title = f"{name}: one ZeRO-Offload step of four segments on two ranks"
-        path = Path(__file__).with_name(f"{name.lower()}.svg")
-        path.write_text(svg(timeline, plan=plan, title=title))
-        print(f"{path.name}\n{text(timeline)}\n")
+        yield f"{name.lower()}.svg", svg(simulate(plan), plan=plan, title=title)
+
+
+def bucket_timelines() -> Iterator[tuple[str, str]]:
+    """The step of docs/one_bucket.md, with the bucket's operations and waits lit."""
+    for name in ("Serial", "Overlapped"):
+        yield f"bucket-{name.lower()}.svg", lit(planned(PLAIN, name), f"{name}: bucket {BUCKET} in one step")
+    for name, graph in RECIPES.items():
+        if name != "clipping":
+            yield f"bucket-{name.replace(' ', '-')}.svg", lit(planned(graph), name.capitalize())
+    for name in ("Overlapped", "Interleaved"):
+        yield (
+            f"bucket-ranks-{name.lower()}.svg",
+            lit(planned(TWO_RANKS, name), f"{name}, one rank of two, no clipping"),
+        )
+    bad, writes, reads = broken(planned(PLAIN))
+    title = f"Without the wait: {writes} begins while {reads} still reads {reads.reads[0]}"
+    yield "bucket-race.svg", lit(bad, title, SLOW_BUS, {writes.name, reads.name})
+    title = f"Where the bytes of bucket {BUCKET} are, and how long"
+    yield "bucket-bytes.svg", svg(lifetimes(), title=title, width=900)
+
+
+def lit(plan: Plan, title: str, hardware: Hardware = ROUND, names: set[str] | None = None) -> str:
+    """A plan's timeline; what is not in `names`, the bucket's operations if None, is faint and without arrows.
+
+    A millisecond is as wide in all of them.
+    """
+    names = {op.name for op in walk(plan.graph)} if names is None else names
+    waits = tuple(w if op.name in names else () for op, w in zip(plan.graph, plan.waits, strict=True))
+
+    def fainter(bar: re.Match[str]) -> str:
+        if bar[3] in names:
+            return bar[0]
+        text = '<text class="dim"' if bar[5] else ""
+        return f'{bar[1]} fill-opacity=".25"{bar[2]}{bar[3]}{bar[4]}{text}'
+
+    timeline = simulate(plan, hardware)
+    width = 130 + round(4200 * timeline.seconds)
+    return BAR.sub(fainter, svg(timeline, plan=evolve(plan, waits=waits), title=title, width=width))
+
+
+def lifetimes() -> Timeline:
+    """A lane for each region of the bucket, and a bar while it holds what is still needed, named by its writer."""
+    timeline = simulate(planned(PLAIN))
+    at, names = {e.op: e for e in timeline.events}, [op.name for op in PLAIN]
+    bars: list[Event] = []
+    for region in boxes(PLAIN):
+        held = [*values(PLAIN, region)]
+        writer = next(op.verb for op in reversed(PLAIN.ops) if region in op.writes)
+        starts = [0.0 if born is None else at[names[born]].start for born, _ in held]
+        for (born, last), start, after in zip(held, starts, [*starts[1:], timeline.seconds], strict=True):
+            end = timeline.seconds if last is None else at[names[last]].end
+            name = f"{writer}[the step before]" if born is None else names[born]
+            bars.append(Event(str(region), name, "host", start, min(end, after)))
+    return Timeline(tuple(bars), timeline.source)
+
+
+# --- one operation ---------------------------------------------------------------------------------------
+
+COLUMNS = {"device": "device", "pinned": "host, pinned", "host": "host"}
+MARGIN, COLUMN, GUTTER, HEAD, GAP = 18.0, 180.0, 162.0, 92.0, 8.0
+HUNDRED, LEAST, LETTER = 35.0, 19.0, 6.7  # px: a box of 2 bytes a parameter, the lowest box, a letter
+STYLE = """<style>
+svg { --page: #ffffff; --ink: #1f2328; --dim: #656d76; --line: #d8dee4; }
+@media (prefers-color-scheme: dark) { svg { --page: #0d1117; --ink: #e6edf3; --dim: #9198a1; --line: #30363d; } }
+text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-serif; fill: var(--ink); }
+.page { fill: var(--page); }
+.title { font-size: 15px; font-weight: 600; }
+.dim { fill: var(--dim); }
+text.on { fill: #10151b; }
+text.small { font-size: 11px; }
+text.name { font-weight: 600; }
+.column { fill: var(--line); fill-opacity: .35; }
+.empty { fill: none; stroke: var(--dim); stroke-opacity: .55; stroke-dasharray: 4 4; }
+.held { fill-opacity: .38; }
+.read { stroke: var(--ink); stroke-opacity: .55; stroke-width: 1; }
+.written { stroke: var(--ink); stroke-width: 2.5; }
+.arrow { fill: none; stroke: var(--ink); stroke-opacity: .75; stroke-width: 1.3; }
+.tip { fill: var(--ink); fill-opacity: .85; }
+</style>
+<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8"
+orient="auto-start-reverse"><path class="tip" d="M0 .8 8 4 0 7.2z"/></marker></defs>"""
+
+
+@frozen
+class Box:
+    """A region's place in the picture, in px."""
+
+    region: Region
+    x: float
+    y: float
+    height: float
+
+    @property
+    def middle(self) -> float:
+        """Its centre line."""
+        return self.y + self.height / 2
+
+
+def placed() -> list[Box]:
+    """A column for each tier; a box is as high as its region is large."""
+    made: list[Box] = []
+    for n, tier in enumerate(COLUMNS):
+        y = HEAD
+        for r in (r for r in boxes(PLAIN) if r.tier == tier):
+            height = max(LEAST, HUNDRED * r.nbytes / (2 * BLOCK))
+            made.append(Box(r, MARGIN + n * (COLUMN + GUTTER), y, height))
+            y += height + GAP
+    return made
+
+
+def operation_picture(op: Op | None) -> str:
+    """What one operation reads and writes of the bucket, or for None the bucket before the step."""
+    made = placed()
+    bottom = max(b.y + b.height for b in made) + 12
+    width, height = 2 * MARGIN + 3 * COLUMN + 2 * GUTTER, bottom + 58
+    size_ = f'width="{width:g}" height="{height:g}"'
+    title, subtitle = (op.name, _subtitle(op)) if op else (f"Bucket {BUCKET} between two steps", "")
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size_} viewBox="0 0 {width:g} {height:g}" role="img">',
+        f'{STYLE}<rect class="page" {size_} rx="8"/>',
+        _text(MARGIN, 30, title, "title"),
+        _text(MARGIN, 49, subtitle, "dim"),
+        *(
+            part
+            for n, tier in enumerate(COLUMNS)
+            for part in _column(tier, MARGIN + n * (COLUMN + GUTTER), bottom, op)
+        ),
+        *(part for box in made for part in _box(box, op)),
+        *(_operation(op, made) if op else ()),
+        _text(
+            MARGIN,
+            bottom + 40,
+            _besides(op) if op else "filled: holds what is still needed; dashed: room",
+            "dim small",
+        ),
+    ]
+    return "\n".join([*parts, "</svg>\n"])
+
+
+def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def _subtitle(op: Op) -> str:
+    """Where an operation runs, how long alone, and what it waits for."""
+    plan = planned(PLAIN)
+    waits = [PLAIN.ops[n].name for n in plan.waits[PLAIN.position[op.name]]]
+    after = f"waits for {', '.join(waits)}" if waits else "waits for no other lane"
+    return f"{op.kind} lane, {format_seconds(ROUND.seconds(op))} alone; {after}"
+
+
+def _column(tier: str, x: float, bottom: float, op: Op | None) -> Iterator[str]:
+    used = (r for r in boxes(PLAIN) if r.tier == tier and (is_held(PLAIN, r, op) or (op and r in op.writes)))
+    room = f'width="{COLUMN + 16:g}" height="{bottom - HEAD + 34:g}"'
+    yield f'<rect class="column" x="{x - 8:g}" y="{HEAD - 26:g}" {room} rx="6"/>'
+    yield _text(x, HEAD - 9, COLUMNS[tier], "name")
+    yield _text(x + COLUMN, HEAD - 9, f"in use {size(sum(r.nbytes for r in used))}", "dim small", "end")
+
+
+def _box(box: Box, op: Op | None) -> Iterator[str]:
+    r, now = box.region, PLAIN.position[op.name] if op else 0
+    writers = [other for other in PLAIN if r in other.writes]
+    before = [other for other in writers if PLAIN.position[other.name] < now] or writers
+    kind, by, tone = "empty", None, "dim"
+    if op and r in op.writes:
+        kind, by, tone = "written", op, "on"
+    elif op and r in op.reads:
+        kind, by, tone = "read", before[-1], "on"
+    elif is_held(PLAIN, r, op):
+        kind, by, tone = "held", before[-1], ""
+    fill = f' style="fill: {colour_of(by.verb)}"' if by else ""
+    place = f'x="{box.x:g}" y="{box.y:.1f}" width="{COLUMN:g}" height="{box.height:.1f}"'
+    yield f'<rect class="{kind}" {place} rx="4"{fill}><title>{r}: {r.nbytes:,} bytes, {kind}</title></rect>'
+    tall = box.height >= 34 and WORDS[r.buffer]
+    y = box.middle - 3 if tall else box.middle + 4
+    yield _text(box.x + 8, y, str(r), f"{tone} name")
+    yield _text(box.x + COLUMN - 8, y, size(r.nbytes), tone, "end")
+    if tall:
+        yield _text(box.x + 8, y + 15, WORDS[r.buffer], f"{tone} small")
+
+
+def _operation(op: Op, made: list[Box]) -> Iterator[str]:
+    """The operation between the columns, and an arrow for everything it reads or writes there."""
+    touched = [b for b in made if b.region in op.regions]
+    x = MARGIN + COLUMN + GUTTER / 2 + (COLUMN + GUTTER) * (op.kind == "host")
+    sides = {-1: [b for b in touched if b.x < x], 1: [b for b in touched if b.x > x]}
+    half = max(18.0, *(8.0 * len(side) for side in sides.values()))
+    y = max(HEAD + half, sum(b.middle for b in touched) / len(touched))
+    wide = max(LETTER * max(len(op.verb), len(work(op))) + 22, 64)
+    for sign, side in sides.items():
+        for k, box in enumerate(side):
+            port, x2 = y + (k - (len(side) - 1) / 2) * 15, x + sign * (wide / 2 + 1)
+            x1 = box.x + (COLUMN + 2 if sign < 0 else -2)
+            bend = (x2 - x1) * 0.55
+            into = ' marker-end="url(#tip)"' if box.region in op.reads else ""
+            out = ' marker-start="url(#tip)"' if box.region in op.writes else ""
+            curve = f"{x1 + bend:.1f} {box.middle:.1f} {x2 - bend:.1f} {port:.1f} {x2:.1f} {port:.1f}"
+            yield f'<path class="arrow" d="M{x1:.1f} {box.middle:.1f}C{curve}"{into}{out}/>'
+    room = f'width="{wide:.1f}" height="{2 * half:g}"'
+    yield f'<rect x="{x - wide / 2:.1f}" y="{y - half:.1f}" {room} rx="9" style="fill: {colour_of(op.verb)}"/>'
+    yield _text(x, y + (-2 if work(op) else 4), op.verb, "on name", "middle")
+    yield _text(x, y + 13, work(op), "on small", "middle")
+
+
+def _besides(op: Op) -> str:
+    """What an operation touches that is not in the picture."""
+    shown = boxes(PLAIN)
+    besides = {"also reads": op.reads, "also writes": op.writes}
+    others = {what: [str(r) for r in regions if r not in shown] for what, regions in besides.items()}
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in others.items() if names)
+
+
+def pictures() -> Iterator[tuple[str, str]]:
+    """Every picture, by file name."""
+    yield from schedule_pictures()
+    yield from bucket_timelines()
+    yield "bucket-rest.svg", operation_picture(None)
+    yield from ((f"bucket-{op.verb}.svg", operation_picture(op)) for op in walk(PLAIN))
 
 
 if __name__ == "__main__":
-    main()
+    for name, picture in pictures():
+        (FOLDER / name).write_text(picture)

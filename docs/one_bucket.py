@@ -1,0 +1,315 @@
+"""Print the tables of docs/one_bucket.md, and the figures its text states: `python docs/one_bucket.py`.
+
+Which operations are a bucket's, what a region holds and until when it is needed follow from what operations read
+and write. `make_pictures.py` draws the same step.
+"""
+
+import textwrap
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from attrs import evolve
+
+from zfunc import schedules
+from zfunc.core.graph import Graph, Kind, Op, Region, Tier
+from zfunc.core.hardware import ROUND
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.ops import SegmentCost, StepSpec
+from zfunc.core.plan import Plan, PlanError
+from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.timeline import Event
+from zfunc.core.verifier import verify
+from zfunc.units import format_seconds
+
+BLOCKS, BUCKET = 5, 2  # the page follows the bucket in the middle
+WIDTH, HIDDEN, TOKENS = 2_000, 8_500, 8_192
+BLOCK = 4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN  # parameters
+SLOW_BUS = evolve(ROUND, name="slow copies", rates={**ROUND.rates, "d2h": ROUND.rates["d2h"] / 5})
+SCHEDULES = ("Serial", "Overlapped", "Interleaved", "CriticalPath")
+WORDS = {  # the regions that the page shows of a bucket, in the order of the columns of a picture
+    "params": "parameters, 16 bits",
+    "grads": "gradients, as tensors",
+    "grad_slot": "gradient, flat",
+    "squares": "",
+    "host_slot": "gradient, on its way",
+    "host_grad": "gradient, waits",
+    "host_squares": "",
+    "param_slot": "new parameters",
+    "param_copy": "new parameters",
+    "master": "master weights, fp32",
+    "exp_avg": "first moment, fp32",
+    "exp_avg_sq": "second moment, fp32",
+    "grad_sum": "sum of gradients, fp32",
+    "norm": "",
+    "verdict": "",
+}
+SLOTS = ("grad_slot", "host_slot", "param_slot")  # their index is a slot's; buckets take turns
+
+
+def make_step(world: int = 1, **settings: Any) -> StepSpec:
+    """Blocks of a transformer without norms and biases, each a segment and a bucket, recomputed in backward."""
+    shapes = {
+        "qkv": (3 * WIDTH, WIDTH),
+        "out": (WIDTH, WIDTH),
+        "up": (HIDDEN, WIDTH),
+        "down": (WIDTH, HIDDEN),
+    }
+    blocks = [[Parameter(f"block{n}.{name}", shape) for name, shape in shapes.items()] for n in range(BLOCKS)]
+    forward = 2 * BLOCK * TOKENS
+    cost = SegmentCost(forward, input_bytes=2 * WIDTH * TOKENS, backward_flops=3 * forward)
+    layout = make_layout(blocks, bucket_size=BLOCK, world=world)
+    return evolve(StepSpec(layout, (cost,) * BLOCKS, (True,) * BLOCKS, world=world, barrier=True), **settings)
+
+
+def graph_of(world: int = 1, **settings: Any) -> Graph:
+    """The plain recipe's operations, with clipping unless `barrier` says otherwise."""
+    return Graph(tuple(zero_offload(make_step(world, **settings))))
+
+
+def planned(graph: Graph, schedule: str = "Overlapped") -> Plan:
+    """The graph under a schedule of that name, verified."""
+    return verify(getattr(schedules, schedule)()(graph))
+
+
+PLAIN = graph_of()
+RECIPES = {
+    "clipping": PLAIN,
+    "no clipping": graph_of(barrier=False),
+    "speculative": graph_of(shadows=3),
+    "delayed": Graph(tuple(delayed(make_step(pending=True)))),
+}
+TWO_RANKS = graph_of(world=2, barrier=False)
+
+
+# --- what is the bucket's --------------------------------------------------------------------------------
+
+
+def bucket_of(region: Region) -> int | None:
+    """Whose alone a region is: nobody's if it is a slot, the whole step's, or not a bucket's."""
+    if region.buffer == "grads":
+        return region.index[1]  # a block is a segment and a bucket, of one number
+    own = region.buffer in WORDS and region.buffer not in SLOTS and region.index
+    return region.index[0] if own else None
+
+
+@cache
+def owners(graph: Graph) -> dict[str, int]:
+    """The bucket of each operation that touches a bucket's own region, or finds a bucket's bytes in a slot."""
+    owner: dict[str, int] = {}
+    in_slot: dict[Region, int] = {}
+    for op in graph:
+        buckets = {bucket_of(r) for r in op.regions} - {None} or {
+            in_slot[r] for r in op.reads if r in in_slot
+        }
+        for bucket in buckets if op.index else ():
+            if bucket is not None:
+                owner[op.name] = bucket
+                in_slot |= {r: bucket for r in op.writes if r.buffer in SLOTS}
+    return owner
+
+
+def ops_of(graph: Graph) -> tuple[Op, ...]:
+    """The bucket's operations, in serial order."""
+    return tuple(op for op in graph if owners(graph).get(op.name) == BUCKET)
+
+
+def walk(graph: Graph) -> tuple[Op, ...]:
+    """The bucket's operations and the whole step's, in serial order: the sections of the page."""
+    return tuple(op for op in graph if not op.index or op in ops_of(graph))
+
+
+def boxes(graph: Graph) -> tuple[Region, ...]:
+    """Every region the bucket is ever in, and the step's norm and verdict, in the order of WORDS."""
+    regions = dict.fromkeys(r for op in ops_of(graph) for r in op.regions if r.buffer in WORDS)
+    regions |= dict.fromkeys(r for r in graph.regions if not r.index and r.buffer in WORDS)
+    return tuple(sorted(regions, key=lambda r: list(WORDS).index(r.buffer)))
+
+
+def values(graph: Graph, region: Region) -> Iterator[tuple[int | None, int | None]]:
+    """What a region holds: the positions of the operation that writes a value and of the last one that reads it.
+
+    The first is None for what the step before left there, the last for what is left to the next step.
+    """
+    readers = [i for i, op in enumerate(graph) if region in op.reads]
+    writers = [i for i, op in enumerate(graph) if region in op.writes]
+    carried = region.kept and bool(readers) and (not writers or readers[0] <= writers[0])
+    for born, following in zip([None, *writers], [*writers, None], strict=True):
+        last = [i for i in readers if (born is None or i > born) and (following is None or i <= following)]
+        if following is None and carried:
+            yield born, None
+        elif last or born is not None:
+            yield born, last[-1] if last else born
+
+
+def is_held(graph: Graph, region: Region, op: Op | None) -> bool:
+    """Whether a region holds something that is still needed when `op`, or the step, begins."""
+    i = graph.position[op.name] if op else 0
+    return any((b is None or b < i) and (last is None or i <= last) for b, last in values(graph, region))
+
+
+def broken(plan: Plan) -> tuple[Plan, Op, Op]:
+    """`plan` without the wait that keeps the bucket's gradient slot from being written too early; then the next
+    operation that writes the slot, and the last one that reads the bucket's gradient there.
+    """
+    graph = plan.graph
+    slot = next(r for op in ops_of(graph) for r in op.writes if r.buffer == "grad_slot")
+    last = max(i for i, op in enumerate(graph) if slot in op.reads and op in ops_of(graph))
+    after = next(i for i, op in enumerate(graph) if slot in op.writes and i > last)
+    waits = [*plan.waits]
+    waits[after] = tuple(n for n in waits[after] if n != last)
+    return evolve(plan, waits=tuple(waits)), graph.ops[after], graph.ops[last]
+
+
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def size(nbytes: float) -> str:
+    """Bytes in powers of 1000, to four figures.
+
+    >>> size(8), size(12_500_096), size(1.4e9)
+    ('8 B', '12.5 MB', '1.4 GB')
+    """
+    unit, name = next(
+        u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u[0] or u[0] == 1
+    )
+    return f"{nbytes / unit:.4g} {name}"
+
+
+def work(op: Op) -> str:
+    """The bytes it moves, or its arithmetic."""
+    return size(op.nbytes) if op.nbytes else f"{op.flops / 1e12:.2g} TFLOP" if op.flops else ""
+
+
+def code(names: Iterable[str]) -> str:
+    """Names as code spans."""
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
+
+
+def events(plan: Plan) -> dict[str, Event]:
+    """When operations run on round-number hardware, by name."""
+    return {e.op: e for e in simulate(plan).events}
+
+
+def walk_table() -> str:
+    """Each operation, and what it moves."""
+    rows: list[tuple[str, ...]] = []
+    for op in walk(PLAIN):
+        per = f"{op.nbytes / BLOCK:.2g}" if op.nbytes > 8 else ""
+        rows.append((code([op.name]), op.kind, work(op), per, format_seconds(ROUND.seconds(op))))
+    return table(("operation", "lane", "work", "bytes a parameter", "alone, on round numbers"), rows)
+
+
+def orders_table() -> str:
+    """What each operation has to follow, because of which region, and what sees to that under Overlapped."""
+    plan = planned(PLAIN)
+    rows: list[tuple[str, ...]] = []
+    for op in walk(PLAIN):
+        i = PLAIN.position[op.name]
+        kept: dict[str, dict[Region, list[str]]] = {"wait": {}, "lane": {}, "others": {}}
+        for c in (c for c in PLAIN.conflicts if c.after == i):
+            on_lane = plan.place[c.before][0] == plan.place[i][0]
+            by = "wait" if c.before in plan.waits[i] else "lane" if on_lane else "others"
+            kept[by].setdefault(c.region, []).append(PLAIN.ops[c.before].name)
+        cells = ("<br>".join(f"{code(names)} for `{r}`" for r, names in by.items()) for by in kept.values())
+        rows.append((code([op.name]), *cells))
+    return table(("operation", "waits for", "kept by its lane's order", "implied by other waits"), rows)
+
+
+def schedules_table() -> str:
+    """What each schedule makes of the same operations."""
+    rows: list[tuple[str, ...]] = []
+    first: dict[str, str] = {}
+    for name in SCHEDULES:
+        plan = planned(PLAIN, name)
+        at, same = events(plan), first.setdefault(plan.digest, name)
+        ends = (format_seconds(at[op].end) for op in ("to_host[0,2,0]", "adam[2]", "to_device[2]"))
+        label = name if same == name else f"{name}: the plan of {same}"
+        counts = (label, str(len(plan.lanes)), str(plan.num_waits))
+        moved = size(sum(op.nbytes for op in ops_of(PLAIN)))
+        rows.append((*counts, *ends, format_seconds(simulate(plan).seconds), moved))
+    ends = ("gradient on the host", "updated", "new on the device")
+    return table(("schedule", "lanes", "waits", *ends, "step", "bytes"), rows)
+
+
+def recipes_table() -> str:
+    """The bucket's operations and the step under four recipes."""
+    rows = (
+        (name, code(op.verb for op in walk(graph)), format_seconds(simulate(planned(graph)).seconds))
+        for name, graph in RECIPES.items()
+    )
+    return table(
+        ("recipe", "the bucket's operations and the step's, in serial order", "step, Overlapped"), rows
+    )
+
+
+def parts_table() -> str:
+    """What one rank moves of the bucket in a step, with more micro-batches and with more ranks."""
+    cases = {"as above": PLAIN, "4 micro-batches": graph_of(micro_batches=4)}
+    cases |= {f"{n} ranks": graph_of(world=n) for n in (2, 8)}
+
+    def moved(graph: Graph, kind: Kind) -> str:
+        return size(sum(op.nbytes for op in ops_of(graph) if op.kind == kind))
+
+    def kept(graph: Graph, tier: Tier) -> str:
+        regions = (r for r in boxes(graph) if r.tier == tier)
+        return size(sum(r.nbytes for r in regions if any(last is None for _, last in values(graph, r))))
+
+    rows = [
+        ("operations of the bucket", *(str(len(ops_of(g))) for g in cases.values())),
+        ("kept on the device", *(kept(g, "device") for g in cases.values())),
+        ("kept on the host", *(kept(g, "host") for g in cases.values())),
+        ("over the bus, down", *(moved(g, "d2h") for g in cases.values())),
+        ("swept over on the host", *(moved(g, "host") for g in cases.values())),
+        ("over the bus, up", *(moved(g, "h2d") for g in cases.values())),
+        ("between ranks", *(moved(g, "network") for g in cases.values())),
+    ]
+    return table((f"of bucket {BUCKET}, for one rank", *cases), rows)
+
+
+def tables() -> Iterator[str]:
+    """The tables of the page, in its order."""
+    yield from (walk_table(), orders_table(), schedules_table(), recipes_table(), parts_table())
+
+
+def refusal() -> str:
+    """What `verify` says of the plan with a race, without the plan that follows."""
+    try:
+        verify(broken(planned(PLAIN))[0])
+    except PlanError as error:
+        return "\n".join(textwrap.wrap(str(error).partition(":\n")[0], 110))
+    raise AssertionError("expected verify to refuse the plan")
+
+
+def figures() -> Iterator[str]:
+    """What the text states beside the tables."""
+    at = events(planned(PLAIN))
+    state = sum(r.nbytes for r in boxes(PLAIN) if r.buffer in ("master", "exp_avg", "exp_avg_sq"))
+    params = next(r.nbytes for r in boxes(PLAIN) if r.buffer == "params")
+    yield f"bytes a parameter: state {state // BLOCK}, on the device {params // BLOCK}"
+    yield f"bytes: state {size(state)}, parameters {size(params)}"
+    yield f"rates: {ROUND.flops / 1e12:g} TFLOP/s, " + ", ".join(
+        f"{kind} {ROUND.rates[kind] / 1e9:,g} GB/s" for kind in ("compute", "host", "d2h")
+    )
+    yield f"squares on the host: {format_seconds(params / ROUND.rates['host'])}"
+    yield f"the gradient waits: {format_seconds(at['adam[2]'].start - at['to_host[0,2,0]'].end)}"
+    last = max(e.end for e in at.values() if e.kind == "compute")
+    idle = at["global_norm"].start, at["to_device[0]"].end - last
+    yield f"idle: host {format_seconds(idle[0])}, device {format_seconds(idle[1])}"
+    bad, writes, reads = broken(planned(PLAIN))
+    in_time, late = events(bad), {e.op: e for e in simulate(bad, SLOW_BUS).events}
+    margin, left = (t[writes.name].start - t[reads.name].end for t in (in_time, late))
+    yield f"race of {writes} and {reads}: margin {format_seconds(margin)}"
+    yield f"at {SLOW_BUS.rates['d2h'] / 1e9:g} GB/s: {-100 * left / late[reads.name].seconds:.0f} % is lost"
+    for name in ("Overlapped", "Interleaved"):
+        yield f"two ranks, {name}: {format_seconds(simulate(planned(TWO_RANKS, name)).seconds)}"
+
+
+if __name__ == "__main__":
+    print(*tables(), refusal(), *figures(), sep="\n\n")

@@ -1,0 +1,302 @@
+"""Print the tables of docs/scale.md, and the figures its text states: `python docs/scale.py`, or `make scale`.
+
+Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fit. Some minutes on two cores.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from attrs import evolve, frozen
+
+import zfunc
+from zfunc.core.critical_path import bound_by, critical_path_of
+from zfunc.core.graph import Graph
+from zfunc.core.hardware import Hardware
+from zfunc.core.plan import Plan, build
+from zfunc.models.gpt import GPTConfig, modules, num_parameters
+from zfunc.planner.plan_step import Planned
+from zfunc.planner.profile_toml import load_profile
+
+TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks
+EVERY_BUCKET = 1_000_000  # more than there are: to speculate on all
+LARGE = {"bucket_size": 500_000_000}
+
+
+@frozen
+class Case:
+    """A GPT on a machine; every rank has `rows` sequences."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    profile: str
+    precision: str
+    rows: int
+
+    @property
+    def config(self) -> GPTConfig:
+        """The model."""
+        return GPTConfig(50_257, TOKENS, self.num_layers, self.hidden_size, self.num_heads)
+
+    @property
+    def name(self) -> str:
+        """Model and machine in words."""
+        return f"{num_parameters(self.config) / 1e9:.0f} B, {self.profile}"
+
+
+H100 = Case(50, 4096, 32, "h100", "bf16", 8)
+V100 = evolve(H100, profile="v100-32gb", precision="fp16")
+GH200 = evolve(H100, profile="gh200")
+H200 = Case(80, 8192, 64, "h200", "bf16", 2)
+CASES = (H100, V100, GH200, H200)
+FEW = (1, 8, 64, 1024)
+COLUMNS = [(c, n) for c, worlds in ((H100, FEW), (V100, (16, 1024)), (H200, (8, 1024))) for n in worlds]
+
+
+@frozen
+class NormsApart:
+    """Overlapped, with the sums of squares on a lane of their own, so that backward does not wait for them."""
+
+    def __call__(self, graph: Graph) -> Plan:
+        """A lane a kind, `square_sum` apart."""
+        lanes: dict[str, list[int]] = {}
+        for i, op in enumerate(graph):
+            lanes.setdefault("norms" if op.verb == "square_sum" else op.kind, []).append(i)
+        return build(graph, lanes)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "Serial": {"schedule": "Serial"},
+    "Interleaved": {"schedule": "Interleaved"},
+    "CriticalPath": {"schedule": "CriticalPath"},
+    "Search, of schedules": {"schedule": "Search"},
+    "squares on a lane of their own": {"schedule": NormsApart()},
+    "no clipping, Overlapped": {"clip_norm": None},
+    "no clipping, Interleaved": {"clip_norm": None, "schedule": "Interleaved"},
+    "no clipping, CriticalPath": {"clip_norm": None, "schedule": "CriticalPath"},
+    "speculative, every bucket": {"speculate": EVERY_BUCKET},
+    "delayed": {"delay": True},
+    "half of the state on the device": {"offload_ratio": 0.5},
+    "8bit moments": {"moments": "8bit"},
+    "buckets of 500 M, not 50 M": LARGE,
+    "nothing recomputed": {"recompute": "none"},
+    "4 micro-batches, stage 2": {"times": 4, "micro_batches": 4},
+    "4 micro-batches, stage 1": {"times": 4, "micro_batches": 4, "stage": 1},
+    "offload ratio auto (the ratio)": {"offload_ratio": "auto"},
+    "all that a search finds": {"schedule": "auto"},
+}
+NETWORKS: dict[str, dict[str, Any]] = {
+    "a rank's own port alone": {"network": "one port"},
+    "a latency for every hop": {"network": "every hop"},
+    "the same, buckets of 500 M": {"network": "every hop", **LARGE},
+}
+
+
+def hardware(case: Case, world: int, network: str = "all ports") -> Hardware:
+    """What one of `world` ranks gets.
+
+    "all ports": a collective uses those of a node together, because NCCL's rings enter a node by every port; it is
+    never faster than inside the node. "one port": a rank has its own alone. "every hop": all ports, and a latency
+    for each rank that a ring passes instead of for log2(world).
+    """
+    profile = load_profile(case.profile)
+    on = profile.hardware(case.precision, world)
+    local = min(world, int(profile.value("count", "devices")))
+    if world <= local:
+        return on
+    inside, between = "network_in_node", "network_between_nodes"
+    rate = profile.reached("bytes_per_s", between)
+    if network != "one port" and local > 1:
+        rate = min(rate * local, profile.reached("bytes_per_s", inside))
+    latency = on.latencies["network"]
+    if network == "every hop":
+        nodes = math.ceil(world / local)
+        within = profile.value("seconds", inside) if local > 1 else 0.0
+        latency = nodes * profile.value("seconds", between) + (world - nodes) * within
+    return evolve(on, rates={**on.rates, "network": rate}, latencies={**on.latencies, "network": latency})
+
+
+@cache
+def segments(case: Case) -> tuple[zfunc.Segment, ...]:
+    """The model on the meta device."""
+    with torch.device("meta"):
+        built = modules(case.config)
+    share = {"out.weight": "embed.tok.weight"}
+    return tuple(zfunc.segment(name, m, share=share if name == "head" else None) for name, m in built)
+
+
+@cache
+def planned(
+    case: Case, world: int, network: str = "all ports", times: int = 1, rows: int = 0, **changes: Any
+) -> Planned:
+    """A step, with clipping unless `changes` say otherwise; of `rows` sequences a rank, or `times` the case's."""
+    tokens = torch.empty(((rows or case.rows) * times, TOKENS), dtype=torch.int64, device="meta")
+    settings: dict[str, Any] = {
+        "clip_norm": 1.0,
+        "precision": case.precision,
+        "world": world,
+        "advice": False,
+    }
+    on = hardware(case, world, network)
+    return zfunc.plan(segments(case), (tokens, tokens), hardware=on, **(settings | changes))
+
+
+def per_gpu(step: Planned, world: int) -> float:
+    """Tokens a second and GPU."""
+    return step.tokens_per_second / world
+
+
+def shares(step: Planned) -> dict[str, float]:
+    """The shares of the critical path, by kind."""
+    return dict(bound_by(critical_path_of(step.plan, step.timeline)))
+
+
+def gain(now: Planned, before: Planned) -> str:
+    """How many more tokens a second: "+12 %", in brackets if it does not fit."""
+    percent = round(100 * (now.tokens_per_second / before.tokens_per_second - 1))
+    words = f"{percent:+d} %" if percent else "0 %"
+    return words if now.fits else f"({words})"
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Markdown, numbers to the right of their columns."""
+    ruler = ["---", *["---:"] * (len(heads) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ruler, *rows))
+
+
+def weak_scaling(worlds: Iterable[int] = WORLDS, cases: Sequence[Case] = CASES) -> str:
+    """Tokens a second and GPU, and the share of what one rank alone reaches."""
+
+    def cell(case: Case, world: int) -> str:
+        now, one = per_gpu(planned(case, world), world), per_gpu(planned(case, 1), 1)
+        return f"{now:,.0f} · {100 * now / one:.0f} %"
+
+    return table(
+        ["ranks", *(c.name for c in cases)], ([f"{n:,}", *(cell(c, n) for c in cases)] for n in worlds)
+    )
+
+
+def bounds() -> str:
+    """What the critical path of those steps consists of, in percent."""
+
+    def cell(case: Case, world: int) -> str:
+        found = shares(planned(case, world)).items()
+        return ", ".join(f"{kind} {100 * share:.0f}" for kind, share in found if share >= 0.045)
+
+    return table(
+        ["ranks", *(c.name for c in CASES)], ([f"{n:,}", *(cell(c, n) for c in CASES)] for n in WORLDS)
+    )
+
+
+def needs() -> str:
+    """Time of a step, and what one rank needs of each tier."""
+
+    def row(case: Case, world: int) -> Iterator[str]:
+        now, room = planned(case, world), hardware(case, world).memory
+        yield from (case.name if world == 1 else "", f"{world:,}", f"{now.step_seconds:.2f}")
+        yield from (f"{now.tokens_per_second:,.0f}", f"{now.tflops:.0f}")
+        yield f"{now.memory['device'] / 1e9:.1f} of {room['device'] / 1e9:.0f}"
+        yield f"{(now.memory['host'] + now.memory['pinned']) / 1e9:.1f} of {room['host'] / 1e9:,.0f}"
+        yield "yes" if now.fits else "no"
+
+    heads = (
+        "",
+        "ranks",
+        "step, s",
+        "tokens/s in all",
+        "TFLOP/s a GPU",
+        "device, GB",
+        "pinned + host, GB",
+        "fits",
+    )
+    return table(heads, ([*row(case, n)] for case in CASES for n in FEW))
+
+
+def gains(
+    changes: dict[str, dict[str, Any]],
+    columns: Sequence[tuple[Case, int]],
+    first: str = "*tokens/s a GPU, Overlapped*",
+) -> str:
+    """What each change buys, in tokens a second against the plain step."""
+
+    def cell(case: Case, world: int, change: dict[str, Any]) -> str:
+        now = planned(case, world, **change)
+        ratio = f" ({now.settings['offload_ratio']:g})" if change.get("offload_ratio") == "auto" else ""
+        return gain(now, planned(case, world)) + ratio
+
+    rows = [[first, *(f"{per_gpu(planned(c, n), n):,.0f}" for c, n in columns)]]
+    rows += ([name, *(cell(c, n, change) for c, n in columns)] for name, change in changes.items())
+    return table(["", *(f"{c.name}: {n:,}" for c, n in columns)], rows)
+
+
+def strong_scaling() -> str:
+    """1,024 sequences for all ranks together, in micro-batches of 8 at most."""
+    heads = ["ranks", "sequences a rank"]
+    for case in (H100, V100):
+        heads += [f"{case.name}: step, s", "tokens/s a GPU", "speed-up", "bound by"]
+
+    def step(case: Case, world: int) -> Planned:
+        return planned(case, world, rows=1024 // world, micro_batches=max(1, 1024 // world // 8))
+
+    def row(world: int) -> Iterator[str]:
+        yield from (f"{world:,}", f"{1024 // world}")
+        for now, first in ((step(case, world), step(case, 16)) for case in (H100, V100)):
+            kind, share = next(iter(shares(now).items()))
+            yield from (f"{now.step_seconds:.2f}", f"{per_gpu(now, world):,.0f}")
+            yield from (f"{first.step_seconds / now.step_seconds:.1f}", f"{kind} {100 * share:.0f} %")
+
+    return table(heads, ([*row(n)] for n in (16, 64, 128, 256, 512, 1024)))
+
+
+def figures() -> Iterator[str]:
+    """What the text states beside the tables."""
+    full = evolve(H200, num_layers=86)
+    for case in (H200, full):
+        yield f"{case.name}: device {planned(case, 1024).memory['device'] / 1e9:.1f} GB"
+    for case in (H100, V100, GH200):
+        profile = load_profile(case.profile)
+        reached = profile.value("reached", case.precision)
+        yield f"{case.name}: arithmetic {reached:.0%}, network {hardware(case, 16).rates['network'] / 1e9:.0f} GB/s"
+    for case in (H100, H200):
+        now = planned(case, 1024)
+        events = now.timeline.events
+        compute = sum(e.seconds for e in events if e.kind == "compute")
+        after = now.step_seconds - max(e.end for e in events if e.op.startswith("backward"))
+        idle, end = 0.0, 0.0
+        for e in sorted((e for e in events if e.lane == "compute"), key=lambda e: e.start):
+            idle += max(0.0, e.start - end) if e.op.startswith("square_sum") else 0.0
+            end = e.end
+        gathered = 2 * num_parameters(case.config) / hardware(case, 1024).rates["network"]
+        yield (
+            f"{case.name}, 1,024 ranks: compute {compute:.2f} s, parameters gathered once more {gathered:.2f} s, "
+            f"after backward {after:.2f} s, waiting for square_sum {idle:.2f} s, d2h busy {now.lanes['d2h']:.1%}"
+        )
+    both = planned(H200, 1024, schedule=NormsApart(), **LARGE)
+    yield f"{H200.name}: squares apart and large buckets {gain(both, planned(H200, 1024))}"
+    yield f"{H100.name}: nothing recomputed {planned(H100, 1024, recompute='none').memory['device'] / 1e9:.1f} GB"
+    for profile in ("h100", "h200"):
+        case = evolve(H200, profile=profile)
+        layers = range(40, 100)
+        too_many = bisect_left(
+            layers, True, key=lambda n, c=case: not planned(evolve(c, num_layers=n), 1024).fits
+        )
+        yield f"layers of 8,192 that fit on {profile}: {layers[too_many - 1]}"
+
+
+def main() -> None:
+    """Print everything."""
+    torch.set_num_threads(1)
+    network = [(case, n) for case in (H100, V100, H200) for n in (32, 256, 1024)]
+    for part in (weak_scaling, bounds, needs, lambda: gains(CHANGES, COLUMNS)):
+        print(part(), "\n", flush=True)
+    print(gains(NETWORKS, network, "*tokens/s a GPU, as above*"), "\n")
+    print(strong_scaling(), "\n")
+    print(*figures(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
