@@ -22,8 +22,7 @@ from run_folders import STEPS, row, written
 from zfunc.cli.main import main
 from zfunc.cli.sensors import GPU, Cores, cores, gpus, host_memory, process_of
 from zfunc.cli.top import TopView
-from zfunc.train.following import LiveHistory, typical
-from zfunc.train.recorded import METRICS
+from zfunc.train.history import METRICS, LiveHistory, typical
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
 Out = pytest.CaptureFixture[str]

@@ -22,8 +22,8 @@ from zfunc.checkpoint import writer as saving
 from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
+from zfunc.train.history import read_recorded_step
 from zfunc.train.pacing import WARM_STEPS, StepBudget, TrainingClock, restored_clock
-from zfunc.train.recorded import read_recorded_step
 from zfunc.train.settings import TrainSettings
 
 TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]

@@ -1,18 +1,20 @@
-"""The file operations a checkpoint is made of.
+"""Files that survive a crash: atomic replacement and folder locks for everybody, and what a checkpoint is made of.
 
-The invariant: what a function here wrote is on the disk when it returns, or a CheckpointError names the file, what
-was being done and what to do. Nothing is followed out of its folder: a link, a device or a pipe is no checkpoint's.
+What a function here wrote is on the disk when it returns. Those for checkpoints raise CheckpointError, with the
+file, what was being done and what to do, and follow nothing out of a folder: a link, a device or a pipe is no
+checkpoint's.
 """
 
 import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zfunc.errors import CheckpointError
 
@@ -113,22 +115,54 @@ def read_small(path: Path, limit: int) -> bytes:
         os.close(fd)
 
 
+@contextmanager
+def atomic_replace(
+    path: Path, *, mode: int = 0o666, partial: Path | None = None
+) -> Generator[BinaryIO, None, None]:
+    """A new file that replaces `path` when the block ends and its bytes are on the disk. Raises OSError.
+
+    A reader, or a crash, finds the old file or the complete new one; an error leaves the old one alone. Until then
+    it is `partial`, by default a name that no other writer has and `is_partial` knows.
+    """
+    partial = partial or path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
+    partial.unlink(missing_ok=True)
+    try:
+        fd = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with os.fdopen(fd, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(fd)
+        os.replace(partial, path)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+
+
+def is_partial(path: Path) -> bool:
+    """Whether `path` was left behind by an `atomic_replace` whose process was killed, by its name.
+
+    >>> is_partial(Path("run/.config.json.0a1b2c3d.partial"))
+    True
+    """
+    return re.fullmatch(r"\..+\.[0-9a-f]+\.partial", path.name) is not None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text file as a whole. A link is followed; a device or pipe is written to. Raises OSError."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    with atomic_replace(path) as file:
+        file.write(text.encode())
+
+
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace the file as a whole: after a crash it holds the old bytes or the new ones. One writer at a time."""
+    """Replace a checkpoint's file, and wait until its name is on the disk too. One writer at a time."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
-    with os_errors_as(path, "writing it"):
-        try:
-            fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-            try:
-                write_all(fd, memoryview(data), 0)
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(OSError):
-                partial.unlink()
-            raise
+    with os_errors_as(path, "writing it"), atomic_replace(path, partial=partial) as file:
+        file.write(data)
     sync(path.parent)
 
 
@@ -142,10 +176,10 @@ def sync(path: Path) -> None:
             os.close(fd)
 
 
-def lock(path: Path) -> int:
-    """A descriptor that holds the lock on a folder until it is closed or its process ends; waits for it.
+def lock(path: Path, *, wait: bool = True) -> int:
+    """A descriptor that holds the lock on a folder until it is closed or its process ends.
 
-    Where the file system has no locks, it holds none: one logged line says so.
+    Waits for it, or raises BlockingIOError. Where the file system has no locks, it holds none, and logs that.
     """
     with os_errors_as(path, "locking it"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -153,10 +187,15 @@ def lock(path: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            log.warning("checkpoints: %s is locked by another process: waiting for it", path)
+            if not wait:
+                raise
+            log.warning("%s is locked by another process: waiting for it", path)
             fcntl.flock(fd, fcntl.LOCK_EX)
+    except BlockingIOError:
+        os.close(fd)
+        raise
     except OSError as error:
-        log.warning("checkpoints: %s cannot be locked (%s): have one writer a folder", path, error.strerror)
+        log.warning("%s cannot be locked (%s): have one writer a folder", path, error.strerror)
     except BaseException:
         os.close(fd)
         raise

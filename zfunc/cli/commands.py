@@ -177,11 +177,11 @@ def _form(sketch: DrawSettings) -> str:
 
 
 def _write(files: dict[Path, str]) -> None:
-    from zfunc.train.run_folder import write_whole
+    from zfunc.checkpoint.durable_files import replace_text
 
     for path, text in files.items():
         try:
-            write_whole(path, text)
+            replace_text(path, text)
         except OSError as error:
             raise ValueError(
                 f"--out: got {path}, which cannot be written ({error.strerror}), expected a file in a folder "

@@ -13,7 +13,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.simulator import critical_path, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.planner.profile_toml import load_profile
-from zfunc.train.recorded import read_recorded_step
+from zfunc.train.history import read_recorded_step
 from zfunc.viz.compare import table
 from zfunc.viz.draw import chrome_trace, svg, text
 from zfunc.viz.timeline_html import page

@@ -15,8 +15,15 @@ from string import Template
 from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_svg, smoothed
 from zfunc.cli.report_tables import markup, report_tables
 from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
-from zfunc.train.history import Row, RunHistory, finite_number, numbers
-from zfunc.train.recorded import TRACE, RecordedStep, read_recorded_step
+from zfunc.train.history import (
+    TRACE,
+    RecordedStep,
+    Row,
+    RunHistory,
+    finite_number,
+    numbers,
+    read_recorded_step,
+)
 from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.draw import svg as drawn
 from zfunc.viz.legend import legend_summary

@@ -12,8 +12,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.checkpoint.directory import FOLDER
-from zfunc.train.history import Row, RunHistory, finite_number
-from zfunc.train.recorded import RecordedStep
+from zfunc.train.history import RecordedStep, Row, RunHistory, finite_number
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_seconds
 from zfunc.viz.compare import by_lane, by_verb, sums

@@ -18,9 +18,7 @@ from zfunc.cli.panel import curve
 from zfunc.cli.report import ENDED
 from zfunc.cli.sensors import Cores, cores, gpus, host_memory, process_of
 from zfunc.cli.terminal import printable
-from zfunc.train.following import LiveHistory, typical
-from zfunc.train.history import finite_number
-from zfunc.train.recorded import METRICS
+from zfunc.train.history import METRICS, LiveHistory, finite_number, typical
 from zfunc.units import format_bytes, format_clock, format_seconds
 
 CURVE, BAR = 24, 20  # characters

@@ -3,7 +3,7 @@
     settings, setup, pretrained settings; what follows from them: data, program, model
     loop, events, pacing        the loop, what happens in it, how long it goes on
     resume                      where a run goes on
-    run_folder, recorded, history, following   a run's files, written and read, also while they grow
+    run_folder, history         a run's files, written; read back, also while they grow
     tracking, sinks             TensorBoard, Weights & Biases, CSV
     data                        corpora, documents, tokenizers, packing, batches
     deepspeed                   DeepSpeed's configuration files (public as `zfunc.from_deepspeed`)

@@ -16,8 +16,8 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
+from zfunc.train.history import CONFIG, SUMMARY
 from zfunc.train.pacing import restored_clock
-from zfunc.train.recorded import CONFIG, SUMMARY
 from zfunc.train.settings import AUTO, TrainSettings
 
 COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to do

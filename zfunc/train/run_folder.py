@@ -11,19 +11,17 @@
   Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
 - `summary.json`: how it ended. A job that was killed has none. The sample is added to it when it is complete.
 
-The invariant: a file that is there is whole, but for the last line of `metrics.jsonl`, and no run writes into
-another's folder. A run that goes on in its folder cuts off what came after the checkpoint it goes on from, so the
-lines are those of a run that was never stopped.
+Every file is complete, but for the last line of `metrics.jsonl`, and no run writes into another's folder. A run
+that resumes in its folder cuts off what came after its checkpoint, so the lines are those of a run that was never
+stopped.
+`zfunc.train.history` reads these files.
 """
 
-import fcntl
 import json
 import logging
 import math
 import os
-import re
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import datetime
 from io import SEEK_END
 from pathlib import Path
@@ -32,14 +30,14 @@ from typing import Any, BinaryIO
 import attrs
 from attrs import define
 
+from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.train.recorded import CONFIG, METRICS, PLAN, SUMMARY, TRACE
+from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE
 from zfunc.viz.draw import chrome_trace, svg
 from zfunc.viz.timeline_html import page
 
 RUNS = Path("runs")
-_LEFT = re.compile(r"\.[a-z]+\.[a-z]+\.[0-9]+\.partial")  # by write_whole, in a process that was killed
 log = logging.getLogger("zfunc")
 
 
@@ -59,10 +57,10 @@ class RunFolder:
         """Write down what begins. A run that goes on gets rid of what it has done since and says so no more."""
         if self._metrics is None:
             self.path.joinpath(SUMMARY).unlink(missing_ok=True)
-            for left in filter(lambda x: _LEFT.fullmatch(x.name), self.path.iterdir()):
-                left.unlink()
+            for partial in filter(is_partial, self.path.iterdir()):
+                partial.unlink()
             self._cut(event, held_out)
-        write_whole(self.path / CONFIG, _json(_config(event)))
+        replace_text(self.path / CONFIG, _json(_config(event)))
         self.begun = True
 
     def append(self, step: int, fields: dict[str, Any]) -> None:
@@ -85,7 +83,7 @@ class RunFolder:
     def summarize(self, fields: dict[str, Any]) -> None:
         """Write how it ended, or more of that."""
         self.summary = {**(self.summary or {}), **fields}
-        write_whole(self.path / SUMMARY, _json(self.summary))
+        replace_text(self.path / SUMMARY, _json(self.summary))
 
     def _cut(self, event: Started, held_out: str) -> None:
         """Keep the lines up to the checkpoint that was loaded, if it is the run's own; else none.
@@ -93,13 +91,13 @@ class RunFolder:
         An evaluation at the step itself goes: where it was due, it is made again.
         """
         path, last = self.path / METRICS, event.step if event.own else -1
-        before, kept = _found(path, last)
+        before, kept = _last_line(path, last)
         if event.own and kept.get("step") != last:
             log.warning("%s: got no line of step %d after which it goes on: some are lost", path, last)
         elif event.own and event.checkpoint is not None:
             kept = {k: v for k, v in kept.items() if k not in (held_out, "not_saved")}
             kept["saved"] = event.checkpoint.name
-        with _whole(path) as file:
+        with atomic_replace(path) as file:
             if before:
                 with path.open("rb") as old:
                     _copy(old, file, before)
@@ -130,15 +128,20 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
         path = out or _unnamed()
         new = not path.exists() or out is None
         path.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path)
+        descriptor = lock(path, wait=False)
         try:
             if again and _is_run(path):
-                return RunFolder(path, False, lock)
+                return RunFolder(path, False, descriptor)
             _check_empty(path, again=again)
-            return RunFolder(path, new, lock, path.joinpath(METRICS).open("x+b"))
+            return RunFolder(path, new, descriptor, path.joinpath(METRICS).open("x+b"))
         except BaseException:
-            os.close(lock)
+            os.close(descriptor)
             raise
+    except BlockingIOError as error:
+        raise ValueError(
+            f"--out: got {out or RUNS}, in which another process is at work, expected a folder of this run alone: "
+            "wait for it, or name another"
+        ) from error
     except OSError as error:
         raise ValueError(
             f"--out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
@@ -155,17 +158,17 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
         case Evaluated():
             run.amend(event.step, {held_out: event.held_out})
         case Saved():
-            told = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
-            run.amend(event.step, told)
+            outcome = {"not_saved": event.failure} if event.path is None else {"saved": event.path.name}
+            run.amend(event.step, outcome)
         case Stepped():
             fields = attrs.asdict(event, filter=attrs.filters.exclude("step", "held_out", "seconds_left"))
             run.append(event.step, fields if event.held_out is None else {**fields, held_out: event.held_out})
         case Traced():
             title = _title(event, json.loads((run.path / CONFIG).read_text()))
-            write_whole(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
-            write_whole(run.path / "timeline.html", page(event.timeline, plan=event.plan, title=title))
-            write_whole(run.path / PLAN, event.plan.text())
-            write_whole(run.path / TRACE, chrome_trace(event.timeline))
+            replace_text(run.path / "timeline.svg", svg(event.timeline, plan=event.plan, title=title))
+            replace_text(run.path / "timeline.html", page(event.timeline, plan=event.plan, title=title))
+            replace_text(run.path / PLAN, event.plan.text())
+            replace_text(run.path / TRACE, chrome_trace(event.timeline))
         case Finished():
             fields = attrs.asdict(event, filter=attrs.filters.exclude("held_out", "checkpoint"))
             name = event.checkpoint and event.checkpoint.name
@@ -182,10 +185,10 @@ def record_failure(run: RunFolder, error: BaseException) -> None:
     """
     stopped = isinstance(error, KeyboardInterrupt)
     if run.begun and not (stopped and run.summary):
-        told = f"{type(error).__name__}: {error}".rstrip(": ")
+        message = f"{type(error).__name__}: {error}".rstrip(": ")
         ended = {} if run.summary else {"ended": "stopped at once" if stopped else "failed"}
-        with suppress(OSError):  # a full disk may be the error itself, which is what has to be told
-            run.summarize({**ended, "error": told})
+        with suppress(OSError):  # a full disk may be the error itself
+            run.summarize({**ended, "error": message})
 
 
 def sample_text(event: Sampled, unit: str) -> str:
@@ -195,30 +198,6 @@ def sample_text(event: Sampled, unit: str) -> str:
     if unit == "byte":
         return bytes(event.tokens).decode("utf-8", errors="replace")
     return " ".join(map(str, event.tokens))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is there whole, or not at all. A link is followed; a device or pipe is written to."""
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    with _whole(path) as file:
-        file.write(text.encode())
-
-
-@contextmanager
-def _whole(path: Path) -> Generator[BinaryIO, None, None]:
-    """A file that takes the place of `path` when all is written."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # or a crash may leave the name without the text
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _unnamed() -> Path:
@@ -269,7 +248,7 @@ def _line(fields: dict[str, Any]) -> bytes:
     return (json.dumps({k: _plain(v) for k, v in fields.items()}) + "\n").encode()
 
 
-def _found(path: Path, last: int) -> tuple[int, dict[str, Any]]:
+def _last_line(path: Path, last: int) -> tuple[int, dict[str, Any]]:
     """Of metrics: the newest line up to step `last`, if there is one, and the number of bytes before it.
 
     What follows a line that is none is not read.
@@ -295,22 +274,6 @@ def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
         nbytes -= len(part)
 
 
-def _locked(path: Path) -> int:
-    """A descriptor that holds the lock on a folder until it is closed or this process ends."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(fd)
-        raise ValueError(
-            f"--out: got {path}, in which another process is at work, expected a folder of this run alone: wait "
-            "for it, or name another"
-        ) from error
-    except OSError as error:
-        log.warning("%s cannot be locked (%s): have one run at a time in it", path, error.strerror)
-    return fd
-
-
 def _is_run(path: Path) -> bool:
     try:
         fields = json.loads((path / CONFIG).read_text())
@@ -323,7 +286,7 @@ def _check_empty(path: Path, *, again: bool) -> None:
     """Refuse a folder with files; a run's that was killed before it began has but an empty one, which goes."""
     left = list(path.iterdir())
     if again:
-        debris = [x for x in left if _LEFT.fullmatch(x.name) or (x.name == METRICS and not x.stat().st_size)]
+        debris = [x for x in left if is_partial(x) or (x.name == METRICS and not x.stat().st_size)]
         if len(debris) == len(left):
             for x in debris:
                 x.unlink()

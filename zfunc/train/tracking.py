@@ -17,9 +17,8 @@ from zfunc.options import flag
 from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.events import Evaluated, Event, Started, Stepped
-from zfunc.train.history import Row, finite_number, rows_of
+from zfunc.train.history import CONFIG, METRICS, Row, finite_number, rows_of
 from zfunc.train.pacing import plain_settings
-from zfunc.train.recorded import CONFIG, METRICS
 from zfunc.train.settings import TrainSettings
 from zfunc.train.sinks import SINKS, RunInfo, Sink, check_package
 

@@ -1,12 +1,12 @@
 """Folders that Hugging Face's `datasets` wrote with `save_to_disk`: their splits, and their rows as documents.
 
-The invariant: a row is a document, or an error that names file and row; a batch of rows is in memory at a time, out
-of files that are mapped. They are in Arrow's own format, which pyarrow reads: pip install "zfunc[datasets]".
+A row is a document, or an error that names file and row; a batch of rows is in memory at a time, out of mapped
+files. They are in Arrow's own format, which pyarrow reads: pip install "zfunc[datasets]". `datasets` itself would
+replace only the reading of its small JSON files, and bring pandas; columns, splits and rows are checked anyway.
 """
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -241,23 +241,16 @@ def _numbers(column: Any, name: str, path: Path) -> tuple[np.ndarray, np.ndarray
 
 
 def _object(path: Path) -> dict[str, Any]:
-    with _reading(path):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(told, dict):
-            raise ValueError("no object")
-        return told
-    raise AssertionError
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
     try:
-        yield
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content, dict):
+            raise ValueError("no object")
     except (OSError, ValueError, RecursionError) as error:
-        why = getattr(error, "strerror", None) or error
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{path}: got what cannot be read ({why}), expected what save_to_disk writes: save it anew"
+            f"{path}: got what cannot be read ({reason}), expected what save_to_disk writes: save it anew"
         ) from error
+    return content
 
 
 def _strings(value: Any, path: Path) -> list[str]:

@@ -11,7 +11,6 @@ import math
 import os
 import struct
 import sysconfig
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
 
 __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus", "stdlib_files"]
@@ -29,6 +29,7 @@ __all__ = ["Corpus", "batch_at", "held_out_batches", "is_held_out", "open_corpus
 _BYTE_VOCAB_SIZE = 256
 _HELD_OUT_PERCENT = 8
 _CHUNK = 1 << 20  # bytes read at a time
+PRIVATE = 0o600  # of a cached copy of somebody's data
 _ROUNDS = 3  # of the Feistel network; each mixes both halves
 # Left out of the standard library: tests (half of the bytes, and many distributions ship without them),
 # packages that distributions split off or newer versions dropped, and generated tables, which are not
@@ -242,29 +243,21 @@ def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
 
 
 def _gather(name: str, sources: Sequence[Source], target: Path) -> None:
-    """Write the sources into one file and rename it into place when it is complete."""
+    """Write the sources into one file."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=target.parent, prefix=".corpus-", suffix=".partial")
-    try:
-        with os.fdopen(descriptor, "w+b") as out:
-            train = Counter(_append(out, path) for relative, path in sources if not is_held_out(relative))
-            split = out.tell()
-            held_out = Counter(_append(out, path) for relative, path in sources if is_held_out(relative))
-            kinds, total, num_held_out = train + held_out, out.tell(), held_out["text"]
-            if not total:
-                raise ValueError(
-                    f"got no text in {name} ({kinds['empty']} empty and {kinds['binary']} binary files); "
-                    "expected at least one file of text; name another folder, or a .bin of tokens"
-                )
-            if not 0.01 <= (total - split) / total <= 0.5:
-                split, num_held_out = total - max(1, total // 10), 0
-            out.write(
-                _FOOTER.pack(kinds["text"], num_held_out, kinds["empty"], kinds["binary"], total, split)
+    with atomic_replace(target, mode=PRIVATE) as out:
+        train = Counter(_append(out, path) for relative, path in sources if not is_held_out(relative))
+        split = out.tell()
+        held_out = Counter(_append(out, path) for relative, path in sources if is_held_out(relative))
+        kinds, total, num_held_out = train + held_out, out.tell(), held_out["text"]
+        if not total:
+            raise ValueError(
+                f"got no text in {name} ({kinds['empty']} empty and {kinds['binary']} binary files); "
+                "expected at least one file of text; name another folder, or a .bin of tokens"
             )
-        os.replace(partial, target)
-    except BaseException:
-        os.unlink(partial)
-        raise
+        if not 0.01 <= (total - split) / total <= 0.5:
+            split, num_held_out = total - max(1, total // 10), 0
+        out.write(_FOOTER.pack(kinds["text"], num_held_out, kinds["empty"], kinds["binary"], total, split))
 
 
 def _append(out: BinaryIO, path: Path) -> str:

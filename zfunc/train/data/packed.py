@@ -4,7 +4,6 @@ The invariant: the file is there whole, or not at all. At most a few documents a
 there are.
 """
 
-import os
 import shutil
 import struct
 import tempfile
@@ -17,8 +16,9 @@ from typing import BinaryIO
 import numpy as np
 from attrs import define, field, frozen
 
+from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.train.data.arrow_dataset import Tokens
-from zfunc.train.data.corpus import Source, memory_map, unreadable
+from zfunc.train.data.corpus import PRIVATE, Source, memory_map, unreadable
 from zfunc.train.data.documents import Document
 from zfunc.train.data.tokenizer import Tokenizer, Vocabulary
 
@@ -113,41 +113,35 @@ class _Packing:
 
 
 def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: Reading) -> None:
-    """Write the documents of `sources` into one file and rename it into place when it is complete.
+    """Write the documents of `sources` into one file.
 
     Raises ValueError, by `name`, where there is nothing in them, and what reading them raises.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, partial = tempfile.mkstemp(dir=target.parent, prefix=".packed-", suffix=".partial")
-    try:
-        with (
-            os.fdopen(descriptor, "w+b") as out,
-            tempfile.TemporaryFile(dir=target.parent) as learned,
-            tempfile.NamedTemporaryFile(dir=target.parent) as ends,
-        ):
-            packing = _Packing(reading, out, learned, ends)
-            used = sum(packing.add(path) for relative, path in sources if not reading.held_out(relative))
-            train = packing.total
-            held_out = sum(packing.add(path) for relative, path in sources if reading.held_out(relative))
-            total = packing.total
-            if not total:
-                raise ValueError(
-                    f"got no text in {name} ({len(sources):,} files), expected at least one document: name other "
-                    "data, or a .bin of tokens"
-                )
-            if not reading.splits and not 0.01 <= (total - train) / total <= 0.5:
-                ends.flush()
-                train, used, held_out = _split(Path(ends.name), total), used + held_out, 0
-            if packing.pairs:
-                learned.seek(0)
-                shutil.copyfileobj(learned, out)
-            files = used + held_out
-            counts = (packing.documents, packing.pairs, packing.unused.total())
-            out.write(_FOOTER.pack(files, held_out, len(sources) - files, *counts, total, train))
-        os.replace(partial, target)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with (
+        atomic_replace(target, mode=PRIVATE) as out,
+        tempfile.TemporaryFile(dir=target.parent) as learned,
+        tempfile.NamedTemporaryFile(dir=target.parent) as ends,
+    ):
+        packing = _Packing(reading, out, learned, ends)
+        used = sum(packing.add(path) for relative, path in sources if not reading.held_out(relative))
+        train = packing.total
+        held_out = sum(packing.add(path) for relative, path in sources if reading.held_out(relative))
+        total = packing.total
+        if not total:
+            raise ValueError(
+                f"got no text in {name} ({len(sources):,} files), expected at least one document: name other "
+                "data, or a .bin of tokens"
+            )
+        if not reading.splits and not 0.01 <= (total - train) / total <= 0.5:
+            ends.flush()
+            train, used, held_out = _split(Path(ends.name), total), used + held_out, 0
+        if packing.pairs:
+            learned.seek(0)
+            shutil.copyfileobj(learned, out)
+        files = used + held_out
+        counts = (packing.documents, packing.pairs, packing.unused.total())
+        out.write(_FOOTER.pack(files, held_out, len(sources) - files, *counts, total, train))
 
 
 def _split(path: Path, total: int) -> int:

@@ -106,7 +106,7 @@ class OneCycle(_Checked):
         return self._first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
 
     def _height(self, batch: int, total: float) -> float:
-        """Where between the two rates, 0 to 1, in the order of operations there: the bits are to be the same."""
+        """Where between the two rates, 0 to 1, in DeepSpeed's order of operations, for the same bits."""
         ratio = self._first / total
         x = 1.0 + batch / total - math.floor(1 + batch / total)
         rising = x <= ratio
