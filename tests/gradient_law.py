@@ -44,8 +44,10 @@ def check(program: Program, batch: Any) -> None:
     """Train it, and hold what reaches its optimizer against autograd."""
     # To the order of sums; where the first moment itself is rounded, to that.
     tolerance = 3e-6 if program.optimizer.moments == "fp32" else 2.0**-7
-    state = zfunc.init(program, seed=1, loss_scale=LossScale(SCALE) if program.precision == "fp16" else None)
+    state = zfunc.init(
+        program, seed=1, loss_scale=LossScale(SCALE) if program.settings.precision == "fp16" else None
+    )
     parts = [plain.Part.of(s) for s in program.segments]
     norms = plain.follow(program, state, parts, batch, steps=STEPS, tolerance=tolerance)
-    if program.clip_norm is not None:
-        assert min(norms) < program.clip_norm < max(norms)
+    if program.settings.clip_norm is not None:
+        assert min(norms) < program.settings.clip_norm < max(norms)

@@ -181,11 +181,11 @@ def follow(
             trained,
             batches,
             dtype=program.dtype,
-            micro_batches=program.micro_batches,
+            micro_batches=program.settings.micro_batches,
             stage=program.job.stage,
             loss_scale=state.loss_scale.scale,
         )
-        norm, grads = clipped(grads, program.clip_norm)
+        norm, grads = clipped(grads, program.settings.clip_norm)
         kept = {x.name: {k: t.clone() for k, t in of.items()} for x, _, of in _kept(program, state)}
         state, metrics = zfunc.train_step(program, state, batches[ranks.rank])
         got, expected = (metrics.loss, metrics.grad_norm), (loss, norm)
@@ -216,7 +216,9 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
         )
         for kind in ("master", "exp_avg_sq"):
             assert (kept[kind].numpy(force=True) == getattr(made, kind)).all(), f"{kind} of {span.name}"
-    if program.ranks.world == 1 and program.clip_norm is None:  # what reached it is what was measured
+    if (
+        program.ranks.world == 1 and program.settings.clip_norm is None
+    ):  # what reached it is what was measured
         squares = [float(x.double().square().sum()) for _, x in reached(program, state).values()]
         precise = 1e-12 if program.device.type == "cpu" else 1e-6
         assert metrics.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=precise)

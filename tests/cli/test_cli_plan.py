@@ -187,8 +187,8 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
     made = planning.plan_model(
         PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100)
     )
-    setup = made.planned.setup.having(schedule=schedule, offload_ratio=0.0, speculate=3, delay=False)
-    planned = attrs.evolve(made.planned, setup=setup)
+    settings = attrs.evolve(made.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
+    planned = attrs.evolve(made.planned, step=attrs.evolve(made.planned.step, settings=settings))
     found = attrs.evolve(made, asked=attrs.evolve(made.asked, schedule="auto"), planned=planned)
     for width in range(40, 130):
         monkeypatch.setattr(plan_report, "WIDTH", width)

@@ -10,8 +10,9 @@ import pytest
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.completion import SHELLS, place
 from zfunc.cli.main import main
+from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.settings import PRECISIONS, RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
-from zfunc.train.settings import MOMENTS, PRECISIONS, RECOMPUTE
 
 BASH = """
 source "$1"; shift
@@ -27,8 +28,8 @@ ASKED = {
     "zfunc train --schedule ": {"CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"},
     "zfunc draw --schedule a": {"all"},
     "zfunc plan --json --schedule a": {"auto"},
-    "zfunc train --precision ": set(PRECISIONS),
-    "zfunc train --steps 5 --moments ": set(MOMENTS),
+    "zfunc train --precision ": {"auto", *PRECISIONS},
+    "zfunc train --steps 5 --moments ": set(STATE_FORMATS),
     "zfunc calibrate --recompute ": set(RECOMPUTE),
     "zfunc train --device ": {"auto", "cpu", "cuda"},
     "zfunc train --log-style d": {"deepspeed"},

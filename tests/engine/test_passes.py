@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zfunc
+from zfunc.core.settings import RECOMPUTE
 from zfunc.engine.program import specialize
-from zfunc.engine.vjp import RECOMPUTE, SegmentWeights, make_vjp
+from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 Params = dict[str, Tensor]

@@ -206,7 +206,7 @@ def compiled(schedule: str = "Serial", **more: Any) -> tuple[Program, Any]:
 
 
 def check(profile: Profile, program: Program, batch: Any) -> None:
-    on = profile.hardware(program.precision)
+    on = profile.hardware(program.settings.precision)
     plan = specialize(program, batch).plan
     works = {(op.kind, op.flops, op.nbytes) for op in plan.graph}
     assert {(m.kind, m.flops, m.nbytes) for m in on.measured} == works
@@ -223,7 +223,7 @@ def test_a_program_is_measured(tmp_path: Path, more: dict[str, Any]) -> None:
     program, batch = compiled(optimizer=moments, **more)
     profile = calibrate(program, batch, turns=5, folder=tmp_path)
     check(profile, program, batch)
-    assert profile.precisions == (program.precision,)
+    assert profile.precisions == (program.settings.precision,)
     assert "cores" in profile.shared
     assert list(tmp_path.iterdir()) == []
 

@@ -57,7 +57,7 @@ def test_the_plan_is_the_one_compile_makes(name: str) -> None:
     p = planned(**SETTINGS[name])
     program = zfunc.compile(
         segments,
-        optimizer=zfunc.AdamW(moments=p.setup.moments),
+        optimizer=zfunc.AdamW(moments=p.settings["moments"]),
         device="cpu",
         example=batch(0),
         **p.settings,
@@ -114,7 +114,7 @@ def test_many_ranks_need_no_process_group() -> None:
     ("hardware", "precision"), [("v100-32gb", "fp16"), ("h100", "bf16"), (ROUND, "bf16")]
 )
 def test_precision_is_chosen_by_the_hardware(hardware: Any, precision: str) -> None:
-    assert planned(hardware=hardware, precision="auto").setup.precision == precision
+    assert planned(hardware=hardware, precision="auto").settings["precision"] == precision
 
 
 def test_what_fits_is_told_by_the_hardwares_memory() -> None:
@@ -242,14 +242,14 @@ def test_what_is_wrong_with_a_profile_is_said(tmp_path: Path, pattern: str, now:
 def test_room_is_asked_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     segments, batch = tied_gpt()
     program = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=1 << 12, example=batch(0))
-    check_fits(program, batch(0), bucket_size=1 << 12, settable=())
+    check_fits(program, batch(0), settable=())
     needed = planned(hardware=CPU).memory
     total = sum(needed.values())
     monkeypatch.setattr(room, "available_host_bytes", lambda: total)
-    check_fits(program, batch(0), bucket_size=1 << 12, settable=())
+    check_fits(program, batch(0), settable=())
     monkeypatch.setattr(room, "available_host_bytes", lambda: total - 1)
     with pytest.raises(OutOfMemory) as error:
-        check_fits(program, batch(0), bucket_size=1 << 12, settable=("micro_batches", "moments"))
+        check_fits(program, batch(0), settable=("micro_batches", "moments"))
     said = str(error.value)
     assert "1 B of host memory short" in said
     assert "nothing was allocated" in said

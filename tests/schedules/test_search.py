@@ -15,14 +15,14 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
 from zfunc.core.memory_model import kept, peak_memory
 from zfunc.core.ops import SegmentCost, StepSpec
+from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import (
-    Choice,
     PlannedStep,
-    Setup,
     gains_and_costs,
     operations_of,
     play_through,
-    with_choice,
+    with_changes,
+    with_settings,
 )
 from zfunc.planner.max_layers import MOST, max_layers, with_layers
 from zfunc.planner.search import WORTH, search
@@ -49,7 +49,7 @@ def model(num_layers: int = 6, *, width: int = 256, **given: object) -> StepSpec
     return StepSpec(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **given)
 
 
-START = Choice(bucket_size=1 << 18)
+START = StepSettings(bucket_size=1 << 18)
 SPACE = SearchSpace(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19))
 
 
@@ -77,17 +77,16 @@ def test_so_it_is_for_any_parameters(made: tuple[list[list[Parameter]], int, int
 
 
 @pytest.mark.parametrize(
-    ("ratio", "speculate", "delay"), list(product((1.0, 0.5, 0.0), (0, 3), (False, True)))
+    ("ratio", "speculate", "delay"),
+    [(ratio, *way) for ratio, way in product((1.0, 0.5, 0.0), ((0, False), (3, False), (0, True)))],
 )
-def test_a_choice_is_what_the_recipe_gets(ratio: float, speculate: int, delay: bool) -> None:
-    made = with_choice(
-        model(barrier=True), evolve(START, offload_ratio=ratio, speculate=speculate, delay=delay)
-    )
+def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: bool) -> None:
+    settings = with_changes(START, offload_ratio=ratio, speculate=speculate, delay=delay)
+    made = with_settings(model(barrier=True), settings)
     assert made.resident == resident_buckets(made.layout, ratio)
     assert (made.shadows, made.delayed, made.pending) == (speculate, delay, delay)
     recipe = RECIPES["delayed" if delay else "zero_offload"]
-    choice = evolve(START, offload_ratio=ratio, speculate=speculate, delay=delay)
-    assert operations_of(model(barrier=True), choice) == Graph(tuple(recipe(made)))
+    assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(made)))
 
 
 def test_what_is_kept_is_what_memory_says() -> None:
@@ -111,12 +110,12 @@ def test_two_steps_compare_in_words() -> None:
 
 
 def check_found(
-    given: StepSpec, on: Hardware, start: Choice = START, space: SearchSpace = SPACE
+    given: StepSpec, on: Hardware, start: StepSettings = START, space: SearchSpace = SPACE
 ) -> PlannedStep:
     """What is promised of every search; returns the best step."""
     found = search(given, on, start, space)
     again = search(given, on, start, space)
-    assert (found.step.choice, found.reasons) == (again.step.choice, again.reasons)
+    assert (found.step.settings, found.reasons) == (again.step.settings, again.reasons)
     fitting = [t for t in found.tried if t.seconds is not None and not t.lacking]
     if fitting:
         assert found.step.fits
@@ -124,12 +123,12 @@ def check_found(
     else:
         assert sum(found.step.lacking.values()) <= min(sum(t.lacking.values()) for t in found.tried)
     assert all(t.told for t in found.tried)
-    fresh = play_through(given, found.step.choice, on)
+    fresh = play_through(given, found.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (found.step.seconds, found.step.memory)
     changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
-    differs = [f for f in changed if getattr(found.step.choice, f) != getattr(start, f)]
+    differs = [f for f in changed if getattr(found.step.settings, f) != getattr(start, f)]
     assert [r.partition(" ")[0] for r in found.reasons] == differs
-    assert not found.step.choice.delay or start.delay or True in space.delay
+    assert not found.step.settings.delayed or start.delayed or True in space.delay
     return found.step
 
 
@@ -151,7 +150,9 @@ def test_it_holds_whatever_room_there_is(device: int, host: int, barrier: bool, 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_it_searches_any_job(name: str) -> None:
-    check_found(JOBS[name], BALANCED, Choice(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000)))
+    check_found(
+        JOBS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
+    )
 
 
 def test_with_a_barrier_speculation_is_found_and_told() -> None:
@@ -170,7 +171,7 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
         room = int(free + share * all_of_it + 100_000)
         best = check_found(model(), evolve(slow, memory={"device": room}))
         assert best.fits
-        assert best.choice.offload_ratio == pytest.approx(1 - share, abs=0.1)
+        assert best.settings.offload_ratio == pytest.approx(1 - share, abs=0.1)
 
 
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
@@ -184,24 +185,24 @@ def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
 
 
 def test_delay_is_tried_only_if_asked_for() -> None:
-    assert not search(model(barrier=True), BALANCED, START, SPACE).step.choice.delay
+    assert not search(model(barrier=True), BALANCED, START, SPACE).step.settings.delayed
     asked = search(
         model(barrier=True), BALANCED, START, evolve(SPACE, offload_ratios=(1.0,), delay=(False, True))
     )
-    assert asked.step.choice.delay
-    assert asked.step.choice.speculate == 0
+    assert asked.step.settings.delayed
+    assert asked.step.settings.speculate == 0
 
 
 def test_where_nothing_fits_the_least_is_taken() -> None:
     best = check_found(model(), with_room(device=1000, host=1000))
-    assert best.choice.grad_slots == best.choice.host_slots == 1
+    assert best.settings.grad_slots == best.settings.host_slots == 1
 
 
 def test_what_cannot_win_is_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
     room = play_through(model(), START, BALANCED).memory["device"] + 1000
     found = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
-    told = [t.told for t in found.tried if t.choice.offload_ratio == 0.0]
+    told = [t.told for t in found.tried if t.settings.offload_ratio == 0.0]
     assert told
     assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in told)
     fast = evolve(BALANCED, flops=1e9)  # compute is all there is
@@ -212,13 +213,13 @@ def test_what_cannot_win_is_not_simulated() -> None:
 def test_what_gains_nothing_is_left_as_it_was() -> None:
     compute_alone = evolve(BALANCED, flops=1e8)
     found = search(model(), compute_alone, START, SPACE)
-    assert found.step.choice == START
+    assert found.step.settings == START
     assert found.reasons == ()
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
     only = SearchSpace((), (), (), (), speculate=(), delay=())
-    choice = search(model(barrier=True), BALANCED, START, only).step.choice
+    choice = search(model(barrier=True), BALANCED, START, only).step.settings
     assert evolve(choice, offload_ratio=1.0) == START
 
 
@@ -235,15 +236,13 @@ def test_fifty_layers_take_less_than_ten_seconds() -> None:
 # --- advice ------------------------------------------------------------------------------------------------
 
 
-def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[Setup], PlannedStep]]:
+def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[StepSettings], PlannedStep]]:
     """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
 
-    def replan(setup: Setup) -> PlannedStep:
-        made = model(
-            barrier=True, micro_batches=setup.micro_batches, moments=setup.moments, world=setup.world
-        )
-        keeps = setup.recompute != "all"
-        parts = setup.micro_batches
+    def replan(settings: StepSettings) -> PlannedStep:
+        made = model(barrier=True, micro_batches=settings.micro_batches, moments=settings.moments)
+        keeps = settings.recompute != "all"
+        parts = settings.micro_batches
         costs = [
             evolve(
                 cost,
@@ -254,12 +253,12 @@ def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[Se
             )
             for cost in made.costs
         ]
-        return play_through(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), setup.choice, on)
+        return play_through(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
 
     return replan(SETUP), replan
 
 
-SETUP = Setup("fp16", 1.0, choice=START)
+SETUP = evolve(START, precision="fp16", clip_norm=1.0)
 
 
 def test_what_is_advised_to_fit_fits() -> None:
@@ -271,7 +270,7 @@ def test_what_is_advised_to_fit_fits() -> None:
         advice = suggest(SETUP, made, rows=8, replan=replan)
         assert advice
         for a in advice:
-            assert replan(SETUP.having(**a.changes)).fits
+            assert replan(with_changes(SETUP, **a.changes)).fits
             assert a.told.startswith("fits, ")
         times = [a.step.seconds for a in advice]
         assert times == sorted(times)
@@ -283,7 +282,7 @@ def test_where_no_single_change_is_enough_several_are_combined() -> None:
     made, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
     (advice,) = suggest(SETUP, made, rows=8, replan=replan)
     assert len(advice.changes) > 1
-    assert replan(SETUP.having(**advice.changes)).fits
+    assert replan(with_changes(SETUP, **advice.changes)).fits
 
 
 def test_where_nothing_is_enough_what_still_lacks_is_told() -> None:
@@ -299,7 +298,7 @@ def test_what_is_advised_to_go_faster_is_and_fits() -> None:
     advice = suggest(SETUP, made, rows=8, replan=replan)
     assert {"speculate", "offload_ratio", "delay"} <= {name for a in advice for name in a.changes}
     for a in advice:
-        again = replan(SETUP.having(**a.changes))
+        again = replan(with_changes(SETUP, **a.changes))
         assert again.fits
         assert again.seconds < made.seconds
         assert " % faster" in a.told

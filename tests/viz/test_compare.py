@@ -18,13 +18,12 @@ from html_pages import Elements, late, shown_data
 from hypothesis import given
 from hypothesis import strategies as st
 from table import plan_of, plans
-from zfunc.schedules import CriticalPath, Serial
+from zfunc.schedules import CriticalPath, Serial, make_schedule
 
 from zfunc.cli.main import main
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.planner.candidate import make_schedule
 from zfunc.planner.profile_toml import load_profile
 from zfunc.train.history import read_recorded_step
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING
 import attrs
 from attrs import frozen
 
-from zfunc.options import Option, anything, count, path
-from zfunc.train.settings import COMMON, TRAIN, TrainSettings, check_rows, check_together
+from zfunc.core.settings import StepSettings
+from zfunc.options import AUTO, Option, anything, count, flag_fields, options_of, path
+from zfunc.train.settings import MODEL, TRAIN, ModelFlags, TrainSettings, check_rows, check_together
 
 if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
 
+UNMEASURED = (  # settings that change nothing of what is measured
+    *("schedule", "compile_segments", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from"),
+)
+
 CALIBRATE = {
-    **{
-        name: option
-        for name, option in COMMON.items()
-        if name not in ("schedule", "grad_slots", "host_slots")
-    },
+    **MODEL,
+    **{name: TRAIN[name] for name in options_of(StepSettings, without=UNMEASURED)},
     "vocab_size": Option("model", "tokens there are", count),
-    "bucket_size": TRAIN["bucket_size"],
     "device": TRAIN["device"],
     "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
     "folder": Option(
@@ -32,23 +33,30 @@ CALIBRATE = {
 }
 
 
+MeasuredStepFlags = flag_fields(
+    StepSettings,
+    ModelFlags,
+    without=(
+        "schedule",
+        "compile_segments",
+        "grad_slots",
+        "host_slots",
+        "offload_ratio",
+        "speculate",
+        "delay_from",
+    ),
+    precision=AUTO,
+    clip=1.0,
+    bucket_size=None,
+)
+
+
 @frozen(kw_only=True)
-class CalibrateSettings:
+class CalibrateSettings(MeasuredStepFlags):
     """What to measure. The defaults are the model of `zfunc train`: measure with the one you want to plan for."""
 
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    seq_length: int = 128
     vocab_size: int = 256
-    batch_size: int = 8
-    micro_batches: int = 1
-    clip: float = 1.0
     device: str = "auto"
-    precision: str = "auto"
-    moments: str = "fp32"
-    recompute: str = "all"
-    bucket_size: int | None = None
     turns: int = 20
     folder: Path = Path(".")
     out: Path = Path("machine.toml")
@@ -74,7 +82,7 @@ class CalibrateSettings:
         model = {
             f.name: getattr(self, f.name)
             for f in attrs.fields(TrainSettings)
-            if f.name in CALIBRATE and f.name != "out"
+            if f.name in attrs.fields_dict(CalibrateSettings) and f.name != "out"
         }
         return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
 

@@ -48,7 +48,7 @@ def script(shell: str, top: argparse.ArgumentParser, offered: Mapping[str, Mappi
     """
     import shtab
 
-    one_of(SHELLS)("shell", shell)
+    one_of(SHELLS)("--shell", shell)
     for name, parser in commands(top).items():
         for action in parser._actions:
             option = offered[name].get(action.dest)

@@ -13,12 +13,14 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.hardware import ROUND
-from zfunc.options import AUTO, Option, count, flag, one_of, path, positive
+from zfunc.core.settings import PRECISIONS, StepSettings
+from zfunc.options import AUTO, Option, count, flag, flag_fields, one_of, options_of, path, positive
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.profile_toml import profile_names as profiles
-from zfunc.train.settings import COMMON, PRECISIONS, TRAIN, check_together
+from zfunc.train.settings import MODEL, PRECISION, STEP, TRAIN, ModelFlags, check_together
 
 FORMATS = ("text", "svg", "chrome", "html")
+UNDRAWN = ("compile_segments", "offload_ratio", "speculate", "delay_from")  # settings without a flag here
 MOST_LAYERS = 10_000  # of what is planned: each takes time
 MOST_ELEMENTS = 10**17  # torch counts bytes in 63 bits
 
@@ -30,13 +32,13 @@ def check_profile(name: str, value: Any) -> None:
     try:
         load_profile(value)
     except FileNotFoundError as error:  # which names the argument of zfunc.plan
-        raise ValueError(f"{flag(name)}: {str(error).partition(': ')[2]}") from error
+        raise ValueError(f"{name}: {str(error).partition(': ')[2]}") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{flag(name)}: got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
+            f"{name}: got {value}, which is no text, expected TOML: name a file that zfunc calibrate wrote"
         ) from error
     except (OSError, ValueError) as error:
-        raise ValueError(f"{flag(name)}: {error}") from error
+        raise ValueError(f"{name}: {error}") from error
 
 
 def check_sizes(model: Any) -> None:
@@ -60,7 +62,7 @@ def check_sizes(model: Any) -> None:
 
 def check_precision(hardware: str | None, precision: str) -> None:
     """Refuse a precision that a profile does not have."""
-    there = (AUTO, *load_profile(hardware).precisions) if hardware is not None else PRECISIONS
+    there = (AUTO, *load_profile(hardware).precisions) if hardware is not None else (AUTO, *PRECISIONS)
     if precision not in there:
         raise ValueError(
             f"--precision: got {precision!r} with --hardware {hardware}, expected one that it has: pass "
@@ -93,17 +95,16 @@ VOCABULARY = {
 }
 """What the vocabulary of a step that is not run follows from, as in `zfunc train`."""
 
+UNRUN_PRECISION = PRECISION.offering(
+    (AUTO, *PRECISIONS), f"; {AUTO}: the 16 bits that the hardware is fast in"
+)
+
 DRAW = {
-    **COMMON,
+    **MODEL,
+    **options_of(StepSettings, without=UNDRAWN),
     **VOCABULARY,
-    "precision": Option(
-        "how it runs",
-        f"{COMMON['precision'].help.partition(';')[0]}; {AUTO}: the 16 bits that the hardware is fast in",
-        COMMON["precision"].check,
-    ),
-    "schedule": Option(
-        "how it runs", f"{COMMON['schedule'].help}; or all", one_of((*schedules.__all__, "all"))
-    ),
+    "precision": UNRUN_PRECISION,
+    "schedule": STEP["schedule"].offering((*schedules.__all__, "all")),
     "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
     "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
     "device_gbs": Option("hardware", "device memory, in GB/s", positive),
@@ -132,30 +133,25 @@ DRAW = {
 
 
 @frozen(kw_only=True)
-class UnrunStep:
-    """A step that is not run. The defaults are the model and the step of `zfunc train`, on a GPU."""
+class UnrunModel(ModelFlags):
+    """The model of a step that is not run."""
 
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    seq_length: int = 128
     vocab_size: int | None = None
     data: Path | None = None
     tokenizer: Path | None = None
-    batch_size: int = 8
-    micro_batches: int = 1
-    clip: float = 1.0
-    precision: str = AUTO
-    moments: str = "fp32"
-    schedule: str = "Overlapped"
-    recompute: str = "all"
-    bucket_size: int = 50_000_000
-    grad_slots: int = 2
-    host_slots: int = 2
+
+
+DrawnStepFlags = flag_fields(
+    StepSettings,
+    UnrunModel,
+    without=UNDRAWN,
+    precision=AUTO,
+    clip=1.0,
+)
 
 
 @frozen(kw_only=True)
-class DrawSettings(UnrunStep):
+class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
     hardware: str | None = None

@@ -8,16 +8,22 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import Any
 
+from attrs import fields
+
 from zfunc.cli.planning import PlannedModel
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.planner.candidate import make_schedule, short_of
+from zfunc.core.settings import StepSettings
+from zfunc.planner.candidate import short_of
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile import Profile
+from zfunc.planner.search_space import SEARCHED
 from zfunc.planner.suggestions import Suggestion, as_flag
+from zfunc.schedules import make_schedule
 from zfunc.train.settings import AUTO
 from zfunc.units import format_gigabytes, format_seconds
 
+ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
 WIDTH = 118  # columns of what is a sentence
@@ -40,8 +46,8 @@ def as_json(answer: PlannedModel) -> str:
         "parameters": answer.parameters,
         "num_layers": answer.asked.num_layers,
         "hardware": p.hardware.name,
-        "world": p.setup.world,
-        "settings": {**p.settings, "schedule": p.setup.choice.schedule_name, "moments": p.setup.moments},
+        "world": p.world,
+        "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
         "reasons": list(p.reasons),
     }
     return json.dumps(told, indent=2)
@@ -66,25 +72,24 @@ def in_flags(advice: Suggestion) -> str:
 
 def _what(answer: PlannedModel) -> Iterator[str]:
     asked, p = answer.asked, answer.planned
-    setup, buckets = p.setup, p.step.job.layout.buckets
+    settings, buckets = p.step.settings, p.step.job.layout.buckets
     if asked.max:
         yield f"the most that fits with these settings: {asked.num_layers} layers"
-    ranks = f"{setup.world} rank{'s' * (setup.world != 1)}"
+    ranks = f"{p.world} rank{'s' * (p.world != 1)}"
     yield (
         f"GPT of {asked.num_layers} layers x {asked.hidden_size:,}: {answer.parameters:,} parameters; a step of "
         f"{asked.batch_size:,} x {asked.seq_length:,} tokens on {ranks}"
     )
     yield f"hardware   {_machine(answer)}"
-    choice = setup.choice
     more = [
-        *([f"{choice.offload_ratio:.0%} of the state on the host"] if choice.offload_ratio != 1 else []),
-        *([f"{choice.speculate} buckets speculated"] if choice.speculate else []),
-        *(["updates delayed"] if choice.delay else []),
+        *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
+        *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
+        *(["updates delayed"] if settings.delayed else []),
     ]
     told = (
-        f"plan       {choice.schedule_name}, {len(buckets)} buckets, the largest of {p.step.job.slot_numel:,}; "
-        f"{setup.micro_batches} micro-batch{'es' * (setup.micro_batches != 1)}, recompute {setup.recompute}, "
-        f"moments {setup.moments}{''.join(f', {x}' for x in more)}"
+        f"plan       {settings.schedule_name}, {len(buckets)} buckets, the largest of {p.step.job.slot_numel:,}; "
+        f"{settings.micro_batches} micro-batch{'es' * (settings.micro_batches != 1)}, recompute "
+        f"{settings.recompute}, moments {settings.moments}{''.join(f', {x}' for x in more)}"
     )
     yield from wrap(told, WIDTH, subsequent_indent=" " * 11)
 
@@ -99,7 +104,7 @@ def _machine(answer: PlannedModel) -> str:
 
 def _as_options(p: Planned) -> list[str]:
     """What was chosen, to train so. A schedule made for this hardware gets another by its name."""
-    schedule = make_schedule(p.setup.choice.schedule, p.hardware)
+    schedule = make_schedule(p.step.settings.schedule, p.hardware)
     orders = hasattr(schedule, "hardware") and p.hardware != ROUND
     note = " (which orders for round numbers, not for this hardware)" if orders else ""
     told = f"as options of zfunc train{note}: {_options(p)}"
@@ -108,15 +113,11 @@ def _as_options(p: Planned) -> list[str]:
 
 def _options(p: Planned) -> str:
     """What was chosen, as one types it."""
-    c = p.setup.choice
+    settings = p.step.settings
     chosen = {
-        "schedule": c.schedule_name,
-        "bucket_size": c.bucket_size,
-        "grad_slots": c.grad_slots,
-        "host_slots": c.host_slots,
-        **({"offload_ratio": c.offload_ratio} if c.offload_ratio != 1 else {}),
-        **({"speculate": c.speculate} if c.speculate else {}),
-        **({"delay_from": 1} if c.delay else {}),
+        f.name: settings.schedule_name if f.name == "schedule" else getattr(settings, f.name)
+        for f in fields(StepSettings)
+        if f.name in ALWAYS_TYPED or (f.name in SEARCHED and getattr(settings, f.name) != f.default)
     }
     return " ".join(as_flag(name, value) for name, value in chosen.items())
 
@@ -144,7 +145,7 @@ def _counted(p: Planned, tier: Tier) -> int:
 
 
 def _time(p: Planned) -> Iterator[str]:
-    each = " on each GPU" if p.setup.world > 1 else ""
+    each = " on each GPU" if p.world > 1 else ""
     speed = f"{p.tokens_per_second:,.0f} tokens/s, {p.tflops:,.3g} TFLOP/s{each}"
     yield f"a step takes {format_seconds(p.step_seconds)}: {speed}"
     yield f"  bound by {p.bound}"
@@ -171,7 +172,8 @@ def _device_bytes(profile: Profile) -> str:
 def _assumed(p: Planned) -> Iterator[str]:
     if p.profile is not None:
         shares = p.profile.figures["reached"]
-        used = [k for k in shares if k in (p.setup.precision, "d2h", "h2d", "host_memory", "device_memory")]
+        rates = p.step.settings.precision, "d2h", "h2d", "host_memory", "device_memory"
+        used = [k for k in shares if k in rates]
         reached = ", ".join(f"{key} {shares[key].value:.0%}" for key in used)
         told = (
             f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; "

@@ -3,50 +3,37 @@
 The invariant: as in `zfunc.train.settings`, the fields' defaults are the command line's. No torch here.
 """
 
-from typing import Any
-
-from attrs import field, frozen
+from attrs import evolve, frozen
 
 from zfunc import schedules
-from zfunc.cli.draw_settings import DRAW, HARDWARE, VOCABULARY, UnrunStep, check_precision, check_sizes
-from zfunc.options import (
-    AUTO,
-    Option,
-    anything,
-    check_each,
-    count,
-    multiple,
-    one_of,
-    ratio,
-    share,
-    zero_or_more,
+from zfunc.cli.draw_settings import (
+    HARDWARE,
+    UNRUN_PRECISION,
+    VOCABULARY,
+    UnrunModel,
+    check_precision,
+    check_sizes,
 )
-from zfunc.train.settings import COMMON, check_rows
+from zfunc.core.settings import StepSettings
+from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
+from zfunc.train.settings import MODEL, STEP, check_rows
+
+UNPLANNED = ("compile_segments", "delay_from")  # settings without a flag here: `delay` is the second's
 
 PLAN = {
-    **COMMON,
+    **MODEL,
+    **options_of(StepSettings, without=UNPLANNED),
     **VOCABULARY,
     "max": Option("model", "find the most layers that fit, whatever --num-layers says", anything),
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
     ),
-    "precision": DRAW["precision"],
-    "schedule": Option(
-        "how it runs",
-        f"{COMMON['schedule'].help}; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
-        one_of((*schedules.__all__, AUTO)),
+    "precision": UNRUN_PRECISION,
+    "schedule": STEP["schedule"].offering(
+        (*schedules.__all__, AUTO),
+        f"; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
     ),
-    "offload_ratio": Option(
-        "offload",
-        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device. {AUTO}: the fastest",
-        ratio,
-        metavar=f"X|{AUTO}",
-    ),
-    "speculate": Option(
-        "offload",
-        "buckets that are updated before the norm is known, with clipping or fp16",
-        zero_or_more,
-    ),
+    "offload_ratio": evolve(STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: the fastest"),
     "delay": Option("offload", "apply every gradient a step late", anything),
     "hardware": HARDWARE,
     "world": Option("hardware", "ranks that train together, one on a device", count),
@@ -54,13 +41,14 @@ PLAN = {
 }
 
 
+PlannedStepFlags = flag_fields(StepSettings, UnrunModel, without=UNPLANNED, precision=AUTO, clip=1.0)
+
+
 @frozen(kw_only=True)
-class PlanSettings(UnrunStep):
-    """A step to plan."""
+class PlanSettings(PlannedStepFlags):
+    """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
     max: bool = False
-    offload_ratio: str = field(default="1", converter=str)
-    speculate: int = 0
     delay: bool = False
     hardware: str = "v100-32gb"
     world: int = 1
@@ -74,11 +62,6 @@ class PlanSettings(UnrunStep):
         if self.world == 1:
             multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
         check_rows(self.batch_size, self.world, self.micro_batches)
-
-    @property
-    def ratio(self) -> Any:
-        """The share of the state on the host, or "auto"."""
-        return share(self.offload_ratio)
 
     @property
     def rows(self) -> int:

@@ -3,18 +3,15 @@
 The invariant: the segments are on the meta device and the batch has no data, so nothing is allocated.
 """
 
-from typing import Any
-
 import torch
 from attrs import evolve, frozen
 
 from zfunc.cli.plan_settings import PlanSettings
 from zfunc.models.gpt import num_parameters
-from zfunc.options import AUTO
-from zfunc.planner.candidate import Choice, Setup
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.max_layers import max_layers
-from zfunc.planner.plan_step import Planned, plan_setup
+from zfunc.planner.plan_step import Planned, plan_settings, search_start
+from zfunc.train.settings import step_settings
 from zfunc.train.setup import gpt_config, gpt_segments
 
 
@@ -37,38 +34,20 @@ def plan_model(asked: PlanSettings) -> PlannedModel:
     Raises ValueError for what cannot work, FileNotFoundError for hardware that is not known.
     """
     on = resolve_hardware(asked.hardware)
-    setup = _setup(asked, precision_for(on, asked.precision))
+    settings = step_settings(
+        asked, precision=precision_for(on, asked.precision), delay_from=1 if asked.delay else None
+    )
     if asked.max:
-        one = CostModel(gpt_segments(evolve(asked, num_layers=1)), _batch(asked), on)
-        most = max_layers(one.job(setup), setup.choice, one.hardware(setup))
+        one = CostModel(gpt_segments(evolve(asked, num_layers=1)), _batch(asked), on, asked.world)
+        start = search_start(settings)
+        most = max_layers(one.job(start), start, one.hardware(start))
         asked = evolve(asked, num_layers=max(1, most))
-    task = CostModel(gpt_segments(asked), _batch(asked), on)
-    vary, vary_ratio = asked.schedule == AUTO, asked.ratio == AUTO
-    return PlannedModel(asked, plan_setup(task, setup, vary=vary, vary_ratio=vary_ratio))
+    return PlannedModel(
+        asked, plan_settings(CostModel(gpt_segments(asked), _batch(asked), on, asked.world), settings)
+    )
 
 
 def _batch(asked: PlanSettings) -> tuple[torch.Tensor, torch.Tensor]:
     shape = asked.rows, asked.seq_length
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
     return tokens, tokens
-
-
-def _setup(asked: PlanSettings, precision: str) -> Setup:
-    moments: Any = asked.moments
-    return Setup(
-        precision,
-        asked.clip or None,
-        asked.micro_batches,
-        asked.recompute,
-        moments,
-        world=asked.world,
-        choice=Choice(
-            "Overlapped" if asked.schedule == AUTO else asked.schedule,
-            asked.bucket_size,
-            asked.grad_slots,
-            asked.host_slots,
-            1.0 if asked.ratio == AUTO else asked.ratio,
-            asked.speculate,
-            asked.delay,
-        ),
-    )

@@ -14,8 +14,9 @@ from zfunc.core.hardware import ROUND
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
 from zfunc.models.gpt import num_parameters
-from zfunc.planner.candidate import make_schedule
 from zfunc.planner.cost_model import precision_for, resolve_hardware
+from zfunc.schedules import make_schedule
+from zfunc.train.settings import step_settings
 from zfunc.train.setup import gpt_config, gpt_segments
 
 
@@ -39,14 +40,7 @@ def _graph(sketch: DrawSettings, precision: str) -> Graph:
     shape = sketch.batch_size, sketch.seq_length
     program = zfunc.compile(
         gpt_segments(sketch),
-        optimizer=zfunc.AdamW(moments=sketch.moments),
-        precision=precision,
-        clip_norm=sketch.clip or None,
-        micro_batches=sketch.micro_batches,
-        bucket_size=sketch.bucket_size,
-        grad_slots=sketch.grad_slots,
-        host_slots=sketch.host_slots,
-        recompute=sketch.recompute,
+        step_settings(sketch, precision=precision, schedule="Serial"),
         device="cpu",
         example=(torch.empty(shape, dtype=torch.int64, device="meta"),) * 2,
     )

@@ -9,24 +9,23 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from attrs import evolve
+from attrs import evolve, fields
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zfunc import schedules
 from zfunc.core.layout import Layout, Parameter
-from zfunc.engine.jobs import check_name, check_recipe, make_spec
+from zfunc.core.optimizer_state import Moments
+from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
+from zfunc.engine.jobs import check_recipe, make_spec
 from zfunc.engine.offload_ratio import fit_to_memory, log_offload
 from zfunc.engine.program import (
-    Precision,
     Program,
     ProgramCache,
     Recipe,
-    Schedule,
     make_plan,
     recipe_of,
     specialize,
@@ -34,147 +33,115 @@ from zfunc.engine.program import (
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
-from zfunc.engine.vjp import RECOMPUTE, Recompute, SegmentVJP, make_vjp
+from zfunc.engine.vjp import SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.buffer_checks import no_inference_mode
+from zfunc.options import AUTO
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
-from zfunc.values import number, of_type, truth
+from zfunc.schedules import make_schedule
+from zfunc.values import number, of_type
 
 log = logging.getLogger("zfunc")
 
 
+@takes_settings()
 def compile(
     segments: Sequence[Segment],
+    settings: StepSettings | None = None,
     *,
     optimizer: AdamW | None = None,
-    schedule: Schedule | str | None = None,
-    precision: Precision = "bf16",
-    clip_norm: float | None = None,
-    micro_batches: int = 1,
-    bucket_size: int = 50_000_000,
     device: torch.device | str | None = None,
     group: Any = None,
-    stage: Literal[1, 2] = 2,
-    recompute: Recompute = "all",
-    compile_segments: bool = False,
-    grad_slots: int = 2,
-    host_slots: int = 2,
-    offload_ratio: float | Literal["auto"] = 1.0,
-    speculate: int = 0,
-    delay_from: int | None = None,
     recipe: Recipe | None = None,
     example: tuple[Any, Any] | None = None,
     stages: dict[str, Stage] | None = None,
     patience: float = 600.0,
+    **changes: Any,
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
-    - `schedule`: anything callable `Graph -> Plan`, or the name of a class in `zfunc.schedules`; by default
-      `Overlapped()`.
-    - `precision`: of parameters and gradients on the device; master weights are fp32 always. "fp16" trains with
-      dynamic loss scaling.
-    - `clip_norm`: clip the global gradient norm, as `torch.nn.utils.clip_grad_norm_`; a barrier before Adam.
-    - `micro_batches`: equal parts of a batch, accumulated in fp32; 65,536 at most.
-    - `bucket_size`: elements of a bucket; `grad_slots` of them are on the device, `host_slots` in pinned memory.
-    - `recompute`: what backward computes again: "all" (a segment keeps only its input), "none" (it keeps all
-      that autograd would), or "min-cut" (it keeps the residuals that are cheapest to keep).
-    - `compile_segments`: put every distinct segment through `torch.compile`.
     - `group`: the ranks to train with, a `torch.distributed` process group; None is the default group where there
       is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
-    - `stage`: of ZeRO. 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device in full, in
-      the compute precision, and reduces once.
-    - `offload_ratio`: the share of the optimizer's state that is on the host. The rest stays on the device, in
-      whole buckets (there are more of them then), and is updated there. "auto": as much stays as fits, with
-      `example`.
-    - `speculate`: of so many buckets the update does not wait for the norm, with clipping or fp16: it goes into a
-      shadow, as if nothing were clipped or skipped, and is made again if that was wrong. The bits are the same, and
-      more host memory is needed.
-    - `delay_from`: from this step on the host applies a gradient one step later, while the next one is computed
-      (`zfunc.flush` applies the last one). It changes what is trained. What stays on the device is not delayed.
     - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
     - `recipe`: what a step does, as operations in serial order: `zfunc.core.recipes.zero_offload`, or one of your
       own. New operations need a function each in `stages`.
     - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
 
+    The settings of the step, as `settings`, by name, or both, of which names win:
+
+    {settings}
+
     Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
     """
     no_inference_mode("compile")
     segments = _checked(segments)
-    optimizer = AdamW() if optimizer is None else optimizer
+    settings = settings_with(settings, changes)
+    optimizer = AdamW(moments=settings.moments) if optimizer is None else optimizer
     of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+    optimizer = _keeping(optimizer, settings.moments)
+    settings = evolve(settings, moments=optimizer.moments)
     of_type(
         "stages",
         {} if stages is None else stages,
         Mapping,
         "a dict of functions by verb, or None: pass {verb: function}",
     )
-    check_name("recompute", recompute, list(RECOMPUTE))
-    truth("compile_segments", compile_segments)
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     ranks = _ranks(group)
-    if compile_segments and recompute == "none":
-        raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
     if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):
         raise TypeError(
             f"recipe: got {recipe!r}, expected a function Job -> operations, as zfunc.core.recipes.zero_offload"
         )
-    if recipe is not None and delay_from is not None:
+    if recipe is not None and settings.delayed:
         raise ValueError(
             "recipe: got one with delay_from, expected one of the two: a delayed step has its own"
         )
-    if offload_ratio == "auto" and example is None:
+    if settings.offload_ratio == AUTO and example is None:
         raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
     default_threads()  # decided, and said in the log, before any lane runs
-    job = make_spec(
-        segments,
-        optimizer,
-        precision=precision,
-        clip_norm=clip_norm,
-        micro_batches=micro_batches,
-        bucket_size=bucket_size,
-        recompute=recompute,
-        stage=stage,
-        world=ranks.world,
-        grad_slots=grad_slots,
-        host_slots=host_slots,
-        offload_ratio=offload_ratio,
-        speculate=speculate,
-        delay_from=delay_from,
-        on_gpu=where.type == "cuda",
-    )
-    chosen, functions = _schedule(schedule), {**STAGES, **(stages or {})}
+    job = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=where.type == "cuda")
+    schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, job, functions)
     recipe = recipe or recipe_of(job)
     program = Program(
         segments=segments,
-        calls=_calls(segments, job.layout, recompute, compile_segments, where),
+        calls=_calls(segments, job.layout, settings, where),
         layout=job.layout,
+        settings=settings,
         optimizer=optimizer,
-        schedule=chosen,
-        precision=precision,
-        clip_norm=None if clip_norm is None else float(clip_norm),
-        micro_batches=micro_batches,
+        schedule=schedule,
         device=where,
-        recompute=recompute,
         job=job,
-        plan=make_plan(job, chosen, recipe),
+        plan=make_plan(job, schedule, recipe),
         stages=functions,
         executor=Executor(where, patience=patience),
         cache=ProgramCache(),
         ranks=ranks,
-        delay_from=delay_from,
         recipe=recipe,
     )
     if example is None:
-        return log_offload(program, offload_ratio)
-    if offload_ratio == "auto":
+        return log_offload(program)
+    if settings.offload_ratio == AUTO:
         program = fit_to_memory(program, example)
-    return log_offload(evolve(program, plan=specialize(program, example).plan), offload_ratio)
+    return log_offload(evolve(program, plan=specialize(program, example).plan))
+
+
+def _keeping(optimizer: AdamW, moments: Moments) -> AdamW:
+    """The optimizer with these moments, if it and the settings do not name two other than the default."""
+    default = fields(StepSettings).moments.default
+    if moments in (default, optimizer.moments):
+        return optimizer
+    if optimizer.moments != default:
+        raise ValueError(
+            f"moments: got {moments!r} and AdamW(moments={optimizer.moments!r}), expected one of them: leave one "
+            "out"
+        )
+    return evolve(optimizer, moments=moments)
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:
@@ -252,9 +219,10 @@ def _owned(segment: Segment) -> dict[str, Parameter]:
 
 
 def _calls(
-    segments: Sequence[Segment], layout: Layout, recompute: Recompute, compiled: bool, device: torch.device
+    segments: Sequence[Segment], layout: Layout, settings: StepSettings, device: torch.device
 ) -> tuple[CompiledSegment, ...]:
     """One pair of passes for each distinct segment, so that it is traced or compiled once."""
+    recompute, compiled = settings.recompute, settings.compile_segments
     trainable = {span.name for span in layout.spans}
     made: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
     calls: list[CompiledSegment] = []
@@ -263,17 +231,17 @@ def _calls(
         keep: Recompute = recompute
         if s == last and recompute == "all":
             keep = "min-cut" if compiled else "none"
-        settings = (keep, s > layout.first_trainable, s == last)
-        pair = next((p for other, seen, p in made if seen == settings and segment.like(other)), None)
+        way = (keep, s > layout.first_trainable, s == last)
+        pair = next((p for other, seen, p in made if seen == way and segment.like(other)), None)
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
             pair_of = partial(
-                make_vjp, function, recompute=keep, wrt_input=settings[1], last=s == last, name=segment.name
+                make_vjp, function, recompute=keep, wrt_input=way[1], last=s == last, name=segment.name
             )
             plain = pair_of()
             fast = pair_of(compiled=True) if compiled else plain
             pair = fast, plain
-            made.append((segment, settings, pair))
+            made.append((segment, way, pair))
         names = segment.by_short
         calls.append(
             CompiledSegment(
@@ -300,27 +268,6 @@ def _scalar(segment: Segment) -> Callable[..., Tensor]:
         return y.float()
 
     return loss
-
-
-def _schedule(schedule: Schedule | str | None) -> Schedule:
-    if schedule is None:
-        return schedules.Overlapped()
-    if isinstance(schedule, str):
-        check_name("schedule", schedule, schedules.__all__)
-        return getattr(schedules, schedule)()
-    if isinstance(schedule, type):
-        try:
-            schedule = schedule()
-        except TypeError as error:
-            raise TypeError(
-                f"schedule: got the class {schedule.__name__}, expected one that can be made without arguments, "
-                f"or an object: {error}"
-            ) from error
-    if not callable(schedule):
-        raise TypeError(
-            f"schedule: got a {type(schedule).__name__}, expected something callable Graph -> Plan"
-        )
-    return schedule
 
 
 def _ranks(group: Any) -> RankGroup:

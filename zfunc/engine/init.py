@@ -71,7 +71,7 @@ def init(
                 put_weights(buffers, program.layout, spans[name], value, program.ranks)
             else:
                 view(buffers.frozen, span).copy_(value)
-    scale = (loss_scale or LossScale()) if program.precision == "fp16" else UNSCALED
+    scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 
 

@@ -15,6 +15,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.regions import StepSpec
 from zfunc.engine.program import Program, ProgramCache, batch_key, make_plan, specialize
 from zfunc.errors import OutOfMemory
+from zfunc.options import AUTO
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 
 STEPS = 32  # ratios that are tried
@@ -81,15 +82,15 @@ def share_on_host(job: StepSpec) -> float:
     return sum(job.layout.buckets[b].numel for b in job.offloaded) / job.layout.numel
 
 
-def log_offload(program: Program, asked: Any) -> Program:
+def log_offload(program: Program) -> Program:
     """The program, after a logged line on what is where unless everything is on the host."""
-    job = program.job
+    job, asked = program.job, program.settings.offload_ratio
     if job.resident or asked != 1:
         log.info(
             "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the "
             "device",
             100 * share_on_host(job),
-            asked if asked == "auto" else f"{100 * asked:g}%",
+            asked if asked == AUTO else f"{100 * asked:g}%",
             len(job.resident),
             len(job.layout.buckets),
         )

@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
@@ -23,6 +23,7 @@ from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.settings import Precision, Schedule, StepSettings
 from zfunc.core.verifier import verify
 from zfunc.engine.captured import CapturedFacts
 from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
@@ -30,7 +31,7 @@ from zfunc.engine.purity import called_twice
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, staging_buffer, waiting
-from zfunc.engine.vjp import MAX_TRACES, Recompute, SegmentWeights
+from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.errors import OutOfMemory
 from zfunc.optim.adamw import AdamW
 from zfunc.runtime.collectives import RankGroup
@@ -38,9 +39,7 @@ from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
 from zfunc.values import of_type
 
-Precision = Literal["fp32", "bf16", "fp16"]
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-Schedule = Callable[[Graph], Plan]
 Recipe = Callable[[StepSpec], Iterable[Op]]
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ _identities = itertools.count(1)
 
 @frozen(eq=False)
 class Program:
-    """A compiled training step: segments, layout, recipe settings, schedule. Made by `zfunc.compile`.
+    """A compiled training step: segments, layout, settings, schedule. Made by `zfunc.compile`.
 
     `plan` is the verified plan. Until a batch has been seen its activations count as 0 bytes, unless
     `compile` was given an example.
@@ -60,32 +59,28 @@ class Program:
     segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
     calls: tuple[CompiledSegment, ...] = field(repr=False)
     layout: Layout = field(repr=False)
+    settings: StepSettings
     optimizer: AdamW
     schedule: Schedule
-    precision: Precision
-    clip_norm: float | None
-    micro_batches: int
     device: torch.device
-    recompute: Recompute
     job: StepSpec = field(repr=False)
     plan: Plan = field(repr=False)
     stages: dict[str, Stage] = field(repr=False)
     executor: Executor = field(repr=False)
     cache: "ProgramCache" = field(repr=False)
     ranks: RankGroup = field(factory=RankGroup, repr=False)
-    delay_from: int | None = None
     recipe: Recipe = field(default=zero_offload, repr=False)  # of its plan
     identity: int = field(factory=_identities.__next__)
 
     @property
     def dtype(self) -> torch.dtype:
         """The precision parameters and gradients have on the device."""
-        return DTYPES[self.precision]
+        return DTYPES[self.settings.precision]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
         """What its steps do: the first is that of the plan; they may need buffers the others do not."""
-        later = self.delay_from is not None and self.delay_from > 1
+        later = (self.settings.delay_from or 0) > 1
         return (self.recipe, *((zero_offload,) if later else ()))
 
 
@@ -204,7 +199,10 @@ def specialize(
                 SHAPES,
             )
     job, random = _recent(
-        costs, key, lambda: with_costs(program, split_batch(batch, program.micro_batches)[0]), most=SHAPES
+        costs,
+        key,
+        lambda: with_costs(program, split_batch(batch, program.settings.micro_batches)[0]),
+        most=SHAPES,
     )
     made = (key, recipe, save)
     return _recent(
@@ -244,7 +242,7 @@ def _check_reached(program: Program) -> None:
 
 def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
     """What batches have in common that a plan is good for."""
-    leaves, structure = tree_flatten(split_batch(batch, program.micro_batches)[0])
+    leaves, structure = tree_flatten(split_batch(batch, program.settings.micro_batches)[0])
     return structure, tuple((t.shape, t.dtype) for t in leaves)
 
 

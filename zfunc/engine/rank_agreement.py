@@ -40,10 +40,10 @@ def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}",
-        f"batch of shapes {shapes}, {program.micro_batches} micro-batches",
+        f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
         f"learning rate {optimizer.lr_at(number)}, betas {optimizer.betas_at(number)}, {settings}",
-        f"clip_norm {program.clip_norm}",
-        f"precision {program.precision}, recompute {program.recompute}",
+        f"clip_norm {program.settings.clip_norm}",
+        f"precision {program.settings.precision}, recompute {program.settings.recompute}",
     ]
 
 

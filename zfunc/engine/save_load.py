@@ -162,7 +162,7 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
         x.name
         for bucket in buckets
         for x in bucket.spans
-        if program.precision == "fp16" and job.num_deliveries(bucket) == 1
+        if program.settings.precision == "fp16" and job.num_deliveries(bucket) == 1
     }
     for name in narrow & manifest.pending:
         piece = manifest.by_name[name].pieces[PENDING][0]
@@ -182,7 +182,7 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
 
 def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
     at = checkpoint.manifest.position
-    scale, scaled = at.loss_scale, program.precision == "fp16"
+    scale, scaled = at.loss_scale, program.settings.precision == "fp16"
     if scaled != (checkpoint.manifest.optimizer.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
     return State(
@@ -208,9 +208,9 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
         "weight_decay": optimizer.weight_decay,
         "decoupled": optimizer.decoupled,
         "moments": optimizer.moments,
-        "clip_norm": program.clip_norm,
-        "precision": program.precision,
-        "micro_batches": program.micro_batches,
+        "clip_norm": program.settings.clip_norm,
+        "precision": program.settings.precision,
+        "micro_batches": program.settings.micro_batches,
     }
 
 

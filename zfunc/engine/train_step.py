@@ -146,7 +146,7 @@ def _train_step(
     options = _checked(program, special, state, batch, options)
     buffers = state.buffers
     step = _step(program, special, state, number)
-    mem = _memory(program, state, split_batch(batch, program.micro_batches))
+    mem = _memory(program, state, split_batch(batch, program.settings.micro_batches))
     saving = None if save is None else begin_save(program, state, save)
     mem[Region("checkpoint")] = saving
     buffers.generation += 1
@@ -289,9 +289,9 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         lr=program.optimizer.lr_at(number),
         betas=program.optimizer.betas_at(number),
         loss_scale=state.loss_scale.scale,
-        clip_norm=program.clip_norm,
-        skip_overflow=program.precision == "fp16",
-        micro_batches=program.micro_batches,
+        clip_norm=program.settings.clip_norm,
+        skip_overflow=program.settings.precision == "fp16",
+        micro_batches=program.settings.micro_batches,
         dtype=program.dtype,
         device=program.device,
         randomness=randomness,
@@ -315,13 +315,17 @@ def _delays(program: Program, state: State) -> bool:
     """Whether the next step's gradient waits for the step after it; once some do, all do."""
     if not program.job.offloaded:
         return False
-    begun = program.delay_from is not None and state.step + 1 >= program.delay_from
+    begun = program.settings.delay_from is not None and state.step + 1 >= program.settings.delay_from
     return begun or state.pending is not None
 
 
 def _recipe(program: Program, state: State) -> Recipe:
     if not _delays(program, state):
-        return program.recipe if program.delay_from is None or not program.job.offloaded else zero_offload
+        return (
+            program.recipe
+            if program.settings.delay_from is None or not program.job.offloaded
+            else zero_offload
+        )
     return delayed if state.pending is None else steadily_delayed
 
 

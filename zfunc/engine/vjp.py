@@ -13,7 +13,7 @@ The last segment never recomputes: its backward follows its forward at once.
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from attrs import frozen
@@ -24,10 +24,9 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from zfunc.core.settings import Recompute
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
-Recompute = Literal["all", "none", "min-cut"]
-RECOMPUTE: tuple[Recompute, ...] = ("all", "none", "min-cut")
 MAX_TRACES = 64  # kept of one segment: one for each set of shapes of its input
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]

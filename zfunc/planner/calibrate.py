@@ -126,7 +126,7 @@ def machine_facts(program: Program, folder: Path) -> MachineFacts:
     gpu = torch.cuda.get_device_name(device) if cuda else None
     return MachineFacts(
         title=", ".join(str(x) for x in (gpu, cpu_model() or platform.machine(), f"{cores} cores") if x),
-        precision=program.precision,
+        precision=program.settings.precision,
         devices=torch.cuda.device_count() if cuda else cores,
         cores=cores,
         memory={

@@ -1,7 +1,7 @@
-"""What is to be planned: segments with a batch on a machine, and what they cost under any setup.
+"""What is to be planned: segments with a batch on a machine, and what they cost under any settings.
 
 The invariant: a segment is traced once for each precision, way of recomputing and micro-batch, without data; all
-else about a setup is arithmetic.
+else about settings is arithmetic.
 """
 
 import os
@@ -13,13 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.ops import StepSpec
+from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import compile
 from zfunc.engine.jobs import make_spec
 from zfunc.engine.program import Program, ProgramCache, split_batch, with_costs
 from zfunc.engine.segment import Segment
 from zfunc.optim.adamw import AdamW
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep, Setup, play_through
+from zfunc.planner.candidate import PlannedStep, play_through
 from zfunc.planner.profile import Profile
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import SearchResult, search
@@ -56,61 +57,50 @@ class CostModel:
     segments: tuple[Segment, ...]
     example: tuple[Any, Any]
     on: Profile | Hardware
-    costs: dict[tuple[str, str, int], StepSpec] = field(factory=dict[tuple[str, str, int], StepSpec])
-    programs: dict[str, Program] = field(factory=dict[str, Program])
+    world: int = 1  # ranks
+    costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
+    programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
 
     @property
     def rows(self) -> int:
         """The size of a rank's batch."""
         return next((t.shape[0] for t in tree_leaves(self.example)), 1)
 
-    def hardware(self, setup: Setup) -> Hardware:
+    def hardware(self, settings: StepSettings) -> Hardware:
         """What one rank gets."""
-        if isinstance(self.on, Hardware):
-            return self.on
-        return self.on.hardware(setup.precision, setup.world)
+        return self.on if isinstance(self.on, Hardware) else self.on.hardware(settings.precision, self.world)
 
-    def step(self, setup: Setup) -> PlannedStep:
+    def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
-        return play_through(self.job(setup), setup.choice, self.hardware(setup))
+        return play_through(self.job(settings), settings, self.hardware(settings))
 
-    def search(self, setup: Setup, space: SearchSpace) -> SearchResult:
-        """The best choice from that of the setup on."""
-        return search(self.job(setup), self.hardware(setup), setup.choice, space)
+    def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
+        """The best settings from these on."""
+        return search(self.job(settings), self.hardware(settings), settings, space)
 
-    def job(self, setup: Setup) -> StepSpec:
+    def job(self, settings: StepSettings) -> StepSpec:
         """The job of these settings, with what its segments cost."""
-        program = self._program(setup.recompute)  # which also checks the segments
-        choice = setup.choice
-        settings: Any = {"precision": setup.precision, "recompute": setup.recompute}
-        job = make_spec(
-            program.segments,
-            AdamW(moments=setup.moments),
-            **settings,
-            clip_norm=setup.clip_norm,
-            micro_batches=setup.micro_batches,
-            bucket_size=choice.bucket_size,
-            stage=setup.stage,
-            world=setup.world,
-            grad_slots=choice.grad_slots,
-            host_slots=choice.host_slots,
-            offload_ratio=choice.offload_ratio,
-            speculate=choice.speculate,
-            delay_from=1 if choice.delay else None,
-            on_gpu=not self.hardware(setup).unified,
-        )
-        key = setup.precision, setup.recompute, setup.micro_batches
+        program = self._program(settings)  # which also checks the segments
+        on_gpu = not self.hardware(settings).unified
+        job = make_spec(program.segments, AdamW(), settings, world=self.world, on_gpu=on_gpu)
+        key = settings.precision, settings.micro_batches, *_way(settings)
         if key not in self.costs:
-            given: Any = {"precision": setup.precision, "micro_batches": setup.micro_batches}
-            like = evolve(program, job=job, cache=ProgramCache(), **given)
-            self.costs[key] = with_costs(like, split_batch(self.example, setup.micro_batches)[0])[0]
+            like = evolve(program, settings=settings, job=job, cache=ProgramCache())
+            self.costs[key] = with_costs(like, split_batch(self.example, settings.micro_batches)[0])[0]
         traced = self.costs[key]
         return evolve(job, costs=traced.costs, target_bytes=traced.target_bytes)
 
-    def _program(self, recompute: str) -> Program:
+    def _program(self, settings: StepSettings) -> Program:
         """The segments compiled for one way of recomputing: what a trace of any batch begins with."""
-        if recompute not in self.programs:
-            way: Any = recompute
-            made = compile(self.segments, recompute=way, schedule="Serial", device="cpu")
-            self.programs[recompute] = made
-        return self.programs[recompute]
+        way = _way(settings)
+        if way not in self.programs:
+            recompute, compiled = way
+            self.programs[way] = compile(
+                self.segments, recompute=recompute, compile_segments=compiled, schedule="Serial", device="cpu"
+            )
+        return self.programs[way]
+
+
+def _way(settings: StepSettings) -> tuple[Any, ...]:
+    """What the passes of a segment depend on."""
+    return settings.recompute, settings.compile_segments

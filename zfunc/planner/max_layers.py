@@ -11,20 +11,21 @@ from attrs import evolve
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.ops import StepSpec
-from zfunc.planner.candidate import Choice, play_through
+from zfunc.core.settings import StepSettings
+from zfunc.planner.candidate import play_through
 
 MOST = 400  # middle segments that are planned; each takes operations and time
 
 
-def max_layers(job: StepSpec, choice: Choice, hardware: Hardware) -> int:
-    """How many middle segments fit, under `choice`, if `job` is that of a model with one. 0 if not even that does.
+def max_layers(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
+    """How many middle segments fit, under `settings`, if `job` is of a model with one. 0 if not even that does.
 
     Raises ValueError if more than MOST do.
     """
     low, high = 0, MOST + 1  # low fits; high does not, or is beyond what is planned
-    probe, stride = min(MOST, _guess(job, choice, hardware)), 1
+    probe, stride = min(MOST, _guess(job, settings, hardware)), 1
     while high - low > 1:
-        if play_through(with_layers(job, probe), choice, hardware).fits:
+        if play_through(with_layers(job, probe), settings, hardware).fits:
             low, probe = probe, probe + stride
         else:
             high, probe = probe, probe - stride
@@ -37,9 +38,9 @@ def max_layers(job: StepSpec, choice: Choice, hardware: Hardware) -> int:
     return low
 
 
-def _guess(job: StepSpec, choice: Choice, hardware: Hardware) -> int:
+def _guess(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
     """By how memory grows from a few segments to a few more: it is nearly a line."""
-    few, more = (play_through(with_layers(job, count), choice, hardware) for count in (4, 8))
+    few, more = (play_through(with_layers(job, count), settings, hardware) for count in (4, 8))
     best = float(MOST + 1)
     for tier, there in hardware.memory.items():
         empty = evolve(
@@ -74,7 +75,7 @@ def with_layers(job: StepSpec, count: int) -> StepSpec:
 def _longer(layout: Layout, count: int, bucket_size: int, world: int) -> Layout:
     """The layout with `count` of its middle segment, which shares no parameter with others.
 
-    The size of its buckets does not matter: `choices.chosen` lays out anew.
+    The size of its buckets does not matter: `play_through` lays out anew.
     """
     first, middle, last = layout.parameters
 

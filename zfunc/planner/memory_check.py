@@ -11,10 +11,11 @@ from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import held
+from zfunc.core.settings import StepSettings
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program, specialize
 from zfunc.errors import OutOfMemory
-from zfunc.planner.candidate import Choice, Setup, short_of
+from zfunc.planner.candidate import short_of
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
@@ -34,36 +35,29 @@ def local_hardware(program: Program) -> Hardware:
     return evolve(ROUND, name="this machine", memory={**room, "device": device})
 
 
-def check_fits(
-    program: Program, example: tuple[Any, Any], *, bucket_size: int, settable: Collection[str]
-) -> None:
+def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collection[str]) -> None:
     """Raise OutOfMemory unless there is room for a step of `program` on such a batch.
 
-    `bucket_size` is what it was compiled with, `settable` the names of what may be advised to change.
+    `settable` are the names of what may be advised to change.
     """
     on, peaks = local_hardware(program), specialize(program, example).memory
     if on.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        task = CostModel(program.segments, example, on)
-        raise OutOfMemory(_no_room(task, _setup(program, bucket_size), settable))
+        task = CostModel(program.segments, example, on, program.ranks.world)
+        raise OutOfMemory(_no_room(task, _settings(program), settable))
 
 
-def _setup(program: Program, bucket_size: int) -> Setup:
-    """What a program was compiled with."""
-    job = program.job
-    ratio = share_on_host(job) if job.resident else 1.0
-    slots = job.grad_slots, job.host_slots
-    moments = program.optimizer.moments
-    choice = Choice(program.schedule, bucket_size, *slots, ratio, job.shadows, job.delayed)
-    given = program.precision, program.clip_norm, program.micro_batches, program.recompute
-    return Setup(*given, moments, job.stage, job.world, choice)
+def _settings(program: Program) -> StepSettings:
+    """What a program was compiled with; of its state on the host, what that came to."""
+    ratio = share_on_host(program.job) if program.job.resident else 1.0
+    return evolve(program.settings, schedule=program.schedule, offload_ratio=ratio)
 
 
-def _no_room(task: CostModel, setup: Setup, settable: Collection[str]) -> str:
+def _no_room(task: CostModel, settings: StepSettings, settable: Collection[str]) -> str:
     """What a step lacks, and what would help: each change planned."""
-    made = task.step(setup)
+    made = task.step(settings)
     tier = max(made.lacking, key=lambda name: made.lacking[name])
     parts = [f"{name} {format_gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
-    advice = suggest(setup, made, rows=task.rows, replan=task.step, settable=settable)
+    advice = suggest(settings, made, rows=task.rows, replan=task.step, settable=settable)
     would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
     return (
         f"a step needs more memory than is free: {short_of(made.lacking)}, most of what it needs being "

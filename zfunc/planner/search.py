@@ -17,8 +17,8 @@ from zfunc.core.graph import Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import kept
 from zfunc.core.ops import StepSpec
+from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import (
-    Choice,
     PlannedStep,
     gains_and_costs,
     operations_of,
@@ -34,9 +34,9 @@ ROUNDS = 3  # over all settings; the last one mostly finds nothing
 
 @frozen(eq=False)
 class Trial:
-    """A choice that was weighed, and what came of it in words. `seconds` is None where it was not simulated."""
+    """Settings that were weighed, and what came of it in words. `seconds` is None where it was not simulated."""
 
-    choice: Choice
+    settings: StepSettings
     seconds: float | None
     lacking: dict[Tier, int]
     told: str
@@ -53,7 +53,7 @@ class SearchResult:
 
 
 def search(
-    job: StepSpec, hardware: Hardware, start: Choice | None = None, space: SearchSpace | None = None
+    job: StepSpec, hardware: Hardware, start: StepSettings | None = None, space: SearchSpace | None = None
 ) -> SearchResult:
     """The fastest step of `job` on `hardware` that fits its memory; if none does, the one that lacks least.
 
@@ -66,16 +66,16 @@ def search(
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
     >>> job = StepSpec(layout, costs, [False] * 8, barrier=True)
-    >>> search(job, ROUND, Choice(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
+    >>> search(job, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
     """
-    first = play_through(job, start or Choice(), hardware)
+    first = play_through(job, start or StepSettings(), hardware)
     walk = _Walk(job, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
         for alternatives in COORDINATES:
-            for choice in alternatives(walk.best, walk.space, number == 0):
-                walk.weigh(choice)
+            for settings in alternatives(walk.best, walk.space, number == 0):
+                walk.weigh(settings)
         if walk.best is before:
             break
     walk.undo_idle_changes()
@@ -93,36 +93,36 @@ class _Walk:
     first: PlannedStep
     best: PlannedStep = field(init=False)
     fastest: float = field(init=False)
-    seen: dict[Choice, PlannedStep | None] = field(factory=dict[Choice, PlannedStep | None])
+    seen: dict[StepSettings, PlannedStep | None] = field(factory=dict[StepSettings, PlannedStep | None])
     tried: list[Trial] = field(factory=list[Trial])
-    last: tuple[Choice, Graph] | None = None  # the last graph, and what it was emitted for
+    last: tuple[StepSettings, Graph] | None = None  # the last graph, and what it was emitted for
 
     def __attrs_post_init__(self) -> None:
         self.best, self.fastest = self.first, self.first.seconds
-        self.seen[self.first.choice] = self.first
+        self.seen[self.first.settings] = self.first
         self._note(self.first, "the start")
 
-    def weigh(self, choice: Choice) -> None:
-        """Try `choice`, unless it was, or arithmetic says that it cannot win. The better one stays the best."""
-        if choice in self.seen:
+    def weigh(self, settings: StepSettings) -> None:
+        """Try `settings`, unless it was, or arithmetic says that it cannot win. The better one stays the best."""
+        if settings in self.seen:
             return
-        self.seen[choice] = None
-        graph = self.graph(choice)
+        self.seen[settings] = None
+        graph = self.graph(settings)
         lacking = self.hardware.lacking(kept(graph))
         lane, least = _longest_lane(graph, self.hardware)
-        change = _change(choice, self.best.choice)
+        change = _change(settings, self.best.settings)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
             told = f"{change}: cannot fit, {short_of(lacking)} for what is always there"
-            self.tried.append(Trial(choice, None, lacking, told))
+            self.tried.append(Trial(settings, None, lacking, told))
         elif self.best.fits and least > self.best.seconds * (1 - WORTH):
             told = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
-            self.tried.append(Trial(choice, None, {}, told))
+            self.tried.append(Trial(settings, None, {}, told))
         else:
-            self._simulate(choice, graph)
+            self._simulate(settings, graph)
 
-    def _simulate(self, choice: Choice, graph: Graph) -> PlannedStep:
-        made = self.seen[choice] = play_through(self.job, choice, self.hardware, graph)
-        self._note(made, f"{_change(choice, self.best.choice)}: {gains_and_costs(made, self.best)}")
+    def _simulate(self, settings: StepSettings, graph: Graph) -> PlannedStep:
+        made = self.seen[settings] = play_through(self.job, settings, self.hardware, graph)
+        self._note(made, f"{_change(settings, self.best.settings)}: {gains_and_costs(made, self.best)}")
         if _better(made, self.best):
             self.best = made
         return made
@@ -131,23 +131,23 @@ class _Walk:
         if made.fits:
             self.fastest = min(self.fastest, made.seconds) if self.best.fits else made.seconds
         short = f"; {short_of(made.lacking)}" if made.lacking else ""
-        self.tried.append(Trial(made.choice, made.seconds, made.lacking, told + short))
+        self.tried.append(Trial(made.settings, made.seconds, made.lacking, told + short))
 
-    def graph(self, choice: Choice) -> Graph:
-        """The operations of `choice`; the schedule does not matter to them."""
-        plain = evolve(choice, schedule="")
+    def graph(self, settings: StepSettings) -> Graph:
+        """The operations of `settings`; the schedule does not matter to them."""
+        plain = evolve(settings, schedule="")
         if self.last is None or self.last[0] != plain:
-            self.last = plain, operations_of(self.job, choice)
+            self.last = plain, operations_of(self.job, settings)
         return self.last[1]
 
-    def simulated(self, choice: Choice) -> PlannedStep:
-        """The step of `choice`, whatever arithmetic says of it."""
-        return self.seen.get(choice) or self._simulate(choice, self.graph(choice))
+    def simulated(self, settings: StepSettings) -> PlannedStep:
+        """The step of `settings`, whatever arithmetic says of it."""
+        return self.seen.get(settings) or self._simulate(settings, self.graph(settings))
 
     def undo_idle_changes(self) -> None:
         """Go back to the start's value of every setting that gains next to nothing by its change."""
-        for name in _changed(self.best.choice, self.first.choice):
-            back = self.simulated(_with(self.best.choice, name, self.first.choice))
+        for name in _changed(self.best.settings, self.first.settings):
+            back = self.simulated(_with(self.best.settings, name, self.first.settings))
             alike = sum(back.lacking.values()) == sum(self.best.lacking.values())
             if alike and (not back.fits or back.seconds <= self.fastest * (1 + WORTH)):
                 self.best = back
@@ -155,8 +155,8 @@ class _Walk:
     def count_shadows(self) -> None:
         """Buckets that stay on the device are not speculated on: say how many are."""
         most = len(self.best.job.offloaded)
-        if self.best.choice.speculate > most:
-            self.best = self.simulated(evolve(self.best.choice, speculate=most))
+        if self.best.settings.speculate > most:
+            self.best = self.simulated(evolve(self.best.settings, speculate=most))
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
@@ -178,27 +178,29 @@ def _longest_lane(graph: Graph, hardware: Hardware) -> tuple[Kind | str, float]:
 
 def _reasons(walk: _Walk) -> Iterator[str]:
     """For each setting that differs from the start's, what going back to that would cost."""
-    for name in _changed(walk.best.choice, walk.first.choice):
-        back = walk.simulated(_with(walk.best.choice, name, walk.first.choice))
-        told = f"{_value(walk.best.choice, name)} instead of {_value(back.choice, name, bare=True)}"
+    for name in _changed(walk.best.settings, walk.first.settings):
+        back = walk.simulated(_with(walk.best.settings, name, walk.first.settings))
+        told = f"{_value(walk.best.settings, name)} instead of {_value(back.settings, name, bare=True)}"
         short = f"; otherwise {short_of(back.lacking)}" if back.lacking and walk.best.fits else ""
         yield f"{told}: {gains_and_costs(walk.best, back)}{short}"
 
 
-def _changed(new: Choice, old: Choice) -> list[str]:
-    return [f.name for f in attrs.fields(Choice) if getattr(new, f.name) != getattr(old, f.name)]
+def _changed(new: StepSettings, old: StepSettings) -> list[str]:
+    return [f.name for f in attrs.fields(StepSettings) if getattr(new, f.name) != getattr(old, f.name)]
 
 
-def _with(choice: Choice, name: str, other: Choice) -> Choice:
-    return evolve(choice, **{name: getattr(other, name)})
+def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings:
+    together = ("speculate", "delay_from")  # one of which excludes the other
+    names = together if name in together else (name,)
+    return evolve(settings, **{x: getattr(other, x) for x in names})
 
 
-def _change(new: Choice, old: Choice) -> str:
+def _change(new: StepSettings, old: StepSettings) -> str:
     return ", ".join(_value(new, name) for name in _changed(new, old)) or "nothing new"
 
 
-def _value(choice: Choice, name: str, *, bare: bool = False) -> str:
-    value = choice.schedule_name if name == "schedule" else getattr(choice, name)
+def _value(settings: StepSettings, name: str, *, bare: bool = False) -> str:
+    value = settings.schedule_name if name == "schedule" else getattr(settings, name)
     number = isinstance(value, int) and not isinstance(value, bool)
     told = f"{value:,}" if number else f"{value:g}" if isinstance(value, float) else str(value)
     return told if bare else f"{name} {told}"

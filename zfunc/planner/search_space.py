@@ -1,6 +1,6 @@
 """What else could be chosen, one setting at a time: the neighbours that a search weighs.
 
-The invariant: an alternative differs from the best step's choice in one setting, and in what goes with it.
+The invariant: an alternative differs from the best step's settings in one of them, and in what goes with it.
 """
 
 import math
@@ -10,7 +10,11 @@ from attrs import evolve, frozen
 
 from zfunc.core.layout import make_layout
 from zfunc.core.memory_model import kept
-from zfunc.planner.candidate import Choice, PlannedStep, operations_of
+from zfunc.core.settings import StepSettings
+from zfunc.planner.candidate import PlannedStep, operations_of, with_changes
+
+SEARCHED = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from")
+"""The settings that are varied: they change how a step runs and not, but for `delay_from`, its result."""
 
 
 @frozen
@@ -33,24 +37,24 @@ class SearchSpace:
     delay: tuple[bool, ...] = (False,)
 
 
-def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
+def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     for name in space.schedules:
-        yield evolve(best.choice, schedule=name)
+        yield evolve(best.settings, schedule=name)
 
 
-def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
-    if best.job.barrier and not best.choice.delay:
+def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    if best.job.barrier and not best.settings.delayed:
         count = len(best.job.offloaded)
         for share in space.speculate:
-            yield evolve(best.choice, speculate=round(share * count))
+            yield evolve(best.settings, speculate=round(share * count))
 
 
-def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Choice]:
+def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     ratios = space.offload_ratios
     if ratios is None:
         ratios = ratios_that_fit(best) if first else ()
     for ratio in ratios:
-        yield evolve(best.choice, offload_ratio=ratio)
+        yield evolve(best.settings, offload_ratio=ratio)
 
 
 def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
@@ -66,7 +70,7 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     if there is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        kept(operations_of(best.job, evolve(best.choice, offload_ratio=ratio)))["device"]
+        kept(operations_of(best.job, evolve(best.settings, offload_ratio=ratio)))["device"]
         for ratio in (0.0, 1.0)
     )
     free = there - best.memory["device"] + kept(best.plan.graph)["device"] - least
@@ -75,15 +79,15 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     return tuple(dict.fromkeys(n / 100 for n in (100, (100 + whole) // 2, min(100, whole + 2), whole)))
 
 
-def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Choice]:
-    sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.choice.bucket_size)
-    known = {_cuts(best, size) for size in (best.choice.bucket_size,)}
+def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
+    sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.settings.bucket_size)
+    known = {_cuts(best, size) for size in (best.settings.bucket_size,)}
     for size in sizes:
         if (cuts := _cuts(best, size)) not in known:
             known.add(cuts)
             count = len(best.job.layout.buckets)
             yield evolve(
-                best.choice, bucket_size=size, speculate=round(best.choice.speculate * len(cuts) / count)
+                best.settings, bucket_size=size, speculate=round(best.settings.speculate * len(cuts) / count)
             )
 
 
@@ -93,23 +97,23 @@ def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     return tuple(b.stop for b in layout.buckets)
 
 
-def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
-    for count in _beside(space.host_slots, best.choice.host_slots):
-        yield evolve(best.choice, host_slots=count)
+def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    for count in _beside(space.host_slots, best.settings.host_slots):
+        yield evolve(best.settings, host_slots=count)
 
 
-def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
+def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     if best.job.stage == 2:  # in stage 1 every bucket has its own
-        for count in _beside(space.grad_slots, best.choice.grad_slots):
-            yield evolve(best.choice, grad_slots=count)
+        for count in _beside(space.grad_slots, best.settings.grad_slots):
+            yield evolve(best.settings, grad_slots=count)
 
 
-def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Choice]:
+def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     for delay in space.delay:
-        yield evolve(best.choice, delay=delay, speculate=0 if delay else best.choice.speculate)
+        yield with_changes(best.settings, delay=delay, speculate=0 if delay else best.settings.speculate)
 
 
-COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[Choice]], ...] = (
+COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
     *(_schedules, _delay, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
 )
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from attrs import field, frozen
 
+from zfunc.core.settings import StepSettings
 from zfunc.options import flag
-from zfunc.planner.candidate import PlannedStep, Setup, gains_and_costs, short_of
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, short_of, with_changes
 from zfunc.planner.search_space import ratios_that_fit
 
 WORTH = 0.02  # of a step's time: advice that gains less is not given
@@ -24,8 +25,8 @@ OTHER_NUMBERS = {
 }
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
-Replan = Callable[[Setup], PlannedStep]
-Trial = Callable[[Setup, Iterable[dict[str, Any]]], "list[Suggestion]"]
+Replan = Callable[[StepSettings], PlannedStep]
+Trial = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
 
 
 def _dict(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,36 +65,41 @@ def as_flag(name: str, value: Any) -> str:
 
 
 def suggest(
-    setup: Setup, step: PlannedStep, *, rows: int, replan: Replan, settable: Collection[str] | None = None
+    settings: StepSettings,
+    step: PlannedStep,
+    *,
+    rows: int,
+    replan: Replan,
+    settable: Collection[str] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """What to change about `step`, the best first. `rows` is the size of a rank's batch; `replan` plans a setup.
+    """What to change about `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
 
     Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
     combination; if not even all of them together are enough, those. Where it fits: what is faster and still fits.
-    Only names in `settable` are changed, if there is such a list.
+    Only names in `settable` are with_changes, if there is such a list.
     """
 
-    def tried(base: Setup, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
+    def tried(base: StepSettings, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
         possible = [c for c in changes if settable is None or c.keys() <= set(settable)]
         return list(_tried(base, step, possible, replan))
 
     if step.fits:
-        return tuple(_faster(setup, step, rows, tried))[:MOST]
-    singles = tried(setup, _smaller(setup, step, rows))
+        return tuple(_faster(settings, step, rows, tried))[:MOST]
+    singles = tried(settings, _smaller(settings, step, rows))
     fitting = sorted((a for a in singles if a.step.fits), key=lambda a: a.step.seconds)
     if fitting or not singles:
         return tuple(_distinct(fitting))[:MOST]
     least = {name: value for a in singles for name, value in a.changes.items()}  # of each setting the last
-    together = tuple(tried(setup, [least]))
-    return _combined(setup, step, rows, tried) if together and together[0].step.fits else together
+    together = tuple(tried(settings, [least]))
+    return _combined(settings, step, rows, tried) if together and together[0].step.fits else together
 
 
 def _tried(
-    setup: Setup, step: PlannedStep, changes: list[dict[str, Any]], replan: Replan
+    settings: StepSettings, step: PlannedStep, changes: list[dict[str, Any]], replan: Replan
 ) -> Iterator[Suggestion]:
     for change in changes:
         try:
-            new = replan(setup.having(**change))
+            new = replan(with_changes(settings, **change))
         except ValueError:  # a combination that is refused is no advice
             continue
         yield Suggestion(change, new, _told(change, new, step))
@@ -118,47 +124,47 @@ def _distinct(found: list[Suggestion]) -> Iterator[Suggestion]:
 # --- to make it fit ----------------------------------------------------------------------------------------
 
 
-def _smaller(setup: Setup, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
+def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
     """Changes that need less of what is lacking."""
     tiers = {"device", "host"} if step.hardware.unified else set(step.lacking)
     if "device" in tiers:
-        yield from _smaller_on_device(setup, rows)
+        yield from _smaller_on_device(settings, rows)
     if "host" in tiers:
-        yield from _smaller_on_host(setup)
+        yield from _smaller_on_host(settings)
     for size in (100_000_000, 25_000_000, 10_000_000):
-        if size < setup.choice.bucket_size:
+        if size < settings.bucket_size:
             yield {"bucket_size": size}
 
 
-def _smaller_on_device(setup: Setup, rows: int) -> Iterator[dict[str, Any]]:
-    more = [parts for parts in _divisors(rows) if parts > setup.micro_batches]
+def _smaller_on_device(settings: StepSettings, rows: int) -> Iterator[dict[str, Any]]:
+    more = [parts for parts in _divisors(rows) if parts > settings.micro_batches]
     yield from ({"micro_batches": parts} for parts in dict.fromkeys((*more[:1], *more[-1:])))
-    if setup.choice.grad_slots > 1 and setup.stage == 2:
+    if settings.grad_slots > 1 and settings.stage == 2:
         yield {"grad_slots": 1}
-    if setup.recompute != "all":
+    if settings.recompute != "all":
         yield {"recompute": "all"}
-    if setup.choice.offload_ratio < 1:
+    if settings.offload_ratio < 1:
         yield {"offload_ratio": 1.0}
-    if setup.stage == 1:
+    if settings.stage == 1:
         yield {"stage": 2}
 
 
-def _smaller_on_host(setup: Setup) -> Iterator[dict[str, Any]]:
-    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[setup.moments])
-    if setup.precision == "fp32":
+def _smaller_on_host(settings: StepSettings) -> Iterator[dict[str, Any]]:
+    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments])
+    if settings.precision == "fp32":
         yield {"precision": "bf16"}
-    if setup.choice.host_slots > 1:
+    if settings.host_slots > 1:
         yield {"host_slots": 1}
-    if setup.choice.speculate:
+    if settings.speculate:
         yield {"speculate": 0}
 
 
-def _combined(setup: Setup, step: PlannedStep, rows: int, tried: Trial) -> tuple[Suggestion, ...]:
+def _combined(settings: StepSettings, step: PlannedStep, rows: int, tried: Trial) -> tuple[Suggestion, ...]:
     """One change after the other, always the one after which least is lacking, until it fits or none helps."""
     changes: dict[str, Any] = {}
     now = step
     for _ in range(REDUCTIONS):
-        base = setup.having(**changes)
+        base = with_changes(settings, **changes)
         options = tried(base, _smaller(base, now, rows))
         best = min(options, key=lambda a: (sum(a.step.lacking.values()), a.step.seconds), default=None)
         if best is None or sum(best.step.lacking.values()) >= sum(now.lacking.values()):
@@ -176,30 +182,26 @@ def _divisors(rows: int) -> list[int]:
 # --- to make it faster ---------------------------------------------------------------------------------------
 
 
-def _faster(setup: Setup, step: PlannedStep, rows: int, tried: Trial) -> Iterator[Suggestion]:
-    found = [a for a in tried(setup, _changes(setup, step, rows)) if a.step.fits]
+def _faster(settings: StepSettings, step: PlannedStep, rows: int, tried: Trial) -> Iterator[Suggestion]:
+    found = [a for a in tried(settings, _changes(settings, step, rows)) if a.step.fits]
     if any("recompute" in a.changes for a in found):  # or keeping everything takes even more room
-        found += (a for a in tried(setup, [{"recompute": "none"}]) if a.step.fits)
+        found += (a for a in tried(settings, [{"recompute": "none"}]) if a.step.fits)
     gain = [a for a in found if a.step.seconds < step.seconds * (1 - WORTH)]
     yield from _distinct(sorted(gain, key=lambda a: a.step.seconds))
 
 
-def _changes(setup: Setup, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
+def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
     """Changes that may make the step faster."""
-    if setup.recompute == "all":
+    if settings.recompute == "all":
         yield {"recompute": "min-cut"}
-    fewer = [n for n in _divisors(rows) if n < setup.micro_batches]
+    fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
-    if step.job.barrier and not setup.choice.delay and setup.choice.speculate < len(step.job.offloaded):
+    if step.job.barrier and not settings.delayed and settings.speculate < len(step.job.offloaded):
         yield {"speculate": len(step.job.offloaded)}
-    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[setup.moments][-1:])
-    yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < setup.choice.offload_ratio)
-    yield from (
-        {"schedule": name} for name in ("Overlapped", "CriticalPath") if name != setup.choice.schedule
-    )
-    yield from (
-        {"bucket_size": size} for size in (25_000_000, 200_000_000) if size != setup.choice.bucket_size
-    )
-    yield from ({name: setup.value(name) + 1} for name in ("grad_slots", "host_slots"))
-    if not setup.choice.delay:
-        yield {"delay": True, "speculate": 0} if setup.choice.speculate else {"delay": True}
+    yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments][-1:])
+    yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
+    yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
+    yield from ({"bucket_size": size} for size in (25_000_000, 200_000_000) if size != settings.bucket_size)
+    yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
+    if not settings.delayed:
+        yield {"delay": True, "speculate": 0} if settings.speculate else {"delay": True}

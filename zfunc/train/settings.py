@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-from attrs import field, frozen
+from attrs import evolve, frozen
 
 from zfunc import schedules
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.settings import PRECISIONS, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -20,25 +20,25 @@ from zfunc.options import (
     check_each,
     count,
     flag,
+    flag_fields,
     multiple,
     not_negative,
     one_of,
+    options_of,
     path,
     positive,
     probability,
-    ratio,
+    values_of_flags,
     zero_or_more,
 )
 
-PRECISIONS = ("auto", "fp32", "bf16", "fp16")
 DEVICES = ("auto", "cpu", "cuda")
-RECOMPUTE = ("all", "none", "min-cut")
-MOMENTS = tuple(STATE_FORMATS)
 LOG_STYLES = ("zfunc", "deepspeed")
 LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
 LARGEST_SEED = 2**63 - 1  # which a checkpoint can hold
+CPU_BUCKET_SIZE, GPU_BUCKET_SIZE = 1 << 18, 50_000_000  # elements, where none is set
 SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that the model of --hf has itself
 
 
@@ -47,57 +47,34 @@ def _device(name: str, value: Any) -> None:
     if kind not in DEVICES or (colon and not (kind == "cuda" and index.isdecimal())):
         hint = did_you_mean(kind, list(DEVICES)) or ": choose one of them"
         raise ValueError(
-            f"{flag(name)}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
+            f"{name}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
         )
 
 
 def _seed(name: str, value: Any) -> None:
     zero_or_more(name, value)
     if value > LARGEST_SEED:
-        raise ValueError(f"{flag(name)}: got {value}, expected at most {LARGEST_SEED}: pass a smaller one")
+        raise ValueError(f"{name}: got {value}, expected at most {LARGEST_SEED}: pass a smaller one")
 
 
 def _resume(name: str, value: Any) -> None:
     if not value:
         raise ValueError(
-            f"{flag(name)}: got nothing, expected a checkpoint, a folder of them, a run, or {AUTO}: name it"
+            f"{name}: got nothing, expected a checkpoint, a folder of them, a run, or {AUTO}: name it"
         )
 
 
 _names = ", ".join
 
-COMMON = {
+MODEL = {
     "num_layers": Option("model", "transformer blocks", count),
     "hidden_size": Option("model", "features of a token, a multiple of the heads", count),
     "num_attention_heads": Option("model", "attention heads", count),
     "seq_length": Option("model", "tokens of a sequence", count),
     "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", count),
-    "micro_batches": Option("step", "equal parts of a batch; their gradients are accumulated", count),
-    "clip": Option("step", "largest global gradient norm; 0 does not clip", not_negative),
-    "precision": Option(
-        "how it runs",
-        f"of parameters and gradients on the device: {_names(PRECISIONS)}; auto: bf16 on a GPU, fp32 on a CPU",
-        one_of(PRECISIONS),
-    ),
-    "moments": Option(
-        "offload",
-        f"what the host keeps of Adam's moments: {_names(MOMENTS)}; the less, the faster the host's step",
-        one_of(MOMENTS),
-    ),
-    "schedule": Option(
-        "how it runs",
-        f"what runs when, and on which lane: {_names(schedules.__all__)}",
-        one_of(schedules.__all__),
-    ),
-    "bucket_size": Option("offload", "elements that are moved and updated as a unit", count),
-    "grad_slots": Option("offload", "buckets of gradients that the device has room for", count),
-    "host_slots": Option("offload", "buckets on their way, in pinned memory, each way", count),
-    "recompute": Option(
-        "how it runs",
-        f"what a block forgets between forward and backward: {_names(RECOMPUTE)}",
-        one_of(RECOMPUTE),
-    ),
 }
+STEP = options_of(StepSettings)
+PRECISION, BUCKET_SIZE = STEP["precision"], STEP["bucket_size"]
 
 TRAIN = {
     "config": Option(
@@ -131,7 +108,18 @@ TRAIN = {
         path,
         metavar="FOLDER",
     ),
-    **COMMON,
+    **MODEL,
+    **STEP,
+    "precision": PRECISION.offering((AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"),
+    "schedule": STEP["schedule"].offering(schedules.__all__),
+    "bucket_size": evolve(
+        BUCKET_SIZE,
+        help=f"{BUCKET_SIZE.help} (default: {CPU_BUCKET_SIZE} on a CPU, for its caches; {GPU_BUCKET_SIZE} on a "
+        "GPU)",
+    ),
+    "offload_ratio": evolve(
+        STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much as fits there"
+    ),
     "dropout": Option("model", "probability to drop an activation", probability),
     "lr": Option(
         "step",
@@ -178,32 +166,6 @@ TRAIN = {
         _device,
         words=DEVICES,
     ),
-    "bucket_size": Option(
-        "offload",
-        f"{COMMON['bucket_size'].help} (default: 262144 on a CPU, for its caches; 50000000 on a GPU)",
-        count,
-    ),
-    "offload_ratio": Option(
-        "offload",
-        f"share of the optimizer's state on the host, 0 to 1; the rest stays on the device. {AUTO}: as much as "
-        "fits there",
-        ratio,
-        metavar=f"X|{AUTO}",
-    ),
-    "speculate": Option(
-        "offload",
-        "buckets that are updated before the norm is known; same result, more memory",
-        zero_or_more,
-    ),
-    "delay_from": Option(
-        "offload",
-        "from this step on the host applies each gradient a step late, beside the next; it changes what is trained "
-        "(default: never)",
-        count,
-    ),
-    "compile_segments": Option(
-        "how it runs", "put the blocks through torch.compile; needs a compiler", anything
-    ),
     "seed": Option("how it runs", "seed of initial values, the order of data, dropout and the sample", _seed),
     "log_style": Option(
         "log",
@@ -231,7 +193,21 @@ TRAIN = {
 
 
 @frozen(kw_only=True)
-class TrainSettings:
+class ModelFlags:
+    """The GPT of a command and the size of its batch."""
+
+    num_layers: int = 4
+    hidden_size: int = 128
+    num_attention_heads: int = 4
+    seq_length: int = 128
+    batch_size: int = 8
+
+
+StepFlags = flag_fields(StepSettings, ModelFlags, precision=AUTO, clip=1.0, bucket_size=None)
+
+
+@frozen(kw_only=True)
+class TrainSettings(StepFlags):
     """A training job. The defaults are that of `zfunc train`, made to end within 3 minutes on two cores.
 
     None stands for what is only known when the job starts; the help of the option tells. Raises ValueError for
@@ -244,17 +220,10 @@ class TrainSettings:
     tokenizer: Path | None = None
     vocab_size: int | None = None
     hf: Path | None = None
-    num_layers: int = 4
-    hidden_size: int = 128
-    num_attention_heads: int = 4
-    seq_length: int = 128
     dropout: float = 0.0
-    batch_size: int = 8
-    micro_batches: int = 1
     lr: float = 4e-3
     warmup: int | None = None
     weight_decay: float = 0.1
-    clip: float = 1.0
     steps: int | None = 1500
     seconds: float | None = 140.0
     eval_every: int = 250
@@ -264,17 +233,6 @@ class TrainSettings:
     keep: int = 2
     resume: str | None = None
     device: str = "auto"
-    precision: str = "auto"
-    moments: str = "fp32"
-    schedule: str = "Overlapped"
-    recompute: str = "all"
-    bucket_size: int | None = None
-    grad_slots: int = 2
-    host_slots: int = 2
-    offload_ratio: str = field(default="1", converter=str)
-    speculate: int = 0
-    delay_from: int | None = None
-    compile_segments: bool = False
     seed: int = 0
     log_style: str = "zfunc"
     tensorboard: bool = False
@@ -321,6 +279,11 @@ def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
             f"--batch-size: got {batch_size} for {world} ranks{each}, expected a multiple of {parts}: try "
             f"--batch-size {max(parts, batch_size // parts * parts)}"
         )
+
+
+def step_settings(flags: Any, **changes: Any) -> StepSettings:
+    """The settings of the step that a command was given, with `changes` by their names there."""
+    return StepSettings(**{**values_of_flags(StepSettings, flags), **changes})
 
 
 def check_together(settings: Any, options: dict[str, Option]) -> None:

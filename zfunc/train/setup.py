@@ -25,7 +25,6 @@ from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, modules, num_parameters
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.lr import linear_warmup, warmup_cosine
-from zfunc.options import share
 from zfunc.planner.memory_check import check_fits
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.cpu_topology import cpu_model
@@ -37,7 +36,7 @@ from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
 from zfunc.train.pretrained import PretrainedModel, pretrained, tokenizer
-from zfunc.train.settings import TrainSettings, check_rows
+from zfunc.train.settings import CPU_BUCKET_SIZE, GPU_BUCKET_SIZE, TrainSettings, check_rows, step_settings
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
@@ -122,7 +121,7 @@ def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
     held_out = held_out_parts(settings, corpus, ranks)
     program = compile_job(settings, example, None if model is None else model.segments)
     settable = attrs.fields_dict(TrainSettings)
-    check_fits(program, example, bucket_size=settings.bucket_size or 0, settable=settable)
+    check_fits(program, example, settable=settable)
     reason = f", because {FASTEST[settings.precision]}" if chosen else ""
     log.log(logging.DEBUG if ranks.rank else logging.INFO, "precision: %s%s", settings.precision, reason)
     known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
@@ -177,7 +176,7 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
     precision = settings.precision
     if precision == "auto":
         precision = _fast_precision() if cuda else "fp32"
-    bucket_size = settings.bucket_size or (50_000_000 if cuda else 1 << 18)
+    bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if cuda else CPU_BUCKET_SIZE)
     return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
 
 
@@ -219,27 +218,14 @@ def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, .
     """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
     return compile(
         gpt_segments(settings) if model is None else model,
+        step_settings(settings, stage=config_extras(settings).stage),
         optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,
             decay=matrices_only,
-            moments=settings.moments,
             **config_extras(settings).adam,
         ),
-        schedule=settings.schedule,
-        precision=settings.precision,
-        clip_norm=settings.clip or None,
-        micro_batches=settings.micro_batches,
-        bucket_size=settings.bucket_size,
-        grad_slots=settings.grad_slots,
-        host_slots=settings.host_slots,
         device=settings.device,
-        recompute=settings.recompute,
-        compile_segments=settings.compile_segments,
-        offload_ratio=share(settings.offload_ratio),
-        speculate=settings.speculate,
-        delay_from=settings.delay_from,
-        stage=config_extras(settings).stage,
         example=example,
     )
 

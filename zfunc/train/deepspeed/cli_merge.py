@@ -52,7 +52,7 @@ def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
         if value in (None, AUTO):
             continue
         if name == "offload_ratio":
-            ratio(name, value)
+            ratio(flag(name), value)
             given[RATIO] = GivenValue(float(value), flag(name))
         elif name in FLAGS:
             given[FLAGS[name]] = GivenValue(value, flag(name))
