@@ -2,6 +2,7 @@
 
 import inspect
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,10 @@ import zfunc
 from zfunc import schedules
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+from make_settings import with_settings_table  # noqa: E402
+
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 PRINTED = {
@@ -87,10 +92,9 @@ def test_settings_are_those_of_compile() -> None:
     table = dict(re.findall(r"^\| `(\w+)` \| `(.+?)` \|", text, re.M))
     parameters = [*inspect.signature(zfunc.compile).parameters.values()][1:]
     assert set(table) == {p.name for p in parameters}
-    made = {"optimizer": "AdamW()", "schedule": "Overlapped()"}  # their defaults, None in the signature
     for p in parameters:
-        default = made.get(p.name, repr(p.default).replace("'", '"'))
-        assert table[p.name].replace("_", "") == default, p.name
+        assert table[p.name].replace("_", "") == repr(p.default).replace("'", '"'), p.name
+    assert text == with_settings_table(text), "run python docs/make_settings.py"
 
 
 def test_errors_are_those_of_the_package() -> None:

@@ -103,7 +103,7 @@ class StepSettings:
         one_of(PRECISIONS),
         "how it runs",
         f"of parameters and gradients on the device: {_names(PRECISIONS)}",
-        "Master weights are fp32 always. fp16 trains with dynamic loss scaling.",
+        "Master weights are fp32 always; fp16 trains with dynamic loss scaling.",
     )
     schedule: str | Schedule = _setting(
         "Overlapped",
@@ -128,14 +128,14 @@ class StepSettings:
         partial(_count, most=MOST_MICRO_BATCHES),
         "step",
         "equal parts of a batch; their gradients are accumulated",
-        f"In fp32; {MOST_MICRO_BATCHES:,} at most.",
+        f"In fp32, on the host. {MOST_MICRO_BATCHES:,} at most.",
     )
     clip_norm: float | None = _setting(
         None,
         partial(number, positive=True, hint="pass None not to clip"),
         "step",
         "largest global gradient norm",
-        "As `torch.nn.utils.clip_grad_norm_`; a barrier before the update.",
+        "None does not clip. As `torch.nn.utils.clip_grad_norm_`; no update starts before the norm is known.",
         note="; 0 does not clip",
         typed=not_negative,
         name="clip",
@@ -145,8 +145,8 @@ class StepSettings:
         2,
         _stage,
         "",
-        "of ZeRO: 2 reduces every micro-batch's gradient as it comes; 1 adds them up on the device, in the compute "
-        "precision, and reduces once",
+        "of ZeRO: 2 reduces each micro-batch's gradient as it comes, 1 adds up on the device and reduces once",
+        "The sum of 1 is in full, in the compute precision.",
     )
     moments: Moments = _setting(
         "fp32",
@@ -158,15 +158,20 @@ class StepSettings:
     bucket_size: int = _setting(
         50_000_000, _count, "offload", "elements that are moved and updated as a unit"
     )
-    grad_slots: int = _setting(2, _count, "offload", "buckets of gradients that the device has room for")
+    grad_slots: int = _setting(
+        2,
+        _count,
+        "offload",
+        "buckets of gradients that the device has room for",
+        "Each slot is as large as the largest bucket.",
+    )
     host_slots: int = _setting(2, _count, "offload", "buckets on their way, in pinned memory, each way")
     offload_ratio: float | Literal["auto"] = _setting(
         1.0,
         _offload_ratio,
         "offload",
         "share of the optimizer's state on the host, 0 to 1; the rest stays on the device",
-        'In whole buckets, of which there are more then, updated there. "auto": as much stays as fits, with '
-        "`example`.",
+        'In whole buckets, of which there are more then. "auto", with `example`: as much stays as fits.',
         typed=ratio,
         read=share,
         metavar=f"X|{AUTO}",
