@@ -14,17 +14,8 @@ def with_settings_table(page: str) -> str:
     """The page with a row for each setting of a step, as it is now, between the two marks."""
     before, _, rest = page.partition(BEGIN)
     after = rest.partition(END)[2]
-    return "\n".join(
-        [
-            f"{before}{BEGIN}",
-            "",
-            "| setting | default | meaning |",
-            "|---|---|---|",
-            *_rows(),
-            "",
-            END + after,
-        ]
-    )
+    table = "\n".join(["| setting | default | meaning |", "|---|---|---|", *_rows()])
+    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
 
 
 def _rows() -> list[str]:
