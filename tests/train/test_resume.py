@@ -380,14 +380,14 @@ def test_the_seconds_of_all_lives_count() -> None:
     progress = TrainingClock(StepBudget(settings, 1000))
     for step in range(1, 301):
         progress = progress.stepped(1.0 / step, skipped=False).looked(step, step * 0.2)
-    assert progress.length.total == 500
+    assert progress.budget.total == 500
     extra = json.loads(json.dumps(progress.extra(settings, ("data",))))
     again = restored_clock(extra, settings, 300)
-    afresh = evolve(progress.length, warming=WARM_STEPS, last=progress.elapsed)  # it traces again
-    assert again == evolve(progress, length=afresh)
-    assert again.length.ended(500, 99.0) == "seconds"
+    afresh = evolve(progress.budget, warming=WARM_STEPS, last=progress.elapsed)  # it traces again
+    assert again == evolve(progress, budget=afresh)
+    assert again.budget.ended(500, 99.0) == "seconds"
     longer = restored_clock(extra, TrainSettings(steps=1000, seconds=200.0), 300)
-    assert longer.length.total == 1000
+    assert longer.budget.total == 1000
     assert longer.elapsed == progress.elapsed
     assert restored_clock({}, settings, 300) == TrainingClock.new(settings)
 
@@ -397,7 +397,7 @@ def test_progress_that_no_training_has_is_refused(value: Any) -> None:
     settings = TrainSettings()
     extra = TrainingClock.new(settings).extra(settings, ())
     extra["train"]["elapsed"] = value
-    with pytest.raises(CheckpointError, match="extra, elapsed: got"):
+    with pytest.raises(CheckpointError, match="extra.train.elapsed: got"):
         restored_clock(extra, settings, 1)
 
 

@@ -157,11 +157,11 @@ class JsonNode:
             self.refuse("true or false")
         return self.value
 
-    def number(self) -> float:
-        """A finite number, an integer or a float, as a float."""
+    def number(self, low: float = -math.inf) -> float:
+        """A finite number of at least `low`, an integer or a float, as a float."""
         value = self.value
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            self.refuse("a number")
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value < low:
+            self.refuse("a number" if low == -math.inf else f"a number of at least {low:g}")
         return float(value)
 
     def text(self, low: int = 1, high: int = 1000) -> str:

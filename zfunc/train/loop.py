@@ -119,7 +119,7 @@ class _Loop:
             self.progress.skipped,
         )
         self.began = time.perf_counter() - self.progress.elapsed
-        self.ended = self.progress.length.ended(at, self.progress.elapsed)
+        self.ended = self.progress.budget.ended(at, self.progress.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate(at)
         how = self._look()[1]
@@ -127,7 +127,7 @@ class _Loop:
 
     def step(self) -> Iterator[Event]:
         """One step, with what follows it."""
-        settings, number, before = self.job.settings, self.state.batches + 1, self.progress.length
+        settings, number, before = self.job.settings, self.state.batches + 1, self.progress.budget
         traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
         timed = (
             settings.log_style == "deepspeed"
@@ -147,7 +147,7 @@ class _Loop:
         cuda = self.program.device.type == "cuda"
         yield Stepped(
             step=number,
-            total=self.progress.length.total,
+            total=self.progress.budget.total,
             loss=metrics.loss,
             lr=metrics.lr,
             grad_norm=metrics.grad_norm,
@@ -158,14 +158,14 @@ class _Loop:
             host_seconds=metrics.host_seconds,
             device_bytes=torch.cuda.memory_allocated(self.program.device) if cuda else 0,
             host_bytes=host_bytes(),
-            seconds_left=self.progress.length.left(number, elapsed),
+            seconds_left=self.progress.budget.left(number, elapsed),
             held_out=self.held_out,
         )
         if timed and metrics.timeline is not None:
             yield Timed(number, metrics.timeline)
         if traced and metrics.timeline is not None and metrics.plan is not None:
             yield Traced(number, metrics.timeline, metrics.plan)
-        if (after := self.progress.length).total != before.total:
+        if (after := self.progress.budget).total != before.total:
             self.program = with_total_steps(self.program, settings, after.total)
             if not self.ended:
                 yield Notice(_changed(before, after, elapsed))
@@ -185,7 +185,7 @@ class _Loop:
         """Look at the clock after step `number`: how far it is now, and whether that was the last step."""
         elapsed, how = self._look()
         self.progress = before.looked(number, elapsed)
-        self.ended = how if how == TERMINATED else self.progress.length.ended(number, elapsed, stopping=how)
+        self.ended = how if how == TERMINATED else self.progress.budget.ended(number, elapsed, stopping=how)
         return elapsed
 
     def end(self, host_before: int) -> Iterator[Event]:
@@ -240,11 +240,11 @@ class _Loop:
                 self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
             )
             return None
-        total = restored_clock(start.extra, job.settings, 0).length.total
+        total = restored_clock(start.extra, job.settings, 0).budget.total
         self.state, checkpoint = restore(start.origin, with_total_steps(job.program, job.settings, total))
         extra = checkpoint.manifest.extra
         self.progress = restored_clock(extra, job.settings, self.state.batches)
-        self.program = with_total_steps(job.program, job.settings, self.progress.length.total)
+        self.program = with_total_steps(job.program, job.settings, self.progress.budget.total)
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             told = ", ".join(changed)

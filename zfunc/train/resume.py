@@ -114,7 +114,7 @@ def _over(run: Path, found: Checkpoint, settings: TrainSettings) -> bool:
     """Whether all of it was done, the summary too, and the settings ask for no more."""
     step = found.manifest.position.batches
     progress = restored_clock(found.manifest.extra, settings, step)
-    return _ended(run) in COMPLETE and progress.length.ended(step, progress.elapsed) != ""
+    return _ended(run) in COMPLETE and progress.budget.ended(step, progress.elapsed) != ""
 
 
 def _ended(run: Path) -> str:
