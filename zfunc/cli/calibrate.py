@@ -16,8 +16,15 @@ from zfunc.train.settings import MODEL, TRAIN, ModelFlags, TrainSettings, check_
 if TYPE_CHECKING:
     from zfunc.planner.profile import Profile
 
-UNMEASURED = (  # settings that change nothing of what is measured
-    *("schedule", "compile_segments", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from"),
+# Settings that change nothing of what is measured
+UNMEASURED = (
+    "schedule",
+    "compile_segments",
+    "grad_slots",
+    "host_slots",
+    "offload_ratio",
+    "speculate",
+    "delay_from",
 )
 
 CALIBRATE = {
@@ -34,20 +41,7 @@ CALIBRATE = {
 
 
 MeasuredStepFlags = flag_fields(
-    StepSettings,
-    ModelFlags,
-    without=(
-        "schedule",
-        "compile_segments",
-        "grad_slots",
-        "host_slots",
-        "offload_ratio",
-        "speculate",
-        "delay_from",
-    ),
-    precision=AUTO,
-    clip=1.0,
-    bucket_size=None,
+    StepSettings, ModelFlags, without=UNMEASURED, precision=AUTO, clip=1.0, bucket_size=None
 )
 
 

@@ -141,13 +141,7 @@ class UnrunModel(ModelFlags):
     tokenizer: Path | None = None
 
 
-DrawnStepFlags = flag_fields(
-    StepSettings,
-    UnrunModel,
-    without=UNDRAWN,
-    precision=AUTO,
-    clip=1.0,
-)
+DrawnStepFlags = flag_fields(StepSettings, UnrunModel, without=UNDRAWN, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)

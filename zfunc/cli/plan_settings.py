@@ -16,7 +16,7 @@ from zfunc.cli.draw_settings import (
 )
 from zfunc.core.settings import StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
-from zfunc.train.settings import MODEL, STEP, check_rows
+from zfunc.train.settings import MODEL, OFFLOAD_RATIO, STEP, check_rows
 
 UNPLANNED = ("compile_segments", "delay_from")  # settings without a flag here: `delay` is the second's
 
@@ -33,7 +33,7 @@ PLAN = {
         (*schedules.__all__, AUTO),
         f"; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
     ),
-    "offload_ratio": evolve(STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: the fastest"),
+    "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "delay": Option("offload", "apply every gradient a step late", anything),
     "hardware": HARDWARE,
     "world": Option("hardware", "ranks that train together, one on a device", count),

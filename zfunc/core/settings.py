@@ -153,7 +153,7 @@ class StepSettings:
         one_of(tuple(STATE_FORMATS)),
         "offload",
         f"what the host keeps of Adam's moments: {_names(STATE_FORMATS)}; the less, the faster the host's step",
-        "As in `zfunc.AdamW`: what one of both says holds.",
+        "It may be set here or in `zfunc.AdamW`.",
     )
     bucket_size: int = _setting(
         50_000_000, _count, "offload", "elements that are moved and updated as a unit"
@@ -201,7 +201,9 @@ class StepSettings:
             if value is not None or f.default is not None:
                 object.__setattr__(self, f.name, f.metadata[CHECK](f.name, value))
         if self.compile_segments and self.recompute == "none":
-            raise ValueError("compile_segments: got it with recompute='none', expected 'all' or 'min-cut'")
+            raise ValueError(
+                "compile_segments: got it with recompute='none', expected all or min-cut: leave one out"
+            )
         if self.speculate and self.delayed:
             raise ValueError(
                 f"speculate: got {self.speculate} with delay_from={self.delay_from}, expected one of the two: a "

@@ -74,7 +74,7 @@ MODEL = {
     "batch_size": Option("step", "sequences of a step, a multiple of the micro-batches", count),
 }
 STEP = options_of(StepSettings)
-PRECISION, BUCKET_SIZE = STEP["precision"], STEP["bucket_size"]
+PRECISION, BUCKET_SIZE, OFFLOAD_RATIO = STEP["precision"], STEP["bucket_size"], STEP["offload_ratio"]
 
 TRAIN = {
     "config": Option(
@@ -117,9 +117,7 @@ TRAIN = {
         help=f"{BUCKET_SIZE.help} (default: {CPU_BUCKET_SIZE} on a CPU, for its caches; {GPU_BUCKET_SIZE} on a "
         "GPU)",
     ),
-    "offload_ratio": evolve(
-        STEP["offload_ratio"], help=f"{STEP['offload_ratio'].help}. {AUTO}: as much as fits there"
-    ),
+    "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
     "dropout": Option("model", "probability to drop an activation", probability),
     "lr": Option(
         "step",
@@ -259,10 +257,6 @@ class TrainSettings(StepFlags):
                         f"{flag(f.name)}: got it with --hf, whose config has it, expected one of them: leave one "
                         "out"
                     )
-        if self.compile_segments and self.recompute == "none":
-            raise ValueError(
-                "--compile-segments: got it with --recompute none, expected all or min-cut: leave one out"
-            )
 
 
 def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
@@ -287,8 +281,10 @@ def step_settings(flags: Any, **changes: Any) -> StepSettings:
 
 
 def check_together(settings: Any, options: dict[str, Option]) -> None:
-    """Check every field, and what has to divide what."""
+    """Check every field, what excludes what, and what has to divide what."""
     check_each(settings, options)
+    given = values_of_flags(StepSettings, settings)
+    StepSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})
     heads, parts = settings.num_attention_heads, settings.micro_batches
     multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
     multiple("batch_size", settings.batch_size, "micro_batches", parts)

@@ -218,7 +218,7 @@ def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, .
     """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
     return compile(
         gpt_segments(settings) if model is None else model,
-        step_settings(settings, stage=config_extras(settings).stage),
+        step_settings(settings, **config_extras(settings).step),
         optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from os import PathLike
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 from attrs import frozen
@@ -120,13 +120,14 @@ def _sink_notes(values: ResolvedValues) -> Iterator[str]:
 
 @frozen
 class ConfigExtras:
-    """What a file sets that is no setting of `zfunc train`: arguments of AdamW, the stage, the scheduler, the loss
-    scale, when lines are printed. The defaults are those of `zfunc train` without a file.
+    """What a file sets that is no setting of `zfunc train`: arguments of AdamW, settings of the step that have no
+    flag, the scheduler, the loss scale, when lines are printed. The defaults are those of `zfunc train` without a
+    file.
     """
 
     values: ResolvedValues | None = None
     adam: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.95)})
-    stage: Literal[1, 2] = 2
+    step: Mapping[str, Any] = MappingProxyType({})
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
 
@@ -149,7 +150,7 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     return ConfigExtras(
         values,
         MappingProxyType({**ConfigExtras().adam, **adam}),
-        zero_stage(values),
+        MappingProxyType({"stage": zero_stage(values)}),
         arguments.loss_scale(values) if settings.precision == "fp16" else None,
         values["steps_per_print"],
     )

@@ -1,0 +1,158 @@
+"""A setting of a step is one field: each call and command that takes it has its default, help and check."""
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+import torch
+from attrs import Attribute, evolve, fields, fields_dict, frozen
+from small_models import Loss
+
+import zfunc
+from zfunc.cli.calibrate import CALIBRATE, CalibrateSettings
+from zfunc.cli.catalogue import parser
+from zfunc.cli.draw_settings import DRAW, DrawSettings
+from zfunc.cli.plan_settings import PLAN, PlanSettings
+from zfunc.core import settings as module
+from zfunc.core.settings import HELP, OPTION, StepSettings, settings_with
+from zfunc.options import flag_fields, options_of, values_of_flags
+from zfunc.train.deepspeed.convert import from_deepspeed
+from zfunc.train.settings import TRAIN, ModelFlags, TrainSettings, step_settings
+
+FIELDS = {f.name: f for f in fields(StepSettings)}
+FLAGS = {f.metadata[OPTION].name or name: f for name, f in FIELDS.items() if f.metadata[OPTION].group}
+COMMANDS: dict[str, tuple[type[Any], dict[str, Any]]] = {
+    "train": (TrainSettings, TRAIN),
+    "plan": (PlanSettings, PLAN),
+    "draw": (DrawSettings, DRAW),
+    "calibrate": (CalibrateSettings, CALIBRATE),
+}
+OWN_DEFAULTS = {"precision", "clip", "bucket_size"}  # of commands: chosen by the machine, and clipping at 1
+OTHERS: dict[str, Any] = {
+    "precision": "fp32",
+    "schedule": "Serial",
+    "recompute": "none",
+    "compile_segments": True,
+    "micro_batches": 2,
+    "clip_norm": 0.5,
+    "stage": 1,
+    "moments": "8bit",
+    "bucket_size": 64,
+    "grad_slots": 3,
+    "host_slots": 1,
+    "offload_ratio": 0.5,
+    "speculate": 1,
+    "delay_from": 3,
+}
+every_field = pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
+every_flag = pytest.mark.parametrize("flag", FLAGS)
+
+
+def compiled(settings: StepSettings | None = None, **given: Any) -> Any:
+    return zfunc.compile([zfunc.segment("loss", Loss(8))], settings, device="cpu", **given)
+
+
+def planned(settings: StepSettings | None = None, **given: Any) -> Any:
+    batch = torch.ones(4, 8), torch.ones(4)
+    return zfunc.plan([zfunc.segment("loss", Loss(8))], batch, settings, advice=False, **given)
+
+
+@every_field
+def test_compile_and_plan_take_it_with_its_default_and_its_help(field: "Attribute[Any]") -> None:
+    for call in (zfunc.compile, zfunc.plan):
+        parameter = inspect.signature(call).parameters[field.name]
+        own = call is zfunc.plan and field.name == "precision"
+        assert parameter.default == ("auto" if own else field.default)
+        assert parameter.kind is parameter.KEYWORD_ONLY
+        assert field.metadata[HELP] in " ".join((call.__doc__ or "").split())
+
+
+@every_field
+def test_compile_and_plan_do_what_it_says(field: "Attribute[Any]") -> None:
+    """By name, as one value, or a change of one."""
+    other = OTHERS[field.name]
+    assert other != field.default
+    as_value = StepSettings(**{field.name: other})
+    assert compiled(**{field.name: other}).settings == compiled(as_value).settings == as_value
+    base = StepSettings(precision="fp32")
+    changed = evolve(base, **{field.name: other})
+    assert compiled(base, **{field.name: other}).settings == changed
+    assert planned(base, **{field.name: other}).step.settings == changed
+
+
+@every_field
+def test_it_has_one_check(field: "Attribute[Any]") -> None:
+    errors: list[str] = []
+    for make in (StepSettings, compiled, planned):
+        with pytest.raises((ValueError, TypeError), match=f"^{field.name}: got .*expected") as caught:
+            make(**{field.name: object()})
+        errors.append(re.sub("0x[0-9a-f]+", "", str(caught.value)))
+    assert errors[0] == errors[1] == errors[2]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
+    settings, options = COMMANDS[command]
+    own = fields_dict(settings)
+    assert own.keys() == options.keys()
+    typed = settings()
+    told = " ".join(parser()[1][command].format_help().split())
+    for flag, field in FLAGS.items():
+        if flag in own:
+            assert field.metadata[OPTION].help.partition(":")[0] in told
+            assert options[flag].group == field.metadata[OPTION].group
+            if flag not in OWN_DEFAULTS:
+                assert field.metadata[OPTION].read(getattr(typed, flag)) == field.default
+    given = {name: value for name, value in values_of_flags(StepSettings, typed).items() if value is not None}
+    assert step_settings(typed, precision="fp32", bucket_size=1) == StepSettings(
+        **{**given, "precision": "fp32", "bucket_size": 1}
+    )
+
+
+@every_flag
+def test_zfunc_train_has_every_flag(flag: str) -> None:
+    assert flag in fields_dict(TrainSettings)
+    assert f"--{flag.replace('_', '-')}" in parser()[1]["train"].format_help()
+
+
+def test_a_new_field_is_a_flag_at_once() -> None:
+    @frozen(kw_only=True)
+    class Extended(StepSettings):
+        streams: int = module._setting(1, module._count, "offload", "copies at a time")
+
+    assert options_of(Extended)["streams"].help == "copies at a time"
+    flags = flag_fields(Extended, ModelFlags, without=["speculate"], clip=1.0)
+    typed = flags(streams=3)
+    assert (typed.clip, flags().streams, hasattr(typed, "speculate")) == (1.0, 1, False)
+    assert values_of_flags(Extended, typed)["streams"] == 3
+
+
+def test_what_an_unknown_name_is_near_to_is_said() -> None:
+    for call in (compiled, planned):
+        with pytest.raises(TypeError, match="bucketsize: got no setting.*did you mean 'bucket_size'"):
+            call(bucketsize=1)
+    with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
+        settings_with({}, {})  # type: ignore[arg-type]
+
+
+def test_moments_are_the_optimizers_or_the_settings() -> None:
+    eight = zfunc.AdamW(moments="8bit")
+    for program in (
+        compiled(optimizer=eight),
+        compiled(moments="8bit"),
+        compiled(moments="8bit", optimizer=eight),
+    ):
+        assert program.settings.moments == program.optimizer.moments == program.job.moments == "8bit"
+    with pytest.raises(
+        ValueError, match="moments: got '16bit' and AdamW.moments='8bit'., expected one of them"
+    ):
+        compiled(optimizer=eight, moments="16bit")
+
+
+def test_what_a_file_sets_are_settings() -> None:
+    config = from_deepspeed(
+        {"train_batch_size": 8, "zero_optimization": {"stage": 1, "reduce_bucket_size": 64}}
+    )
+    assert config.compile.keys() - {"optimizer"} <= FIELDS.keys()
+    assert compiled(**config.compile).settings.bucket_size == 64
