@@ -62,7 +62,7 @@ def test_texts_in_the_order_of_files_and_rows(kind: str, tmp_path: Path) -> None
     column = pa.array(TEXTS, of_numbers if kind == "dictionary" else getattr(pa, kind)())
     corpus = opened(save(tmp_path / "d", {"text": column, "id": range(40)}, files=3), tmp_path)
     assert bytes(everything(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    assert (corpus.train.dtype, corpus.learned) == (np.uint8, None)
+    assert (corpus.train.dtype, corpus.loss_mask) == (np.uint8, None)
     assert corpus.train[-1] == 0, "whole rows are held out"
     assert 0.05 < len(corpus.held_out) / len(everything(corpus)) <= 0.1
     assert f"{tmp_path / 'd'}: 3 files, 40 documents" in str(corpus)
@@ -76,8 +76,8 @@ def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
     path = splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
     corpus = opened(path, tmp_path)
     assert bytes(corpus.held_out.tolist()) == b"7=14\x008=16\0"
-    assert corpus.held_out_learned is not None
-    assert corpus.held_out_learned.tolist() == [0, 0, 1, 1, 1] * 2
+    assert corpus.held_out_loss_mask is not None
+    assert corpus.held_out_loss_mask.tolist() == [0, 0, 1, 1, 1] * 2
     assert bytes(corpus.train.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
     assert "held out: the split validation" in str(corpus)
     assert "left out: the splits test" in str(corpus)
@@ -96,7 +96,7 @@ def test_tokens_are_taken_as_they_are(of: Callable[[Any], Any], number: str, tmp
     assert holds_tokens(path)
     corpus = opened(path, tmp_path, vocab_size=300)
     assert everything(corpus) == [x for row in IDS for x in row]
-    assert (corpus.train.dtype, corpus.vocab_size, corpus.learned) == (np.uint16, 300, None)
+    assert (corpus.train.dtype, corpus.vocab_size, corpus.loss_mask) == (np.uint16, 300, None)
     assert len(corpus.train) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
     assert opened(path, tmp_path, vocab_size=70_000).train.dtype == np.uint32
 
@@ -113,9 +113,9 @@ def test_labels_say_what_is_learned_and_the_mask_what_is_there(tmp_path: Path) -
     columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
     corpus = opened(save(tmp_path / "d", columns), tmp_path)
     assert everything(corpus) == [x for row in ids for x in row[:3]]
-    assert corpus.learned is not None
-    assert corpus.held_out_learned is not None
-    assert [*corpus.learned.tolist(), *corpus.held_out_learned.tolist()] == [0, 1, 1] * 30
+    assert corpus.loss_mask is not None
+    assert corpus.held_out_loss_mask is not None
+    assert [*corpus.loss_mask.tolist(), *corpus.held_out_loss_mask.tolist()] == [0, 1, 1] * 30
     assert "learned: 60 tokens, the labels of the others, in 30 documents, are -100" in str(corpus)
 
 

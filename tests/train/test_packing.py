@@ -64,7 +64,7 @@ def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
     texts = [f"line {n} of ü" for n in range(40)]
     corpus = opened(write(tmp_path / "a.jsonl", *({"text": t} for t in texts)), tmp_path)
     assert bytes(everything(corpus)) == b"".join(t.encode() + b"\0" for t in texts)
-    assert (corpus.train.dtype, corpus.vocab_size, corpus.learned) == (np.uint8, 256, None)
+    assert (corpus.train.dtype, corpus.vocab_size, corpus.loss_mask) == (np.uint8, 256, None)
     assert corpus.train[-1] == 0, "whole documents are held out"
     assert 0.05 < len(corpus.held_out) / len(everything(corpus)) <= 0.1
 
@@ -72,22 +72,22 @@ def test_texts_are_bytes_with_a_zero_after_each(tmp_path: Path) -> None:
 def test_of_a_pair_the_completion_and_its_end_are_learned(tmp_path: Path) -> None:
     pairs = [{"prompt": f"{n}+{n}=", "completion": str(2 * n)} for n in range(40)]
     corpus = opened(write(tmp_path / "a.jsonl", *pairs, {"text": "free"}), tmp_path)
-    assert corpus.learned is not None
-    assert corpus.held_out_learned is not None
-    learned = [*corpus.learned.tolist(), *corpus.held_out_learned.tolist()]
+    assert corpus.loss_mask is not None
+    assert corpus.held_out_loss_mask is not None
+    loss_mask = [*corpus.loss_mask.tolist(), *corpus.held_out_loss_mask.tolist()]
     expected = [x for p in pairs for x in [0] * len(p["prompt"]) + [1] * (len(p["completion"]) + 1)]
-    assert learned == expected + [1] * 5
+    assert loss_mask == expected + [1] * 5
     everywhere = "".join(p["prompt"] + p["completion"] + "\0" for p in pairs) + "free\0"
     assert bytes(everything(corpus)).decode() == everywhere
-    assert f"learned: {sum(learned)} bytes, completions and texts; the prompts of 40" in str(corpus)
+    assert f"learned: {sum(loss_mask)} bytes, completions and texts; the prompts of 40" in str(corpus)
 
 
 def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
     pairs = [{"prompt": "ab" * (n % 5), "completion": "XY" * (1 + n % 3)} for n in range(60)]
     corpus = opened(write(tmp_path / "a.jsonl", *pairs), tmp_path)
     sizes = {"batch_size": 8, "seq_length": 7}
-    trained = batch_at(corpus.train, 5, **sizes, seed=3, learned=corpus.learned)
-    held_out = held_out_batches(corpus.held_out, **sizes, limit=8, learned=corpus.held_out_learned)
+    trained = batch_at(corpus.train, 5, **sizes, seed=3, loss_mask=corpus.loss_mask)
+    held_out = held_out_batches(corpus.held_out, **sizes, limit=8, loss_mask=corpus.held_out_loss_mask)
     for inputs, targets in (trained, *held_out):
         assert set(targets.unique().tolist()) == {IGNORE_INDEX, 0, ord("X"), ord("Y")}
         assert torch.equal(
@@ -95,11 +95,11 @@ def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
         )
     plain = batch_at(corpus.train, 5, **sizes, seed=3)
     assert torch.equal(plain[0], trained[0])
-    one = batch_at(corpus.train, 5, batch_size=1, seq_length=7, seed=3, learned=corpus.learned)
+    one = batch_at(corpus.train, 5, batch_size=1, seq_length=7, seed=3, loss_mask=corpus.loss_mask)
     assert all(torch.equal(x, y[:1]) for x, y in zip(one, trained, strict=True))
     kept = trained[1] != IGNORE_INDEX
     assert torch.equal(plain[1][kept], trained[1][kept])
-    later = batch_at(corpus.train, 9, batch_size=4, seq_length=7, seed=3, learned=corpus.learned)
+    later = batch_at(corpus.train, 9, batch_size=4, seq_length=7, seed=3, loss_mask=corpus.loss_mask)
     assert torch.equal(later[1], trained[1][4:]), "position is all there is to resume from"
 
 
@@ -181,8 +181,8 @@ def test_records_are_the_same_in_every_shape(
     path.write_text(SHAPES[name](rows))
     got = opened(path.parent if folder else path, tmp_path)
     assert everything(got) == everything(expected)
-    assert got.learned is not None
-    assert got.learned.tolist() == expected.learned.tolist()  # pyright: ignore[reportOptionalMemberAccess]
+    assert got.loss_mask is not None
+    assert got.loss_mask.tolist() == expected.loss_mask.tolist()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path: Path) -> None:

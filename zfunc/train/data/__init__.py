@@ -3,5 +3,5 @@
 corpus, batches             one memory map and its windows; the rows of a rank
 documents, arrow_dataset    text, JSONL and JSON records; folders that Hugging Face datasets wrote
 tokenizer                   a local tokenizer.json
-packed, packing             documents as one file of tokens, made once and kept
+packing                     documents as one file of tokens, made once and kept
 """

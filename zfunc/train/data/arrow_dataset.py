@@ -25,10 +25,13 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 @frozen(eq=False)
 class Tokens:
-    """A document that is tokenized already: `ids` [tokens], and which of them are `learned`, None for all."""
+    """A document that is tokenized already: `ids` and `loss_mask` [tokens], false where no loss is counted.
+
+    Without a mask, the loss of every token counts.
+    """
 
     ids: np.ndarray
-    learned: np.ndarray | None = None
+    loss_mask: np.ndarray | None = None
 
 
 @frozen
@@ -93,9 +96,9 @@ def _columns(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
     elif given in ({"text"}, {"prompt", "completion"}):
         read = tuple(name for name in ("prompt", "completion", "text") if name in given)
     else:
-        found = ", ".join(names) or "none"
+        got = ", ".join(names) or "none"
         raise ValueError(
-            f"--data: got {path} with the columns {found:.300}, {_EXPECTED}: rename_column does it"
+            f"--data: got {path} with the columns {got:.300}, {_EXPECTED}: rename_column does it"
         )
     return read, tuple(name for name in names if name not in read)
 
@@ -147,10 +150,10 @@ def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
     try:
         with pa.memory_map(str(path)) as file, pa.ipc.open_stream(file) as stream:
             for batch in stream:
-                found = {name: batch.column(name) for name in columns}
-                for column in found.values():
+                arrays = {name: batch.column(name) for name in columns}
+                for column in arrays.values():
                     column.validate(full=True)
-                yield found
+                yield arrays
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(
             f"{path}: got what is no whole Arrow stream with {', '.join(columns)} ({error}), expected what "
@@ -170,8 +173,8 @@ def _check_end(path: Path) -> None:
 
 def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Document]:
     texts = [_texts(column, name, path, first) for name, column in batch.items()]
-    for told in zip(*texts, strict=True):
-        yield Document(told[-1], told[0] if len(told) == 2 else "")
+    for row in zip(*texts, strict=True):
+        yield Document(row[-1], row[0] if len(row) == 2 else "")
 
 
 def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
@@ -179,12 +182,12 @@ def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
         chat = "struct" in str(column.type)
         action = "apply the chat template of the model first" if chat else "map it to text"
         raise ValueError(f"{path}: got {name} of type {column.type!s:.200}, expected text: {action}")
-    found = column.to_pylist()
-    if None in found:
+    texts = column.to_pylist()
+    if None in texts:
         raise ValueError(
-            f"{path}, row {first + found.index(None)}: got no {name}, expected text: filter such rows"
+            f"{path}, row {first + texts.index(None)}: got no {name}, expected text: filter such rows"
         )
-    return found
+    return texts
 
 
 def _is_text(kind: Any) -> bool:
@@ -206,8 +209,8 @@ def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
             )
     ids, ends = flat[IDS][0], np.cumsum(lengths)
     kept = flat[MASK][0] != 0 if MASK in flat else None  # padding goes
-    learned = flat[LABELS][0] != IGNORE_INDEX if LABELS in flat else None
-    if learned is not None and (bad := np.flatnonzero(learned & (flat[LABELS][0] != ids))).size:
+    loss_mask = flat[LABELS][0] != IGNORE_INDEX if LABELS in flat else None
+    if loss_mask is not None and (bad := np.flatnonzero(loss_mask & (flat[LABELS][0] != ids))).size:
         row = first + int(np.searchsorted(ends, bad[0], side="right"))
         raise ValueError(
             f"{path}, row {row}: got the label {flat[LABELS][0][bad[0]]} for the token {ids[bad[0]]}, expected the "
@@ -215,7 +218,7 @@ def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
         )
     for start, end in zip(ends - lengths, ends, strict=True):
         chosen = slice(start, end) if kept is None else start + np.flatnonzero(kept[start:end])
-        yield Tokens(ids[chosen], None if learned is None else learned[chosen])
+        yield Tokens(ids[chosen], None if loss_mask is None else loss_mask[chosen])
 
 
 def _numbers(column: Any, name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:

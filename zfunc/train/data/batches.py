@@ -29,10 +29,10 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
         "seed": settings.seed,
         "vocab_size": corpus.vocab_size,
     }
-    if corpus.learned is None:
+    if corpus.loss_mask is None:
         return batch_at(corpus.train, position + first, batch_size=rows, **given)
     inputs, labels = batch_at(
-        corpus.train, position, batch_size=settings.batch_size, learned=corpus.learned, **given
+        corpus.train, position, batch_size=settings.batch_size, loss_mask=corpus.loss_mask, **given
     )
     mine = slice(first, first + rows)  # weighed by what the batch of all ranks holds
     return weighed(inputs[mine], labels[mine], tokens_per_row=_tokens_per_row([labels]))
@@ -57,12 +57,12 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
             seq_length=settings.seq_length,
             limit=max(1, HELD_OUT_TOKENS // settings.seq_length),
             vocab_size=corpus.vocab_size,
-            learned=corpus.held_out_learned,
+            loss_mask=corpus.held_out_loss_mask,
         )
         found = tuple(batches)
     except ValueError as error:
         raise ValueError(f"the held-out part of {corpus.name}: {error}") from error
-    if corpus.held_out_learned is None:
+    if corpus.held_out_loss_mask is None:
         return found
     if all((labels == IGNORE_INDEX).all() for _, labels in found):
         raise ValueError(

@@ -51,10 +51,10 @@ class Corpus:
     held_out: np.ndarray  # [tokens] of the same dtype
     vocab_size: int
     description: tuple[str, ...]  # for the log: counts, what was held out and how, what was left out
-    learned: np.ndarray | None = (
+    loss_mask: np.ndarray | None = (
         None  # [tokens] uint8: 0 for one of `train` that is given; None: there are none
     )
-    held_out_learned: np.ndarray | None = None
+    held_out_loss_mask: np.ndarray | None = None
 
     def __str__(self) -> str:
         return "\n".join(self.description)
@@ -105,11 +105,11 @@ def batch_at(
     seq_length: int,
     seed: int,
     vocab_size: int | None = None,
-    learned: np.ndarray | None = None,
+    loss_mask: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Give the `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
 
-    The target of a token that is 0 in `learned` is -100.
+    The target of a token that is 0 in `loss_mask` is -100.
 
     A pure function. An epoch visits all non-overlapping windows once, in an order of its own and cut at
     an offset of its own. Rank r of n reads its part of a batch at `position + r * batch_size // n`.
@@ -128,7 +128,7 @@ def batch_at(
             f"got position={position}; expected 0 or more; count sequences since the start of training"
         )
     starts = [_start(len(tokens), p, seq_length, seed) for p in range(position, position + batch_size)]
-    return _read(tokens, starts, seq_length, vocab_size, learned)
+    return _read(tokens, starts, seq_length, vocab_size, loss_mask)
 
 
 def held_out_batches(
@@ -138,7 +138,7 @@ def held_out_batches(
     seq_length: int,
     limit: int,
     vocab_size: int | None = None,
-    learned: np.ndarray | None = None,
+    loss_mask: np.ndarray | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Give at most `limit` evenly spaced windows in batches like those of `batch_at`.
 
@@ -157,7 +157,7 @@ def held_out_batches(
     count = min(limit, windows)
     starts = [index * windows // count * seq_length for index in range(count)]
     chunks = (starts[first : first + batch_size] for first in range(0, count, batch_size))
-    return (_read(tokens, chunk, seq_length, vocab_size, learned) for chunk in chunks)
+    return (_read(tokens, chunk, seq_length, vocab_size, loss_mask) for chunk in chunks)
 
 
 def stdlib_files() -> tuple[Source, ...]:
@@ -363,7 +363,7 @@ def _read(
     starts: Sequence[int],
     seq_length: int,
     vocab_size: int | None,
-    learned: np.ndarray | None,
+    loss_mask: np.ndarray | None,
 ) -> tuple[Tensor, Tensor]:
     rows = np.array([tokens[start : start + seq_length + 1] for start in starts], np.int64)
     if vocab_size is not None and rows.max() >= vocab_size:
@@ -374,8 +374,8 @@ def _read(
         )
     block = torch.from_numpy(rows)  # [batch, seq + 1]
     inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
-    if learned is not None:
-        kept = np.array([learned[start + 1 : start + seq_length + 1] for start in starts])
+    if loss_mask is not None:
+        kept = np.array([loss_mask[start + 1 : start + seq_length + 1] for start in starts])
         # Not in place: of one row, inputs and targets are the same memory.
         targets = targets.masked_fill(torch.from_numpy(kept == 0), IGNORE_INDEX)
     return inputs, targets

@@ -1,25 +1,81 @@
-"""Documents packed: tokens one after another with an end token after each, and which of them are learned.
+"""Documents packed into one file: tokens one after another with an end token after each, and their loss mask.
 
-The invariant: what is packed is one file that is mapped, so a batch of it is a pure function of seed and position,
-as of any other data (`zfunc.train.data.corpus`), however many documents there are. The file is made once, and made
-again when a document's file, the tokenizer or this module's form has changed.
+The file is mapped, so a batch of it is a pure function of seed and position, as of any other data
+(`zfunc.train.data.corpus`), however many documents there are; at most a few are in memory while it is written. It
+is written once, and again when a document's file, the tokenizer or the form of the file has changed.
 """
 
 import hashlib
 import os
+import shutil
+import struct
+import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
+from attrs import define, field, frozen
 
+from zfunc.checkpoint.durable_files import atomic_replace
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.arrow_dataset import SavedDataset, Tokens, is_saved_dataset, open_saved, rows
-from zfunc.train.data.corpus import Corpus, Source, is_held_out, memory_map, open_corpus, stdlib_files, walk
+from zfunc.train.data.corpus import (
+    PRIVATE,
+    Corpus,
+    Source,
+    is_held_out,
+    memory_map,
+    open_corpus,
+    stdlib_files,
+    unreadable,
+    walk,
+)
 from zfunc.train.data.documents import Document, holds_records, records, text_of_file
-from zfunc.train.data.packed import FORM, PackedTokens, Reading, pack_documents
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
+
+FORM = 2  # of the file, and of what is read as records
+_AT_ONCE = 64  # documents that are tokenized together
+_CHUNK = 1 << 20  # tokens
+_FOOTER = struct.Struct("<8Q")
+
+
+@frozen
+class Reading:
+    """How sources are read: their `documents`, and which are `held_out`, by name.
+
+    `vocabulary` is that of their tokens, a tokenizer where there is text. `splits`: the data says itself what is
+    held out. Else it is the end, where those files are too few or too many.
+    """
+
+    vocabulary: Vocabulary
+    documents: Callable[[Path, Counter[str]], Iterator[Document | Tokens]]
+    held_out: Callable[[str], bool]
+    splits: bool = False
+
+
+@frozen
+class PackedTokens:
+    """The footer of a packed file: first its tokens, those held out last; then, if there are pairs, a byte for each
+    token, 1 where it is learned.
+    """
+
+    files: int
+    held_out_files: int  # 0: split by documents
+    left_out: int  # empty and binary files
+    documents: int
+    pairs: int
+    unused: int  # keys of records, counted where they are
+    tokens: int
+    train: int
+
+    @classmethod
+    def of(cls, content: np.ndarray) -> "PackedTokens":
+        """That at the end of a file, [bytes]."""
+        return cls(*_FOOTER.unpack(content[-_FOOTER.size :].tobytes()))
 
 
 def open_data(
@@ -124,47 +180,139 @@ def _open(
     if not path.is_file():
         pack_documents(name, sources, path, reading)
     content = memory_map(path, np.dtype(np.uint8))
-    got = PackedTokens.of(content)
-    size = vocabulary.dtype.itemsize * got.tokens
+    packed = PackedTokens.of(content)
+    size = vocabulary.dtype.itemsize * packed.tokens
     tokens = content[:size].view(vocabulary.dtype)
-    learned = content[size : size + got.tokens] if got.pairs else None
+    loss_mask = content[size : size + packed.tokens] if packed.pairs else None
     return Corpus(
         name,
-        tokens[: got.train],
-        tokens[got.train :],
+        tokens[: packed.train],
+        tokens[packed.train :],
         vocabulary.vocab_size,
-        tuple(_lines(name, got, vocabulary, learned, saved)),
-        None if learned is None else learned[: got.train],
-        None if learned is None else learned[got.train :],
+        tuple(_lines(name, packed, vocabulary, loss_mask, saved)),
+        None if loss_mask is None else loss_mask[: packed.train],
+        None if loss_mask is None else loss_mask[packed.train :],
     )
 
 
 def _lines(
     name: str,
-    got: PackedTokens,
+    packed: PackedTokens,
     vocabulary: Vocabulary,
-    learned: np.ndarray | None,
+    loss_mask: np.ndarray | None,
     saved: SavedDataset | None,
 ) -> Iterator[str]:
     unit = "bytes" if vocabulary is BYTES else "tokens"
-    yield f"{name}: {got.files:,} files, {got.documents:,} documents, {got.tokens:,} {unit}"
+    yield f"{name}: {packed.files:,} files, {packed.documents:,} documents, {packed.tokens:,} {unit}"
     if not isinstance(vocabulary, Tokenizer):
         yield f"tokens as they are, below {vocabulary.vocab_size:,}; nothing is put between documents"
     elif vocabulary is not BYTES:
         yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
-    if learned is not None:
-        count = f"{np.count_nonzero(learned):,} {unit}"
-        of_ids = f"the labels of the others, in {got.pairs:,} documents, are {IGNORE_INDEX}"
-        pairs = f"completions and texts; the prompts of {got.pairs:,} are given"
+    if loss_mask is not None:
+        count = f"{np.count_nonzero(loss_mask):,} {unit}"
+        of_ids = f"the labels of the others, in {packed.pairs:,} documents, are {IGNORE_INDEX}"
+        pairs = f"completions and texts; the prompts of {packed.pairs:,} are given"
         yield f"learned: {count}, {of_ids if saved is not None and saved.tokens else pairs}"
-    how = f"{got.held_out_files:,} of the files, by a hash of their names"
+    how = f"{packed.held_out_files:,} of the files, by a hash of their names"
     if saved is not None:
         how = f"the split {saved.held_out[0].parent.name}" if saved.held_out else "the end"
-    elif not got.held_out_files:
+    elif not packed.held_out_files:
         how = "the end (too few files to hold whole ones out)"
-    yield f"held out: {how}, {got.tokens - got.train:,} {unit}"
-    if got.left_out:
-        yield f"left out: {got.left_out:,} empty or binary files"
-    if got.unused:
-        yield f"left out: {got.unused:,} keys of records that are neither text, nor prompt and completion"
+    yield f"held out: {how}, {packed.tokens - packed.train:,} {unit}"
+    if packed.left_out:
+        yield f"left out: {packed.left_out:,} empty or binary files"
+    if packed.unused:
+        yield f"left out: {packed.unused:,} keys of records that are neither text, nor prompt and completion"
     yield from () if saved is None else saved.lines
+
+
+# --- the file ---------------------------------------------------------------------------------------------
+
+
+@define(eq=False)
+class _Packing:
+    """Documents on their way into three files: tokens, which are learned, and where each document ends."""
+
+    reading: Reading
+    tokens: BinaryIO
+    loss_mask: BinaryIO
+    ends: BinaryIO
+    total: int = 0
+    documents: int = 0
+    pairs: int = 0
+    unused: Counter[str] = field(factory=Counter[str])
+
+    def add(self, path: Path) -> bool:
+        """Append a file; whether there was a document in it."""
+        before, rows_of_file = self.documents, self.reading.documents(path, self.unused)
+        try:
+            while documents := list(islice(rows_of_file, _AT_ONCE)):
+                self._append(documents)
+        except OSError as error:
+            raise unreadable(path, error) from error
+        return self.documents > before
+
+    def _append(self, documents: list[Document | Tokens]) -> None:
+        for one in documents:
+            if isinstance(one, Tokens) and len(one.ids):
+                loss_mask = one.loss_mask if one.loss_mask is not None else np.ones(len(one.ids), bool)
+                self._write(one.ids, loss_mask.tobytes(), given=not loss_mask.all())
+        self._encode([x for x in documents if isinstance(x, Document) and (x.text or x.prompt)])
+
+    def _encode(self, documents: list[Document]) -> None:
+        if not documents:
+            return
+        tokenizer = self.reading.vocabulary
+        assert isinstance(tokenizer, Tokenizer)
+        prompts = tokenizer.encode([x.prompt for x in documents])
+        texts = tokenizer.encode([x.text for x in documents])
+        for one, prompt, text in zip(documents, prompts, texts, strict=True):
+            joined = np.concatenate([prompt, text, [tokenizer.end]])
+            self._write(joined, bytes(len(prompt)) + b"\1" * (len(text) + 1), given=one.prompt != "")
+
+    def _write(self, tokens: np.ndarray, loss_mask: bytes, *, given: bool) -> None:
+        self.tokens.write(tokens.astype(self.reading.vocabulary.dtype).tobytes())
+        self.loss_mask.write(loss_mask)
+        self.total += len(tokens)
+        self.documents += 1
+        self.pairs += given
+        self.ends.write(self.total.to_bytes(8, "little"))
+
+
+def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: Reading) -> None:
+    """Write the documents of `sources` into one file.
+
+    Raises ValueError, by `name`, where there is nothing in them, and what reading them raises.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        atomic_replace(target, mode=PRIVATE) as out,
+        tempfile.TemporaryFile(dir=target.parent) as loss_mask,
+        tempfile.NamedTemporaryFile(dir=target.parent) as ends,
+    ):
+        packing = _Packing(reading, out, loss_mask, ends)
+        used = sum(packing.add(path) for relative, path in sources if not reading.held_out(relative))
+        train = packing.total
+        held_out = sum(packing.add(path) for relative, path in sources if reading.held_out(relative))
+        total = packing.total
+        if not total:
+            raise ValueError(
+                f"got no text in {name} ({len(sources):,} files), expected at least one document: name other "
+                "data, or a .bin of tokens"
+            )
+        if not reading.splits and not 0.01 <= (total - train) / total <= 0.5:
+            ends.flush()
+            train, used, held_out = _split(Path(ends.name), total), used + held_out, 0
+        if packing.pairs:
+            loss_mask.seek(0)
+            shutil.copyfileobj(loss_mask, out)
+        files = used + held_out
+        counts = (packing.documents, packing.pairs, packing.unused.total())
+        out.write(_FOOTER.pack(files, held_out, len(sources) - files, *counts, total, train))
+
+
+def _split(path: Path, total: int) -> int:
+    """Tokens up to the first end of a document after nine tenths of them; of a long document, up to that."""
+    ends, least = memory_map(path, np.dtype("<u8")), total - max(1, total // 10)
+    end = int(ends[np.searchsorted(ends, least)])
+    return end if end <= least + min(total // 20, _CHUNK) else least
