@@ -260,7 +260,8 @@ def figures() -> Iterator[str]:
     for case in (H100, V100, GH200):
         profile = load_profile(case.profile)
         reached = profile.value("reached", case.precision)
-        yield f"{case.name}: arithmetic {reached:.0%}, network {hardware(case, 16).rates['network'] / 1e9:.0f} GB/s"
+        rate = hardware(case, 1024).rates["network"]
+        yield f"{case.name}: arithmetic {reached:.0%}, network {rate / 1e9:.0f} GB/s"
     for case in (H100, H200):
         now = planned(case, 1024)
         events = now.timeline.events
