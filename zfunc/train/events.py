@@ -1,6 +1,6 @@
 """What happens in a training, as values: the loop yields them, the run folder keeps them, the screens show them.
 
-The invariant: an event tells all that is kept or shown of what happened; nobody asks the loop.
+An event has all that is kept or shown of what happened; nothing reads the loop's own state.
 """
 
 from pathlib import Path
@@ -12,14 +12,14 @@ from zfunc.core.timeline import Timeline
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.settings import TrainSettings
 
-INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a training was asked to end
+INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal ends a training
 
 
 @frozen
 class Started:
     """The job is ready: what was chosen, read and planned. `settings` has nothing open any more.
 
-    It begins after `step`, with what was in `checkpoint`; the run's `own` if it was saved by an earlier life of it.
+    It begins after `step`, from `checkpoint`; `own` if an earlier session of the run saved it.
     """
 
     settings: TrainSettings
@@ -40,7 +40,7 @@ class Started:
 
 @frozen
 class Evaluated:
-    """Held-out data was read, of which no Stepped tells: before the first step, and after the last.
+    """An evaluation on held-out data that no Stepped has: before the first step, and after the last.
 
     In bits per byte, or per token.
     """
@@ -108,7 +108,7 @@ class Traced:
 
 @frozen
 class Overflowed:
-    """The step that is told of next was skipped: the loss scale it was taken with, and the one after it."""
+    """The step of the next Stepped was skipped: the loss scale it was taken with, and the one after it."""
 
     step: int
     before: LossScale
@@ -117,7 +117,7 @@ class Overflowed:
 
 @frozen
 class Timed:
-    """The timeline of a step that the log asked for."""
+    """The timeline of a step, for the log."""
 
     step: int
     timeline: Timeline
@@ -125,7 +125,7 @@ class Timed:
 
 @frozen
 class Finished:
-    """Training ended: by "steps" if all asked for were taken, by "seconds", "interrupt" or "terminated".
+    """Training ended: by "steps" if all requested were taken, by "seconds", "interrupt" or "terminated".
 
     After "terminated" there is no evaluation and no sample. Peaks are in bytes.
     """

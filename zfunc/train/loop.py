@@ -59,7 +59,7 @@ log = logging.getLogger("zfunc")
 def train_events(
     job: TrainingJob, *, stop: Stop = lambda: "", start: ResumePoint = FROM_THE_BEGINNING
 ) -> Iterator[Event]:
-    """Run the job from `start`; `stop` is asked after every step.
+    """Run the job from `start`; `stop` is called after every step.
 
     Checkpoints go to `start.folder`. One that cannot be written is an event, and training goes on. Raises
     CheckpointError if what is to be loaded cannot be, OutOfMemory, and what `zfunc.train_step` raises.
@@ -247,8 +247,8 @@ class _Loop:
         self.program = with_total_steps(job.program, job.settings, self.progress.budget.total)
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
-            told = ", ".join(changed)
-            log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, told)
+            names = ", ".join(changed)
+            log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, names)
         return checkpoint.path
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
@@ -294,7 +294,7 @@ class _Loop:
         return self.progress.extra(self.job.settings, self.job.corpus.description)
 
     def _look(self) -> tuple[float, str]:
-        """Seconds since the first step began, of all lives, and how to end: the same on all ranks.
+        """Seconds since the first step began, of all sessions, and how to end: the same on all ranks.
 
         The clock is that of rank 0; one rank that is to stop is enough, and being terminated is the stronger.
         """

@@ -1,6 +1,6 @@
-"""Where a training begins: afresh, or from which checkpoint. Decided once, before anything is computed.
+"""Where a training begins: at step 0, or from which checkpoint. Decided once, before anything is computed.
 
-The invariant: rank 0 looks, and all ranks do what it found; where it found something wrong, none begins.
+Rank 0 decides and broadcasts; if it raises, no rank begins.
 """
 
 import json
@@ -27,8 +27,8 @@ COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to
 class ResumePoint:
     """`origin`, a checkpoint or a folder of them, is what to load; `own` if it is in the run's own folder.
 
-    `folder` is for new checkpoints; without one there are none. `extra` is that of the checkpoint. `line` says what
-    was found; `over`, that there is nothing to train.
+    `folder` is for new checkpoints; without one there are none. `extra` is that of the checkpoint. `line` is for
+    the log; `over`: there is nothing left to train.
     """
 
     folder: Path | None = None
@@ -47,21 +47,21 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
     try:
         if settings.resume == AUTO:
             return _go_on(run, folder, settings)
-        found = _open(Path(settings.resume).expanduser().absolute())
+        checkpoint = _open(Path(settings.resume).expanduser().absolute())
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
-    return ResumePoint(folder, found.path, extra=dict(found.manifest.extra))
+    return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
 
 
 def broadcast(ranks: RankGroup, start: ResumePoint) -> None:
-    """On rank 0: what the others are to do."""
+    """On rank 0: send the others the resume point."""
     fields = attrs.asdict(start)
     ranks.texts(json.dumps({k: str(v) if isinstance(v, Path) else v for k, v in fields.items()}))
 
 
 @contextmanager
 def broadcasting_errors(ranks: RankGroup) -> Generator[None, None, None]:
-    """On rank 0: what is raised in this context the others are told, as the reason not to begin."""
+    """On rank 0: an error raised in this context is broadcast, and keeps the other ranks from beginning."""
     try:
         yield
     except Exception as error:
@@ -71,10 +71,10 @@ def broadcasting_errors(ranks: RankGroup) -> Generator[None, None, None]:
 
 def receive(ranks: RankGroup) -> ResumePoint:
     """On any other rank: what rank 0 says. Raises ValueError if it refuses."""
-    told = ranks.texts("")[0]
-    if told.startswith("\n"):
-        raise ValueError(f"rank 0 cannot begin: {told[1:]}")
-    fields = json.loads(told)
+    message = ranks.texts("")[0]
+    if message.startswith("\n"):
+        raise ValueError(f"rank 0 cannot begin: {message[1:]}")
+    fields = json.loads(message)
     folder, origin = (fields.pop(name) for name in ("folder", "origin"))
     return ResumePoint(folder and Path(folder), origin and Path(origin), **fields)
 
@@ -82,27 +82,29 @@ def receive(ranks: RankGroup) -> ResumePoint:
 def resumed_from(run: Path) -> str | None:
     """The checkpoint that a run's `config.json` says it began from, if it did from one."""
     try:
-        found = json.loads((run / CONFIG).read_text())["resumed_from"]
+        origin = json.loads((run / CONFIG).read_text())["resumed_from"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return cast("str | None", found)
+    return cast("str | None", origin)
 
 
 def _go_on(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """From the run's newest checkpoint; or from the one it began from, or at the beginning."""
-    found = checkpoints.find_checkpoint(folder)
-    if found is not None:
-        over = _over(run, found, settings)
-        line = f"{run}: it was over at step {found.manifest.position.batches:,}: nothing is left to train"
-        return ResumePoint(folder, folder, True, dict(found.manifest.extra), line if over else "", over)
+    checkpoint = checkpoints.find_checkpoint(folder)
+    if checkpoint is not None:
+        over = _over(run, checkpoint, settings)
+        line = (
+            f"{run}: it was over at step {checkpoint.manifest.position.batches:,}: nothing is left to train"
+        )
+        return ResumePoint(folder, folder, True, dict(checkpoint.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(
             f"--resume {AUTO}: got {run}, whose training is over and left no checkpoint, expected one to go on "
             "from: name another --out"
         )
     if (before := resumed_from(run)) is not None:
-        found = _open(Path(before))
-        return ResumePoint(folder, found.path, extra=dict(found.manifest.extra))
+        checkpoint = _open(Path(before))
+        return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
     return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: it begins at the first step")
 
 
@@ -110,15 +112,15 @@ def _open(path: Path) -> Checkpoint:
     return checkpoints.open_checkpoint(checkpoints.locate_checkpoint(path))
 
 
-def _over(run: Path, found: Checkpoint, settings: TrainSettings) -> bool:
+def _over(run: Path, checkpoint: Checkpoint, settings: TrainSettings) -> bool:
     """Whether all of it was done, the summary too, and the settings ask for no more."""
-    step = found.manifest.position.batches
-    progress = restored_clock(found.manifest.extra, settings, step)
+    step = checkpoint.manifest.position.batches
+    progress = restored_clock(checkpoint.manifest.extra, settings, step)
     return _ended(run) in COMPLETE and progress.budget.ended(step, progress.elapsed) != ""
 
 
 def _ended(run: Path) -> str:
-    """How the run's summary says it ended; nothing if there is none."""
+    """How the run ended, by its summary; "" without one."""
     try:
         return str(json.loads((run / SUMMARY).read_text())["ended"])
     except (OSError, ValueError, KeyError, TypeError):

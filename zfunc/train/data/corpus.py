@@ -51,9 +51,7 @@ class Corpus:
     held_out: np.ndarray  # [tokens] of the same dtype
     vocab_size: int
     description: tuple[str, ...]  # for the log: counts, what was held out and how, what was left out
-    loss_mask: np.ndarray | None = (
-        None  # [tokens] uint8: 0 for one of `train` that is given; None: there are none
-    )
+    loss_mask: np.ndarray | None = None  # [tokens of `train`] uint8: 0 for one that is given; None: no 0
     held_out_loss_mask: np.ndarray | None = None
 
     def __str__(self) -> str:
