@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import settings
+from shared_traces import share_traces
 
 settings.register_profile("zfunc", deadline=None, derandomize=True)
 settings.load_profile("zfunc")
@@ -18,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 logging.getLogger(
     "torch.__trace"
 ).propagate = False  # it formats everything for whoever listens, at any level
+share_traces()
 
 
 LONGEST = (

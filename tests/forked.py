@@ -5,26 +5,30 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from small_models import MODELS
+from shared_traces import share_traces
+from small_models import MODELS, Batch
 
 import zfunc
-from zfunc.engine.program import specialize
+from zfunc.engine.program import Program, specialize
 
 ERROR = 3  # the exit code of a process that has seen one
 
 
-def warm() -> None:
-    """Import what tracing imports, and start no threads: a fork would lose them."""
+def warm(traced: Iterable[tuple[Program, Batch]] = ()) -> None:
+    """Import what tracing imports and trace these, for all forks; start no threads: a fork would lose them."""
     torch.set_num_threads(1)
+    share_traces()
     segments, data = MODELS["odd sizes"]()
-    specialize(zfunc.compile(segments, device="cpu"), data(0))
+    specialize(zfunc.compile(segments, precision="fp32", device="cpu"), data(0))
+    for program, batch in traced:
+        specialize(program, batch)
 
 
 def fork(work: Callable[[], Any], *, ends_as_python: bool = False) -> int:
@@ -44,9 +48,11 @@ def fork(work: Callable[[], Any], *, ends_as_python: bool = False) -> int:
     os._exit(code)
 
 
-def play(main: Callable[[int, int, Path], None], world: int = 4) -> None:
+def play(
+    main: Callable[[int, int, Path], None], world: int = 4, traced: Iterable[tuple[Program, Batch]] = ()
+) -> None:
     """All ranks of a worker, `python WORKER FOLDER`: main(rank, world, folder) in a process each."""
-    warm()
+    warm(traced)
     pids = [fork(partial(main, rank, world, Path(sys.argv[1]))) for rank in range(world)]
     sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids))
 

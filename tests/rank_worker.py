@@ -1,6 +1,7 @@
 """What each rank of tests/runtime/test_ranks.py runs: `python rank_worker.py FOLDER`. Not a test of its own."""
 
 import json
+from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from forked import play
 from gradient_law import RECIPES as GRADIENTS
 from gradient_law import check, program_of
-from small_models import MODELS, rows_of
+from small_models import MODELS, Batch, rows_of
 from torch import Tensor
 from zfunc.schedules import Interleaved, Overlapped, Serial
 
@@ -33,6 +34,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "partial": {"offload_ratio": 0.5},
     "delayed": {"delay_from": 2},
 }
+GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
 WORLDS = (1, 2, 4)
 DISAGREE = {"buckets": "region", "rows": "batch of shapes", "weights": "weights of checksum"}  # the line told
 ROWS = 12  # of a global batch: a multiple of every world and micro-batch count
@@ -106,10 +108,9 @@ def compare(group: Any, world: int, out: Path) -> None:
 
 def gradients(group: Any, out: Path) -> None:
     """What reaches the optimizer on each of these ranks, against autograd's on the batches of all of them."""
-    rows = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
-    for recipe, precision in rows:
+    for recipe, precision in GRADIENT_ROWS:
         check(*program_of("pairs", precision, micro_batches=2, group=group, **GRADIENTS[recipe]))
-    (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(rows))
+    (out / f"gradients-{dist.get_rank(group)}.json").write_text(json.dumps(GRADIENT_ROWS))
 
 
 def disagree(what: str, out: Path, rank: int) -> None:
@@ -127,6 +128,24 @@ def disagree(what: str, out: Path, rank: int) -> None:
         zfunc.train_step(program, state, (inputs[:rows], targets[:rows]))
     except zfunc.errors.RankError as error:
         (out / f"disagree-{what}-{rank}.txt").write_text(str(error))
+
+
+def each_world(program: Program, data: Any) -> Iterator[tuple[Program, Batch]]:
+    """The program with a rank's rows on every world."""
+    return ((program, rows_of(global_batch(data, 0), 0, world)) for world in WORLDS)
+
+
+def traced() -> Iterator[tuple[Program, Batch]]:
+    """What the ranks train, with the shapes it has there."""
+    for model, settings in (
+        *(("tied GPT", settings) for settings in SETTINGS.values()),
+        ("odd sizes", {}),
+        ("frozen below", {"precision": "fp16"}),
+    ):
+        yield from each_world(*compiled(model, None, **settings))
+    for recipe, precision in GRADIENT_ROWS:
+        program, data = program_of("pairs", precision, micro_batches=2, **GRADIENTS[recipe])
+        yield program, rows_of(data(0), 0, 2)
 
 
 def groups_of(rank: int, world: int, out: Path) -> dict[int, Any]:
@@ -150,4 +169,4 @@ def main(rank: int, world: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    play(main)
+    play(main, traced=traced())

@@ -3,13 +3,14 @@
 import errno
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from forked import play
-from rank_worker import MODELS, WORLDS, global_batch, groups_of, rows_of
+from rank_worker import MODELS, WORLDS, Batch, each_world, global_batch, groups_of, rows_of
 
 import zfunc
 from zfunc.checkpoint import durable_files as disk
@@ -102,6 +103,12 @@ def fail(out: Path, rank: int) -> None:
     (out / f"failing-{rank}.json").write_text(json.dumps([*told, m.saved.failure if m.saved else "", left]))
 
 
+def traced() -> Iterator[tuple[Program, Batch]]:
+    """What the ranks train, with the shapes it has there."""
+    for settings in SETTINGS.values():
+        yield from each_world(*program_of(None, **settings))
+
+
 def main(rank: int, world: int, out: Path) -> None:
     groups = groups_of(rank, world, out)
     for name in SETTINGS:
@@ -115,4 +122,4 @@ def main(rank: int, world: int, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    play(main)
+    play(main, traced=traced())

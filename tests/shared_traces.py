@@ -1,0 +1,71 @@
+"""Segments that are alike are traced once for all tests of a process: that is most of what a short training takes.
+
+Only those of the library's models, of torch's modules and of small_models: a test with a function of its own may
+change what that does between two programs, and traces it for each of them, as a user's program does.
+"""
+
+from typing import Any
+
+from attrs import evolve
+from torch.utils._pytree import tree_flatten
+
+from zfunc.engine import compile as compiling
+from zfunc.engine import program
+from zfunc.engine.segment import Segment
+from zfunc.engine.stage_context import CompiledSegment
+
+SHARED = ("zfunc.models.", "torch.nn.", "small_models")
+_calls, _trace_one = compiling._calls, program._trace_one
+_segments: dict[Any, list[tuple[Segment, CompiledSegment]]] = {}
+_traces: dict[Any, tuple[Any, Any]] = {}
+
+
+def share_traces() -> None:
+    """From now on, in this process."""
+    compiling._calls, program._trace_one = _shared_calls, _shared_trace
+
+
+def _shareable(segment: Segment) -> bool:
+    origin = segment.function if segment.module is None else type(segment.module)
+    return origin.__module__.startswith(SHARED)
+
+
+def _shared_calls(
+    segments: Any, layout: Any, recompute: Any, compiled: bool, device: Any
+) -> tuple[CompiledSegment, ...]:
+    calls = _calls(segments, layout, recompute, compiled, device)
+    return tuple(
+        _earliest(
+            segment, call, (recompute, compiled, device, s > layout.first_trainable, s == len(calls) - 1)
+        )
+        for s, (segment, call) in enumerate(zip(segments, calls, strict=True))
+    )
+
+
+def _earliest(segment: Segment, call: CompiledSegment, settings: tuple[Any, ...]) -> CompiledSegment:
+    """`call` with what was traced for the first such segment."""
+    if not _shareable(segment):
+        return call
+    alike = _segments.setdefault((segment.name, tuple(segment.short), settings), [])
+    for other, known in alike:
+        if segment.like(other):
+            return evolve(call, passes=known.passes, plain=known.plain)
+    alike.append((segment, call))
+    return call
+
+
+def _shared_trace(made: program.Program, s: int, inputs: tuple[Any, ...]) -> Any:
+    segment, call = made.segments[s], made.calls[s]
+    if not _shareable(segment):
+        return _trace_one(made, s, inputs)
+    leaves, structure = tree_flatten((call.trained, inputs, call.constants))
+    shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
+    pulled = s >= made.layout.first_trainable
+    key = (id(call.passes), made.dtype, pulled, structure, shapes)
+    if key not in _traces:
+        trace = _trace_one(made, s, inputs)
+        _traces[key] = trace, made.cache.reached.get(id(call.passes))
+    trace, facts = _traces[key]
+    if facts is not None:
+        made.cache.reached.setdefault(id(call.passes), facts)
+    return trace
