@@ -30,6 +30,7 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.run_folder import RunFolder, sample_text
+from zfunc.units import format_bytes, format_clock
 
 BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16  # bars of the loss curve
@@ -136,7 +137,7 @@ class LivePanel:
         if self.stepped.seconds_left is None:
             return Text("measuring", "dim")
         left = max(0.0, self.stepped.seconds_left - (time.monotonic() - self.at))
-        return Text.assemble((words.format_clock(left), "bold"), (" left", "dim"))
+        return Text.assemble((format_clock(left), "bold"), (" left", "dim"))
 
     def _figures(self) -> RenderableType:
         wide = _width(self.console) >= NARROW
@@ -170,8 +171,11 @@ class LivePanel:
         yield "speed", value(f"{s.tokens_per_second:,.0f}", "tokens/s") if s else unknown
         yield "host Adam", value(f"{words.adam_share(s):.1%}", "of a step") if s else unknown
         on_device = bool(s and s.device_bytes)
-        yield "device memory", value(words.size(s.device_bytes)) if s and on_device else Text("no GPU", "dim")
-        yield "host memory", value(words.size(s.host_bytes)) if s else unknown
+        yield (
+            "device memory",
+            value(format_bytes(s.device_bytes)) if s and on_device else Text("no GPU", "dim"),
+        )
+        yield "host memory", value(format_bytes(s.host_bytes)) if s else unknown
 
 
 @contextmanager
