@@ -22,11 +22,15 @@ from zfunc.runtime.executor import Jitter
 
 STEPS = {"fp32": 50}  # of the first setting; FEWER of the others
 FEWER = 6
+TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fp32": {"precision": "fp32"},
-    "clipped, accumulated": {"precision": "fp32", "clip_norm": 0.5, "micro_batches": 3, "bucket_size": 3000},
-    "stage 1, accumulated": {"precision": "fp32", "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
-    "moments in 16 bits": {"precision": "fp32", "moments": "16bit", "stage": 1, "clip_norm": 0.5},
+    "fp32": {"model": "odd sizes", "precision": "fp32", "bucket_size": 3000},
+    "clipped, accumulated": {**TIED, "clip_norm": 0.5, "micro_batches": 3},
+    "stage 1, accumulated": {**TIED, "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
+    "moments in 16 bits": {
+        **{"model": "tied GPT", "precision": "fp32", "moments": "16bit"},
+        **{"stage": 1, "clip_norm": 0.5},
+    },
 }
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -86,7 +90,7 @@ def compare(group: Any, world: int, out: Path) -> None:
     """Every setting on a world of this size, and what has to be the same to the bit there."""
     rank = dist.get_rank(group)
     for name, settings in SETTINGS.items():
-        seen, params, program = train("tied GPT", group, steps=STEPS.get(name, FEWER), **settings)
+        seen, params, program = train(group=group, steps=STEPS.get(name, FEWER), **settings)
         if rank == 0:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
             sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
@@ -137,12 +141,9 @@ def each_world(program: Program, data: Any) -> Iterator[tuple[Program, Batch]]:
 
 def traced() -> Iterator[tuple[Program, Batch]]:
     """What the ranks train, with the shapes it has there."""
-    for model, settings in (
-        *(("tied GPT", settings) for settings in SETTINGS.values()),
-        ("odd sizes", {}),
-        ("frozen below", {"precision": "fp16"}),
-    ):
-        yield from each_world(*compiled(model, None, **settings))
+    others = {"model": "odd sizes"}, {"model": "frozen below", "precision": "fp16"}
+    for settings in (*SETTINGS.values(), *others):
+        yield from each_world(*compiled(group=None, **settings))
     for recipe, precision in GRADIENT_ROWS:
         program, data = program_of("pairs", precision, micro_batches=2, **GRADIENTS[recipe])
         yield program, rows_of(data(0), 0, 2)
