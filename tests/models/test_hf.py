@@ -81,7 +81,7 @@ def compiled(segments: Any, **settings: Any) -> Program:
     return zfunc.compile(segments, **given)
 
 
-def tokens(rows: int = 3, seed: int = 0) -> Tensor:
+def tokens(rows: int = 4, seed: int = 0) -> Tensor:
     """With some that pad: their embedding gets no gradient."""
     return torch.randint(0, VOCAB, (rows, 13), generator=torch.Generator().manual_seed(seed))
 
