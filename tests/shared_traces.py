@@ -9,6 +9,7 @@ from typing import Any
 from attrs import evolve
 from torch.utils._pytree import tree_flatten
 
+from zfunc.core.settings import StepSettings
 from zfunc.engine import compile as compiling
 from zfunc.engine import program
 from zfunc.engine.segment import Segment
@@ -31,22 +32,21 @@ def _shareable(segment: Segment) -> bool:
 
 
 def _shared_calls(
-    segments: Any, layout: Any, recompute: Any, compiled: bool, device: Any
+    segments: Any, layout: Any, settings: StepSettings, device: Any
 ) -> tuple[CompiledSegment, ...]:
-    calls = _calls(segments, layout, recompute, compiled, device)
+    calls = _calls(segments, layout, settings, device)
+    how, last = (settings.recompute, settings.compile_segments, device), len(calls) - 1
     return tuple(
-        _earliest(
-            segment, call, (recompute, compiled, device, s > layout.first_trainable, s == len(calls) - 1)
-        )
+        _earliest(segment, call, (*how, s > layout.first_trainable, s == last))
         for s, (segment, call) in enumerate(zip(segments, calls, strict=True))
     )
 
 
-def _earliest(segment: Segment, call: CompiledSegment, settings: tuple[Any, ...]) -> CompiledSegment:
+def _earliest(segment: Segment, call: CompiledSegment, way: tuple[Any, ...]) -> CompiledSegment:
     """`call` with what was traced for the first such segment."""
     if not _shareable(segment):
         return call
-    alike = _segments.setdefault((segment.name, tuple(segment.short), settings), [])
+    alike = _segments.setdefault((segment.name, tuple(segment.short), way), [])
     for other, known in alike:
         if segment.like(other):
             return evolve(call, passes=known.passes, plain=known.plain)
