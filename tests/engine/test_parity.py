@@ -6,6 +6,7 @@ late copy or a missing unscale would show. What reaches the optimizer is compare
 
 import copy
 import math
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,6 +52,7 @@ def schedule(step: int) -> float:
     return zfunc.lr.warmup_cosine(LR, 10, STEPS)(step)
 
 
+@cache
 def plain(dtype: torch.dtype = torch.float32, micro_batches: int = 1) -> list[float]:
     """The reference: fp32 masters, as zfunc has, kept beside a model in `dtype`."""
     model = Whole(parts())
