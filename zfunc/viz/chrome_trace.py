@@ -1,6 +1,6 @@
 """Timelines in the Chrome trace event format, for Perfetto and chrome://tracing, and zfunc's own back from it.
 
-The invariant: what is read is a timeline that `chrome_trace` wrote, to its nanosecond, or it is refused.
+`read_chrome_trace` returns what `chrome_trace` wrote, exact to the nanosecond, and refuses anything else.
 """
 
 import json

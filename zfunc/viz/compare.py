@@ -1,6 +1,6 @@
 """A step as it was predicted, beside the step as it was measured: sums of both, by lane and by verb.
 
-The invariant: what is compared is what the very same operations took; nothing is scaled to fit.
+Operations are compared one by one, and nothing is scaled to fit.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,7 @@
 """What a step looks like: as text for a terminal, as SVG for a page, as a trace for Perfetto.
 
-The invariant: a picture shows timelines and nothing else, so a simulated and a measured step look
-the same but for the source named in the heading; where there are several, the rows of a lane stand together and
-all have one time axis. Colours are those of `zfunc.viz.legend`.
+A simulated and a measured step look the same but for the source in the heading. Several timelines share one time
+axis, and the rows of a lane stand together. Colours are those of `zfunc.viz.legend`.
 """
 
 from collections import defaultdict
@@ -66,24 +65,24 @@ def text(timelines: Timelines, width: int = 100) -> str:
               0 ms          2              4
     f fill   u use
     """
-    made = several(timelines)
+    shown = several(timelines)
     rows = [
-        (f"{lane} {t.source}" if len(made) > 1 else lane, lane, t) for lane in lanes_of(made) for t in made
+        (f"{lane} {t.source}" if len(shown) > 1 else lane, lane, t) for lane in lanes_of(shown) for t in shown
     ]
     names = max((len(name) for name, _, _ in rows), default=0)
     cells = width - names - len("  75% ||")
     if cells < 16:
         raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
-    verbs = verbs_of(made)
+    verbs = verbs_of(shown)
     letters = _letters(verbs)
-    seconds = max(t.seconds for t in made)
+    seconds = max(t.seconds for t in shown)
     per_cell = (seconds or 1.0) / cells
     axis = [" "] * (cells + 1)
     for at, word in ticks(seconds, cells // 8):
         start = min(round(at / per_cell), len(axis) - len(word))
         axis[start : start + len(word)] = word
     lines = [
-        *map(legend_summary, made),
+        *map(legend_summary, shown),
         *(
             f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
             for name, lane, t in rows
@@ -120,13 +119,13 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
     """
     if width < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
-    made = several(timelines)
-    frame = _frame(made, width)
-    verbs = verbs_of(made, plan)
+    shown = several(timelines)
+    frame = _frame(shown, width)
+    verbs = verbs_of(shown, plan)
     legend = list(_legend(verbs, width, frame.bottom + 38))
     height = frame.bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
     after = _waits(plan) if plan else {}
-    short = sum(len(t.events) for t in made) <= ARROWS_UP_TO
+    short = sum(len(t.events) for t in shown) <= ARROWS_UP_TO
     thinnest = 1.0 if short else 0.25  # px; many bars widened to be seen would hide how idle a lane is
     size = f'width="{width}" height="{height:g}"'
     return "\n".join(
@@ -139,29 +138,29 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
             f'<text class="title" x="{_MARGIN:g}" y="30">{escape(title or "One training step")}</text>',
             *(
                 f'<text class="dim" x="{_MARGIN:g}" y="{49 + _LINE * n:g}">{escape(legend_summary(t))}</text>'
-                for n, t in enumerate(made)
+                for n, t in enumerate(shown)
             ),
-            *_axis(max(t.seconds for t in made), frame),
-            *(_lane(made, lane, n, y, frame) for (lane, n), y in frame.rows.items()),
-            *(_arrows(made[0], after, frame) if short and len(made) == 1 else ()),
-            *(_bar(e, n, frame, thinnest, verbs, after) for n, t in enumerate(made) for e in t.events),
+            *_axis(max(t.seconds for t in shown), frame),
+            *(_lane(shown, lane, n, y, frame) for (lane, n), y in frame.rows.items()),
+            *(_arrows(shown[0], after, frame) if short and len(shown) == 1 else ()),
+            *(_bar(e, n, frame, thinnest, verbs, after) for n, t in enumerate(shown) for e in t.events),
             *(mark for _, mark in legend),
             "</svg>\n",
         ]
     )
 
 
-def _frame(made: tuple[Timeline, ...], width: int) -> _Frame:
+def _frame(shown: tuple[Timeline, ...], width: int) -> _Frame:
     rows: dict[tuple[str, int], float] = {}
-    head = y = _HEAD + _LINE * (len(made) - 1)
-    for lane in lanes_of(made):
-        rows |= {(lane, n): y + _PAIRED * n for n in range(len(made))}
-        y += _ROW + _PAIRED * (len(made) - 1)
-    sources = [f"{t.source} 100% busy" for t in made] if len(made) > 1 else []
-    labels = (*(1.15 * len(lane) for lane in lanes_of(made)), *map(len, sources))
+    head = y = _HEAD + _LINE * (len(shown) - 1)
+    for lane in lanes_of(shown):
+        rows |= {(lane, n): y + _PAIRED * n for n in range(len(shown))}
+        y += _ROW + _PAIRED * (len(shown) - 1)
+    sources = [f"{t.source} 100% busy" for t in shown] if len(shown) > 1 else []
+    labels = (*(1.15 * len(lane) for lane in lanes_of(shown)), *map(len, sources))
     left = _MARGIN + max([78.0, *(_LETTER * letters + 16 for letters in labels)])
     right = width - _MARGIN
-    return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in made) or 1.0))
+    return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in shown) or 1.0))
 
 
 # --- text ------------------------------------------------------------------------------------------------
@@ -211,13 +210,13 @@ def _axis(seconds: float, frame: _Frame) -> Iterator[str]:
         yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{frame.bottom + 15:g}">{word}</text>'
 
 
-def _lane(made: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
+def _lane(shown: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
     track = f'width="{frame.right - frame.left:g}" height="{_BAR:g}"'
     name = f'<text class="lane" x="{_MARGIN:g}" y="{y + 14:g}">{escape(lane)}</text>' if n == 0 else ""
-    source = f"{escape(made[n].source)} " if len(made) > 1 else ""
+    source = f"{escape(shown[n].source)} " if len(shown) > 1 else ""
     return (
         f'<rect class="track" x="{frame.left:g}" y="{y:g}" {track} rx="3"/>{name}'
-        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{source}{made[n].busy(lane):.0%} busy</text>'
+        f'<text class="dim" x="{_MARGIN:g}" y="{y + 29:g}">{source}{shown[n].busy(lane):.0%} busy</text>'
     )
 
 

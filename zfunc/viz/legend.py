@@ -29,10 +29,10 @@ Timelines = (
 
 def several(timelines: Timelines) -> tuple[Timeline, ...]:
     """One timeline or several as several. Raises ValueError for none."""
-    made = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
-    if not made:
+    result = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
+    if not result:
         raise ValueError("got no timeline, expected one or more to draw: pass such as simulate(plan)")
-    return made
+    return result
 
 
 def lanes_of(timelines: Sequence[Timeline]) -> tuple[str, ...]:

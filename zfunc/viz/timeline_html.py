@@ -1,8 +1,8 @@
 """A step as one HTML page to look into: zoom, what each operation is and waited for, the critical path.
 
-The invariant: one file that needs nothing else, in which no name, however hostile, is anything but text. Data is
-JSON in an element that is not run; script and style are allowed by their hashes, and nothing else may load. They
-are in `web/`: `model.js` reads and computes, `paint.js` paints, `words.js` tells, `page.js` listens.
+One file that needs nothing else, in which a hostile name is only text: data is JSON in an element that is not run,
+script and style are allowed by their hashes, and nothing else may load. They are in `web/`: `model.js` reads and
+computes, `paint.js` paints, `words.js` writes texts, `page.js` handles input.
 """
 
 import json
@@ -47,7 +47,7 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
     >>> page(simulate(plan), plan=plan).splitlines()[0]
     '<!doctype html>'
     """
-    made = several(timelines)
+    shown = several(timelines)
     style, script = part("page.css"), "".join(map(part, SCRIPTS))
     policy = f"default-src 'none'; script-src {allowed(script)}; style-src {allowed(style)}"
     return Template(part("page.html")).substitute(
@@ -55,9 +55,9 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
         policy=policy,
         style=style,
         script=script,
-        summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in made),
-        tables=_table("lane", made, sums(made, by_lane)) + _table("verb", made, _in_order(made, plan)),
-        data=_json(data(made, plan)),
+        summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in shown),
+        tables=_table("lane", shown, sums(shown, by_lane)) + _table("verb", shown, _in_order(shown, plan)),
+        data=_json(data(shown, plan)),
     )
 
 
@@ -114,27 +114,27 @@ def _summary(timeline: Timeline, plan: Plan) -> str:
     )
 
 
-def _in_order(made: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
+def _in_order(shown: tuple[Timeline, ...], plan: Plan) -> list[Sum]:
     """The sums by verb, as verbs come in the graph."""
-    number = verbs_of(made, plan)
-    return sorted(sums(made, by_verb), key=lambda row: number[row.name])
+    number = verbs_of(shown, plan)
+    return sorted(sums(shown, by_verb), key=lambda row: number[row.name])
 
 
-def _table(what: str, made: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:
+def _table(what: str, shown: tuple[Timeline, ...], rows: Iterable[Sum]) -> str:
     heads = [what, "operations"]
-    for t in made:
+    for t in shown:
         heads += [escape(t.source), "of the step"]
-    heads += ["ratio"] if len(made) > 1 else []
-    body = "".join(f"<tr>{_cells(row, made)}</tr>" for row in rows)
+    heads += ["ratio"] if len(shown) > 1 else []
+    body = "".join(f"<tr>{_cells(row, shown)}</tr>" for row in rows)
     head = "".join(f"<th>{cell}</th>" for cell in heads)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
-def _cells(row: Sum, made: tuple[Timeline, ...]) -> str:
+def _cells(row: Sum, shown: tuple[Timeline, ...]) -> str:
     cells = [f"{row.ops:,}"]
-    for seconds, t in zip(row.seconds, made, strict=True):
+    for seconds, t in zip(row.seconds, shown, strict=True):
         cells += [format_seconds(seconds), f"{seconds / (t.seconds or 1.0):.0%}"]
-    if len(made) > 1:
+    if len(shown) > 1:
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}")
     return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
 
