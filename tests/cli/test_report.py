@@ -93,7 +93,7 @@ def test_how_it_ended_is_said(tmp_path: Path) -> None:
 
     assert ending("a", ended="seconds") == ("good", "the time was up")
     assert ending("b", ended="failed", error="OSError: full") == ("bad", "failed: OSError: full")
-    assert ending("c") == ("", "has not ended: it goes on, or was killed")
+    assert ending("c") == ("", "has not ended: it is running, or was killed")
     assert ending("d", ended="interrupt") == ("", "stopped as asked")
 
 

@@ -1,8 +1,8 @@
 """Curves over steps as SVG inside a page: of 3 steps or of 100,000, and as light to read.
 
-The invariant: what is drawn is of a bounded size, whatever the number of steps. Of many points that fall on one
-place the highest and the lowest are kept, so no spike is lost; a point that is no number is a gap. Colours are the
-page's: only classes are named here.
+The size of a chart is bounded, whatever the number of steps. Of many points that fall on one place the highest and
+the lowest are kept, so no spike is lost; a point that is not a number is a gap. Colours are the page's; here are
+only classes.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -166,17 +166,17 @@ def _drawn(curve: Curve, places: list[Place], frame: _Frame) -> Iterator[str]:
                 x, y = frame.x(p.middle), frame.y(p.values[1])
                 yield f'<circle class="dots" r="3" cx="{x:.1f}" cy="{y:.1f}"/>'
         return
-    for there, some in groupby(places, lambda p: p.values is not None):
-        if there:
+    for has_values, some in groupby(places, lambda p: p.values is not None):
+        if has_values:
             yield f'<path class="{curve.form}" d="{_path(curve, list(some), frame)}"/>'
 
 
 def _path(curve: Curve, places: list[Place], frame: _Frame) -> str:
-    """A line through the means, or there along the highest and back along the lowest."""
+    """A line through the means, or along the highest and back along the lowest."""
     if curve.form != "spread":
         return _through(places, 1, frame)
-    there, back = _through(places, 2, frame), _through(places[::-1], 0, frame)
-    return f"{there}L{back[1:]}"
+    highest, lowest = _through(places, 2, frame), _through(places[::-1], 0, frame)
+    return f"{highest}L{lowest[1:]}"
 
 
 def _through(places: Iterable[Place], which: int, frame: _Frame) -> str:
@@ -189,27 +189,27 @@ def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
     bottom = _HEIGHT - _BOTTOM
     for x, some in groupby(chart.marks, lambda step: round(frame.x(step))):
         steps = list(some)
-        said = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
-        told = escape(f"{chart.marked}: {said}")
-        yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{told}</title></path>'
+        which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
+        label = escape(f"{chart.marked}: {which}")
+        yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{label}</title></path>'
 
 
 def _readings(chart: Chart, curves: list[tuple[Curve, list[Place]]], frame: _Frame) -> Iterator[str]:
-    """What a place tells when it is pointed at, without a script."""
-    told: dict[int, tuple[Place, list[str]]] = {}
+    """The tooltips of places, without a script."""
+    readings: dict[int, tuple[Place, list[str]]] = {}
     for curve, places in curves:
         for p in places:
             key = round(frame.x(p.middle))
-            told.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.words)}")
-    keys = sorted(told)
+            readings.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.words)}")
+    keys = sorted(readings)
     for n, key in enumerate(keys):
         left = (keys[n - 1] + key) / 2 if n else _LEFT
         right = (key + keys[n + 1]) / 2 if n + 1 < len(keys) else _WIDTH - _RIGHT
-        place, lines = told[key]
+        place, lines = readings[key]
         steps = f"{place.first:,}" if place.first == place.last else f"{place.first:,} to {place.last:,}"
-        said = escape("\n".join([f"step {steps}", *lines]))
+        label = escape("\n".join([f"step {steps}", *lines]))
         size = f'width="{max(0.0, right - left):.1f}" height="{_HEIGHT - _TOP - _BOTTOM:g}"'
-        yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{said}</title></rect>'
+        yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{label}</title></rect>'
 
 
 def _reading(place: Place, curve: Curve, words: Callable[[float], str]) -> str:

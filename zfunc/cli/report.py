@@ -1,8 +1,8 @@
 """A run as one HTML page: curves, memory against the plan, the measured step, settings, machine, checkpoints.
 
-The invariant: one file that needs nothing else and runs no script; all that the folder says is text in it, however
-hostile. What the curves show is in tables too. Curves are reduced as they are drawn, so a page of 100,000 steps is
-as light as one of a thousand.
+One file that needs nothing else and runs no script; whatever a file of the run contains, it is only text here. What
+the curves show is in tables too. Curves are reduced as they are drawn, so the page of 100,000 steps is as small as
+that of a thousand.
 """
 
 import re
@@ -79,11 +79,11 @@ def _ending(run: RunHistory) -> tuple[str, str]:
     """Whether that is "good", "bad" or neither, and the words."""
     how = run.summary.get("ended", "")
     if not run.summary:
-        said = "has not ended: it goes on, or was killed"
+        ending = "has not ended: it is running, or was killed"
     else:
-        said = ENDED.get(how, f"ended: {how}")
-        said += f": {run.summary['error']}" if "error" in run.summary else ""
-    lines = [said, *([run.lost] if run.lost else [])]
+        ending = ENDED.get(how, f"ended: {how}")
+        ending += f": {run.summary['error']}" if "error" in run.summary else ""
+    lines = [ending, *([run.lost] if run.lost else [])]
     good = how in ("steps", "seconds") and not run.lost
     bad = bool(run.lost) or "error" in run.summary
     return "good" if good else "bad" if bad else "", "\n".join(lines)
@@ -204,12 +204,12 @@ def _picture(step: RecordedStep | None, missing: str) -> str:
     if step is None:
         return f'<section class="step"><h2>The step</h2><p>{escape(missing)}</p></section>'
     bound = bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
-    said = (
+    caption = (
         f"{legend_summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
     )
     ops = len(step.plan.graph)
     picture = drawn(step.timeline, plan=step.plan, title="One measured step") if ops <= DRAWN_UP_TO else ""
-    return f'<section class="step"><h2>The step</h2><p>{escape(said)}</p>{picture}</section>'
+    return f'<section class="step"><h2>The step</h2><p>{escape(caption)}</p>{picture}</section>'
 
 
 def _sample(run: RunHistory) -> str:

@@ -1,6 +1,6 @@
 """The tables of a run's page: the step, memory against the plan, figures by step, checkpoints, settings, machine.
 
-The invariant: a table of steps has at most LISTED rows, however long the run, and says of how many they are.
+A table of steps has at most LISTED rows, however long the run, and its caption says of how many.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class Table:
 
 
 def report_tables(run: RunHistory, step: RecordedStep | None) -> Iterator[Table]:
-    """What is told of the measured `step`, where there is one, of memory, figures by step, and how it was set."""
+    """Tables of the measured `step`, if there is one, of memory, of figures by step, and of the settings."""
     if step is not None:
         for what, by in (("lane", by_lane), ("verb", by_verb)):
             rows = [
@@ -53,12 +53,12 @@ def report_tables(run: RunHistory, step: RecordedStep | None) -> Iterator[Table]
     held_out = [row for row in run.rows if run.held_out in row]
     some = _spread(held_out)
     if some:
-        rows = ((f"{row['step']:,}", _told(row[run.held_out], ".4f")) for row in some)
+        rows = ((f"{row['step']:,}", _format(row[run.held_out], ".4f")) for row in some)
         yield Table("Held out" + _of(some, held_out), ("step", run.held_out.replace("_", " ")[9:]), rows)
     skipped = run.skipped
     if skipped:
         some = skipped[:LISTED]
-        rows = ((f"{row['step']:,}", _told(row.get("loss_scale"), ",.0f")) for row in some)
+        rows = ((f"{row['step']:,}", _format(row.get("loss_scale"), ",.0f")) for row in some)
         yield Table("Skipped, for an overflow" + _of(some, skipped), ("step", "at the loss scale"), rows)
     yield from _checkpoints(run)
     yield _settings(run)
@@ -91,7 +91,7 @@ def _step(row: Row) -> tuple[str, ...]:
         ("tokens_per_second", ",.0f"),
         ("seconds", ".3g"),
     )
-    return f"{row['step']:,}", *(_told(row.get(name), form) for name, form in figures), format_bytes(memory)
+    return f"{row['step']:,}", *(_format(row.get(name), form) for name, form in figures), format_bytes(memory)
 
 
 def _checkpoints(run: RunHistory) -> Iterator[Table]:
@@ -132,7 +132,7 @@ def _of(some: Sequence[Row], rows: Sequence[Row]) -> str:
     return f" ({len(some)} of {len(rows):,})" if len(some) < len(rows) else ""
 
 
-def _told(value: object, form: str) -> str:
+def _format(value: object, form: str) -> str:
     known = finite_number(value)
     return "not a number" if known is None else format(known, form)
 
