@@ -94,11 +94,16 @@ def timed(call: Callable[[], Any], nbytes: int) -> float:
     return time.perf_counter() - start
 
 
+def kept(state: State) -> list[torch.Tensor]:
+    """The optimizer's state, a bucket at a time."""
+    return [x for r, x in state.buffers.memory.items() if r.role == "state"]
+
+
 def bandwidth(args: argparse.Namespace, moments: str, root: Path) -> dict[str, Any]:
     """How much of a plain copy's speed saving and loading reach."""
     program = large(args.parameters, moments)
     state = zfunc.init(program)
-    data = [memoryview(x.view(torch.uint8).numpy()) for x in state.buffers.host.flats.values()]  # pyright: ignore
+    data = [memoryview(x.view(torch.uint8).numpy()) for x in kept(state)]  # pyright: ignore
     saved, plain, nbytes = root / "saved", root / "plain", sum(x.nbytes for x in data)
     fastest: dict[str, float] = {}
     for _ in range(args.turns):
@@ -150,7 +155,7 @@ def steps(args: argparse.Namespace, root: Path) -> dict[str, Any]:
             else:
                 seconds = metrics.seconds
         found.append(2 * seconds / sum(around))
-    saved = sum(x.nbytes for x in state.buffers.host.flats.values())
+    saved = sum(x.nbytes for x in kept(state))
     state, metrics = zfunc.train_step(program, state, batch, save=folder, trace=True)
     if args.svg:
         assert metrics.timeline is not None

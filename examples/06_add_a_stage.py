@@ -35,7 +35,7 @@ BLOCK, WIDTH, ROWS = 64, 256, 128
 def small(where: str, tier: str, job: StepSpec) -> Region:
     """Room for the codes of the largest bucket, and behind them its scales, as bytes seen through fp32."""
     nbytes = job.slot_numel + 4 * (job.slot_numel // BLOCK)
-    return Region(f"small_{where}", (), nbytes, tier, kept=True, dtype="fp32")
+    return Region(f"small_{where}", (), nbytes, tier, lifetime="program", dtype="fp32")
 
 
 def compressed(job: StepSpec) -> Iterator[Op]:

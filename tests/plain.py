@@ -130,7 +130,7 @@ def _kept(program: Program, state: State) -> Iterator[tuple[Span, slice, Values]
             a, z = max(span.start, start), min(span.stop, stop)
             if a < z:
                 kept = {
-                    kind: x[a - start : z - start] for kind, x in state.buffers.kept(bucket.index).items()
+                    kind: x[a - start : z - start] for kind, x in state.buffers.state(bucket.index).items()
                 }
                 yield span, slice(a - span.start, z - span.start), kept
 

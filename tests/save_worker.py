@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from forked import play
 from rank_worker import MODELS, WORLDS, Batch, each_world, global_batch, groups_of, rows_of
+from small_models import flats
 
 import zfunc
 from zfunc.checkpoint import durable_files as disk
@@ -45,7 +46,7 @@ def go_on(
 
 
 def bits(state: State) -> dict[str, torch.Tensor]:
-    return {"params": state.buffers.params, "frozen": state.buffers.frozen, **state.buffers.host.flats}
+    return flats(state, "params", "state")
 
 
 def resume(group: Any, world: int, name: str, out: Path) -> None:

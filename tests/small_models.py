@@ -130,11 +130,18 @@ def rows_of(batch: Any, rank: int, world: int) -> Any:
 
 def bits(state: State) -> list[Tensor]:
     """Everything a step can change, wherever it is kept: copies."""
-    b = state.buffers
-    homes = sorted({*b.host.spans, *b.device.spans})
-    kept = [x for n in homes for x in b.kept(n).values()]
-    waiting = [*b.waiting.values()] if state.pending is not None else []
-    return [x.clone() for x in (b.params, b.frozen, *kept, *waiting)]
+    memory = state.buffers.memory
+    roles = {"params", "state", *(["grad_shard"] if state.pending is not None else [])}
+    return [getattr(memory[r], "flat", memory[r]).clone() for r in sorted(memory, key=str) if r.role in roles]
+
+
+def flats(state: State, *roles: str) -> dict[str, Tensor]:
+    """What the regions of these roles hold, one after the other, by the name of their buffer."""
+    found: dict[str, list[Tensor]] = {}
+    for r, x in sorted(state.buffers.memory.items(), key=lambda item: item[0].index):
+        if r.role in roles:
+            found.setdefault(r.buffer, []).append(getattr(x, "flat", x))
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 MODELS: dict[str, Callable[[], tuple[list[zfunc.Segment], Callable[[int], Batch]]]] = {

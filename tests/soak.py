@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 from rank_worker import global_batch, rows_of
-from small_models import MODELS
+from small_models import MODELS, flats
 
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
@@ -67,7 +67,7 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
     phase[rank] = 4
     zfunc.save(folder, program, state, keep=KEEP)
     digest = hashlib.sha256()
-    for flat in (state.buffers.params, state.buffers.frozen, *state.buffers.host.flats.values()):
+    for flat in flats(state, "params", "state").values():
         digest.update(flat.view(torch.uint8).numpy().tobytes())
     plan = specialize(program, rows_of(global_batch(data, 0), rank, world), save=True).plan
     told = {"digest": digest.hexdigest(), "ops": list(plan.graph.position)}

@@ -12,7 +12,7 @@ from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import StepSpec
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.core.regions import LASTING, SHADOW, WAITING, undecided
+from zfunc.core.regions import Regions, undecided
 
 Recipe = Callable[[StepSpec], Iterator[Op]]
 
@@ -40,7 +40,7 @@ def implied_pairs(graph: Graph) -> set[tuple[int, int]]:
 def scribbles(draw: st.DrawFn) -> Graph:
     """Operations that read and write five kept regions at random."""
     some = st.lists(
-        st.sampled_from([Region("r", (n,), kept=True) for n in range(5)]), max_size=3, unique=True
+        st.sampled_from([Region("r", (n,), lifetime="value") for n in range(5)]), max_size=3, unique=True
     ).map(tuple)
     size = draw(st.integers(0, 14))
     return Graph(tuple(Op("op", (n,), "compute", draw(some), draw(some)) for n in range(size)))
@@ -68,7 +68,8 @@ def test_a_region_has_one_size_one_tier_and_one_lifetime() -> None:
     for other in (
         Region("x", nbytes=8),
         Region("x", nbytes=4, tier="host"),
-        Region("x", nbytes=4, kept=True),
+        Region("x", nbytes=4, lifetime="value"),
+        Region("x", nbytes=4, role="grad"),
     ):
         with pytest.raises(
             ValueError, match=r"b declares x as .* an earlier operation as .*: a region has one"
@@ -97,13 +98,22 @@ def test_unknown_kinds_and_tiers_and_negative_sizes_are_refused() -> None:
         Region("a", tier="gpu")
     with pytest.raises(ValueError, match="nbytes"):
         Region("a", nbytes=-1)
+    with pytest.raises(ValueError, match="lifetime"):
+        Region("a", lifetime="step")
+    with pytest.raises(ValueError, match="role"):
+        Region("a", role="gradient")
+    for wrong in ({"dtype": "fp32"}, {"lifetime": "program"}, {"lifetime": "state", "dtype": "float"}):
+        with pytest.raises(ValueError, match="a: got dtype"):
+            Region("a", **wrong)
 
 
-def test_an_operation_finds_its_regions_by_buffer() -> None:
-    x, y = Region("x", (1,)), Region("y")
+def test_an_operation_finds_its_regions_by_buffer_and_role() -> None:
+    x, y = Region("x", (1,), role="grad"), Region("y")
     op = Op("f", (), "compute", (x, y), (y,))
     assert (op.read("x"), op.write("y"), op.regions) == (x, y, (x, y))
+    assert (op.read("grad"), op.operands("grad")) == (x, (x,))
     assert op.touches("x")
+    assert op.touches("grad")
     assert not op.touches("z")
 
 
@@ -293,13 +303,21 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: 
 
 
 @given(any_job)
-def test_what_a_step_writes_lasts_or_is_room_to_work_in(job: StepSpec) -> None:
-    """A new buffer has to be put on one side: what is kept and not allocated by the program could be anything."""
-    room = {"norm", "mean_loss", "verdict", "written", "written_frozen", *(SHADOW + name for name in LASTING)}
-    for recipe in TRAINING.values():
-        for op in recipe(evolve(job, save=True)):
-            for r in op.writes:
-                assert not r.kept or r.dtype or r.buffer in LASTING | room, r
+def test_the_regions_of_the_state_are_those_that_operations_touch(job: StepSpec) -> None:
+    """Memory of a State is allocated from the one list, and the other says what becomes of it."""
+    for recipe in (PLAIN, TRAINING["delayed"]):
+        job = evolve(job, delayed=recipe is not PLAIN, shadows=job.shadows if recipe is PLAIN else 0)
+        listed = {r: r for r in Regions(job).state()}
+        touched = {r for r in Graph(tuple(recipe(evolve(job, save=True)))).regions if r.lifetime == "state"}
+        assert touched == {*listed}
+        for r in touched - {Region("frozen")}:  # which counts what the model keeps besides
+            assert listed[r] in touched
+            assert (r.nbytes, r.tier, r.dtype, r.role) == (
+                listed[r].nbytes,
+                listed[r].tier,
+                listed[r].dtype,
+                listed[r].role,
+            )
 
 
 @given(any_job)
@@ -329,9 +347,11 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Ste
 
 @given(any_job)
 def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: StepSpec) -> None:
-    left = {r for op in FIRST_DELAYED(job) for r in op.writes if r.buffer in WAITING}
+    left = {
+        r for op in FIRST_DELAYED(job) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
+    }
     for recipe in (TRAINING["delayed"], RECIPES["flush"]):
-        assert {r for op in recipe(job) if op.verb == "adam" for r in op.reads if r.buffer in WAITING} == left
+        assert {r for op in recipe(job) if op.verb == "adam" for r in op.operands("grad_shard")} == left
     assert {r.index for r in left} == {(b,) for b in job.offloaded}
 
 
@@ -408,7 +428,7 @@ def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishe
         assert len(state) == len(kept)
         assert state <= set(write.reads)
         assert order[write.name] < order[update.name]
-        waits = {r for r in update.reads if r.buffer in WAITING}
+        waits = {r for r in update.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
         assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
     assert ("write_frozen" in ops) == bool(job.layout.frozen)
     assert [*ops][-1] == "publish"

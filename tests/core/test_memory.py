@@ -110,7 +110,7 @@ def test_no_schedule_needs_less_than_the_least_any_timing_holds(
 
 def two_at_once(*, waits: bool) -> Plan:
     """Two producers of 10 and 7 bytes; with `waits` they share a token, so one comes after the other."""
-    token, a, b = Region("token", kept=True), Region("a", nbytes=10), Region("b", nbytes=7)
+    token, a, b = Region("token", lifetime="value"), Region("a", nbytes=10), Region("b", nbytes=7)
     shared = (token,) if waits else ()
     return build(
         Graph(
@@ -137,7 +137,7 @@ def test_an_empty_lane_bounds_nothing() -> None:
 
 def test_a_peak_says_where_it_is() -> None:
     small, big = Region("small", nbytes=1, tier="pinned"), Region("big", nbytes=9, tier="pinned")
-    kept = Region("kept", nbytes=100, tier="pinned", kept=True)
+    kept = Region("kept", nbytes=100, tier="pinned", lifetime="value")
     ops = (
         Op("a", (), "h2d", (kept,), (small,)),
         Op("b", (), "h2d", (small,), (big,)),
@@ -154,7 +154,7 @@ def test_the_bound_counts_what_a_fast_producer_can_have_made(num_slots: int) -> 
     """Slots hold the producer back, so that many items are alive at once and one more being used."""
     ops: list[Op] = []
     for n in range(10):
-        item, slot = Region("item", (n,), 8), Region("slot", (n % num_slots,), kept=True)
+        item, slot = Region("item", (n,), 8), Region("slot", (n % num_slots,), lifetime="value")
         ops.append(Op("make", (n,), "compute", (), (item, slot)))
         ops.append(Op("use", (n,), "host", (item, slot)))
     plan = build(Graph(tuple(ops)), {"gpu": range(0, 20, 2), "cpu": range(1, 20, 2)})

@@ -18,7 +18,7 @@ from zfunc.core.plan import Lane, Plan, PlanError, build, parse
 from zfunc.core.verifier import races, verify
 from zfunc.engine.program import make_plan
 
-X = Region("x", kept=True)
+X = Region("x", lifetime="value")
 CHAIN = Graph(
     tuple(Op(verb, (), kind, (X,), (X,)) for verb, kind in (("a", "h2d"), ("b", "compute"), ("c", "d2h")))
 )

@@ -16,7 +16,7 @@ import pytest
 import saved as checkpoint_of
 import torch
 import trained
-from small_models import MODELS
+from small_models import MODELS, flats
 from threaded_ranks import ThreadedRanks
 from torch import Tensor
 from trained import steps
@@ -48,8 +48,7 @@ def compiled(model: str, **settings: Any) -> tuple[Program, Callable[[int], Any]
 
 
 def everything(state: State) -> dict[str, Tensor]:
-    buffers = state.buffers
-    return {"params": buffers.params, "frozen": buffers.frozen, **buffers.host.flats}
+    return flats(state, "params", "state")
 
 
 def assert_equal(a: State, b: State) -> None:
@@ -124,19 +123,19 @@ def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_pa
     back, _ = compiled("odd sizes", precision="fp32", moments=saved)
     zfunc.save(tmp_path / "back", other, loaded)
     again = zfunc.load(tmp_path / "back", back)
-    kept = state.buffers.host.flats
-    for name, x in again.buffers.host.flats.items():
+    kept = flats(state, "state")
+    for name, x in flats(again, "state").items():
         if name.startswith("master") or moments == saved or (saved, moments) == ("16bit", "fp32"):
             assert torch.equal(x, kept[name]), name
     if (saved, moments) == ("8bit", "fp32"):  # a block may get another scale, for the same values
         names = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
-        before, after = ([x[name].numpy() for name in names] for x in (kept, again.buffers.host.flats))
+        before, after = ([x[name].numpy() for name in names] for x in (kept, flats(again, "state")))
         assert (unpack_exp_avg(*before) == unpack_exp_avg(*after)).all()
         assert (unpack_exp_avg_sq(*before[1:]) == unpack_exp_avg_sq(*after[1:])).all()
     if (saved, moments) == ("fp32", "16bit"):
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(
-                again.buffers.host.flats[name], state.buffers.host.flats[name], rtol=2**-7, atol=0
+                flats(again, "state")[name], flats(state, "state")[name], rtol=2**-7, atol=0
             )
     steps(other, loaded, data, 3, 5)
 
@@ -166,7 +165,7 @@ def test_so_do_two_ranks_and_one_reads_what_they_saved(
         for what, x in kept((one, alone)).items():
             assert torch.equal(together[what], x), what
             assert torch.equal(again[what], x), what
-        assert all(torch.equal(x.buffers.frozen, alone.buffers.frozen) for x in shares)
+        assert all(torch.equal(everything(x)["frozen"], everything(alone)["frozen"]) for x in shares)
 
 
 def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
@@ -198,7 +197,7 @@ def test_what_the_device_has_after_a_load_is_what_a_step_would_have_sent_it(tmp_
         state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 2)
         zfunc.save(tmp_path / f"{moments}-{precision}", program, state)
         loaded = zfunc.load(tmp_path / f"{moments}-{precision}", program)
-        assert torch.equal(loaded.buffers.params, state.buffers.params)
+        assert torch.equal(everything(loaded)["params"], everything(state)["params"])
 
 
 def test_extra_and_the_optimizers_settings_are_kept_and_other_settings_are_said(
@@ -459,7 +458,7 @@ p = program(loaded, 6_000_000)
 forget()
 state = zfunc.load(folder, p)
 loading = status("VmHWM") - status("VmRSS")
-kept = sum(x.nbytes for x in state.buffers.host.flats.values())
+kept = sum(x.nbytes for r, x in state.buffers.memory.items() if r.role == "state")
 print(saving / kept, loading / kept)
 """
 

@@ -19,7 +19,7 @@ from zfunc.errors import LaneTimeout, UndeclaredAccess
 from zfunc.runtime.executor import Executor, Jitter, RunOptions, prepare_plan
 
 CPU = torch.device("cpu")
-X, Y = Region("x", kept=True), Region("y")
+X, Y = Region("x", lifetime="value"), Region("y")
 
 
 def run(plan: Plan, stages: dict[str, Any], mem: dict[Region, Any], **options: Any) -> Any:

@@ -343,7 +343,7 @@ FAULT = Fault(1, 7, "reduce_scatter[0,2,0]", "kill")
 
 
 def two_lanes(kind: Any = "host") -> Plan:
-    x, y = Region("x", kept=True), Region("y")
+    x, y = Region("x", lifetime="value"), Region("y")
     graph = Graph(
         (Op("make", (0,), "compute", writes=(x,)), Op("use", (3, 4), kind, reads=(x,), writes=(y,)))
     )
@@ -441,7 +441,7 @@ def test_disk_operations_run_on_a_thread_of_one_and_are_no_host_seconds() -> Non
 
 def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None:
     """It has a time-out of its own, and knows more: who is missing."""
-    x = Region("x", kept=True)
+    x = Region("x", lifetime="value")
     graph = Graph(
         (Op("load", (), "compute"), Op("send", (), "network", writes=(x,)), Op("use", (), "compute", (x,)))
     )

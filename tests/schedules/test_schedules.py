@@ -60,7 +60,7 @@ def test_what_comes_and_goes_keeps_its_order_on_compute(graph: Graph) -> None:
 
 def forked() -> Graph:
     """A short and a long chain that begin on one lane, the short one first in the graph."""
-    short, long = Region("short", kept=True), Region("long", kept=True)
+    short, long = Region("short", lifetime="value"), Region("long", lifetime="value")
     return Graph(
         (
             Op("short", (0,), "host", (), (short,), nbytes=1),

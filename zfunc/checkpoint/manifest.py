@@ -17,8 +17,9 @@ from zfunc.checkpoint.checksums import CHUNK_LIMIT, num_chunks
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import STORED, SizedType
+from zfunc.core.optimizer_state import STORED
 from zfunc.core.optimizer_state import Stored as StoredMoments
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
@@ -26,7 +27,6 @@ from zfunc.optim.loss_scale import LossScale
 FILE = "manifest.json"
 FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
 PENDING = "pending"  # the gradient of a parameter that is still to be applied to it
-DTYPES: dict[SizedType, str] = {"fp32": "F32", "bf16": "BF16", "int16": "I16", "uint8": "U8"}
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _NEXT = "use another checkpoint"
 
@@ -44,7 +44,7 @@ class StateKind:
 
 
 KINDS: dict[StoredMoments, dict[str, StateKind]] = {
-    moments: {x.name: StateKind((DTYPES[x.dtype],), x.shared) for x in buffers}
+    moments: {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
     for moments, buffers in STORED.items()
 }
 """The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of

@@ -10,12 +10,18 @@ from typing import Any, Literal, cast, get_args
 
 from attrs import field, frozen, validators
 
+from zfunc.core.dtypes import DTYPES, Dtype
+
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "disk"]
-Dtype = Literal["compute", "fp32", "fp64"]  # "compute" is the precision of parameters on the device
-DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+Lifetime = Literal["operation", "program", "state", "value"]
+Role = Literal["params", "state", "shadow", "grad", "grad_shard", "copy", "squares", "loss"]
+RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
+LIFETIMES: tuple[Lifetime, ...] = get_args(Lifetime)
+ROLES: tuple[Role, ...] = get_args(Role)
+ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
 
 
 def label(name: str, index: tuple[int, ...]) -> str:
@@ -36,17 +42,46 @@ def _tuple(given: Any) -> tuple[Any, ...]:
 class Region:
     """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
 
-    `nbytes` is its size in bytes and `tier` where it lives. A `kept` region is allocated once and stays; any other
-    exists from its first write to its last access. `dtype` is that of a staging buffer: the program allocates
-    a flat tensor of it. A kept region without one is provided otherwise (the state, the batch), or holds a value.
+    `nbytes` is its size in bytes and `tier` where it lives. `lifetime` says for how long:
+
+    - "operation": from its first write to its last access;
+    - "program": a staging buffer of `dtype` that the program allocates once; its content is a step's own;
+    - "state": memory of the training state, of `dtype`, allocated with it;
+    - "value": what a step is given or leaves: the batch, a norm, a decision.
+
+    `role` is what operations use it for, where several buffers serve one purpose: "params" as forward reads them,
+    the optimizer's "state" of a bucket and its "shadow", the "grad" of a whole bucket, a rank's "grad_shard"
+    wherever it waits, the "copy" of new parameters on its way to the device, "squares" of a gradient, a "loss".
     """
 
     buffer: str
     index: tuple[int, ...] = field(default=(), converter=_tuple)
     nbytes: int = field(default=0, eq=False, validator=validators.ge(0))
     tier: Tier = field(default="device", eq=False, validator=validators.in_(TIERS))
-    kept: bool = field(default=False, eq=False)
-    dtype: Dtype | None = field(default=None, eq=False, validator=validators.in_((*DTYPES, None)))
+    lifetime: Lifetime = field(default="operation", eq=False, validator=validators.in_(LIFETIMES))
+    dtype: RegionDtype | None = field(default=None, eq=False)
+    role: Role | None = field(default=None, eq=False, validator=validators.in_((*ROLES, None)))
+
+    @dtype.validator  # pyright: ignore
+    def _check_dtype(self, _: object, dtype: RegionDtype | None) -> None:
+        """What is allocated has a type, and nothing else has."""
+        if (dtype is not None) != (self.lifetime in ALLOCATED):
+            raise ValueError(
+                f"{self}: got dtype {dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the lifetime "
+                "is 'program' or 'state', and only there"
+            )
+        if dtype is not None and dtype != "compute" and dtype not in DTYPES:
+            raise ValueError(f"{self}: got dtype {dtype!r}, expected 'compute' or one of {', '.join(DTYPES)}")
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is there from step to step."""
+        return self.lifetime != "operation"
+
+    @property
+    def trained(self) -> bool:
+        """Whether a step updates it: once an operation that writes it has begun, the State before it is gone."""
+        return self.lifetime == "state" and self.role in ("params", "state")
 
     def __str__(self) -> str:
         return label(self.buffer, self.index)
@@ -84,19 +119,23 @@ class Op:
         """Every region touched, once each."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
-    def read(self, buffer: str) -> Region:
-        """The one region of `buffer` that this operation reads."""
-        (region,) = (r for r in self.reads if r.buffer == buffer)
+    def read(self, name: str) -> Region:
+        """The one region of that role or buffer that this operation reads."""
+        (region,) = (r for r in self.reads if name in (r.role, r.buffer))
         return region
 
-    def write(self, buffer: str) -> Region:
-        """The one region of `buffer` that this operation writes."""
-        (region,) = (r for r in self.writes if r.buffer == buffer)
+    def write(self, name: str) -> Region:
+        """The one region of that role or buffer that this operation writes."""
+        (region,) = (r for r in self.writes if name in (r.role, r.buffer))
         return region
 
-    def touches(self, buffer: str) -> bool:
-        """Whether any region of `buffer` is read or written."""
-        return any(r.buffer == buffer for r in self.regions)
+    def touches(self, name: str) -> bool:
+        """Whether any region of that role or buffer is read or written."""
+        return any(name in (r.role, r.buffer) for r in self.regions)
+
+    def operands(self, role: Role) -> tuple[Region, ...]:
+        """The regions of that role, in the order they are declared."""
+        return tuple(r for r in self.regions if r.role == role)
 
 
 @frozen
@@ -126,7 +165,7 @@ class Graph:
     @ops.validator  # pyright: ignore
     def _check(self, _: object, ops: tuple[Any, ...]) -> None:
         seen: set[str] = set()
-        sizes: dict[Region, tuple[int, Tier, bool, Dtype | None]] = {}
+        sizes: dict[Region, tuple[Any, ...]] = {}
         for op in ops:
             if not isinstance(op, Op):
                 raise TypeError(
@@ -143,11 +182,11 @@ class Graph:
                     )
                 if r not in sizes:
                     _check_name("region", r.buffer, r.index)
-                now = (r.nbytes, r.tier, r.kept, r.dtype)
+                now = (r.nbytes, r.tier, r.lifetime, r.dtype, r.role)
                 if (was := sizes.setdefault(r, now)) != now:
                     raise ValueError(
-                        f"{op.name} declares {r} as {now}, an earlier operation as {was} (bytes, tier, kept, "
-                        "dtype): a region has one size and one place"
+                        f"{op.name} declares {r} as {now}, an earlier operation as {was} (bytes, tier, lifetime, "
+                        "dtype, role): a region has one size and one place"
                     )
 
     def __len__(self) -> int:

@@ -58,7 +58,7 @@ def held(plan: Plan) -> dict[Tier, dict[str, int]]:
 
     >>> from zfunc.core.graph import Graph, Op
     >>> from zfunc.core.plan import build
-    >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, kept=True)
+    >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, lifetime="value")
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
     >>> held(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     {'workspace': 100, 'x': 8, 'y': 4}

@@ -19,7 +19,7 @@ class OpBuilder(Regions):
     def load(self, m: int) -> Op:
         """Bring micro-batch `m` to the device."""
         nbytes = self.job.costs[0].input_bytes + self.job.target_bytes
-        batch = Region("batch", (m,), nbytes, "host", kept=True)
+        batch = Region("batch", (m,), nbytes, "host", "value")
         return Op("load", (m,), "h2d", (batch,), (self._input(m, 0), self._targets(m)), nbytes=nbytes)
 
     def forward(self, m: int, s: int) -> Op:
@@ -219,6 +219,5 @@ class OpBuilder(Regions):
         written = tuple(self._written(b.index) for b in self.job.layout.buckets)
         frozen = (self._written_frozen(),) if self.job.layout.frozen else ()
         kind = "network" if self.job.world > 1 else "disk"
-        published = Region("published", (), tier="disk", kept=True)
         after = (self._norm(), self._verdict()) if last else ()
-        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (published,))
+        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (self._published(),))

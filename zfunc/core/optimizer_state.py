@@ -8,11 +8,10 @@ from typing import Literal
 
 from attrs import frozen
 
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import ALIGNMENT
 
 Moments = Literal["fp32", "16bit", "8bit"]
-SizedType = Literal["fp32", "bf16", "int16", "uint8"]
-BYTES: dict[SizedType, int] = {"fp32": 4, "bf16": 2, "int16": 2, "uint8": 1}
 
 
 @frozen
@@ -20,7 +19,7 @@ class StateBuffer:
     """A buffer of the optimizer's state: its element type, and how many parameters share an element."""
 
     name: str
-    dtype: SizedType
+    dtype: Dtype
     shared: int = 1
 
     def numel(self, parameters: int) -> int:
@@ -29,7 +28,7 @@ class StateBuffer:
 
     def nbytes(self, parameters: int) -> int:
         """Bytes for so many parameters."""
-        return self.numel(parameters) * BYTES[self.dtype]
+        return self.numel(parameters) * DTYPES[self.dtype].nbytes
 
 
 _SPLIT = (StateBuffer("master_high", "bf16"), StateBuffer("master_low", "int16"))

@@ -312,7 +312,8 @@ def _lane_lines(plan: Plan) -> Iterator[str]:
 def _lines(plan: Plan) -> Iterator[str]:
     yield "zfunc plan 1"
     for r in plan.graph.regions:
-        kept = [*(["kept"] if r.kept else []), *([r.dtype] if r.dtype else [])]
+        shown = r.lifetime == "program" or r.role == "grad_shard"  # the types of all else are the settings'
+        kept = [*(["kept"] if r.kept else []), *([str(r.dtype)] if r.dtype and shown else [])]
         yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
     for op in plan.graph.ops:
         work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace") if (v := getattr(op, k))]
@@ -336,7 +337,8 @@ def parse(text: str) -> Plan:
     def region(words: list[str]) -> None:
         name, nbytes, tier, *rest = words
         kept, dtype = rest[:1] == ["kept"], rest[1:] or [None]
-        regions[name] = Region(*_split(name), int(nbytes), _any(tier), kept, _any(*dtype))
+        lifetime = "operation" if not kept else "program" if rest[1:] else "value"
+        regions[name] = Region(*_split(name), int(nbytes), _any(tier), lifetime, _any(*dtype))
 
     def op(words: list[str]) -> None:
         colon, arrow = words.index(":"), words.index("->")

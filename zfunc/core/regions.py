@@ -8,22 +8,15 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Literal
 
-from attrs import field, frozen, validators
+from attrs import evolve, field, frozen, validators
 
-from zfunc.core.graph import Graph, Op, Region, Tier
+from zfunc.core.graph import Graph, Op, Region, RegionDtype, Role, Tier
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments, StateBuffer
 
 FP32, FP64 = 4, 8  # bytes
 ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
 SHADOW = "shadow_"  # begins the name of the buffer that a speculative update goes to
-WAITING = ("host_grad", "grad_sum")  # where on the host the whole gradient of a bucket waits for its update
-
-TRAINED = frozenset({"params", *(x.name for kept in STATE_FORMATS.values() for x in kept)})
-"""The buffers a step updates: once an operation that writes one has begun, the State before it is gone."""
-
-LASTING = TRAINED | {"published"}
-"""The buffers whose content outlives a refused step. All others are room to work in, written anew each step."""
 
 
 @frozen
@@ -141,7 +134,8 @@ class Regions:
 
     def _params(self, b: int) -> Region:
         bucket = self.job.layout.buckets[b]
-        return Region("params", (b,), bucket.numel * self.job.element_bytes, "device", kept=True)
+        nbytes = bucket.numel * self.job.element_bytes
+        return Region("params", (b,), nbytes, lifetime="state", dtype="compute", role="params")
 
     def _weights(self, s: int) -> tuple[Region, ...]:
         """What segment `s` reads: its buckets, and its frozen parameters."""
@@ -150,7 +144,9 @@ class Regions:
     def _frozen(self) -> tuple[Region, ...]:
         layout = self.job.layout
         nbytes = layout.frozen_numel * self.job.element_bytes + self.job.constant_bytes
-        return (Region("frozen", (), nbytes, kept=True),) if nbytes or layout.frozen else ()
+        if not nbytes and not layout.frozen:
+            return ()
+        return (Region("frozen", (), nbytes, lifetime="state", dtype="compute", role="params"),)
 
     def _input(self, m: int, s: int) -> Region:
         return Region("act", (m, s), self.job.costs[s].input_bytes)
@@ -159,7 +155,7 @@ class Regions:
         return Region("targets", (m,), self.job.target_bytes)
 
     def _loss(self, m: int) -> Region:
-        return Region("loss", (m,), ALLOCATION)
+        return Region("loss", (m,), ALLOCATION, role="loss")
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.job.recompute[s] or s < self.job.layout.first_trainable:
@@ -177,13 +173,13 @@ class Regions:
         """Where a bucket's gradient waits on the device: one of a few slots, or in stage 1 its own."""
         if self.job.stage == 1:
             nbytes = self.job.layout.buckets[k].numel * self.job.element_bytes
-            return Region("grad_slot", (k,), nbytes, kept=True, dtype="compute")
+            return self._staging("grad_slot", k, nbytes, "device", role="grad")
         nbytes = self.job.slot_numel * self.job.element_bytes
-        return Region("grad_slot", (k % self.job.grad_slots,), nbytes, kept=True, dtype="compute")
+        return self._staging("grad_slot", k % self.job.grad_slots, nbytes, "device", role="grad")
 
     def _host_slot(self, k: int) -> Region:
         nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return Region("host_slot", (k % self.job.host_slots,), nbytes, "pinned", kept=True, dtype="compute")
+        return self._staging("host_slot", k % self.job.host_slots, nbytes, "pinned", role="grad_shard")
 
     def _param_slot(self, b: int) -> Region:
         """Where the new parameters of a bucket wait for their copy to the device.
@@ -192,9 +188,14 @@ class Regions:
         """
         if self.job.delayed or b in self.job.shadowed:
             nbytes = self._shard_bytes(b, self.job.element_bytes)
-            return Region("param_copy", (b,), nbytes, "pinned", kept=True, dtype="compute")
+            return self._staging("param_copy", b, nbytes, "pinned", role="copy")
         nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return Region("param_slot", (b % self.job.host_slots,), nbytes, "pinned", kept=True, dtype="compute")
+        return self._staging("param_slot", b % self.job.host_slots, nbytes, "pinned", role="copy")
+
+    def _staging(
+        self, buffer: str, k: int, nbytes: int, tier: Tier, *, role: Role, dtype: RegionDtype = "compute"
+    ) -> Region:
+        return Region(buffer, (k,), nbytes, tier, "program", dtype, role)
 
     def _shard_bytes(self, b: int, element_bytes: int) -> int:
         return self.job.layout.buckets[b].numel // self.job.world * element_bytes
@@ -205,50 +206,62 @@ class Regions:
         nbytes = self._shard_bytes(b, FP32 if added else self.job.element_bytes)
         dtype = "fp32" if added else "compute"
         if b in self.job.resident:
-            return Region("device_sum" if added else "device_grad", (b,), nbytes, kept=True, dtype=dtype)
+            buffer = "device_sum" if added else "device_grad"
+            return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
-        return Region(buffer, (b,), nbytes, tier, kept=True, dtype=dtype)
+        lifetime = "state" if self.job.delayed else "program"  # until the next step, or in this one
+        return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
-    def waiting(self) -> tuple[Region, ...]:
-        """Where gradients wait on the host, of all buckets that are updated there."""
-        return tuple(self._waiting(b) for b in self.job.offloaded)
+    def state(self) -> Iterator[Region]:
+        """All memory of a State: what every recipe's operations have of it, and no more.
+
+        What the model keeps beside its frozen parameters is not the State's.
+        """
+        layout = self.job.layout
+        for frozen_parameters in self._frozen():
+            yield evolve(frozen_parameters, nbytes=layout.frozen_numel * self.job.element_bytes)
+        for b in range(len(layout.buckets)):
+            yield self._params(b)
+            yield from self._state(b)
+            if b in self.job.shadowed:
+                yield from self._shadow(b)
+            if self.job.delayed and b not in self.job.resident:
+                yield self._waiting(b)
 
     def _state(self, b: int) -> tuple[Region, ...]:
         """What is kept of a bucket from step to step; what is sent to the device from where it lies is pinned."""
-        return tuple(self._kept(b, x.name) for x in STATE_FORMATS[self.job.moments])
+        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.job.moments])
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """Where the speculated update of a bucket goes."""
-        return tuple(self._kept(b, x.name, SHADOW) for x in STATE_FORMATS[self.job.moments])
+        return tuple(evolve(r, buffer=SHADOW + r.buffer, role="shadow") for r in self._state(b))
 
-    def _kept(self, b: int, name: str, prefix: str = "") -> Region:
-        kind = next(x for x in STATE_FORMATS[self.job.moments] if x.name == name)
-        tier: Tier = "pinned" if self.job.send_high_half and name == HIGH_HALF else "host"
-        numel = self.job.layout.buckets[b].numel // self.job.world
-        return Region(
-            prefix + name, (b,), kind.nbytes(numel), "device" if b in self.job.resident else tier, kept=True
-        )
+    def _kept(self, b: int, kind: StateBuffer) -> Region:
+        tier: Tier = "pinned" if self.job.send_high_half and kind.name == HIGH_HALF else "host"
+        nbytes = kind.nbytes(self.job.layout.buckets[b].numel // self.job.world)
+        where = "device" if b in self.job.resident else tier
+        return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
 
     def _copy(self, b: int) -> Region:
         """The new parameters of a bucket as the device wants them."""
         if self.job.send_high_half:
-            return self._kept(b, HIGH_HALF)
+            return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
         return self._param_slot(b)
 
     def _squares(self, b: int) -> Region:
-        return Region("squares", (b,), FP64, "device", kept=True, dtype="fp64")
+        return self._staging("squares", b, FP64, "device", role="squares", dtype="fp64")
 
     def _host_squares(self, b: int) -> Region:
-        return Region("host_squares", (b,), FP64, "pinned", kept=True, dtype="fp64")
+        return self._staging("host_squares", b, FP64, "pinned", role="squares", dtype="fp64")
 
     def _norm(self) -> Region:
-        return Region("norm", (), FP64, "host", kept=True)
+        return Region("norm", (), FP64, "host", "value")
 
     def _mean_loss(self) -> Region:
-        return Region("mean_loss", (), FP64, "host", kept=True)
+        return Region("mean_loss", (), FP64, "host", "value", role="loss")
 
     def _verdict(self) -> Region:
-        return Region("verdict", (), FP64, "host", kept=True)
+        return Region("verdict", (), FP64, "host", "value")
 
     def _sent(self, m: int, b: int, d: int) -> Region:
         """Holds nothing: it orders a collective before the verdict."""
@@ -256,7 +269,7 @@ class Regions:
 
     def _checkpoint(self) -> Region:
         """The file being written, and what is known of it."""
-        return Region("checkpoint", (), tier="disk", kept=True)
+        return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
         """What a checkpoint has of a bucket: its state, and the gradient that is still to be applied."""
@@ -264,20 +277,24 @@ class Regions:
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:
-        return Region("written", (b,), sum(r.nbytes for r in self._saved(b)), "disk", kept=True)
+        return Region("written", (b,), sum(r.nbytes for r in self._saved(b)), "disk", "value")
 
     def _written_frozen(self) -> Region:
         nbytes = self.job.layout.frozen_numel * self.job.element_bytes
-        return Region("written_frozen", (), nbytes, "disk", kept=True)
+        return Region("written_frozen", (), nbytes, "disk", "value")
+
+    def _published(self) -> Region:
+        """The checkpoint under its name, or why there is none."""
+        return Region("published", (), 0, "disk", "value")
 
 
 def undecided(graph: Graph) -> Iterator[Op]:
     """The operations whose effect leaves the step although it may be refused: there must be none.
 
-    What writes a buffer that lasts has to be ordered behind what writes the verdict, or to read the verdict that
-    the step began with: a delayed update was decided one step earlier. A collective has to be ordered behind the
-    decision or before it: in between, a rank that refuses the step may leave others waiting. A graph without a
-    decision refuses nothing.
+    What updates the state, or publishes it, has to be ordered behind what writes the verdict, or to read the
+    verdict that the step began with: a delayed update was decided one step earlier. A collective has to be ordered
+    behind the decision or before it: in between, a rank that refuses the step may leave others waiting. A graph
+    without a decision refuses nothing.
     """
     decides = [i for i, op in enumerate(graph) if any(r.buffer == "verdict" for r in op.writes)]
     if not decides:
@@ -290,7 +307,7 @@ def undecided(graph: Graph) -> Iterator[Op]:
         before |= {*needs[i]} if i in before else set()
     for i, op in enumerate(graph):
         applies_pending = i < decide and any(r.buffer == "verdict" for r in op.reads)
-        lasts = any(r.buffer in LASTING for r in op.writes) and not applies_pending
+        lasts = any(r.trained or r.buffer == "published" for r in op.writes) and not applies_pending
         sends = op.kind == "network" and i not in before
         if i not in behind and (lasts or sends):
             yield op

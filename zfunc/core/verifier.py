@@ -15,7 +15,7 @@ def verify(plan: Plan) -> Plan:
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
-    >>> x = Region("x", kept=True)
+    >>> x = Region("x", lifetime="value")
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
     >>> plan = build(graph, {"gpu": [0], "cpu": [1]})
     >>> verify(plan) is plan
@@ -33,7 +33,7 @@ def races(plan: Plan) -> Iterator[Conflict]:
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import Lane
-    >>> x = Region("x", kept=True)
+    >>> x = Region("x", lifetime="value")
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
     >>> without_waits = Plan(graph, (Lane("gpu", (0,)), Lane("cpu", (1,))), ((), ()))
     >>> [str(race.region) for race in races(without_waits)]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.program import Program, check_state
-from zfunc.engine.state import Flat, State, regions
+from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -40,11 +40,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     program.executor.check_process("apply")
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
         last = y  # without keeping those before it
-    lent = [
-        state.buffers.params,
-        state.buffers.frozen,
-        *(t for c in program.calls for t in c.constants.values()),
-    ]
+    lent = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
     storages = {t.untyped_storage()._cdata for t in lent}
     return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, last)
 
@@ -55,10 +51,7 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     `more` is what each segment is called with after its input: targets for a loss, a
     `zfunc.models.kv_cache.KVCache` to go on token by token.
     """
-    views: dict[str, Tensor] = {}
-    for value in regions(state.buffers, program.layout).values():
-        if isinstance(value, Flat):
-            views.update(value.views)
+    views = state.buffers.views
     x = tree_map_only(
         Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
     )

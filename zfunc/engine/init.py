@@ -10,7 +10,7 @@ from torch import Tensor
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program, check_memory, check_program, staging_buffers
-from zfunc.engine.state import Buffers, State, allocate, view
+from zfunc.engine.state import Buffers, State, allocate
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.buffer_checks import no_inference_mode
@@ -51,7 +51,6 @@ def init(
     _check_names(program, given)
     buffers = allocated(program, "init")
     spans = {span.name: span for span in program.layout.spans}
-    frozen_spans = {span.name: span for span in program.layout.frozen}
     for s, segment in enumerate(program.segments):
         values = segment.initial(fold_seed(seed, "init", s))
         names = [p.name for p in segment.parameters if p.name not in segment.shared]
@@ -62,15 +61,14 @@ def init(
             )
         for name in names:
             value = (given[name] if name in given else values[name]).detach()
-            span = spans.get(name) or frozen_spans[name]
-            if tuple(value.shape) != span.shape:
-                raise ValueError(
-                    f"{name}: got initial values of shape {tuple(value.shape)}, expected {span.shape}"
-                )
+            here = buffers.views[name]
+            if value.shape != here.shape:
+                got, expected = tuple(value.shape), tuple(here.shape)
+                raise ValueError(f"{name}: got initial values of shape {got}, expected {expected}")
             if name in spans:
                 put_weights(buffers, program.layout, spans[name], value, program.ranks)
             else:
-                view(buffers.frozen, span).copy_(value)
+                here.copy_(value)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 

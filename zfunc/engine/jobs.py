@@ -6,7 +6,7 @@ from attrs import evolve
 
 from zfunc.core.graph import Graph, Region
 from zfunc.core.ops import SegmentCost, StepSpec
-from zfunc.core.regions import WAITING, undecided
+from zfunc.core.regions import undecided
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import DTYPES, Recipe, graph_of
@@ -69,13 +69,13 @@ def _check_waiting(graph: Graph) -> None:
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
-            if r.buffer in (*WAITING, "verdict") and r not in written:
+            if (r.role == "grad_shard" or r.buffer == "verdict") and r not in written:
                 raise ValueError(
                     f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
                     "begins with no gradient: for delayed updates pass delay_from"
                 )
         written.update(op.writes)
-    left = {r for r in written if r.buffer in WAITING}
+    left = {r for r in written if r.role == "grad_shard"}
     for op in graph:
         left -= set(op.reads)
     if left:

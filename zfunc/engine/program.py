@@ -30,7 +30,7 @@ from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
 from zfunc.engine.purity import called_twice
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
-from zfunc.engine.state import State, staging_buffer, waiting
+from zfunc.engine.state import State, allocate_regions
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.errors import OutOfMemory
 from zfunc.optim.adamw import AdamW
@@ -142,7 +142,8 @@ def make_plan(job: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -
             f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks must issue them in "
             "the same order, and two lanes have none. Put every operation of kind 'network' on one lane"
         )
-    return plan
+    # The recipe's own graph has lifetimes and roles, which a plan that was read from text has not.
+    return plan if plan.graph is graph else evolve(plan, graph=graph)
 
 
 def graph_of(recipe: Recipe, job: StepSpec) -> Graph:
@@ -284,16 +285,9 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
 def staging_buffers(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
-        own = {
-            r
-            for recipe in program.recipes
-            for op in graph_of(recipe, program.job)
-            for r in op.regions
-            if r.dtype
-        }
-        program.cache.staging = {
-            r: staging_buffer(r, program.dtype, program.device) for r in own - {*waiting(program.job)}
-        }
+        graphs = [graph_of(recipe, program.job) for recipe in program.recipes]
+        own = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
+        program.cache.staging = allocate_regions(own, program.dtype, program.device)
     return program.cache.staging
 
 

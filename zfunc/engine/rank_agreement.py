@@ -3,6 +3,7 @@
 The invariant: either all ranks begin a step, with one plan, of equal batches, from equal weights, or all raise.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zfunc.engine.program import Program, Specialized
-from zfunc.engine.state import Buffers, State
+from zfunc.engine.state import State
 
 
 def check_ranks_agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
@@ -24,7 +25,9 @@ def check_ranks_agree(program: Program, special: Specialized, state: State, batc
         return
     told, weights = _told(program, state, batch), ""
     if not state.buffers.compared:
-        weights = f"weights of checksum {_checksum(state.buffers)}: equal seeds or params make them equal"
+        weights = (
+            f"weights of checksum {_checksum(state.buffers.params())}: equal seeds or params make them equal"
+        )
     ranks.agree(
         "train_step",
         "what the next step does",
@@ -47,10 +50,10 @@ def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
     ]
 
 
-def _checksum(buffers: Buffers) -> int:
+def _checksum(params: Iterable[Tensor]) -> int:
     """A sum over the bits of all parameters on the device, each weighted by where it is."""
     total = 0
-    for flat in (buffers.params, buffers.frozen):
+    for flat in params:
         bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
         for start in range(0, bits.numel(), 1 << 24):  # a bounded piece at a time: it is widened
             piece = bits[start : start + (1 << 24)].to(torch.int64)

@@ -20,10 +20,9 @@ from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.slices import slices_of
 from zfunc.checkpoint.writer import as_bytes, in_parallel
-from zfunc.core.graph import Region
 from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import STORED, Moments
-from zfunc.engine.state import Buffers, regions
+from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
 from zfunc.optim.compact import DTYPES
 from zfunc.optim.compact_reference import Compact, join, pack, unpack, unpack_first_codes
@@ -68,15 +67,14 @@ def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of this rank, and where its buffers have it."""
-    mem = regions(buffers, layout)
     for x in slices_of(layout, moments, ranks.rank, ranks.world):
-        into = mem[Region(x.kind, (x.bucket,))]
+        into = buffers.state(x.bucket)[x.kind]
         yield WantedSlice(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
 
 
 def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of a gradient that waits, and where it does."""
-    into = {r.index[0]: x for r, x in buffers.waiting.items()}
+    into = buffers.waiting()
     for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
         if x.kind == PENDING:
             at = into[x.bucket][x.at : x.at + x.stop - x.start]
@@ -135,12 +133,8 @@ def _array(x: Tensor) -> Any:
 
 def _read_frozen(files: "CheckpointFiles", buffers: Buffers, layout: Layout) -> None:
     """All of them: every rank has them."""
-    files.fill(
-        [
-            (WantedSlice(FROZEN, x.name, 0, x.stop - x.start), buffers.frozen[x.start : x.stop])
-            for x in layout.frozen
-        ]
-    )
+    wanted = [WantedSlice(FROZEN, x.name, 0, x.stop - x.start) for x in layout.frozen]
+    files.fill([(x, buffers.views[x.parameter].view(-1)) for x in wanted])
 
 
 @define(eq=False)

@@ -22,7 +22,7 @@ from zfunc.core.recipes import checkpoint
 from zfunc.engine import restore as loading
 from zfunc.engine.init import allocated
 from zfunc.engine.program import Program, between_steps, check_program, check_state, occupied_staging
-from zfunc.engine.state import Buffers, State, regions
+from zfunc.engine.state import Buffers, State
 from zfunc.errors import CheckpointError
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -56,7 +56,7 @@ def save(
         wanted = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = between_steps(program, checkpoint, pending=state.pending is not None)
         on_its_way = begin_save(program, state, wanted)
-        mem = {**regions(state.buffers, program.layout), Region("checkpoint"): on_its_way}
+        mem = {**state.buffers.memory, Region("checkpoint"): on_its_way}
         try:
             program.executor.run(special.prepared, mem, None, RunOptions(), set())
         finally:
@@ -70,7 +70,7 @@ def save(
 def begin_save(program: Program, state: State, save: Save) -> Saving:
     """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
     names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
-    waiting = state.buffers.waiting if state.pending is not None else {}
+    waiting = state.buffers.waiting() if state.pending is not None else {}
     content = saving.Snapshot(
         layout=program.layout,
         moments=program.job.moments,
@@ -79,7 +79,7 @@ def begin_save(program: Program, state: State, save: Save) -> Saving:
             state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
         ),
         optimizer=_settings(program, state.step),
-        pending={r.index[0]: names[x.dtype] for r, x in waiting.items()},
+        pending={b: names[x.dtype] for b, x in waiting.items()},
     )
     return saving.begin_writing(content, save, program.ranks)
 

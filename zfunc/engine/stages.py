@@ -16,7 +16,6 @@ from zfunc.checkpoint.manifest import FROZEN, PENDING
 from zfunc.checkpoint.slices import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
-from zfunc.core.regions import WAITING
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
 from zfunc.engine.vjp import SegmentWeights
@@ -60,9 +59,9 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy one segment's gradients into its bucket's slot; the first to come zeroes what it does not cover."""
     _, b, s = op.index
     bucket, call = step.layout.buckets[b], step.calls[s]
-    slot, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    slot, grads = mem[op.write("grad")], mem[op.read("grads")]
     covered, gaps = _cover(bucket, tuple(call.trained.values()))
-    if not any(r.buffer == "grad_slot" for r in op.reads):
+    if op.write("grad") not in op.reads:
         for start, stop in gaps:
             slot[start:stop].zero_()
     pieces = [slot[start:stop].view(shape) for _, start, stop, shape in covered]
@@ -72,7 +71,7 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
 def add(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one segment's gradients to its bucket's sum on the device."""
     _, b, s = op.index
-    total, grads = mem[op.write("grad_slot")], mem[op.read("grads")]
+    total, grads = mem[op.write("grad")], mem[op.read("grads")]
     covered, _ = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
     pieces = [total[start:stop].view(shape) for _, start, stop, shape in covered]
     torch._foreach_add_(pieces, [grads[name] for name, *_ in covered])
@@ -81,15 +80,14 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum a bucket over the ranks: this rank's slice of the slot becomes the sum of everybody's."""
     _, b, _ = op.index
-    slot = mem[op.write("grad_slot")][: step.layout.buckets[b].numel]
+    slot = mem[op.write("grad")][: step.layout.buckets[b].numel]
     step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a complete bucket, where it is."""
     (b,) = op.index
-    (r,) = op.reads
-    grad = mem[r][step.slice_of(b)] if r.buffer == "grad_slot" else mem[r]
+    grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
     if grad.is_cuda:
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
@@ -101,33 +99,31 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 def to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of a bucket's gradient, and its squares if it is complete, to pinned memory."""
     _, b, _ = op.index
-    grad = mem[op.read("grad_slot")][step.slice_of(b)]
-    for r in op.writes:
-        if r.buffer == "host_squares":
-            mem[r].copy_(mem[op.read("squares")], non_blocking=True)
-        else:
-            mem[r][: grad.numel()].copy_(grad, non_blocking=True)
+    grad = mem[op.read("grad")][step.slice_of(b)]
+    mem[op.write("grad_shard")][: grad.numel()].copy_(grad, non_blocking=True)
+    if op.touches("squares"):
+        mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
-    total = mem[op.write("grad_sum")]
-    first = not any(r.buffer == "grad_sum" for r in op.reads)
+    total = mem[op.write("grad_shard")]
+    first = op.write("grad_shard") not in op.reads
     grad = mem[op.read("host_slot")][: total.numel()]
-    mem[op.write("host_squares")].fill_(accumulate_(total, grad, first=first))
+    mem[op.write("squares")].fill_(accumulate_(total, grad, first=first))
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
     """Put this rank's slice of a delivered gradient where it waits on the device, or add it to what is there."""
     _, b, _ = op.index
-    grad = mem[op.read("grad_slot")][step.slice_of(b)]
+    grad = mem[op.read("grad")][step.slice_of(b)]
     (into,) = op.writes
     mem[into].add_(grad) if into in op.reads else mem[into].copy_(grad)
 
 
 def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy the squares of a bucket that stays on the device to pinned memory."""
-    mem[op.write("host_squares")].copy_(mem[op.read("squares")], non_blocking=True)
+    mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
@@ -149,7 +145,7 @@ def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
 
 def decide(op: Op, mem: Memory, step: StepContext) -> None:
     """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
-    losses = [float(mem[r]) for r in op.reads if r.buffer in ("loss", "mean_loss")]
+    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
     loss = sum(losses) / len(losses)
     norm = mem[op.read("norm")] if op.touches("norm") else 0.0
     finite = math.isfinite(loss) and math.isfinite(norm)
@@ -171,8 +167,9 @@ def decide(op: Op, mem: Memory, step: StepContext) -> None:
 def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state to the checkpoint."""
     (b,) = op.index
-    names = {r: PENDING if r.buffer in WAITING else r.buffer for r in op.reads if r.buffer != "checkpoint"}
-    kept = {name: mem[r] for r, name in names.items()}
+    kept = {r.buffer: mem[r] for r in op.operands("state")}
+    if op.touches("grad_shard"):
+        kept[PENDING] = mem[op.read("grad_shard")]
     mem[op.read("checkpoint")].write(b, kept)
     mem[op.write("written")] = None
 
@@ -234,9 +231,8 @@ def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def _weights(op: Op, mem: Memory, call: CompiledSegment) -> SegmentWeights:
     views: dict[str, Tensor] = {}
-    for r in op.reads:
-        if r.buffer in ("params", "frozen"):
-            views.update(mem[r].views)
+    for r in op.operands("params"):
+        views.update(mem[r].views)
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
     return SegmentWeights(trained, {**fixed, **call.constants})

@@ -5,6 +5,8 @@ returns the next; the one it took is donated, and using it again raises, with wh
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -12,10 +14,8 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.graph import Region
-from zfunc.core.layout import Layout, Span
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
-from zfunc.core.regions import SHADOW, Regions, StepSpec
+from zfunc.core.graph import Region, Role, Tier
+from zfunc.core.regions import Regions, StepSpec
 from zfunc.errors import DonatedStateError
 from zfunc.optim.compact import DTYPES
 from zfunc.optim.loss_scale import LossScale
@@ -30,55 +30,58 @@ class Flat:
     views: dict[str, Tensor]
 
 
-@frozen(eq=False)
-class FlatState:
-    """The optimizer's state of some buckets: for each name of `zfunc.core.optimizer_state` one flat buffer of all
-    of them.
-
-    `spans` says which of this rank's parameters those of a bucket are, counted in these buffers.
-    """
-
-    flats: dict[str, Tensor]
-    spans: dict[int, tuple[int, int]]
-
-    def of(self, b: int) -> dict[str, Tensor]:
-        """The state of one bucket, as views."""
-        start, stop = self.spans[b]
-        return {name: flat[start // SHARED[name] : stop // SHARED[name]] for name, flat in self.flats.items()}
-
-
 @define(eq=False)
 class Buffers:
-    """The memory behind a State. `generation` is that of the one State that may use it."""
+    """The memory behind a State: a tensor for each of its regions, or for parameters a `Flat`.
 
-    params: Tensor  # [layout.numel], compute precision, device
-    frozen: Tensor  # [layout.frozen_numel], compute precision, device
-    host: FlatState  # of the buckets that are updated on the host, this rank's slices
-    device: FlatState  # of those that are updated on the device
-    shadow: FlatState  # host: room for the next state of buckets whose update is speculated
-    waiting: dict[
-        Region, Tensor
-    ]  # pinned or host: where gradients wait for the next step, if updates are delayed
-    swapped: set[int] = field(factory=set[int])  # buckets whose state is in `shadow`
+    `generation` is that of the one State that may use it.
+    """
+
+    memory: dict[Region, Any] = field(repr=False)
     generation: int = 0
     lost: str = ""  # why no State can use it any more
     compared: bool = False  # with those of the other ranks
-    placed: dict[Region, Any] = field(
-        factory=dict[Region, Any], repr=False
-    )  # views, made once: see `regions`
 
-    def kept(self, b: int) -> dict[str, Tensor]:
-        """The optimizer's state of a bucket, wherever it is, by the names of `zfunc.core.optimizer_state`."""
-        if b in self.device.spans:
-            return self.device.of(b)
-        return (self.shadow if b in self.swapped else self.host).of(b)
+    @cached_property
+    def _by_role(self) -> dict[Role | None, list[Region]]:
+        by_role: dict[Role | None, list[Region]] = {}
+        for r in self.memory:
+            by_role.setdefault(r.role, []).append(r)
+        return by_role
+
+    @cached_property
+    def _state(self) -> dict[int, list[Region]]:
+        by_bucket: dict[int, list[Region]] = {}
+        for r in self._by_role.get("state", ()):
+            by_bucket.setdefault(r.index[0], []).append(r)
+        return by_bucket
+
+    @cached_property
+    def _swaps(self) -> tuple[Region, ...]:
+        """The regions of buckets that have a shadow: a step may swap the two."""
+        shadows = self._by_role.get("shadow", ())
+        return (*shadows, *(r for b in sorted({r.index[0] for r in shadows}) for r in self._state[b]))
+
+    @cached_property
+    def views(self) -> dict[str, Tensor]:
+        """Every parameter on the device by full name, in its own shape."""
+        return {name: x for r in self._by_role["params"] for name, x in self.memory[r].views.items()}
+
+    def params(self) -> list[Tensor]:
+        """The flat parameters on the device, a bucket at a time, then those that are not trained."""
+        return [self.memory[r].flat for r in self._by_role["params"]]
+
+    def state(self, b: int) -> dict[str, Tensor]:
+        """The optimizer's state of a bucket, by the names of `zfunc.core.optimizer_state`."""
+        return {r.buffer: self.memory[r] for r in self._state[b]}
+
+    def waiting(self) -> dict[int, Tensor]:
+        """Where gradients wait for the next step, by bucket; empty unless updates are delayed."""
+        return {r.index[0]: self.memory[r] for r in self._by_role.get("grad_shard", ())}
 
     def settle(self, mem: Mapping[Region, Any]) -> None:
-        """Take over which shadows a step has swapped in; `mem` was made by `regions`."""
-        for b in self.shadow.spans:
-            name = next(iter(self.shadow.flats))
-            in_shadow = mem[Region(name, (b,))] is self.placed[Region(SHADOW + name, (b,))]
-            self.swapped = self.swapped | {b} if in_shadow else self.swapped - {b}
+        """Take over which shadows a step has swapped in."""
+        self.memory.update((r, mem[r]) for r in self._swaps)
 
 
 @frozen(eq=False)
@@ -125,78 +128,40 @@ class State:
 
 def allocate(job: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
-    sent = {HIGH_HALF} if job.send_high_half and device.type == "cuda" else set[str]()
-
-    def flat(x: StateBuffer, spans: list[tuple[int, int]], where: torch.device | None) -> Tensor:
-        numel, kind = x.numel(spans[-1][1] if spans else 0), DTYPES[x.dtype]
-        if where is not None and where.type != "cpu":
-            return torch.zeros(numel, dtype=kind, device=where)
-        sweeps = [(x.numel(start), x.numel(stop)) for start, stop in spans]
-        return alloc_host(numel, kind, pinned=x.name in sent and where is None, sweeps=sweeps)
-
-    def flats(buckets: Iterable[int], where: torch.device | None = None) -> FlatState:
-        spans = job.spans_of(buckets)
-        return FlatState(
-            {x.name: flat(x, [*spans.values()], where) for x in STATE_FORMATS[job.moments]}, spans
-        )
-
-    return Buffers(
-        params=torch.zeros(job.layout.numel, dtype=dtype, device=device),
-        frozen=torch.zeros(job.layout.frozen_numel, dtype=dtype, device=device),
-        host=flats(job.offloaded),
-        device=flats(sorted(job.resident), device),
-        shadow=flats(sorted(job.shadowed)),
-        waiting={r: staging_buffer(r, dtype, device) for r in waiting(job)},
-    )
+    memory: dict[Region, Any] = {**allocate_regions(Regions(job).state(), dtype, device)}
+    for r, flat in memory.items():
+        if r.role == "params":
+            start, spans = 0, job.layout.frozen
+            if r.index:
+                bucket = job.layout.buckets[r.index[0]]
+                start, spans = bucket.start, bucket.spans
+            memory[r] = Flat(
+                flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans}
+            )
+    return Buffers(memory)
 
 
-def waiting(job: StepSpec) -> tuple[Region, ...]:
-    """Where gradients wait from step to step: nowhere unless updates are delayed."""
-    return Regions(job).waiting() if job.delayed else ()
+def allocate_regions(
+    regions: Iterable[Region], dtype: torch.dtype, device: torch.device
+) -> dict[Region, Tensor]:
+    """Zeroed tensors, one allocation for all regions of a buffer on one tier; `dtype` is that of parameters."""
+    together: dict[tuple[str, Tier], list[Region]] = {}
+    for r in regions:
+        together.setdefault((r.buffer, r.tier), []).append(r)
+    memory: dict[Region, Tensor] = {}
+    for of_buffer in together.values():
+        first, *_ = of_buffer = sorted(of_buffer, key=lambda r: r.index)
+        kind = dtype if first.dtype in (None, "compute") else DTYPES[first.dtype]
+        ends = [0, *accumulate(r.nbytes // kind.itemsize for r in of_buffer)]
+        flat = _flat(first, ends, kind, device)
+        memory |= {r: flat[start:stop] for r, (start, stop) in zip(of_buffer, pairwise(ends), strict=True)}
+    return memory
 
 
-def staging_buffer(r: Region, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A zeroed flat tensor for a region that says of what dtype it is; `dtype` is that of the parameters."""
-    kind = {"compute": dtype, "fp32": torch.float32, "fp64": torch.float64}[r.dtype or "compute"]
-    numel = r.nbytes // kind.itemsize
-    if r.tier == "device":
-        return torch.zeros(numel, dtype=kind, device=device)
-    return alloc_host(numel, kind, pinned=r.tier == "pinned" and device.type == "cuda")
-
-
-def view(flat: Tensor, span: Span) -> Tensor:
-    """The parameter at `span` of `flat`, in its own shape."""
-    return flat[span.start : span.stop].view(span.shape)
-
-
-def regions(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
-    """Where the regions of a State are: views of its buffers, in a dict of the caller's own."""
-    if not buffers.placed:
-        buffers.placed.update(_placed(buffers, layout))
-    mem = {**buffers.placed}
-    for b in buffers.swapped:
-        for name in buffers.shadow.flats:
-            state, spare = Region(name, (b,)), Region(SHADOW + name, (b,))
-            mem[state], mem[spare] = mem[spare], mem[state]
-    return mem
-
-
-def _placed(buffers: Buffers, layout: Layout) -> dict[Region, Any]:
-    """All views of a State, with no shadow swapped in. One a parameter: they take milliseconds to make."""
-    mem: dict[Region, Any] = {**buffers.waiting}
-    for bucket in layout.buckets:
-        index = (bucket.index,)
-        views = {span.name: view(buffers.params, span) for span in bucket.spans}
-        mem[Region("params", index)] = Flat(buffers.params[bucket.start : bucket.stop], views)
-        state = buffers.device if bucket.index in buffers.device.spans else buffers.host
-        for name, kept in state.of(bucket.index).items():
-            mem[Region(name, index)] = kept
-        if bucket.index in buffers.shadow.spans:
-            for name, spare in buffers.shadow.of(bucket.index).items():
-                mem[Region(SHADOW + name, index)] = spare
-    frozen_views = {span.name: view(buffers.frozen, span) for span in layout.frozen}
-    mem[Region("frozen")] = Flat(buffers.frozen, frozen_views)
-    return mem
-
-
-SHARED = {x.name: x.shared for kept in STATE_FORMATS.values() for x in kept}
+def _flat(r: Region, ends: list[int], kind: torch.dtype, device: torch.device) -> Tensor:
+    """The memory of all regions like this one, which end there."""
+    swept = r.role == "state" and device.type == "cpu"  # by the host's kernel, wherever it is
+    if r.tier == "device" and not swept:
+        return torch.zeros(ends[-1], dtype=kind, device=device)
+    pinned = r.tier == "pinned" and device.type == "cuda"
+    return alloc_host(ends[-1], kind, pinned=pinned, sweeps=[*pairwise(ends)])

@@ -19,7 +19,6 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Tier
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import delayed, flush_recipe, zero_offload
-from zfunc.core.regions import TRAINED
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import (
     Program,
@@ -37,7 +36,7 @@ from zfunc.engine.program import (
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.stage_context import StepContext
-from zfunc.engine.state import Buffers, State, regions
+from zfunc.engine.state import Buffers, State
 from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNHARMED, LossScale
@@ -333,7 +332,7 @@ def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dic
     """Where every kept region is: views of the state's buffers, the program's staging, the batch."""
     mem = {
         **staging_buffers(program),
-        **regions(state.buffers, program.layout),
+        **state.buffers.memory,
         Region("verdict"): state.pending,
     }
     for m, part in enumerate(micro):
@@ -354,7 +353,7 @@ def _settle(
     if isinstance(error, LaneTimeout):
         buffers.lost = f"{what} {number} was given up while a lane was still busy ({error})"
         return
-    touched = sorted(i for i in started if any(r.buffer in TRAINED for r in ops[i].writes))
+    touched = sorted(i for i in started if any(r.trained for r in ops[i].writes))
     if touched:
         buffers.lost = (
             f"{what} {number} failed after {ops[touched[0]].name} had begun to update it ({type(error).__name__}: "

@@ -6,17 +6,14 @@ The invariant: whichever of them makes an update, a bucket's state, gradient and
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.graph import Op
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
-from zfunc.core.regions import SHADOW, WAITING
+from zfunc.core.graph import Op, Role
+from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.regions import SHADOW
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
 from zfunc.optim.compact import optimizer_state
 from zfunc.optim.device_adam import device_adam_update_
 from zfunc.optim.host_adam import adam_update_
-
-GRADIENTS = (*WAITING, "host_slot", "grad_slot", "device_grad", "device_sum")  # what an update may read
-COPIES = ("param_slot", "param_copy")  # of new parameters, on their way to the device
 
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
@@ -28,7 +25,7 @@ def adam(op: Op, mem: Memory, step: StepContext) -> None:
 
 def speculate(op: Op, mem: Memory, step: StepContext) -> None:
     """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
-    _update(op, mem, step, step.verdict(), into=SHADOW)
+    _update(op, mem, step, step.verdict(), into="shadow")
 
 
 def confirm(op: Op, mem: Memory, step: StepContext) -> None:
@@ -39,8 +36,7 @@ def confirm(op: Op, mem: Memory, step: StepContext) -> None:
     if verdict.grad_scale != 1.0 / step.loss_scale:
         _update(op, mem, step, verdict)
         return
-    for x in STATE_FORMATS[step.optimizer.moments]:
-        old, new = op.write(x.name), op.write(SHADOW + x.name)
+    for old, new in zip(op.operands("state"), op.operands("shadow"), strict=True):
         mem[old], mem[new] = mem[new], mem[old]
 
 
@@ -64,19 +60,17 @@ def _update(
     step: StepContext,
     verdict: StepDecision,
     *,
-    into: str = "",
+    into: Role = "state",
     copy: Tensor | None = None,
 ) -> None:
     """Adam of a bucket with the gradient the operation reads, into its state or its shadow, and into `copy`."""
     (b,) = op.index
-    optimizer, mine, moments = step.optimizer, step.slice_of(b), STATE_FORMATS[step.optimizer.moments]
-    (grad,) = (mem[r] for r in op.reads if r.buffer in GRADIENTS)
-    if any(r.buffer == "grad_slot" for r in op.reads):
-        grad = grad[mine]
-    kept = {x.name: mem[op.read(x.name)] for x in moments}
-    new = {x.name: mem[op.write(into + x.name)] for x in moments} if into else kept
-    for r in op.writes:
-        copy = mem[r] if r.buffer in COPIES else copy
+    optimizer, mine = step.optimizer, step.slice_of(b)
+    grad = mem[op.read("grad")][mine] if op.touches("grad") else mem[op.read("grad_shard")]
+    kept = {r.buffer: mem[r] for r in op.operands("state")}
+    new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
+    if op.touches("copy"):
+        copy = mem[op.write("copy")]
     sweep = device_adam_update_ if grad.is_cuda else adam_update_
     for first, last, decayed in step.layout.buckets[b].runs_within(mine.start, mine.stop):
         start, stop = first - mine.start, last - mine.start
@@ -91,7 +85,7 @@ def _update(
             weight_decay=optimizer.weight_decay if decayed else 0.0,
             decoupled=optimizer.decoupled,
             grad_scale=verdict.grad_scale,
-            **({"into": optimizer_state(new, start, stop)} if into else {}),
+            **({} if new is None else {"into": optimizer_state(new, start, stop)}),
         )
 
 
@@ -100,7 +94,7 @@ def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     if not mem[op.read("verdict")].skip:
         (b,) = op.index
         params = mem[op.write("params")].flat[step.slice_of(b)]
-        (copy,) = (mem[r] for r in op.reads if r.buffer in (*COPIES, HIGH_HALF))
+        (copy,) = (mem[r] for r in op.reads if r.role in ("copy", "state"))
         params.copy_(copy[: params.numel()], non_blocking=True)
 
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Layout, Span
-from zfunc.engine.state import Buffers, view
+from zfunc.engine.state import Buffers
 from zfunc.optim.compact import SplitMaster, optimizer_state
 from zfunc.runtime.collectives import RankGroup
 
@@ -21,7 +22,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
 
     To be read only: where nothing has to be put together, it is the master itself.
     """
-    master, *_ = optimizer_state(buffers.kept(bucket.index), 0, bucket.numel // ranks.world)
+    master, *_ = optimizer_state(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
     mine = _joined(master)
     if ranks.world == 1:
         return mine
@@ -39,15 +40,15 @@ def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Ite
         for span in bucket.spans:
             yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
     for span in layout.frozen:
-        yield span.name, view(buffers.frozen, span).float().cpu()
+        yield span.name, buffers.views[span.name].float().cpu()
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
     """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
     flat = value.flatten().to("cpu", torch.float32)
-    on_device = buffers.params[span.start : span.stop]
+    on_device = buffers.views[span.name].view(-1)
     bucket = layout.bucket_of(span)
-    kept = buffers.kept(bucket.index)
+    kept = buffers.state(bucket.index)
     split = None if "master" in kept else SplitMaster.of(flat)
     sent = split is not None and on_device.dtype == split.high.dtype
     on_device.copy_(split.high if split is not None and sent else flat)
@@ -62,8 +63,8 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     """Give the device the weights of a bucket that the host has: a collective."""
-    kept, size = buffers.kept(bucket.index), bucket.numel // ranks.world
-    params = buffers.params[bucket.start : bucket.stop]
+    kept, size = buffers.state(bucket.index), bucket.numel // ranks.world
+    params: Tensor = buffers.memory[Region("params", (bucket.index,))].flat
     mine = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
     for first in range(0, size, PART):  # a split master is joined: not all of it at once
         last = min(first + PART, size)

@@ -11,16 +11,13 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.optimizer_state import HIGH_HALF, SizedType
+from zfunc.core.dtypes import DTYPES as _DTYPES
+from zfunc.core.dtypes import Dtype
+from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.optim.buffer_checks import span_of
 from zfunc.optim.compact_reference import BLOCK, join, split
 
-DTYPES: dict[SizedType, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int16": torch.int16,
-    "uint8": torch.uint8,
-}
+DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, x.torch) for name, x in _DTYPES.items()}
 
 
 @frozen(eq=False)

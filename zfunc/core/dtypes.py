@@ -1,0 +1,26 @@
+"""The types of elements, each with its size and its names elsewhere: the one table of them. No torch here."""
+
+from typing import Literal
+
+from attrs import frozen
+
+Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
+
+
+@frozen
+class DtypeInfo:
+    """Bytes of an element; what torch and safetensors call the type."""
+
+    nbytes: int
+    torch: str
+    safetensors: str
+
+
+DTYPES: dict[Dtype, DtypeInfo] = {
+    "fp64": DtypeInfo(8, "float64", "F64"),
+    "fp32": DtypeInfo(4, "float32", "F32"),
+    "bf16": DtypeInfo(2, "bfloat16", "BF16"),
+    "fp16": DtypeInfo(2, "float16", "F16"),
+    "int16": DtypeInfo(2, "int16", "I16"),
+    "uint8": DtypeInfo(1, "uint8", "U8"),
+}
