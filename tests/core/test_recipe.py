@@ -19,6 +19,9 @@ def compiled(recipe: Any, **more: Any) -> Program:
     return zfunc.compile(segments, precision="fp32", device="cpu", recipe=recipe, **more)
 
 
+MINE = Region("mine", (), 4, "host", "state", "fp32")
+
+
 def without(*verbs: str) -> Callable[[StepSpec], Iterator[Op]]:
     return lambda job: (op for op in zero_offload(job) if op.verb not in verbs)
 
@@ -44,6 +47,13 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
             r"got adam\[\d+\], whose effect leaves the step.*let it read the region verdict",
         ),
         (delayed, "that nothing is updated with.*pass delay_from"),
+        (
+            lambda job: (
+                evolve(op, writes=(*op.writes, MINE)) if op.verb == "global_norm" else op
+                for op in zero_offload(job)
+            ),
+            r"got mine with the lifetime 'state'",
+        ),
         (steadily_delayed, "reads verdict before anything writes it.*pass delay_from"),
     ],
 )

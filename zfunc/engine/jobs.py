@@ -6,7 +6,7 @@ from attrs import evolve
 
 from zfunc.core.graph import Graph, Region
 from zfunc.core.ops import SegmentCost, StepSpec
-from zfunc.core.regions import undecided
+from zfunc.core.regions import Regions, undecided
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import DTYPES, Recipe, graph_of
@@ -61,6 +61,12 @@ def check_recipe(recipe: Recipe, job: StepSpec, stages: Collection[str]) -> None
             raise ValueError(
                 f"recipe: got {op}, whose effect leaves the step, with nothing that orders it behind the decision "
                 "whether the step counts: let it read the region verdict"
+            )
+        state = set(Regions(of).state())
+        if added := [str(r) for r in graph.regions if r.lifetime == "state" and r not in state]:
+            raise ValueError(
+                f"recipe: got {', '.join(added)} with the lifetime 'state', expected zero_offload's state alone: "
+                "a checkpoint has room for no other. Give it the lifetime 'program', or 'operation'"
             )
 
 
