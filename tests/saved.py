@@ -11,7 +11,14 @@ import numpy as np
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
-from zfunc.checkpoint.manifest import KINDS, Manifest, ParameterEntry, StateKind, StateSlice, TrainingPosition
+from zfunc.checkpoint.manifest import (
+    Manifest,
+    ParameterEntry,
+    StateKind,
+    StateSlice,
+    TrainingPosition,
+    state_kinds,
+)
 from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
@@ -57,7 +64,7 @@ def write_rank(
     placed = [
         (span, name, kind, *stored_slice(kind, start, stop))
         for span, start, stop in slices(layout, world, rank)
-        for name, kind in KINDS[moments].items()
+        for name, kind in state_kinds(moments).items()
     ]
     tensors = [
         TensorInfo(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
@@ -120,7 +127,7 @@ def write_all(
                 True,
                 {
                     kind: tuple(x for n, k, x in placed if (n, k) == (span.name, kind))
-                    for kind in KINDS[moments]
+                    for kind in state_kinds(moments)
                 },
             )
             for span in layout.spans

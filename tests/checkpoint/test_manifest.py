@@ -14,7 +14,7 @@ from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FROZEN, KINDS, Manifest, ParameterEntry, StateSlice, check_model
+from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, check_model, state_kinds
 from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.core.layout import Layout, Parameter, make_layout
@@ -33,7 +33,7 @@ def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[W
     return [
         WantedSlice(name, span.name, *stored_slice(kind, start, stop))
         for span, start, stop in slices(layout, world, rank)
-        for name, kind in KINDS[moments].items()
+        for name, kind in state_kinds(moments).items()
     ]
 
 
@@ -52,7 +52,7 @@ def test_what_any_ranks_wrote_any_others_read(
         for rank in range(readers):
             wanted = wanted_by(layout, readers, rank, moments)
             for w, got in zip(wanted, fill(path, manifest, wanted), strict=True):
-                kind = KINDS[moments][w.kind]
+                kind = state_kinds(moments)[w.kind]
                 item = BYTES[kind.dtypes[0]]
                 whole = content(w.parameter, w.kind, kind.numel(sizes[w.parameter]) * item)
                 assert got == whole[w.start * item : w.stop * item]
@@ -60,7 +60,7 @@ def test_what_any_ranks_wrote_any_others_read(
 
 def partition(layout: Layout, world: int) -> Manifest:
     """A manifest of fp32 state, no file behind it: a rank's pieces of all parameters share a tensor."""
-    kinds = KINDS["fp32"]
+    kinds = state_kinds("fp32")
     pieces: dict[tuple[str, str], list[StateSlice]] = {(s.name, k): [] for s in layout.spans for k in kinds}
     shards = []
     for rank in range(world):
@@ -97,7 +97,7 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
         wanted = wanted_by(layout, readers, rank, "fp32")
         reads = plan_reads(manifest, wanted)
         assert [(r.shard, r.tensor) for r in reads] == sorted(
-            [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], [*KINDS["fp32"]].index(x[1]))
+            [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], [*state_kinds("fp32")].index(x[1]))
         )
         for n, w in enumerate(wanted):
             filled = sorted((r.to, r.to + r.stop - r.start, r) for r in reads if r.wanted == n)
@@ -167,7 +167,9 @@ def test_frozen_parameters_are_kept_as_they_are() -> None:
 
 
 def test_a_parameter_of_no_elements_has_no_pieces() -> None:
-    made = evolve(EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(KINDS["fp32"], ())),))
+    made = evolve(
+        EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(state_kinds("fp32"), ())),)
+    )
     assert manifest_file.from_json(manifest_file.to_json(made)) == made
     assert plan_reads(made, [WantedSlice("master", "none", 0, 0)]) == ()
 

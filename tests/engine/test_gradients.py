@@ -14,10 +14,9 @@ from gradient_law import CLIPS, RECIPES, check, program_of
 from small_models import rows_of
 from threaded_ranks import ThreadedRanks
 
+import zfunc
 from zfunc.engine import compile as compiling
-from zfunc.engine import update_stages as updates
 from zfunc.engine.program import specialize
-from zfunc.optim.device_adam import device_adam_update_
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MICRO_BATCHES = (1, 2, 3)
@@ -55,6 +54,6 @@ def test_11_so_it_is_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_11_so_it_is_with_the_update_a_device_makes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the kernel, that a GPU runs, on the CPU."""
-    monkeypatch.setattr(updates, "adam_update_", device_adam_update_)
+    monkeypatch.setattr(zfunc.AdamW, "host_update", zfunc.AdamW.device_update)
     for recipe in ("all on the device", "half on the device"):
         check(*program_of("pairs", precision, micro_batches=2, **RECIPES[recipe]))

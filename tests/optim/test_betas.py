@@ -88,7 +88,7 @@ def test_a_delayed_gradient_is_applied_with_the_betas_of_its_own_step(tmp_path: 
     for i in range(3):
         state, _ = zfunc.train_step(program, state, data(i))
     assert state.pending is not None
-    assert state.pending.betas == falling(3)
+    assert state.pending.factors["betas"] == falling(3)
     zfunc.save(tmp_path, program, state)
     state = trained(program, data, 3, state)
     other, _ = compiled(lambda step: falling(step) if step > 3 else (0.1, 0.1), delay_from=2)

@@ -26,7 +26,7 @@ from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
-from zfunc.core.optimizer_state import STORED
+from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.compact_reference import join
 from zfunc.optim.reference import Array, round_to, to_float32
@@ -47,10 +47,6 @@ FORMATS: dict[DType, WeightFormat] = {
     "fp32": WeightFormat("F32", math.inf),
     "bf16": WeightFormat("BF16", 2.0**128 - 2.0**119),  # halfway to what would be the next value, as in fp16
     "fp16": WeightFormat("F16", 2.0**16 - 2.0**4),
-}
-_MASTER = {  # one buffer, or the two halves that `join` takes
-    moments: tuple(x.name for x in buffers if x.name.startswith("master"))
-    for moments, buffers in STORED.items()
 }
 _NUMPY = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "I16": np.int16}
 log = logging.getLogger("zfunc")
@@ -151,7 +147,10 @@ def _parts(manifest: Manifest) -> list[WeightPart]:
 
 def _ranges(manifest: Manifest, kept: ParameterEntry) -> list[tuple[str, int, int, tuple[str, ...]]]:
     """Elements of a parameter of which each kind needs one read: name, start, stop, kinds."""
-    kinds = _MASTER[manifest.moments] if kept.trainable else (FROZEN,)
+    kinds = (FROZEN,)
+    if kept.trainable:  # one buffer, or the two halves that `join` takes
+        buffers = stored_buffers(manifest.moments)
+        kinds = tuple(x.name for x in buffers if x.name.startswith("master"))
     edges = sorted({x.start for kind in kinds for x in kept.pieces[kind]} | {kept.numel})
     return [(kept.name, start, stop, kinds) for start, stop in pairwise(edges)]
 

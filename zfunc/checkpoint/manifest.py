@@ -19,8 +19,7 @@ from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import STORED
-from zfunc.core.optimizer_state import Stored as StoredMoments
+from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
@@ -43,12 +42,12 @@ class StateKind:
         return -(-parameter // self.shared)
 
 
-KINDS: dict[StoredMoments, dict[str, StateKind]] = {
-    moments: {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
-    for moments, buffers in STORED.items()
-}
-"""The kinds kept of a trained parameter, by name, for each choice of moments: the buffers of
-`zfunc.core.optimizer_state`."""
+def state_kinds(moments: str) -> dict[str, StateKind]:
+    """The kinds kept of a trained parameter, by name: the buffers of `zfunc.core.optimizer_state`."""
+    buffers = stored_buffers(moments)
+    return {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
+
+
 _FLOATS = StateKind(("F32", "BF16", "F16"))
 _FROZEN_KINDS = {FROZEN: _FLOATS}
 
@@ -102,7 +101,7 @@ class Manifest:
     """
 
     world: int
-    moments: StoredMoments
+    moments: str
     shards: tuple[Shard, ...]
     parameters: tuple[ParameterEntry, ...]
     position: TrainingPosition
@@ -145,7 +144,11 @@ class Manifest:
         if not kept.trainable:
             return _FROZEN_KINDS
         waits = self.position.pending is not None and PENDING in kept.pieces
-        return KINDS[self.moments] | ({PENDING: _FLOATS} if waits else {})
+        return self._trained_kinds | ({PENDING: _FLOATS} if waits else {})
+
+    @cached_property
+    def _trained_kinds(self) -> dict[str, StateKind]:
+        return state_kinds(self.moments)
 
     @property
     def pending(self) -> frozenset[str]:
@@ -185,10 +188,11 @@ def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None
     due = position.step + verdict.skip
     if verdict.number != due:
         raise _bad("position.pending", f"update {verdict.number}", f"{due}, the last one decided")
-    if not verdict.lr >= 0:
-        raise _bad("position.pending", f"a learning rate of {verdict.lr}", "0 or above")
-    if not all(0 <= beta < 1 for beta in verdict.betas):
-        raise _bad("position.pending", f"betas of {verdict.betas}", "two numbers, 0 or above and below 1")
+    lr, betas = verdict.factors.get("lr", 0.0), verdict.factors.get("betas", ())
+    if not lr >= 0:
+        raise _bad("position.pending", f"a learning rate of {lr}", "0 or above")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise _bad("position.pending", f"betas of {betas}", "two numbers, 0 or above and below 1")
     if not pending:
         raise _bad(
             "position.pending", "it without a gradient", "the gradients that wait among the parameters' state"

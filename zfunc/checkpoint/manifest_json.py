@@ -18,17 +18,18 @@ from zfunc.checkpoint.manifest import FILE, Manifest, ParameterEntry, StateSlice
 from zfunc.checkpoint.safetensors_file import Shard, read_shape, read_stored
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import Stored
+from zfunc.core.optimizer_state import ADAM_FORMATS, FORMER_FORMATS, STATE_FORMATS
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 
 VERSION = 1
-# What a file calls the moments: "8bit" are the first ones, so that a zfunc that knows no others refuses the new.
-MOMENTS: dict[str, Stored] = {"fp32": "fp32", "16bit": "16bit", "8bit": "8bit-1", "8bit-2": "8bit"}
-_WRITTEN = {moments: name for name, moments in MOMENTS.items()}
+# Formats of the state that have another name in a file: "8bit" are the first 8-bit moments there, so that a zfunc
+# that knows no others refuses the new.
+_WRITTEN = {"8bit-1": "8bit", "8bit": "8bit-2"}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _CRC = 2**32 - 1
-_PENDING = ("skip", "grad_scale", "number", "lr", "betas")  # of a verdict, what an update needs
+_PENDING = ("skip", "grad_scale", "number")  # of a verdict, what an update needs beside the factors
+_ADAM_FACTORS = ("lr", "betas")
 
 
 def to_json(manifest: Manifest) -> bytes:
@@ -36,7 +37,7 @@ def to_json(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "version": VERSION,
         "world": manifest.world,
-        "moments": _WRITTEN[manifest.moments],
+        "moments": _WRITTEN.get(manifest.moments, manifest.moments),
         "position": position_fields(manifest.position),
         "optimizer": manifest.optimizer,
         "extra": manifest.extra,
@@ -62,12 +63,14 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     _, world, moments, position, optimizer, extra, shards, parameters = JsonNode(fields, where).fields(
         "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
     )
+    formats = {_WRITTEN.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
+    state_format = formats[moments.choice(tuple(formats))]
     parts = (
         world.integer(1, 1 << 20),
-        MOMENTS[moments.choice(tuple(MOMENTS))],
+        state_format,
         tuple(read_shard(x) for x in shards.items()),
         tuple(_read_kept(x) for x in parameters.items()),
-        _read_position(position),
+        _read_position(position, state_format),
         _read_object(optimizer),
         _read_object(extra),
     )
@@ -104,7 +107,7 @@ def position_fields(position: TrainingPosition) -> dict[str, Any]:
     pending = fields.pop("pending")
     if pending is None:
         return fields
-    return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, "betas": [*pending["betas"]]}}
+    return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, **pending["factors"]}}
 
 
 def _kept(kept: ParameterEntry) -> dict[str, Any]:
@@ -145,7 +148,7 @@ def _read_piece(node: JsonNode) -> StateSlice:
     return StateSlice(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
 
 
-def _read_position(node: JsonNode) -> TrainingPosition:
+def _read_position(node: JsonNode, moments: str) -> TrainingPosition:
     waits = "pending" in node.entries()
     names = [x.name for x in attrs.fields(TrainingPosition) if waits or x.name != "pending"]
     step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
@@ -155,20 +158,30 @@ def _read_position(node: JsonNode) -> TrainingPosition:
         sequences=sequences.integer(),
         seed=seed.integer(-MAX_INT),
         loss_scale=_read_loss_scale(loss_scale),
-        pending=_read_pending(*pending) if waits else None,
+        pending=_read_pending(pending[0], moments) if waits else None,
     )
 
 
-def _read_pending(node: JsonNode) -> StepDecision:
-    if "betas" not in node.entries():
+def _read_pending(node: JsonNode, moments: str) -> StepDecision:
+    adam = moments in ADAM_FORMATS
+    if adam and "betas" not in node.entries():
         node.refuse(
             "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"
         )
-    skip, grad_scale, number, lr, betas = node.fields(*_PENDING)
-    if len(pair := betas.items()) != 2:
-        betas.refuse("two numbers", f"a list of {len(pair)}")
-    one, two = (x.number() for x in pair)
-    return StepDecision(skip.boolean(), grad_scale.number(), number.integer(1), lr.number(), (one, two))
+    names = _ADAM_FACTORS if adam else tuple(name for name in node.entries() if name not in _PENDING)
+    skip, grad_scale, number, *rest = node.fields(*_PENDING, *names)
+    factors = {name: _read_factor(name, x) for name, x in zip(names, rest, strict=True)}
+    return StepDecision(skip.boolean(), grad_scale.number(), number.integer(1), factors)
+
+
+def _read_factor(name: str, node: JsonNode) -> float | tuple[float, ...]:
+    """A number, or a list of them; the learning rate is one, betas are two."""
+    if name == "lr" or (name != "betas" and not isinstance(node.value, list)):
+        return node.number()
+    values = tuple(x.number() for x in node.items())
+    if name == "betas" and len(values) != 2:
+        node.refuse("two numbers", f"a list of {len(values)}")
+    return values
 
 
 def _read_loss_scale(node: JsonNode) -> LossScale:

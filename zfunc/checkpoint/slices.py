@@ -11,16 +11,15 @@ from attrs import frozen
 
 from zfunc.checkpoint.manifest import (
     FROZEN,
-    KINDS,
     PENDING,
     Manifest,
     ParameterEntry,
     StateSlice,
     TrainingPosition,
+    state_kinds,
 )
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.layout import Layout, Span
-from zfunc.core.optimizer_state import Moments
 
 NOTHING: Mapping[int, str] = {}
 FROZEN_BUCKET = -1  # of slices of parameters that are not trained
@@ -44,17 +43,18 @@ class Slice:
 
 
 def slices_of(
-    layout: Layout, moments: Moments, rank: int, world: int, pending: Mapping[int, str] = NOTHING
+    layout: Layout, moments: str, rank: int, world: int, pending: Mapping[int, str] = NOTHING
 ) -> Iterator[Slice]:
     """All slices of one rank, in the order of the buckets. Those in `pending` have a gradient that waits, too, of
     the dtype given, in a shard's terms.
     """
+    kinds = state_kinds(moments)
     for bucket in layout.buckets:
         for span in bucket.spans:
             piece = layout.piece(span, rank, world)
             if piece.start == piece.stop:
                 continue
-            for name, kind in KINDS[moments].items():
+            for name, kind in kinds.items():
                 start, stop = piece.start // kind.shared, kind.numel(piece.stop)
                 shape = _shape(span, start, stop) if kind.shared == 1 else (stop - start,)
                 stored = TensorInfo(f"{span.name}/{name}", kind.dtypes[0], shape)
@@ -79,7 +79,7 @@ def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
 
 def assemble(
     layout: Layout,
-    moments: Moments,
+    moments: str,
     slices: Sequence[Iterable[Slice]],
     shards: Sequence[Shard],
     *,
@@ -100,7 +100,7 @@ def assemble(
         )
 
     def kinds(span: Span) -> list[str]:
-        return [*KINDS[moments], *([PENDING] if (span.name, PENDING) in pieces else [])]
+        return [*state_kinds(moments), *([PENDING] if (span.name, PENDING) in pieces else [])]
 
     trained = [kept(span, kinds(span), trainable=True) for span in layout.spans]
     fixed = [kept(span, (FROZEN,), trainable=False) for span in layout.frozen]

@@ -25,7 +25,6 @@ from zfunc.checkpoint.safetensors_file import Shard
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
 from zfunc.core.layout import Layout
-from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type
@@ -73,7 +72,7 @@ class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
-    moments: Moments
+    moments: str
     frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
     position: TrainingPosition
     optimizer: Mapping[str, Any]

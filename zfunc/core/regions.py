@@ -12,7 +12,7 @@ from attrs import evolve, field, frozen, validators
 
 from zfunc.core.graph import Graph, Op, Region, RegionDtype, Role, Tier
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments, StateBuffer
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 
 FP32, FP64 = 4, 8  # bytes
 ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
@@ -68,7 +68,7 @@ class StepSpec:
     stage: Literal[1, 2] = field(default=2, validator=validators.in_((1, 2)))
     target_bytes: int = 0
     constant_bytes: int = 0
-    moments: Moments = field(default="fp32", validator=validators.in_(STATE_FORMATS))
+    moments: str = "fp32"  # a row of `STATE_FORMATS`
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -76,6 +76,14 @@ class StepSpec:
     shadows: int = field(default=0, validator=validators.ge(0))
     delayed: bool = False
     pending: bool = False
+
+    def __attrs_post_init__(self) -> None:
+        if self.moments not in STATE_FORMATS:
+            known = ", ".join(STATE_FORMATS)
+            raise ValueError(
+                f"moments: got {self.moments!r}, expected one of {known}, the rows of "
+                "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
+            )
 
     @resident.validator  # pyright: ignore
     def _check_resident(self, _: object, resident: frozenset[int]) -> None:

@@ -14,7 +14,7 @@ from attrs import evolve, field, fields, fields_dict, frozen
 
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Layout, Parameter, make_layout, part_size, resident_buckets
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments
+from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.errors import did_you_mean
 from zfunc.options import AUTO, Check, Option, not_negative, one_of, ratio, share
@@ -150,9 +150,9 @@ class StepSettings:
     )
     moments: Moments = _setting(
         "fp32",
-        one_of(tuple(STATE_FORMATS)),
+        one_of(MOMENTS),
         "offload",
-        f"what the host keeps of Adam's moments: {_names(STATE_FORMATS)}; the less, the faster the host's step",
+        f"what the host keeps of Adam's moments: {_names(MOMENTS)}; the less, the faster the host's step",
         "It may be set here or in `zfunc.AdamW`.",
     )
     bucket_size: int = _setting(

@@ -36,6 +36,7 @@ from zfunc.engine.stages import STAGES
 from zfunc.engine.vjp import SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import Optimizer
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.options import AUTO
 from zfunc.runtime.collectives import RankGroup
@@ -52,7 +53,7 @@ def compile(
     segments: Sequence[Segment],
     settings: StepSettings | None = None,
     *,
-    optimizer: AdamW | None = None,
+    optimizer: Optimizer | None = None,
     device: torch.device | str | None = None,
     group: Any = None,
     recipe: Recipe | None = None,
@@ -80,9 +81,11 @@ def compile(
     segments = _checked(segments)
     settings = settings_with(settings, changes)
     optimizer = AdamW(moments=settings.moments) if optimizer is None else optimizer
-    of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
-    optimizer = _keeping(optimizer, settings.moments)
-    settings = evolve(settings, moments=optimizer.moments)
+    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
+        of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+    if isinstance(optimizer, AdamW):
+        optimizer = _keeping(optimizer, settings.moments)
+        settings = evolve(settings, moments=optimizer.moments)
     of_type(
         "stages",
         {} if stages is None else stages,

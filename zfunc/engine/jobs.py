@@ -6,24 +6,26 @@ from attrs import evolve
 
 from zfunc.core.graph import Graph, Region
 from zfunc.core.ops import SegmentCost, StepSpec
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 from zfunc.core.regions import Regions, undecided
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import DTYPES, Recipe, graph_of
 from zfunc.engine.segment import Segment
-from zfunc.optim.adamw import AdamW
-from zfunc.optim.device_adam import workspace
+from zfunc.optim.base import Optimizer
 
 
 def make_spec(
-    segments: Sequence[Segment], optimizer: AdamW, settings: StepSettings, *, world: int, on_gpu: bool
+    segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
 ) -> StepSpec:
     """The job of one rank of `world`, with costs of 0 until a batch is known."""
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
     ]
     layout = lay_out(parameters, settings, world)
-    last, moments = len(segments) - 1, settings.moments
+    last, state_format = len(segments) - 1, optimizer.state_format
+    sent = settings.precision == "bf16" and any(x.name == HIGH_HALF for x in STATE_FORMATS.get(state_format, ()))
+    largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
         recompute=tuple(settings.recompute == "all" and s != last for s in range(len(segments))),
@@ -33,9 +35,9 @@ def make_spec(
         world=world,
         stage=settings.stage,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
-        moments=moments,
-        send_high_half=moments != "fp32" and settings.precision == "bf16",
-        update_workspace=workspace(max(b.numel for b in layout.buckets) // world, moments) if on_gpu else 0,
+        moments=state_format,
+        send_high_half=sent,
+        update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
         **in_buckets(layout, settings),
     )
 

@@ -33,7 +33,7 @@ from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, allocate_regions
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.errors import OutOfMemory
-from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
@@ -60,7 +60,7 @@ class Program:
     calls: tuple[CompiledSegment, ...] = field(repr=False)
     layout: Layout = field(repr=False)
     settings: StepSettings
-    optimizer: AdamW
+    optimizer: Optimizer
     schedule: Schedule
     device: torch.device
     job: StepSpec = field(repr=False)

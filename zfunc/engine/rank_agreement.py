@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from attrs import asdict
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -39,12 +38,11 @@ def check_ranks_agree(program: Program, special: Specialized, state: State, batc
 
 def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
     optimizer, number = program.optimizer, state.step + 1
-    settings = {name: value for name, value in asdict(optimizer).items() if not callable(value)}
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
         f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}",
         f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
-        f"learning rate {optimizer.lr_at(number)}, betas {optimizer.betas_at(number)}, {settings}",
+        f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         f"clip_norm {program.settings.clip_norm}",
         f"precision {program.settings.precision}, recompute {program.settings.recompute}",
     ]

@@ -15,22 +15,22 @@ from torch import Tensor
 
 from zfunc.checkpoint.checksums import cut
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import FROZEN, KINDS, PENDING
+from zfunc.checkpoint.manifest import FROZEN, PENDING, state_kinds
 from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.slices import slices_of
 from zfunc.checkpoint.writer import as_bytes, in_parallel
 from zfunc.core.layout import Layout
-from zfunc.core.optimizer_state import STORED, Moments
+from zfunc.core.optimizer_state import ADAM_FORMATS, stored_buffers
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
+from zfunc.errors import CheckpointError
 from zfunc.optim.compact import DTYPES
 from zfunc.optim.compact_reference import Compact, join, pack, unpack, unpack_first_codes
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
-TYPES = {moments: {x.name: DTYPES[x.dtype] for x in kept} for moments, kept in STORED.items()}
 FILE_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -43,7 +43,7 @@ Target = tuple[WantedSlice, Tensor]  # a slice, and a contiguous host tensor of 
 
 
 def fill_state(
-    buffers: Buffers, layout: Layout, moments: Moments, checkpoint: Checkpoint, ranks: RankGroup
+    buffers: Buffers, layout: Layout, moments: str, checkpoint: Checkpoint, ranks: RankGroup
 ) -> None:
     """Read this rank's slices and all frozen parameters; the device is sent only what is there already.
 
@@ -53,6 +53,7 @@ def fill_state(
         if checkpoint.manifest.moments == moments:
             files.fill(list(_own(buffers, layout, moments, ranks)))
         else:
+            _check_convertible(checkpoint.manifest.moments, moments)
             _convert(files, buffers, layout, moments, ranks)
         if checkpoint.manifest.position.pending is not None:
             files.fill(list(_pending(buffers, layout, moments, ranks)))
@@ -65,14 +66,14 @@ def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
         send_weights(buffers, bucket, ranks)
 
 
-def _own(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
+def _own(buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of this rank, and where its buffers have it."""
     for x in slices_of(layout, moments, ranks.rank, ranks.world):
         into = buffers.state(x.bucket)[x.kind]
         yield WantedSlice(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
 
 
-def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup) -> Iterator[Target]:
+def _pending(buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of a gradient that waits, and where it does."""
     into = buffers.waiting()
     for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
@@ -82,10 +83,10 @@ def _pending(buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGrou
 
 
 def _convert(
-    files: "CheckpointFiles", buffers: Buffers, layout: Layout, moments: Moments, ranks: RankGroup
+    files: "CheckpointFiles", buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup
 ) -> None:
     """Through fp32. Moments are rounded as the step that was saved would have rounded them; weights are exact."""
-    kinds = list(KINDS[moments].items())
+    kinds, types = list(state_kinds(moments).items()), _dtypes(moments)
     mine = list(_own(buffers, layout, moments, ranks))
     for first in range(0, len(mine), len(kinds)):
         of_one = mine[first : first + len(kinds)]  # all kinds of one parameter; in the first none is shared
@@ -95,18 +96,19 @@ def _convert(
             converted = _packed(_unpacked(files, wanted.parameter, start, stop), moments, files.step)
             for (name, kind), (w, into), values in zip(kinds, of_one, converted, strict=True):
                 at = start // kind.shared - w.start
-                into[at : at + values.numel()].copy_(values.view(TYPES[moments][name]))
+                into[at : at + values.numel()].copy_(values.view(types[name]))
 
 
 def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
     """Master, exp_avg and exp_avg_sq of elements start to stop, as fp32 arrays."""
     moments = files.checkpoint.manifest.moments
+    types = _dtypes(moments)
     targets = [
         (
             WantedSlice(name, parameter, start // kind.shared, kind.numel(stop)),
-            torch.empty(kind.numel(stop) - start // kind.shared, dtype=TYPES[moments][name]),
+            torch.empty(kind.numel(stop) - start // kind.shared, dtype=types[name]),
         )
-        for name, kind in KINDS[moments].items()
+        for name, kind in state_kinds(moments).items()
     ]
     files.read(targets)
     if moments == "fp32":
@@ -117,7 +119,19 @@ def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -
     return unpack(Compact(*arrays))
 
 
-def _packed(values: tuple[Any, ...], moments: Moments, step: int) -> list[Tensor]:
+def _dtypes(moments: str) -> dict[str, torch.dtype]:
+    return {x.name: DTYPES[x.dtype] for x in stored_buffers(moments)}
+
+
+def _check_convertible(stored: str, wanted: str) -> None:
+    if not {stored, wanted} <= {*ADAM_FORMATS}:
+        raise CheckpointError(
+            f"got optimizer state in the format {stored!r}, expected {wanted!r}, this program's: load it "
+            "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
+        )
+
+
+def _packed(values: tuple[Any, ...], moments: str, step: int) -> list[Tensor]:
     if moments == "fp32":
         return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
     packed = pack(*values, moments=moments, step=step)

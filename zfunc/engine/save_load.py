@@ -202,12 +202,8 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
     """The optimizer's, in JSON's own types; what depends on the step is the last update's, or the first's."""
     optimizer, update = program.optimizer, max(1, step)
     return {
-        "lr": float(optimizer.lr_at(update)),
-        "betas": list(optimizer.betas_at(update)),
-        "eps": optimizer.eps,
-        "weight_decay": optimizer.weight_decay,
-        "decoupled": optimizer.decoupled,
-        "moments": optimizer.moments,
+        **{name: [*x] if isinstance(x, tuple) else x for name, x in optimizer.factors(update).items()},
+        **optimizer.describe(),
         "clip_norm": program.settings.clip_norm,
         "precision": program.settings.precision,
         "micro_batches": program.settings.micro_batches,

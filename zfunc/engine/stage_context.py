@@ -3,7 +3,7 @@
 The invariant: nothing here changes in a step but what is in `Memory`.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
 from zfunc.engine.vjp import SegmentVJP
-from zfunc.optim.adamw import AdamW, Betas
+from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
@@ -36,19 +36,18 @@ class CompiledSegment:
 class StepContext:
     """The constants of one step: nothing a stage could change.
 
-    `number` is that of the update this step's gradient goes into, from 1, with its `lr` and `betas`. Gradients on
-    the device are of the loss times `loss_scale`. With `skip_overflow`, as in fp16, a gradient that is not finite
-    skips the step instead of raising. `dtype` is the precision on the `device`. `randomness(m, s)` is a context in
-    which what segment `s` draws for micro-batch `m` is seeded. `applies_pending`: the gradient of the step before
-    is applied in this one.
+    `number` is that of the update this step's gradient goes into, from 1, with the optimizer's `factors` of it.
+    Gradients on the device are of the loss times `loss_scale`. With `skip_overflow`, as in fp16, a gradient that is
+    not finite skips the step instead of raising. `dtype` is the precision on the `device`. `randomness(m, s)` is a
+    context in which what segment `s` draws for micro-batch `m` is seeded. `applies_pending`: the gradient of the
+    step before is applied in this one.
     """
 
     layout: Layout
     calls: tuple[CompiledSegment, ...]
-    optimizer: AdamW
+    optimizer: Optimizer
     number: int  # of the update that this step's gradient goes into, from 1
-    lr: float
-    betas: Betas
+    factors: Mapping[str, Any]  # the optimizer's, of that update
     loss_scale: float
     clip_norm: float | None
     skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
@@ -61,7 +60,7 @@ class StepContext:
 
     def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
         """What is decided of this step, which clips by `factor`."""
-        return StepDecision(skip, factor / self.loss_scale, self.number, self.lr, self.betas, loss)
+        return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss)
 
     def slice_of(self, b: int) -> slice:
         """Of a bucket's elements those that this rank keeps and updates."""

@@ -181,7 +181,7 @@ def _train_step(
     metrics = Metrics(
         loss=verdict.loss,
         grad_norm=norm,
-        lr=step.lr,
+        lr=step.factors["lr"],
         skipped=verdict.skip,
         loss_scale=state.loss_scale.scale,
         step=number,
@@ -285,8 +285,7 @@ def _step(program: Program, special: Specialized, state: State, number: int) -> 
         calls=program.calls,
         optimizer=program.optimizer,
         number=number,
-        lr=program.optimizer.lr_at(number),
-        betas=program.optimizer.betas_at(number),
+        factors=program.optimizer.factors(number),
         loss_scale=state.loss_scale.scale,
         clip_norm=program.settings.clip_norm,
         skip_overflow=program.settings.precision == "fp16",

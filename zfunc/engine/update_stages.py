@@ -7,13 +7,10 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Role
-from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.regions import SHADOW
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
-from zfunc.optim.compact import optimizer_state
-from zfunc.optim.device_adam import device_adam_update_
-from zfunc.optim.host_adam import adam_update_
 
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
@@ -63,7 +60,7 @@ def _update(
     into: Role = "state",
     copy: Tensor | None = None,
 ) -> None:
-    """Adam of a bucket with the gradient the operation reads, into its state or its shadow, and into `copy`."""
+    """Update a bucket with the gradient the operation reads: its state or its shadow, and `copy`."""
     (b,) = op.index
     optimizer, mine = step.optimizer, step.slice_of(b)
     grad = mem[op.read("grad")][mine] if op.touches("grad") else mem[op.read("grad_shard")]
@@ -71,21 +68,16 @@ def _update(
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
-    sweep = device_adam_update_ if grad.is_cuda else adam_update_
+    update = optimizer.device_update if grad.is_cuda else optimizer.host_update
     for first, last, decayed in step.layout.buckets[b].runs_within(mine.start, mine.stop):
         start, stop = first - mine.start, last - mine.start
-        sweep(
-            *optimizer_state(kept, start, stop),
+        update(
+            state_slice(optimizer.state_format, kept, start, stop),
             grad[start:stop],
+            verdict,
+            decayed=decayed,
             out=None if copy is None else copy[start:stop],
-            step=verdict.number,
-            lr=verdict.lr,
-            betas=verdict.betas,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay if decayed else 0.0,
-            decoupled=optimizer.decoupled,
-            grad_scale=verdict.grad_scale,
-            **({} if new is None else {"into": optimizer_state(new, start, stop)}),
+            **({} if new is None else {"into": state_slice(optimizer.state_format, new, start, stop)}),
         )
 
 

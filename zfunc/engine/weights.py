@@ -10,8 +10,9 @@ from torch import Tensor
 
 from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Layout, Span
+from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.engine.state import Buffers
-from zfunc.optim.compact import SplitMaster, optimizer_state
+from zfunc.optim.compact import SplitMaster, master_weights, named_master
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements
@@ -22,8 +23,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
 
     To be read only: where nothing has to be put together, it is the master itself.
     """
-    master, *_ = optimizer_state(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
-    mine = _joined(master)
+    mine = master_weights(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
     if ranks.world == 1:
         return mine
     full = torch.empty(bucket.numel)
@@ -48,35 +48,25 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     flat = value.flatten().to("cpu", torch.float32)
     on_device = buffers.views[span.name].view(-1)
     bucket = layout.bucket_of(span)
-    kept = buffers.state(bucket.index)
-    split = None if "master" in kept else SplitMaster.of(flat)
+    state = buffers.state(bucket.index)
+    split = None if "master" in state else SplitMaster.of(flat)
     sent = split is not None and on_device.dtype == split.high.dtype
     on_device.copy_(split.high if split is not None and sent else flat)
     piece = layout.piece(span, ranks.rank, ranks.world)
-    master, *_ = optimizer_state(kept, piece.at, piece.at + piece.stop - piece.start)
-    if split is not None and isinstance(master, SplitMaster):
-        master.high.copy_(split.high[piece.start : piece.stop])
-        master.low.copy_(split.low[piece.start : piece.stop])
-    elif isinstance(master, Tensor):
-        master.copy_(flat[piece.start : piece.stop])
+    for name, values in named_master(split or flat).items():
+        state[name][piece.at : piece.at + piece.stop - piece.start].copy_(values[piece.start : piece.stop])
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     """Give the device the weights of a bucket that the host has: a collective."""
-    kept, size = buffers.state(bucket.index), bucket.numel // ranks.world
+    state, size = buffers.state(bucket.index), bucket.numel // ranks.world
     params: Tensor = buffers.memory[Region("params", (bucket.index,))].flat
-    mine = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+    mine, high = params[slice(*bucket.slice_of(ranks.rank, ranks.world))], state.get(HIGH_HALF)
     for first in range(0, size, PART):  # a split master is joined: not all of it at once
         last = min(first + PART, size)
-        master, *_ = optimizer_state(kept, first, last)
-        sent = isinstance(master, SplitMaster) and params.dtype == master.high.dtype
-        mine[first:last].copy_(master.high if sent else _joined(master))
+        if high is not None and params.dtype == high.dtype:
+            mine[first:last].copy_(high[first:last])
+        else:
+            mine[first:last].copy_(master_weights(state, first, last))
     if ranks.world > 1:
         ranks.all_gather(params, mine)
-
-
-def _joined(master: Tensor | SplitMaster) -> Tensor:
-    """fp32 weights on the host."""
-    if isinstance(master, SplitMaster):
-        return SplitMaster(master.high.cpu(), master.low.cpu()).join()
-    return master.cpu()

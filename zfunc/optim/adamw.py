@@ -1,12 +1,16 @@
 """The optimizer as a value: what Adam is told, checked at birth. What a step computes is in adam_reference.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+from torch import Tensor
 
-from zfunc.core.optimizer_state import STATE_FORMATS, Moments
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.device_adam import device_adam_, workspace
+from zfunc.optim.host_adam import host_adam_
 from zfunc.optim.reference import coefficients
 
 
@@ -79,10 +83,8 @@ class AdamW:
             refuse(
                 TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
             )
-        if not isinstance(self.moments, str) or self.moments not in STATE_FORMATS:
-            refuse(
-                ValueError, "moments", repr(self.moments), f"one of {', '.join(STATE_FORMATS)}", "choose one"
-            )
+        if not isinstance(self.moments, str) or self.moments not in MOMENTS:
+            refuse(ValueError, "moments", repr(self.moments), f"one of {', '.join(MOMENTS)}", "choose one")
         if not callable(self.decay):
             refuse(
                 TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
@@ -98,6 +100,59 @@ class AdamW:
         if callable(self.lr) or callable(self.betas):
             self._check_factors(step, lr, self.betas_at(step))
         return lr
+
+    @property
+    def state_format(self) -> str:
+        """What is kept of a parameter, by its name in `zfunc.core.optimizer_state`."""
+        return self.moments
+
+    def factors(self, step: int) -> dict[str, Any]:
+        """The learning rate and the betas of an update, counted from 1."""
+        return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are the same at every step."""
+        return {name: getattr(self, name) for name in ("eps", "weight_decay", "decoupled", "moments")}
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        decayed: bool,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """One sweep of the kernel (`zfunc.optim.host_adam`)."""
+        host_adam_(state, grad, out=out, into=into, **self._arguments(decision, decayed))
+
+    def device_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        decayed: bool,
+        out: Tensor | None = None,
+    ) -> None:
+        """The same bits in torch operations (`zfunc.optim.device_adam`)."""
+        device_adam_(state, grad, out=out, **self._arguments(decision, decayed))
+
+    def device_workspace(self, numel: int) -> int:
+        """At most so many bytes does `device_update` of `numel` parameters allocate."""
+        return workspace(numel, self.moments)
+
+    def _arguments(self, decision: StepDecision, decayed: bool) -> dict[str, Any]:
+        return {
+            "step": decision.number,
+            "lr": decision.factors["lr"],
+            "betas": decision.factors["betas"],
+            "eps": self.eps,
+            "weight_decay": self.weight_decay if decayed else 0.0,
+            "decoupled": self.decoupled,
+            "grad_scale": decision.grad_scale,
+        }
 
     def _check_factors(self, step: int, lr: float, betas: Betas) -> None:
         check_factors(coefficients(step, lr, betas, self.eps, self.weight_decay, self.decoupled, 1.0))

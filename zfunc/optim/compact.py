@@ -5,6 +5,7 @@ goes through it; the kernel updates them in place.
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from zfunc.core.dtypes import DTYPES as _DTYPES
 from zfunc.core.dtypes import Dtype
-from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.optimizer_state import HIGH_HALF, Moments
 from zfunc.optim.buffer_checks import span_of
 from zfunc.optim.compact_reference import BLOCK, join, split
 
@@ -62,19 +63,30 @@ class QuantizedMoment:
         return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.int16))
 
 
-def optimizer_state(
-    kept: Mapping[str, Tensor], start: int, stop: int
-) -> tuple[Tensor | SplitMaster, Tensor, Tensor | QuantizedMoment]:
-    """Master, exp_avg and exp_avg_sq of parameters `start` to `stop`, as `adam_update_` takes them."""
-    part = slice(start, stop)
-    if "master" in kept:
-        return kept["master"][part], kept["exp_avg"][part], kept["exp_avg_sq"][part]
-    master = SplitMaster(kept[HIGH_HALF][part], kept["master_low"][part])
-    exp_avg, exp_avg_sq = kept["exp_avg"][part], kept["exp_avg_sq"][part]
-    if "exp_avg_sq_scale" not in kept:
-        return master, exp_avg, exp_avg_sq
-    return (
-        master,
-        exp_avg,
-        QuantizedMoment(exp_avg_sq, kept["exp_avg_sq_scale"][start // BLOCK : -(-stop // BLOCK)]),
-    )
+def named_master(master: Any) -> dict[str, Any]:
+    """fp32 weights, whole or in halves, as the buffers of `zfunc.core.optimizer_state` by name."""
+    if isinstance(master, SplitMaster):
+        return {HIGH_HALF: master.high, "master_low": master.low}
+    return {"master": master}
+
+
+def named_state(master: Any, exp_avg: Any, exp_avg_sq: Any) -> dict[str, Any]:
+    """What `adam_update_` takes, as the buffers of `zfunc.core.optimizer_state` by name."""
+    weights = named_master(master)
+    if "master" in weights or not isinstance(exp_avg_sq, QuantizedMoment):
+        return {**weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    codes = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
+    return {**weights, **codes}
+
+
+def moments_of(state: Mapping[str, Any]) -> Moments:
+    """The format of Adam's state whose buffers have these names."""
+    return "fp32" if "master" in state else "8bit" if "exp_avg_sq_scale" in state else "16bit"
+
+
+def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
+    """The fp32 weights of parameters `start` to `stop` on the host, of any format: to be read only."""
+    if "master" in state:
+        return state["master"][start:stop].cpu()
+    high, low = (state[name][start:stop].cpu() for name in (HIGH_HALF, "master_low"))
+    return SplitMaster(high, low).join()

@@ -11,7 +11,7 @@ NaN is not promised.
 Elements go through in pieces, in memory that `workspace` bounds. Nothing waits for the device.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 from zfunc.optim.buffer_checks import check_disjoint, checked_step, refuse
-from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster
+from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import BLOCK
 from zfunc.optim.device_formats import (
     CODES_CUTS,
@@ -80,7 +80,35 @@ def device_adam_update_(
     >>> weights
     tensor([0.8333, 1.0000])
     """
-    moments, kept = _named(master, exp_avg, exp_avg_sq)
+    device_adam_(
+        named_state(master, exp_avg, exp_avg_sq),
+        grad,
+        out=out,
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+    )
+
+
+def device_adam_(
+    state: Mapping[str, Tensor],
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+) -> None:
+    """`device_adam_update_` of buffers by the names of `zfunc.core.optimizer_state`."""
+    moments, kept = moments_of(state), dict(state)
     _check(moments, kept, grad, out)
     step = checked_step(step)
     factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
@@ -184,18 +212,6 @@ def _flush_(x: Tensor, floor: float, scratch: Scratch) -> Tensor:
 
 
 # ---- the buffers --------------------------------------------------------------------------------------
-
-
-def _named(master: Any, exp_avg: Any, exp_avg_sq: Any) -> tuple[Moments, dict[str, Any]]:
-    """Which kind of state this is, and its buffers by the names of `moments.BUFFERS`."""
-    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if not isinstance(master, SplitMaster):
-        return "fp32", {"master": master, **moments}
-    halves = {HIGH_HALF: master.high, "master_low": master.low}
-    if not isinstance(exp_avg_sq, QuantizedMoment):
-        return "16bit", {**halves, **moments}
-    codes = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
-    return "8bit", {**halves, **codes}
 
 
 def _check(moments: Moments, kept: dict[str, Any], grad: Any, out: Any) -> None:

@@ -4,11 +4,13 @@ The invariant: a call that raises has touched no buffer. Everything is checked b
 because the kernel sees addresses only. What the kernel computes is in adam_reference.py and compact_reference.py.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from zfunc.core.optimizer_state import HIGH_HALF, MOMENTS, STATE_FORMATS, Moments
 from zfunc.optim.buffer_checks import (
     check_disjoint,
     check_factors,
@@ -20,8 +22,8 @@ from zfunc.optim.buffer_checks import (
     refuse,
     span_of,
 )
-from zfunc.optim.compact import QuantizedMoment, SplitMaster
-from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither
+from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact_reference import EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.optim.kernel import cpu_adam
 from zfunc.optim.reference import Coefficients, coefficients
 
@@ -71,30 +73,65 @@ def adam_update_(
     >>> weights, shadow[0]
     (tensor([0.8333, 1.0000]), tensor([0.6500, 0.8625]))
     """
-    n = _numel(master.high if isinstance(master, SplitMaster) else master)
-    kept = _state(master, exp_avg, exp_avg_sq, n, written=into is None)
-    fresh = {} if into is None else _into(into, (master, exp_avg, exp_avg_sq), n)
-    spans = {**kept.spans, **fresh, "grad": span_of("grad", grad, n, FLOATS, written=False)}
+    state = master, exp_avg, exp_avg_sq
+    if into is not None:
+        _check_kinds(into, state)
+    host_adam_(
+        named_state(*state),
+        grad,
+        out=out,
+        into=None if into is None else named_state(*into),
+        step=step,
+        lr=lr,
+        betas=betas,
+        eps=eps,
+        weight_decay=weight_decay,
+        decoupled=decoupled,
+        grad_scale=grad_scale,
+        threads=threads,
+    )
+
+
+def host_adam_(
+    state: Mapping[str, Tensor],
+    grad: Tensor,
+    *,
+    out: Tensor | None = None,
+    into: Mapping[str, Tensor] | None = None,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    decoupled: bool,
+    grad_scale: float,
+    threads: int | None = None,
+) -> None:
+    """`adam_update_` of buffers by the names of `zfunc.core.optimizer_state`."""
+    moments = moments_of(state)
+    n = _numel(state[BUFFERS[moments][0].name])
+    spans = _spans(moments, state, n, written=into is None)
+    fresh = {} if into is None else _spans(moments, into, n, to=_INTO)
+    others = {"grad": span_of("grad", grad, n, FLOATS, written=False)}
     if out is not None:
-        spans["out"] = span_of("out", out, n, FLOATS)
-    check_disjoint(list(spans.values()))
-    at = {name: address for name, (address, *_) in spans.items()}
+        others["out"] = span_of("out", out, n, FLOATS)
+    check_disjoint([*spans.values(), *fresh.values(), *others.values()])
     step = checked_step(step)
     factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
     cpu_adam.adam_update(
-        kept.moments,
-        *(at.get(name, 0) for name in _BUFFERS),
+        KERNEL_MOMENTS[moments],
+        *_addresses(spans),
         first_dither(step, EXP_AVG),
         first_dither(step, EXP_AVG_SQ),
-        at["grad"],
-        at.get("out", 0),
+        others["grad"][0],
+        0 if out is None else others["out"][0],
         n,
         FLOATS[grad.dtype],
         cpu_adam.NONE if out is None else FLOATS[out.dtype],
         cpu_adam.NO_DECAY if not weight_decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2,
         *factors,
         checked_threads(threads),
-        into=[at.get(_INTO + name, 0) for name in _BUFFERS] if fresh else (),
+        into=_addresses(fresh) if fresh else (),
     )
 
 
@@ -157,46 +194,64 @@ def checked_coefficients(
 # ---- the buffers of a state ------------------------------------------------------------------------
 
 _INTO = "into "
-_BUFFERS = ("master", "master.low", "exp_avg", "exp_avg_sq", "exp_avg_sq.scales")
+_ARGUMENTS = ("master", "master_low", "exp_avg", "exp_avg_sq", "exp_avg_sq_scale")  # in the kernel's order
+_SHOWN = {"master_high": "master.high", "master_low": "master.low", "exp_avg_sq_scale": "exp_avg_sq.scales"}
+
+Span = tuple[int, int, str]
 
 
-class _State(NamedTuple):
-    moments: int
-    spans: dict[str, tuple[int, int, str]]  # by the names of _BUFFERS
+class Buffer(NamedTuple):
+    """How a buffer of a state is checked: its names, its dtype, how many parameters share an element of it."""
+
+    name: str
+    argument: str  # of the kernel: either kind of master is the first
+    shown: str  # in errors
+    dtypes: tuple[torch.dtype]
+    shared: int
+
+
+def _buffers(moments: Moments) -> tuple[Buffer, ...]:
+    shown = {**_SHOWN, **({"exp_avg_sq": "exp_avg_sq.codes"} if moments == "8bit" else {})}
+    return tuple(
+        Buffer(
+            x.name,
+            "master" if x.name == HIGH_HALF else x.name,
+            shown.get(x.name, x.name),
+            (DTYPES[x.dtype],),
+            x.shared,
+        )
+        for x in STATE_FORMATS[moments]
+    )
+
+
+BUFFERS: dict[Moments, tuple[Buffer, ...]] = {x: _buffers(x) for x in MOMENTS}
+KERNEL_MOMENTS: dict[Moments, int] = {
+    "fp32": cpu_adam.MOMENTS_FP32,
+    "16bit": cpu_adam.MOMENTS_16BIT,
+    "8bit": cpu_adam.MOMENTS_8BIT,
+}
 
 
 def _numel(tensor: Any) -> int:
     return tensor.numel() if isinstance(tensor, Tensor) else 0
 
 
-def _state(
-    master: Any, exp_avg: Any, exp_avg_sq: Any, n: int, *, to: str = "", written: bool = True
-) -> _State:
-    """What the three are kept in, and where; anything that is not one of the three kinds raises."""
-
-    def span(name: str, tensor: Any, dtype: torch.dtype, count: int = n) -> tuple[int, int, str]:
-        return span_of(to + name, tensor, count, [dtype], written=written)
-
-    moments = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if not isinstance(master, SplitMaster):
-        buffers = {"master": master, **moments}
-        return _State(cpu_adam.MOMENTS_FP32, {to + x: span(x, t, torch.float32) for x, t in buffers.items()})
-    spans = {
-        f"{to}master": span("master.high", master.high, torch.bfloat16),
-        f"{to}master.low": span("master.low", master.low, torch.int16),
+def _spans(
+    moments: Moments, state: Mapping[str, Any], n: int, *, to: str = "", written: bool = True
+) -> dict[str, Span]:
+    """Where the buffers of a state are, by the kernel's arguments; anything but buffers of its format raises."""
+    return {
+        x.argument: span_of(to + x.shown, state[x.name], -(-n // x.shared), x.dtypes, written=written)
+        for x in BUFFERS[moments]
     }
-    if not isinstance(exp_avg_sq, QuantizedMoment):
-        spans |= {to + x: span(x, t, torch.bfloat16) for x, t in moments.items()}
-        return _State(cpu_adam.MOMENTS_16BIT, spans)
-    spans[f"{to}exp_avg"] = span("exp_avg", exp_avg, torch.uint8)
-    spans[f"{to}exp_avg_sq"] = span("exp_avg_sq.codes", exp_avg_sq.codes, torch.uint8)
-    scales = span("exp_avg_sq.scales", exp_avg_sq.scales, torch.int16, -(-n // BLOCK))
-    spans[f"{to}exp_avg_sq.scales"] = scales
-    return _State(cpu_adam.MOMENTS_8BIT, spans)
 
 
-def _into(into: Any, state: tuple[Any, Any, Any], n: int) -> dict[str, tuple[int, int, str]]:
-    """Where the new state goes: three of the kinds of the old one."""
+def _addresses(spans: Mapping[str, Span]) -> list[int]:
+    return [spans[name][0] if name in spans else 0 for name in _ARGUMENTS]
+
+
+def _check_kinds(into: Any, state: tuple[Any, Any, Any]) -> None:
+    """Raise unless the new state goes to three of the kinds of the old one."""
     if not isinstance(into, tuple) or len(into) != len(state):
         got = f"{len(into)} of them" if isinstance(into, tuple) else type(into).__name__
         refuse(TypeError, "into", got, "a tuple of three", "pass (master, exp_avg, exp_avg_sq), or None")
@@ -205,4 +260,3 @@ def _into(into: Any, state: tuple[Any, Any, Any], n: int) -> dict[str, tuple[int
         if not all(isinstance(new, x) and isinstance(old, x) for x in kinds):
             got, expected = type(new).__name__, f"{type(old).__name__}, as in the state given"
             refuse(TypeError, _INTO + name, got, expected, "make it of the same kind")
-    return _state(*into, n, to=_INTO).spans

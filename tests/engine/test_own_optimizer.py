@@ -1,0 +1,123 @@
+"""An optimizer of one's own: a value with the protocol's methods, and a row of state buffers."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attrs import frozen
+from small_models import MODELS, bits
+from torch import Tensor
+
+import zfunc
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
+from zfunc.engine.program import Program
+from zfunc.errors import CheckpointError
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped, in 2": {"clip_norm": 0.5, "micro_batches": 2},
+    "speculative": {"clip_norm": 100.0, "speculate": 100},
+    "delayed": {"delay_from": 2},
+    "on the device": {"offload_ratio": 0.0},
+}
+
+
+@frozen
+class Momentum:
+    """SGD with momentum, as `torch.optim.SGD` writes it."""
+
+    lr: float = 0.01
+    momentum: float = 0.9
+
+    state_format = "momentum"
+
+    def decay(self, name: str, shape: tuple[int, ...]) -> bool:
+        return len(shape) > len(name)  # never
+
+    def factors(self, step: int) -> dict[str, Any]:
+        return {"lr": self.lr / step}
+
+    def describe(self) -> dict[str, Any]:
+        return {"momentum": self.momentum}
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        decayed: bool,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        assert not decayed
+        new = state if into is None else into
+        new["buf"].copy_(state["buf"] * self.momentum + grad.float() * decision.grad_scale)
+        new["master"].copy_(state["master"] - decision.factors["lr"] * new["buf"])
+        if out is not None:
+            out.copy_(new["master"])
+
+    device_update = host_update
+
+    def device_workspace(self, numel: int) -> int:
+        return 16 * numel
+
+
+@pytest.fixture(autouse=True)
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = StateBuffer("master", "fp32"), StateBuffer("buf", "fp32")
+    monkeypatch.setitem(STATE_FORMATS, Momentum.state_format, buffers)
+
+
+def compiled(optimizer: Any = Momentum(), **settings: Any) -> tuple[Program, Any]:
+    segments, data = MODELS["odd sizes"]()
+    settings = {"precision": "fp32", "bucket_size": 300, "device": "cpu", **settings}
+    return zfunc.compile(segments, optimizer=optimizer, **settings), data
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_it_trains_alike_under_any_schedule_and_goes_on_from_a_checkpoint(
+    settings: str, tmp_path: Path
+) -> None:
+    ends = []
+    for schedule in ("Serial", "Overlapped"):
+        program, data = compiled(schedule=schedule, **SETTINGS[settings])
+        state = zfunc.init(program, seed=1)
+        for i in range(4):
+            state, metrics = zfunc.train_step(program, state, data(i), save=tmp_path / schedule, debug=True)
+        assert metrics.lr == 0.01 / 4
+        assert metrics.saved is not None
+        assert metrics.saved.path is not None
+        resumed = zfunc.load(metrics.saved.path, program)
+        resumed, _ = zfunc.train_step(program, resumed, data(3))
+        assert all(map(torch.equal, bits(resumed), bits(state)))
+        ends.append(state)
+    assert all(map(torch.equal, *map(bits, ends)))
+
+
+def test_it_is_the_sgd_of_torch() -> None:
+    """One buffer of the whole model, and its gradient read from the momentum: only the update is compared."""
+    program, data = compiled(bucket_size=1 << 20)
+    state = zfunc.init(program, seed=1)
+    kept = {name: x.clone() for name, x in state.buffers.state(0).items()}
+    theirs = kept["master"].requires_grad_()
+    sgd = torch.optim.SGD([theirs], lr=1.0, momentum=0.9)
+    for i in range(3):
+        before = state.buffers.state(0)["buf"].clone()
+        state, metrics = zfunc.train_step(program, state, data(i))
+        ours = state.buffers.state(0)
+        theirs.grad, sgd.param_groups[0]["lr"] = ours["buf"] - 0.9 * before, metrics.lr
+        sgd.step()
+        torch.testing.assert_close(ours["master"], theirs.detach())
+
+
+def test_its_state_is_no_other_optimizers(tmp_path: Path) -> None:
+    program, _ = compiled()
+    path = zfunc.save(tmp_path, program, zfunc.init(program))
+    with pytest.raises(
+        CheckpointError, match="got optimizer state in the format 'momentum', expected 'fp32'"
+    ):
+        zfunc.load(path, compiled(zfunc.AdamW())[0])
