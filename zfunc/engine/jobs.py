@@ -24,7 +24,9 @@ def make_spec(
     ]
     layout = lay_out(parameters, settings, world)
     last, state_format = len(segments) - 1, optimizer.state_format
-    sent = settings.precision == "bf16" and any(x.name == HIGH_HALF for x in STATE_FORMATS.get(state_format, ()))
+    sent = settings.precision == "bf16" and any(
+        x.name == HIGH_HALF for x in STATE_FORMATS.get(state_format, ())
+    )
     largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),

@@ -82,7 +82,9 @@ class CostModel:
         """The job of these settings, with what its segments cost."""
         program = self._program(settings)  # which also checks the segments
         on_gpu = not self.hardware(settings).unified
-        job = make_spec(program.segments, AdamW(moments=settings.moments), settings, world=self.world, on_gpu=on_gpu)
+        job = make_spec(
+            program.segments, AdamW(moments=settings.moments), settings, world=self.world, on_gpu=on_gpu
+        )
         key = settings.precision, settings.micro_batches, *_way(settings)
         if key not in self.costs:
             like = evolve(program, settings=settings, job=job, cache=ProgramCache())
