@@ -107,7 +107,13 @@ def position_fields(position: TrainingPosition) -> dict[str, Any]:
     pending = fields.pop("pending")
     if pending is None:
         return fields
-    return {**fields, "pending": {**{name: pending[name] for name in _PENDING}, **pending["factors"]}}
+    decided = {name: pending[name] for name in _PENDING}
+    return {**fields, "pending": {**decided, **factor_fields(pending["factors"])}}
+
+
+def factor_fields(factors: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's factors as a manifest has them, to be rendered as JSON."""
+    return {name: [*x] if isinstance(x, tuple) else x for name, x in factors.items()}
 
 
 def _kept(kept: ParameterEntry) -> dict[str, Any]:

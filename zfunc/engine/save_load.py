@@ -16,6 +16,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import writer as saving
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, TrainingPosition, check_model
+from zfunc.checkpoint.manifest_json import factor_fields
 from zfunc.checkpoint.writer import Save, SaveResult, Saving, all_or_none
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
@@ -202,7 +203,7 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
     """The optimizer's, in JSON's own types; what depends on the step is the last update's, or the first's."""
     optimizer, update = program.optimizer, max(1, step)
     return {
-        **{name: [*x] if isinstance(x, tuple) else x for name, x in optimizer.factors(update).items()},
+        **factor_fields(optimizer.factors(update)),
         **optimizer.describe(),
         "clip_norm": program.settings.clip_norm,
         "precision": program.settings.precision,
