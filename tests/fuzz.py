@@ -27,8 +27,8 @@ from small_models import bits
 from table import Scattered
 
 import zfunc
-from zfunc.engine.program import DTYPES
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 STEPS = 3
 SETTINGS: dict[str, list[Any]] = {
@@ -96,7 +96,7 @@ def _precision(model: Model, precision: str) -> str:
     """The precision, or fp32 where torch itself has no kernels for it."""
     _, parts, values = model.built()
     names = {full for part in parts for full in part.names.values()}
-    dtype = DTYPES[precision]
+    dtype = TORCH_DTYPES[precision]
     try:
         plain.gradient(parts, values, names, [model.batch(0)], dtype=dtype)
     except (RuntimeError, NotImplementedError):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from attrs import define, evolve, field, frozen
@@ -26,6 +26,7 @@ from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.compact_reference import join
@@ -36,19 +37,12 @@ SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
 
 
-class WeightFormat(NamedTuple):
-    """A type of weights: its name in the file, and the smallest magnitude that becomes inf in it."""
-
-    stored: str
-    overflow: float
-
-
-FORMATS: dict[DType, WeightFormat] = {
-    "fp32": WeightFormat("F32", math.inf),
-    "bf16": WeightFormat("BF16", 2.0**128 - 2.0**119),  # halfway to what would be the next value, as in fp16
-    "fp16": WeightFormat("F16", 2.0**16 - 2.0**4),
+OVERFLOW: dict[DType, float] = {  # the smallest magnitude that becomes inf
+    "fp32": math.inf,
+    "bf16": 2.0**128 - 2.0**119,  # halfway to what would be the next value, as in fp16
+    "fp16": 2.0**16 - 2.0**4,
 }
-_NUMPY = {"F32": np.float32, "BF16": np.uint16, "F16": np.float16, "I16": np.int16}
+_NUMPY = {x.safetensors: np.dtype(x.numpy) for x in DTYPES.values()}
 log = logging.getLogger("zfunc")
 
 
@@ -85,8 +79,8 @@ def export_weights(source: Path, out: Path, *, dtype: DType = "fp32") -> Exporte
     Traceback (most recent call last):
     ValueError: dtype: got 'bf61' (did you mean 'bf16'?), expected fp32, bf16 or fp16: choose one of them
     """
-    if dtype not in FORMATS:
-        hint = did_you_mean(str(dtype), list(FORMATS))
+    if dtype not in OVERFLOW:
+        hint = did_you_mean(str(dtype), list(OVERFLOW))
         raise ValueError(f"dtype: got {dtype!r}{hint}, expected fp32, bf16 or fp16: choose one of them")
     partial = _unfinished(out)
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
@@ -94,7 +88,7 @@ def export_weights(source: Path, out: Path, *, dtype: DType = "fp32") -> Exporte
     log.info("export: the weights of %s as %s", checkpoint.path, dtype)
     if manifest.position.pending is not None:
         log.warning("export: %s: its last gradient waits to be applied and is not in them", checkpoint.path)
-    tensors = [TensorInfo(x.name, FORMATS[dtype].stored, x.shape) for x in manifest.parameters]
+    tensors = [TensorInfo(x.name, DTYPES[dtype].safetensors, x.shape) for x in manifest.parameters]
     writer = create_shard(partial, tensors, metadata={"format": "pt", "step": str(step)})
     try:
         # What becomes too large is told by name; inf and NaN stay what they are.
@@ -196,7 +190,7 @@ class CheckpointWeights:
 def _write(weights: CheckpointWeights, part: WeightPart, writer: ShardWriter, dtype: DType) -> None:
     for piece in part.pieces():
         values = weights.read(piece)
-        if _largest(values) >= FORMATS[dtype].overflow:
+        if _largest(values) >= OVERFLOW[dtype]:
             raise _too_large(weights, piece.parameter, dtype)
         writer.write_at(piece.parameter, piece.start, round_to(values, dtype))
 
@@ -210,9 +204,9 @@ def _largest(values: Array) -> float:
 def _too_large(weights: CheckpointWeights, name: str, dtype: DType) -> ValueError:
     parts = [x for x in _parts(weights.checkpoint.manifest) if x.parameter == name]
     largest = max(_largest(weights.read(piece)) for part in parts for piece in part.pieces())
-    other = "bf16" if largest < FORMATS["bf16"].overflow else "fp32"
+    other = "bf16" if largest < OVERFLOW["bf16"] else "fp32"
     return ValueError(
-        f"{name!r}: got a weight of magnitude {largest:g}, expected less than {FORMATS[dtype].overflow:g}, from "
+        f"{name!r}: got a weight of magnitude {largest:g}, expected less than {OVERFLOW[dtype]:g}, from "
         f"where on {dtype} has inf alone: export as {other}"
     )
 

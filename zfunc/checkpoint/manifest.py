@@ -48,7 +48,7 @@ def state_kinds(moments: str) -> dict[str, StateKind]:
     return {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
 
 
-_FLOATS = StateKind(("F32", "BF16", "F16"))
+_FLOATS = StateKind(tuple(DTYPES[x].safetensors for x in ("fp32", "bf16", "fp16")))
 _FROZEN_KINDS = {FROZEN: _FLOATS}
 
 

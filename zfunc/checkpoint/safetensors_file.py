@@ -16,15 +16,17 @@ from attrs import field, frozen, validators
 
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
+from zfunc.core.dtypes import DTYPES
 from zfunc.errors import CheckpointError, did_you_mean
 
 BYTES = {
-    **dict.fromkeys(("F64", "I64", "U64"), 8),
-    **dict.fromkeys(("F32", "I32", "U32"), 4),
-    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
-    **dict.fromkeys(("U8", "I8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+    **{x.safetensors: x.nbytes for x in DTYPES.values()},
+    **dict.fromkeys(("I64", "U64"), 8),
+    **dict.fromkeys(("I32", "U32"), 4),
+    "U16": 2,
+    **dict.fromkeys(("I8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
-"""Bytes of an element, by the format's names. Its types of less than a byte are not read."""
+"""Bytes of an element, by the format's names; its types of less than a byte are not read."""
 HEADER_LIMIT = 16 << 20  # bytes; 100,000 tensors
 LENGTH = 8  # bytes before the JSON
 _ALIGNMENT = 64  # of the data in the file; the format wants 8

@@ -2,6 +2,7 @@
 
     layout, optimizer_state     what is trained, in buckets and shards; what is kept of each parameter
     settings                    how a step is trained: each setting once
+    dtypes                      the types of elements, with their names in torch, NumPy and safetensors
     graph, regions, ops         operations that declare what they read and write, and where
     recipes, decision           the step, in the order of the paper; whether it is applied
     plan, verifier              lanes and waits; is that right

@@ -9,18 +9,19 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
 
 @frozen
 class DtypeInfo:
-    """Bytes of an element; what torch and safetensors call the type."""
+    """Bytes of an element; what torch, NumPy and safetensors call the type. Of bf16 NumPy has the bits alone."""
 
     nbytes: int
     torch: str
+    numpy: str
     safetensors: str
 
 
 DTYPES: dict[Dtype, DtypeInfo] = {
-    "fp64": DtypeInfo(8, "float64", "F64"),
-    "fp32": DtypeInfo(4, "float32", "F32"),
-    "bf16": DtypeInfo(2, "bfloat16", "BF16"),
-    "fp16": DtypeInfo(2, "float16", "F16"),
-    "int16": DtypeInfo(2, "int16", "I16"),
-    "uint8": DtypeInfo(1, "uint8", "U8"),
+    "fp64": DtypeInfo(8, "float64", "float64", "F64"),
+    "fp32": DtypeInfo(4, "float32", "float32", "F32"),
+    "bf16": DtypeInfo(2, "bfloat16", "uint16", "BF16"),
+    "fp16": DtypeInfo(2, "float16", "float16", "F16"),
+    "int16": DtypeInfo(2, "int16", "int16", "I16"),
+    "uint8": DtypeInfo(1, "uint8", "uint8", "U8"),
 }

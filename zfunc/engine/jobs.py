@@ -4,13 +4,14 @@ from collections.abc import Collection, Sequence
 
 from attrs import evolve
 
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 from zfunc.core.regions import Regions, undecided
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.engine.cost_trace import nbytes
-from zfunc.engine.program import DTYPES, Recipe, graph_of
+from zfunc.engine.program import Recipe, graph_of
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
 
@@ -31,7 +32,7 @@ def make_spec(
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
         recompute=tuple(settings.recompute == "all" and s != last for s in range(len(segments))),
-        element_bytes=DTYPES[settings.precision].itemsize,
+        element_bytes=DTYPES[settings.precision].nbytes,
         micro_batches=settings.micro_batches,
         barrier=settings.waits_for_norm,
         world=world,

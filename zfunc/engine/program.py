@@ -23,7 +23,7 @@ from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
-from zfunc.core.settings import Precision, Schedule, StepSettings
+from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.verifier import verify
 from zfunc.engine.captured import CapturedFacts
 from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
@@ -37,9 +37,9 @@ from zfunc.optim.base import Optimizer
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
-DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Recipe = Callable[[StepSpec], Iterable[Op]]
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Program:
     @property
     def dtype(self) -> torch.dtype:
         """The precision parameters and gradients have on the device."""
-        return DTYPES[self.settings.precision]
+        return TORCH_DTYPES[self.settings.precision]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:

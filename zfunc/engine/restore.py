@@ -20,24 +20,19 @@ from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
 from zfunc.checkpoint.slices import slices_of
 from zfunc.checkpoint.writer import as_bytes, in_parallel
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import ADAM_FORMATS, stored_buffers
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
 from zfunc.errors import CheckpointError
-from zfunc.optim.compact import DTYPES
 from zfunc.optim.compact_reference import Compact, join, pack, unpack, unpack_first_codes
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
 OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
-FILE_DTYPES = {
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I16": torch.int16,
-    "U8": torch.uint8,
-}
+FILE_DTYPES = {x.safetensors: TORCH_DTYPES[name] for name, x in DTYPES.items()}
 
 Target = tuple[WantedSlice, Tensor]  # a slice, and a contiguous host tensor of its size and type
 
@@ -120,7 +115,7 @@ def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -
 
 
 def _dtypes(moments: str) -> dict[str, torch.dtype]:
-    return {x.name: DTYPES[x.dtype] for x in stored_buffers(moments)}
+    return {x.name: TORCH_DTYPES[x.dtype] for x in stored_buffers(moments)}
 
 
 def _check_convertible(stored: str, wanted: str) -> None:

@@ -17,9 +17,9 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.regions import Regions, StepSpec
 from zfunc.errors import DonatedStateError
-from zfunc.optim.compact import DTYPES
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.host_memory import alloc_host
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 @frozen(eq=False)
@@ -151,7 +151,7 @@ def allocate_regions(
     memory: dict[Region, Tensor] = {}
     for of_buffer in together.values():
         first, *_ = of_buffer = sorted(of_buffer, key=lambda r: r.index)
-        kind = dtype if first.dtype in (None, "compute") else DTYPES[first.dtype]
+        kind = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
         ends = [0, *accumulate(r.nbytes // kind.itemsize for r in of_buffer)]
         flat = _flat(first, ends, kind, device)
         memory |= {r: flat[start:stop] for r, (start, stop) in zip(of_buffer, pairwise(ends), strict=True)}

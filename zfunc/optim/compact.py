@@ -12,13 +12,9 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.dtypes import DTYPES as _DTYPES
-from zfunc.core.dtypes import Dtype
 from zfunc.core.optimizer_state import HIGH_HALF, Moments
 from zfunc.optim.buffer_checks import span_of
 from zfunc.optim.compact_reference import BLOCK, join, split
-
-DTYPES: dict[Dtype, torch.dtype] = {name: getattr(torch, x.torch) for name, x in _DTYPES.items()}
 
 
 @frozen(eq=False)

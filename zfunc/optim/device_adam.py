@@ -21,7 +21,7 @@ from torch import Tensor
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 from zfunc.optim.buffer_checks import check_disjoint, checked_step, refuse
-from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import BLOCK
 from zfunc.optim.device_formats import (
     CODES_CUTS,
@@ -36,6 +36,7 @@ from zfunc.optim.device_formats import (
 )
 from zfunc.optim.host_adam import FLOATS, checked_coefficients
 from zfunc.optim.reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
 PIECE = 1 << 22  # elements that go through together: much for a device, little beside a bucket
@@ -216,7 +217,7 @@ def _flush_(x: Tensor, floor: float, scratch: Scratch) -> Tensor:
 
 def _check(moments: Moments, kept: dict[str, Any], grad: Any, out: Any) -> None:
     """Raise unless all are plain buffers of one device, of the sizes and types that belong together."""
-    expected = {b.name: (kept[b.name], (DTYPES[b.dtype],), b.shared) for b in STATE_FORMATS[moments]}
+    expected = {b.name: (kept[b.name], (TORCH_DTYPES[b.dtype],), b.shared) for b in STATE_FORMATS[moments]}
     expected["grad"] = (grad, FLOATS, 1)
     if out is not None:
         expected["out"] = (out, FLOATS, 1)

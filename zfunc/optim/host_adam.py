@@ -22,13 +22,14 @@ from zfunc.optim.buffer_checks import (
     refuse,
     span_of,
 )
-from zfunc.optim.compact import DTYPES, QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.optim.kernel import cpu_adam
 from zfunc.optim.reference import Coefficients, coefficients
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 Types = dict[torch.dtype, int]
-FLOATS: Types = {torch.float32: cpu_adam.FP32, torch.bfloat16: cpu_adam.BF16, torch.float16: cpu_adam.FP16}
+FLOATS: Types = {TORCH_DTYPES[x]: getattr(cpu_adam, x.upper()) for x in ("fp32", "bf16", "fp16")}
 
 
 def adam_update_(
@@ -217,7 +218,7 @@ def _buffers(moments: Moments) -> tuple[Buffer, ...]:
             x.name,
             "master" if x.name == HIGH_HALF else x.name,
             shown.get(x.name, x.name),
-            (DTYPES[x.dtype],),
+            (TORCH_DTYPES[x.dtype],),
             x.shared,
         )
         for x in STATE_FORMATS[moments]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from zfunc.core.dtypes import DTYPES, Dtype
+
 Array = NDArray[Any]
 
 # Operands below the smallest normal float cost an assist each, and moments that no longer get gradients
@@ -78,7 +80,7 @@ def reference_update(
     exp_avg_sq: Array,
     grad: Array,
     *,
-    out: str | None = None,
+    out: Dtype | None = None,
     step: int,
     lr: float,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -134,10 +136,10 @@ def to_float32(x: Array) -> Array:
     return x.astype(np.float32)
 
 
-def round_to(x: Array, kind: str) -> Array:
+def round_to(x: Array, kind: Dtype) -> Array:
     """Round float32 to "fp32", "fp16" or "bf16" (in uint16): to nearest, ties to even; NaN stays NaN."""
     if kind != "bf16":
-        return x.astype({"fp32": np.float32, "fp16": np.float16}[kind])
+        return x.astype(DTYPES[kind].numpy)
     bits = x.view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return (np.where(np.isnan(x), bits | np.uint32(0x400000), rounded) >> np.uint32(16)).astype(np.uint16)

@@ -16,15 +16,17 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import FORMATS, DType, ExportedWeights, export_weights
+from zfunc.checkpoint.export import OVERFLOW, DType, ExportedWeights, export_weights
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
-from zfunc.engine.program import DTYPES, Program, check_state
+from zfunc.core.dtypes import DTYPES
+from zfunc.engine.program import Program, check_state
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 KEPT = (  # that go along from the folder the config is from
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -96,9 +98,9 @@ class _Folder:
     @classmethod
     def begin(cls, out: Path, config: Any, dtype: DType) -> "_Folder":
         """Make it, with all but the weights. Raises ValueError for what cannot be a new folder."""
-        if dtype not in FORMATS:
+        if dtype not in OVERFLOW:
             raise ValueError(
-                f"dtype: got {dtype!r}{did_you_mean(str(dtype), list(FORMATS))}, expected fp32, bf16 or fp16: "
+                f"dtype: got {dtype!r}{did_you_mean(str(dtype), list(OVERFLOW))}, expected fp32, bf16 or fp16: "
                 "choose one"
             )
         if os.path.lexists(out):
@@ -161,7 +163,7 @@ class _Folder:
 def _write_config(folder: Path, config: Any, model: Any, dtype: DType) -> None:
     """config.json, with the type of the weights beside it, or from_pretrained would round them."""
     copy = type(config).from_dict(config.to_dict())
-    copy.dtype = DTYPES[dtype]
+    copy.dtype = TORCH_DTYPES[dtype]
     copy.architectures = [type(model).__name__]
     copy.save_pretrained(folder)
 
@@ -181,7 +183,7 @@ class _Saving:
         try:
             shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
             folder.check(shapes)
-            tensors = [TensorInfo(name, FORMATS[dtype].stored, shape) for name, shape in shapes.items()]
+            tensors = [TensorInfo(name, DTYPES[dtype].safetensors, shape) for name, shape in shapes.items()]
             metadata = {"format": "pt", "step": str(step)}
             return cls(folder, create_shard(folder.partial / SINGLE, tensors, metadata=metadata), dtype)
         except BaseException:
@@ -192,7 +194,7 @@ class _Saving:
         if self.failure is not None:
             return
         try:
-            rounded = values.to(DTYPES[self.dtype])
+            rounded = values.to(TORCH_DTYPES[self.dtype])
             if not torch.equal(rounded.isfinite(), values.isfinite()):
                 raise ValueError(f"{name!r}: got a weight too large for {self.dtype}: save as bf16 or fp32")
             self.writer.write_at(name, 0, as_bytes(rounded.contiguous()))
