@@ -23,7 +23,7 @@ from zfunc.schedules import make_schedule
 from zfunc.train.settings import AUTO
 from zfunc.units import format_gigabytes, format_seconds
 
-ALWAYS_TYPED = ("schedule", "bucket_size", "grad_slots", "host_slots")
+ALWAYS_TYPED = SEARCHED[:4]  # the others are named where they are not off
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
 WIDTH = 118  # columns of what is a sentence

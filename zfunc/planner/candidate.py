@@ -64,7 +64,7 @@ def with_settings(job: StepSpec, settings: StepSettings) -> StepSpec:
 def with_changes(settings: StepSettings, **changes: Any) -> StepSettings:
     """The settings with others, by their names in `zfunc.plan`: there `delay` is a `delay_from` of 1.
 
-    >>> with_changes(StepSettings(), delay=True, host_slots=3).delay_from
+    >>> with_changes(StepSettings(), delay=True).delay_from
     1
     """
     if "delay" in changes:
