@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.machine import describe, write
 from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.host_adam import adam_update_
-from zfunc.optim.kernel import cpu_adam
+from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
 

@@ -13,7 +13,7 @@ import torch
 from attrs import evolve, frozen
 
 import zfunc
-from zfunc.core.critical_path import bound_by, critical_path_of
+from zfunc.core.bottleneck import bound_by, critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build

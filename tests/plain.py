@@ -20,7 +20,7 @@ from zfunc.core.layout import Span
 from zfunc.engine.program import Program, split_batch
 from zfunc.engine.state import State
 from zfunc.optim.compact import SplitMaster
-from zfunc.optim.reference import reference_update
+from zfunc.optim.adam_reference import reference_update
 
 Values = dict[str, Tensor]
 

@@ -23,7 +23,7 @@ INTERPRETERS = (
     *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),
     *(
         "core.graph",
-        "core.critical_path",
+        "core.bottleneck",
         "runtime.executor",
         "cli.charts",
         "cli.report",

@@ -11,9 +11,10 @@ import pytest
 import torch
 from fake_machines import tree, two_sockets
 
-from zfunc.cli import devices, machine
+from zfunc.cli import doctor_cuda as devices
+from zfunc.cli import doctor_host as machine
 from zfunc.cli.doctor import all_well, bandwidth_checks, lines, show_checks
-from zfunc.cli.machine import UNKNOWN, Check
+from zfunc.cli.doctor_host import UNKNOWN, Check
 from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth

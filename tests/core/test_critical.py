@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import every_plan, hardware, plan_of, plans
 
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, build, in_order

@@ -17,7 +17,7 @@ from zfunc.optim.compact_reference import (
     pack,
     reference_compact_update,
 )
-from zfunc.optim.reference import Array, coefficients, reference_update, round_to, to_float32
+from zfunc.optim.adam_reference import Array, coefficients, reference_update, round_to, to_float32
 
 from .stream import Buffer, Case
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zfunc.optim.reference import Array, Coefficients, reference_square_sum
+from zfunc.optim.adam_reference import Array, Coefficients, reference_square_sum
 
 from .variants import Variant
 

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.host_adam import adam_update_
-from zfunc.optim.kernel import cpu_adam as kernel
+from zfunc.optim.kernel_loader import cpu_adam as kernel
 
 ISAS = range(len(kernel.instruction_sets()))
 SIZES = [0, 1, 15, 55, 63, 64, 65, 127, 128, 1023, 1024, 1025]

@@ -33,8 +33,8 @@ from zfunc.optim.compact_reference import (
     unpack_exp_avg_sq,
 )
 from zfunc.optim.host_adam import adam_update_
-from zfunc.optim.kernel import cpu_adam as kernel
-from zfunc.optim.reference import coefficients, reference_update, round_to
+from zfunc.optim.kernel_loader import cpu_adam as kernel
+from zfunc.optim.adam_reference import coefficients, reference_update, round_to
 from zfunc.runtime.numa import UNIT
 
 ISAS = range(len(kernel.instruction_sets()))

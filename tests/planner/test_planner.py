@@ -11,7 +11,7 @@ from attrs import evolve
 from small_models import tied_gpt
 
 import zfunc
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, modules

@@ -12,7 +12,7 @@ from html_pages import HOSTILE, WORD, Elements, contrast, hostile, large, late, 
 from hypothesis import given
 from table import every_plan, plan_of, plans
 
-from zfunc.core.critical_path import critical_path_of
+from zfunc.core.bottleneck import critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.plan import Plan
 from zfunc.core.simulator import simulate

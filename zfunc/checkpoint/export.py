@@ -30,7 +30,7 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.compact_reference import join
-from zfunc.optim.reference import Array, round_to, to_float32
+from zfunc.optim.adam_reference import Array, round_to, to_float32
 
 DType = Literal["fp32", "bf16", "fp16"]
 SUFFIX = ".safetensors"

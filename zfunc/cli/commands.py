@@ -127,7 +127,7 @@ def _train_and_show(settings: TrainSettings, run: "RunFolder", start: "ResumePoi
 def run_draw(sketch: DrawSettings) -> int:
     """`zfunc draw`."""
     form = _form(sketch)
-    from zfunc.cli.pictures import compare_run, comparison_rows, picture
+    from zfunc.cli.step_pictures import compare_run, comparison_rows, picture
 
     if sketch.compare is not None:
         try:
@@ -136,7 +136,7 @@ def run_draw(sketch: DrawSettings) -> int:
             raise ValueError(f"--compare: {error}") from error
         print("\n".join(map(printable, comparison_rows(made[""]).splitlines())))
     else:
-        from zfunc.cli.sketch import draw_unrun_step
+        from zfunc.cli.unrun_step import draw_unrun_step
 
         made = draw_unrun_step(sketch)
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100

@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from zfunc.cli.devices import cuda, locked_limit, pinned
-from zfunc.cli.machine import (
+from zfunc.cli.doctor_cuda import cuda, locked_limit, pinned
+from zfunc.cli.doctor_host import (
     UNKNOWN,
     Check,
     memory_checks,

@@ -14,7 +14,7 @@ from string import Template
 
 from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_svg, smoothed
 from zfunc.cli.report_tables import markup, report_tables
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.train.history import (
     TRACE,
     RecordedStep,

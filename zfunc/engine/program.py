@@ -25,7 +25,7 @@ from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.verifier import verify
-from zfunc.engine.captured import CapturedFacts
+from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
 from zfunc.engine.purity import called_twice
 from zfunc.engine.segment import Segment

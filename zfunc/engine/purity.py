@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.captured import HASHED, CapturedFacts, captured, path_of
+from zfunc.engine.closure_facts import HASHED, CapturedFacts, captured, path_of
 from zfunc.engine.cost_trace import AllocationTracker, InPlaceError
 from zfunc.engine.segment import Segment
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from zfunc.core.layout import Parameter
-from zfunc.engine.captured import CapturedFacts, captured
+from zfunc.engine.closure_facts import CapturedFacts, captured
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type

@@ -11,7 +11,7 @@ from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
 from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.host_adam import host_adam_
-from zfunc.optim.reference import coefficients
+from zfunc.optim.adam_reference import coefficients
 
 
 def everything(name: str, shape: tuple[int, ...]) -> bool:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from zfunc.optim.reference import Array, reference_update
+from zfunc.optim.adam_reference import Array, reference_update
 
 BLOCK = 64  # elements that share a scale, and the period of the dither
 SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio

@@ -35,7 +35,7 @@ from zfunc.optim.device_formats import (
     unpack_codes_,
 )
 from zfunc.optim.host_adam import FLOATS, checked_coefficients
-from zfunc.optim.reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
+from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"

@@ -24,8 +24,8 @@ from zfunc.optim.buffer_checks import (
 )
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import EXP_AVG, EXP_AVG_SQ, first_dither
-from zfunc.optim.kernel import cpu_adam
-from zfunc.optim.reference import Coefficients, coefficients
+from zfunc.optim.kernel_loader import cpu_adam
+from zfunc.optim.adam_reference import Coefficients, coefficients
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 Types = dict[torch.dtype, int]

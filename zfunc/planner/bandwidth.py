@@ -17,11 +17,11 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.optim.host_adam import adam_update_
-from zfunc.optim.kernel import cpu_adam
+from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.cpu_topology import busy_ticks, largest_cache, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.thread_budget import allowed_cpus, default_threads
-from zfunc.runtime.thread_pinning import bind_default_team
+from zfunc.runtime.team_binding import bind_default_team
 
 BYTES = 28  # of a parameter, in a sweep
 LEAST, MOST = 128 << 20, 2 << 30  # bytes swept over

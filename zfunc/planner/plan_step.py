@@ -14,7 +14,7 @@ from attrs import asdict, evolve, fields, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc import schedules
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import held

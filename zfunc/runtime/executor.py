@@ -33,7 +33,7 @@ from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import ExecutionError, LaneTimeout
 from zfunc.runtime.access_guard import AccessGuard, tensors
 from zfunc.runtime.fault_injection import Fault
-from zfunc.runtime.thread_pinning import bind_default_team
+from zfunc.runtime.team_binding import bind_default_team
 from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 
 from attrs import define, field, frozen, validators
 
-from zfunc.core.critical_path import events_of
+from zfunc.core.bottleneck import events_of
 from zfunc.core.plan import Plan, parse
 from zfunc.core.timeline import Timeline
 from zfunc.viz.chrome_trace import read_chrome_trace

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from attrs import frozen
 
-from zfunc.core.critical_path import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds

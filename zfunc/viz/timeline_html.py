@@ -15,7 +15,7 @@ from math import floor, log10
 from string import Template
 from typing import Any
 
-from zfunc.core.critical_path import (
+from zfunc.core.bottleneck import (
     bound_by,
     bounds_in_words,
     critical_path_of,

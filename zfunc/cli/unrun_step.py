@@ -8,7 +8,7 @@ import torch
 import zfunc
 from zfunc import schedules
 from zfunc.cli.draw_settings import DrawSettings
-from zfunc.cli.pictures import DrawnStep, hardware
+from zfunc.cli.step_pictures import DrawnStep, hardware
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
 from zfunc.core.simulator import simulate

@@ -13,7 +13,7 @@ import torch
 from attrs import frozen
 
 import zfunc
-from zfunc.optim.kernel import cpu_adam
+from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
 from zfunc.runtime.host_memory import available_host_bytes

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zfunc.cli.machine import UNKNOWN, Check
+from zfunc.cli.doctor_host import UNKNOWN, Check
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT
 from zfunc.runtime.host_memory import alloc_host
