@@ -21,8 +21,8 @@ import torch
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.optim.compact_reference import pack, reference_compact_update, unpack
 from zfunc.optim.adam_reference import reference_update
+from zfunc.optim.compact_reference import pack, reference_compact_update, unpack
 
 ALLOWED = {"16bit": 0.005, "8bit": 0.01}
 

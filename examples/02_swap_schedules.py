@@ -18,7 +18,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.recipes import zero_offload
-from zfunc.core.simulator import critical_path, simulate
+from zfunc.core.simulator import lower_bound, simulate
 from zfunc.viz.draw import text
 
 torch.set_num_threads(1)  # the tensors here are small
@@ -93,7 +93,7 @@ rates = {"compute": 20e9, "network": 1e9, "d2h": 2e8, "h2d": 2e8, "host": 1e9, "
 slow = Hardware("made up", flops=60e9, rates=rates)
 for plan in (serial, overlapped):
     print(f"\n{text(simulate(plan, slow))}")
-print(f"\nno schedule is faster than {critical_path(serial.graph, slow) * 1e3:.1f} ms")
+print(f"\nno schedule is faster than {lower_bound(serial.graph, slow) * 1e3:.1f} ms")
 
 # ## Two ranks
 #

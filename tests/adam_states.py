@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from zfunc.optim.adam_reference import coefficients
 from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither, pack
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.adam_reference import coefficients
 
 MOMENTS = {"fp32": kernel.MOMENTS_FP32, "16bit": kernel.MOMENTS_16BIT, "8bit": kernel.MOMENTS_8BIT}
 TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}

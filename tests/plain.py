@@ -19,8 +19,8 @@ import zfunc
 from zfunc.core.layout import Span
 from zfunc.engine.program import Program, split_batch
 from zfunc.engine.state import State
-from zfunc.optim.compact import SplitMaster
 from zfunc.optim.adam_reference import reference_update
+from zfunc.optim.compact import SplitMaster
 
 Values = dict[str, Tensor]
 

@@ -13,7 +13,7 @@ from fake_machines import tree, two_sockets
 
 from zfunc.cli import doctor_cuda as devices
 from zfunc.cli import doctor_host as machine
-from zfunc.cli.doctor import all_well, bandwidth_checks, lines, show_checks
+from zfunc.cli.doctor import all_well, bandwidth_checks, report_lines, show_checks
 from zfunc.cli.doctor_host import UNKNOWN, Check
 from zfunc.cli.main import main
 from zfunc.planner import bandwidth
@@ -301,4 +301,4 @@ def test_what_is_wrong_stands_at_the_end_with_what_to_do(capsys: pytest.CaptureF
         "- threads, bad: it is 2",
         "  make it 1",
     ]
-    assert [style for style, _ in lines(checks[:1])][-1] == "bold green"
+    assert [style for style, _ in report_lines(checks[:1])][-1] == "bold green"

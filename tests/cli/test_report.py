@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from run_folders import STEPS, Row, row, written
 from table import plan_of
 
-from zfunc.cli.charts import PLACES, placed, rounds, smoothed
+from zfunc.cli.charts import PLACES, axis_ticks, placed, smoothed
 from zfunc.cli.main import main
 from zfunc.cli.report import ENDED, report_page
 from zfunc.train.history import RunHistory, read_history, rows_of
@@ -195,7 +195,7 @@ def test_smoothing_keeps_gaps_and_stays_within(points: tuple[tuple[int, float | 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 8))
 def test_round_values_lie_within_and_are_few(low: float, wide: float, most: int) -> None:
-    found = rounds(low, low + wide, most)
+    found = axis_ticks(low, low + wide, most)
     assert len(found) <= most + 1
     slack = 1e-6 * (abs(low) + wide)
     assert all(low - slack <= v <= low + wide + slack for v in found)

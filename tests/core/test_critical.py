@@ -12,7 +12,7 @@ from table import every_plan, hardware, plan_of, plans
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of, events_of, held_up_by
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.plan import Plan, build, in_order
+from zfunc.core.plan import Plan, build, topological_order
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
 
@@ -20,7 +20,7 @@ from zfunc.core.timeline import Event, Timeline
 def timed(plan: Plan, seconds: dict[int, float], late: dict[int, float] | None = None) -> Timeline:
     """A run of the plan in which operations take `seconds`, and begin `late` seconds after they could."""
     free, end, events = [0.0] * len(plan.lanes), dict[int, float](), dict[int, Event]()
-    for i in in_order(plan, plan.waits):
+    for i in topological_order(plan, plan.waits):
         op, (lane, _) = plan.graph.ops[i], plan.place[i]
         start = max([free[lane], *(end[n] for n in plan.waits[i])]) + (late or {}).get(i, 0.0)
         free[lane] = end[i] = start + seconds[i]

@@ -12,7 +12,7 @@ from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import StepSpec
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.core.regions import Regions, undecided
+from zfunc.core.regions import Regions, ops_before_decision
 
 Recipe = Callable[[StepSpec], Iterator[Op]]
 
@@ -294,11 +294,11 @@ def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrie
 def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: StepSpec) -> None:
     """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
     graph = Graph(tuple(recipe(evolve(job, save=True))))
-    assert [op.name for op in undecided(graph)] == []
+    assert [op.name for op in ops_before_decision(graph)] == []
     # Or the law would say nothing: that they read the verdict is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "verdict")) for op in graph)
     assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
-        op.name for op in undecided(blind)
+        op.name for op in ops_before_decision(blind)
     }
 
 

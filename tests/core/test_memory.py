@@ -10,15 +10,15 @@ from zfunc.schedules import Serial
 
 from zfunc.core.graph import TIERS, Graph, Op, Region, Tier
 from zfunc.core.memory_model import Peak, peak_memory
-from zfunc.core.memory_model import held as memory_held
-from zfunc.core.plan import Plan, build, in_order
+from zfunc.core.memory_model import peak_breakdown as memory_held
+from zfunc.core.plan import Plan, build, topological_order
 
 
 def times(plan: Plan, random: Random) -> dict[int, tuple[int, int]]:
     """Start and end of every operation if each takes a random time and is held up at random."""
     free = [0] * len(plan.lanes)
     ran: dict[int, tuple[int, int]] = {}
-    for i in in_order(plan, plan.waits):
+    for i in topological_order(plan, plan.waits):
         lane, _ = plan.place[i]
         start = max([free[lane], *(ran[n][1] for n in plan.waits[i])]) + random.choice([0, 0, 1, 30])
         free[lane] = start + random.choice([1, 2, 3, 100, 1000])

@@ -14,7 +14,7 @@ from hypothesis import given
 from table import JOBS, RECIPES, SCHEDULES, TIED, every_plan, graph_of, job, plan_of, plans
 
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Lane, Plan, PlanError, build, happens_before, in_order, parse
+from zfunc.core.plan import Lane, Plan, PlanError, build, happens_before, parse, topological_order
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 HERE = "import sys; sys.path.insert(0, sys.argv[1]); from table import *; "
@@ -72,7 +72,7 @@ def test_waits_cross_lanes_and_each_lane_is_waited_for_once(recipe: str, name: s
 @every_plan
 def test_in_order_keeps_lanes_and_waits(recipe: str, name: str, schedule: str) -> None:
     plan = plan_of(recipe, name, schedule)
-    turn = {op: n for n, op in enumerate(in_order(plan, plan.waits))}
+    turn = {op: n for n, op in enumerate(topological_order(plan, plan.waits))}
     assert sorted(turn) == list(range(len(plan.graph)))
     assert all(turn[n] < turn[i] for i, waits in enumerate(plan.waits) for n in waits)
     for lane in plan.lanes:

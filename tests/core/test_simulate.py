@@ -11,8 +11,8 @@ from zfunc.schedules import Serial
 
 from zfunc.core.graph import KINDS, Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.plan import Lane, Plan, PlanError, build, in_order
-from zfunc.core.simulator import critical_path, simulate
+from zfunc.core.plan import Lane, Plan, PlanError, build, topological_order
+from zfunc.core.simulator import lower_bound, simulate
 
 ROUNDING = 1e-9  # additions in another order
 
@@ -26,7 +26,7 @@ def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
     """When each operation runs if none gets in another's way, in three lines."""
     times: dict[int, tuple[float, float]] = {}
     free = [0.0] * len(plan.lanes)
-    for i in in_order(plan, plan.waits):
+    for i in topological_order(plan, plan.waits):
         lane, _ = plan.place[i]
         start = max([free[lane], *(times[n][1] + on.handoff for n in plan.waits[i])])
         free[lane] = start + on.seconds(plan.graph.ops[i])
@@ -36,7 +36,7 @@ def simple(plan: Plan, on: Hardware) -> dict[int, tuple[float, float]]:
 
 def check(plan: Plan, on: Hardware) -> None:
     timeline = simulate(plan, on)
-    longest, shortest = serial_time(plan.graph, on), critical_path(plan.graph, on)
+    longest, shortest = serial_time(plan.graph, on), lower_bound(plan.graph, on)
     longest += on.handoff * len({n for waits in plan.waits for n in waits})
     assert shortest * (1 - ROUNDING) <= timeline.seconds <= longest * (1 + ROUNDING)
 
@@ -174,4 +174,4 @@ def test_a_deadlock_raises() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    assert simulate(build(Graph(()), {})).seconds == critical_path(Graph(())) == serial_time(Graph(())) == 0
+    assert simulate(build(Graph(()), {})).seconds == lower_bound(Graph(())) == serial_time(Graph(())) == 0

@@ -344,7 +344,7 @@ def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
     segments, _ = MODELS["odd sizes"]()
     program = zfunc.compile(segments, precision="fp32", device="cpu")
     traced: list[int] = []
-    costed = program_module.with_costs
+    costed = program_module.traced_spec
     monkeypatch.setattr(program_module, "with_costs", lambda *a: traced.append(len(a[1][0])) or costed(*a))
     state = zfunc.init(program)
     for size in (4, 8, 4, 12, 4, 8, 16):

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from zfunc.optim.adam_reference import Array, coefficients, reference_update, round_to, to_float32
 from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
@@ -17,7 +18,6 @@ from zfunc.optim.compact_reference import (
     pack,
     reference_compact_update,
 )
-from zfunc.optim.adam_reference import Array, coefficients, reference_update, round_to, to_float32
 
 from .stream import Buffer, Case
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from zfunc.optim.compact_reference import BLOCK, Compact, split
 from zfunc.optim.adam_reference import Array, round_to
+from zfunc.optim.compact_reference import BLOCK, Compact, split
 
 from .cases import DECAYS, DTYPES, adam_case, random_grad, random_state, skeleton_case, sum_case
 from .stream import Case

@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 import zfunc.runtime.thread_budget
+from zfunc.optim.adam_reference import (
+    coefficients,
+    reference_square_sum,
+    reference_update,
+    round_to,
+    to_float32,
+)
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.host_adam import accumulate_, adam_update_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.adam_reference import coefficients, reference_square_sum, reference_update, round_to, to_float32
 
 ISAS = range(len(kernel.instruction_sets()))
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zfunc.core.layout import ALIGNMENT
+from zfunc.optim.adam_reference import coefficients, reference_update, round_to
 from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.compact_reference import (
     BLOCK,
@@ -34,7 +35,6 @@ from zfunc.optim.compact_reference import (
 )
 from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.optim.adam_reference import coefficients, reference_update, round_to
 from zfunc.runtime.numa import UNIT
 
 ISAS = range(len(kernel.instruction_sets()))

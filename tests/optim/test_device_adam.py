@@ -26,10 +26,10 @@ from hypothesis import strategies as st
 
 from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.optim import device_adam
+from zfunc.optim.adam_reference import reference_update, round_to
 from zfunc.optim.compact import QuantizedMoment, SplitMaster
 from zfunc.optim.device_adam import device_adam_update_, workspace
 from zfunc.optim.host_adam import adam_update_
-from zfunc.optim.adam_reference import reference_update, round_to
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SIZES = [0, 1, 15, 55, 63, 64, 65, 127, 128, 1000, 4097]

@@ -24,7 +24,15 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import Program, rescheduled, specialize
 from zfunc.planner.calibrate import calibrate, measure_disk, traced_steps
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
-from zfunc.planner.fit_rates import Costs, Line, MeasuredStep, fit_costs, fit_line, handoff, middle_half
+from zfunc.planner.fit_rates import (
+    Costs,
+    LatencyBandwidth,
+    MeasuredStep,
+    fit_costs,
+    fit_line,
+    handoff,
+    middle_half,
+)
 from zfunc.planner.profile import NONE_SENT, Profile
 from zfunc.planner.profile_toml import parse_profile, profile_text
 
@@ -40,7 +48,7 @@ MACHINE = MachineFacts(
     memory={"device": 10**9, "host": 10**10, "disk": 10**11},
     unified=False,
 )
-DISK = Line(1e-3, 1e9)
+DISK = LatencyBandwidth(1e-3, 1e9)
 
 
 def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:
@@ -128,7 +136,7 @@ def test_flops_are_those_of_all_together() -> None:
         {("compute", 100, 0): 3, ("compute", 300, 0): 1, ("compute", 0, 8): 5},
     )
     assert found.flops() == (3 * 100 + 300) / (3 * 2.0 + 3.0)
-    assert found.line("compute") == Line(0.0, pytest.approx(8 / 9, rel=1e-5))
+    assert found.line("compute") == LatencyBandwidth(0.0, pytest.approx(8 / 9, rel=1e-5))
     assert found.line("host") is None
 
 

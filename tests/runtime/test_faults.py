@@ -34,7 +34,7 @@ from zfunc.runtime.fault_injection import (
     Fault,
     InjectedFault,
     check_faults,
-    due,
+    faults_at,
     from_environment,
     parse_faults,
 )
@@ -412,8 +412,8 @@ def test_text_that_is_no_fault_is_refused(text: str, why: str) -> None:
 
 def test_only_the_faults_of_this_rank_and_step_are_due() -> None:
     other = Fault(0, 7, "load[0]", "hang")
-    assert due((FAULT, other), 1, 7) == (FAULT,)
-    assert due((FAULT, other), 1, 8) == ()
+    assert faults_at((FAULT, other), 1, 7) == (FAULT,)
+    assert faults_at((FAULT, other), 1, 8) == ()
 
 
 def test_a_fault_in_an_operation_that_there_is_not_is_refused() -> None:

@@ -12,7 +12,7 @@ from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
-from zfunc.core.simulator import critical_path, simulate
+from zfunc.core.simulator import lower_bound, simulate
 
 
 def needed(plan: Plan) -> dict[str, int]:
@@ -80,7 +80,7 @@ def test_the_longer_chain_goes_first() -> None:
     (host,) = (lane.ops for lane in plan.lanes if lane.name == "host")
     assert [graph.ops[i].verb for i in host] == ["long", "short"]
     assert simulate(plan, UNIT).seconds == 10 < simulate(Overlapped()(graph), UNIT).seconds == 11
-    assert simulate(plan, UNIT).seconds == critical_path(graph, UNIT)
+    assert simulate(plan, UNIT).seconds == lower_bound(graph, UNIT)
 
 
 @given(graphs())

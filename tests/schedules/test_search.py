@@ -13,14 +13,14 @@ from table import JOBS, RECIPES, chain, job, layouts
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
-from zfunc.core.memory_model import kept, peak_memory
+from zfunc.core.memory_model import peak_memory, persistent_bytes
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import (
     PlannedStep,
     gains_and_costs,
     operations_of,
-    play_through,
+    simulate_choice,
     with_changes,
     with_settings,
 )
@@ -91,18 +91,18 @@ def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: 
 
 def test_what_is_kept_is_what_memory_says() -> None:
     graph = operations_of(model(), START)
-    peaks = peak_memory(play_through(model(), START, BALANCED).plan)
-    assert kept(graph) == {tier: peak.kept for tier, peak in peaks.items()}
+    peaks = peak_memory(simulate_choice(model(), START, BALANCED).plan)
+    assert persistent_bytes(graph) == {tier: peak.kept for tier, peak in peaks.items()}
 
 
 def test_two_steps_compare_in_words() -> None:
     slow, fast = (
-        play_through(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped")
+        simulate_choice(model(), evolve(START, schedule=s), BALANCED) for s in ("Serial", "Overlapped")
     )
     assert gains_and_costs(fast, slow).endswith(" % faster")
     assert gains_and_costs(slow, fast).endswith(" % slower")
     assert gains_and_costs(fast, fast) == "as fast"
-    more = play_through(model(), evolve(START, host_slots=20), BALANCED)
+    more = simulate_choice(model(), evolve(START, host_slots=20), BALANCED)
     assert "MB more pinned" in gains_and_costs(more, fast)
 
 
@@ -123,7 +123,7 @@ def check_found(
     else:
         assert sum(found.step.lacking.values()) <= min(sum(t.lacking.values()) for t in found.tried)
     assert all(t.told for t in found.tried)
-    fresh = play_through(given, found.step.settings, on)
+    fresh = simulate_choice(given, found.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (found.step.seconds, found.step.memory)
     changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
     differs = [f for f in changed if getattr(found.step.settings, f) != getattr(start, f)]
@@ -138,7 +138,7 @@ def test_what_is_found_is_faster_than_the_start(barrier: bool, micro_batches: in
     given = model(barrier=barrier, micro_batches=micro_batches)
     best = check_found(given, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
-    assert best.seconds < play_through(given, START, BALANCED).seconds
+    assert best.seconds < simulate_choice(given, START, BALANCED).seconds
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(1, 2))
@@ -165,7 +165,7 @@ def test_with_a_barrier_speculation_is_found_and_told() -> None:
 
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     slow = evolve(BALANCED, rates={**BALANCED.rates, "host": 1e8})
-    free = play_through(model(), START, slow).memory["device"]
+    free = simulate_choice(model(), START, slow).memory["device"]
     all_of_it = 12 * model().layout.numel
     for share in (0.0, 0.4, 1.0):
         room = int(free + share * all_of_it + 100_000)
@@ -175,13 +175,13 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
 
 
 def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
-    started = play_through(model(), START, BALANCED)
+    started = simulate_choice(model(), START, BALANCED)
     room = started.memory["device"] + 6 * model().layout.numel
-    *_, lowest = ratios_that_fit(play_through(model(), START, with_room(device=room)))
+    *_, lowest = ratios_that_fit(simulate_choice(model(), START, with_room(device=room)))
     assert lowest == pytest.approx(0.5, abs=0.1)
     assert ratios_that_fit(started) == (1.0, 0.5, 0.0), "no limit is known"
-    assert ratios_that_fit(play_through(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
-    assert ratios_that_fit(play_through(model(), START, with_room(device=1))) == (1.0,)
+    assert ratios_that_fit(simulate_choice(model(), START, evolve(BALANCED, unified=True))) == (1.0,)
+    assert ratios_that_fit(simulate_choice(model(), START, with_room(device=1))) == (1.0,)
 
 
 def test_delay_is_tried_only_if_asked_for() -> None:
@@ -200,7 +200,7 @@ def test_where_nothing_fits_the_least_is_taken() -> None:
 
 def test_what_cannot_win_is_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
-    room = play_through(model(), START, BALANCED).memory["device"] + 1000
+    room = simulate_choice(model(), START, BALANCED).memory["device"] + 1000
     found = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
     told = [t.told for t in found.tried if t.settings.offload_ratio == 0.0]
     assert told
@@ -253,7 +253,7 @@ def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[St
             )
             for cost in made.costs
         ]
-        return play_through(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
+        return simulate_choice(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
 
     return replan(SETUP), replan
 
@@ -327,14 +327,14 @@ def test_a_stretched_job_is_the_job_of_the_longer_model() -> None:
     costs = family(1).costs
     for count in (0, 1, 5):
         long = evolve(family(count), costs=(costs[0], *[costs[1]] * count, costs[2]))
-        a, b = (play_through(j, START, BALANCED) for j in (with_layers(family(1), count), long))
+        a, b = (simulate_choice(j, START, BALANCED) for j in (with_layers(family(1), count), long))
         assert (a.memory, a.seconds) == (b.memory, b.seconds)
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 9, 40])
 def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
     fits, one_more = (
-        play_through(with_layers(family(1), n), START, BALANCED).memory for n in (most, most + 1)
+        simulate_choice(with_layers(family(1), n), START, BALANCED).memory for n in (most, most + 1)
     )
     for tier in ("device", "host"):
         between = fits[tier] + (one_more[tier] - fits[tier]) // 2

@@ -64,7 +64,7 @@ def _times(a: int, b: int) -> int:
 
 
 @define(eq=False)
-class Collected:
+class ChunkChecksums:
     """What is known of a tensor while it is written. Offsets are in bytes; not for two threads at once."""
 
     nbytes: int

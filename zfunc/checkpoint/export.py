@@ -29,8 +29,8 @@ from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.optim.compact_reference import join
 from zfunc.optim.adam_reference import Array, round_to, to_float32
+from zfunc.optim.compact_reference import join
 
 DType = Literal["fp32", "bf16", "fp16"]
 SUFFIX = ".safetensors"

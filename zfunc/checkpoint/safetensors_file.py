@@ -168,7 +168,7 @@ def _entry(name: str, node: JsonNode) -> tuple[TensorInfo, int, int]:
     return tensor, begin, stop
 
 
-def named(path: Path, header: Header, name: str) -> TensorInfo:
+def find_tensor(path: Path, header: Header, name: str) -> TensorInfo:
     """The tensor of that name. Raises ValueError, with the nearest name, if the file has none."""
     if name not in header.tensors:
         hint = did_you_mean(name, list(header.tensors))

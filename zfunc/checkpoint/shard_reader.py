@@ -20,8 +20,8 @@ from zfunc.checkpoint.safetensors_file import (
     Header,
     Shard,
     TensorInfo,
+    find_tensor,
     header_length,
-    named,
     read_header,
 )
 from zfunc.errors import CheckpointError
@@ -57,7 +57,7 @@ class ShardReader:
         does not fit; CheckpointError, with file, tensor and offset, for bytes that are not what was written. The
         buffer holds no particular bytes then.
         """
-        tensor, data = named(self.path, self.header, name), disk.bytes_of(buffer)
+        tensor, data = find_tensor(self.path, self.header, name), disk.bytes_of(buffer)
         item = BYTES[tensor.dtype]
         fits = data.nbytes == (stop - start) * item and not (data.readonly and data.nbytes)
         if not 0 <= start <= stop <= tensor.numel or not fits:

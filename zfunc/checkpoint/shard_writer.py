@@ -13,8 +13,8 @@ from typing import Any
 from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.checksums import CHUNK, CHUNK_LIMIT, Collected, cut
-from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, make_header, named
+from zfunc.checkpoint.checksums import CHUNK, CHUNK_LIMIT, ChunkChecksums, cut
+from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, find_tensor, make_header
 from zfunc.errors import CheckpointError
 
 
@@ -26,7 +26,7 @@ class ShardWriter:
     header: Header
     _fd: int
     _chunk: int
-    _collected: dict[str, Collected]
+    _collected: dict[str, ChunkChecksums]
     _lock: Lock = field(factory=Lock)
     _writing: int = 0  # calls under way
     _closing: bool = False
@@ -54,7 +54,7 @@ class ShardWriter:
 
     def _claim(self, name: str, start: int, nbytes: int) -> tuple[int, int]:
         """The bytes of the tensor that this call alone writes."""
-        tensor = named(self.path, self.header, name)
+        tensor = find_tensor(self.path, self.header, name)
         item = BYTES[tensor.dtype]
         first, last = start * item, start * item + nbytes
         if nbytes % item or not 0 <= first <= last <= tensor.nbytes:
@@ -132,7 +132,7 @@ def create_shard(
             f"chunk: got {chunk} bytes, expected a multiple of 8 up to {CHUNK_LIMIT}: leave it out for {CHUNK}"
         )
     header = make_header(tensors, metadata or {})
-    collected = {t.name: Collected(t.nbytes, chunk) for t in tensors}
+    collected = {t.name: ChunkChecksums(t.nbytes, chunk) for t in tensors}
     fd = disk.open_new(path, header.size)
     try:
         with disk.os_errors_as(path, "writing its header"):

@@ -77,7 +77,7 @@ def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
         yield Slice(span.name, FROZEN_BUCKET, FROZEN, 0, span.stop - span.start, span.start, stored)
 
 
-def assemble(
+def build_manifest(
     layout: Layout,
     moments: str,
     slices: Sequence[Iterable[Slice]],

@@ -23,7 +23,7 @@ from zfunc.checkpoint.manifest import TrainingPosition, check_plain
 from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
 from zfunc.checkpoint.safetensors_file import Shard
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
-from zfunc.checkpoint.slices import Slice, assemble, frozen_slices, slices_of
+from zfunc.checkpoint.slices import Slice, build_manifest, frozen_slices, slices_of
 from zfunc.core.layout import Layout
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.collectives import RankGroup
@@ -85,7 +85,7 @@ class Snapshot:
 
 
 @define(eq=False)
-class Saving:
+class CheckpointWriter:
     """A checkpoint from `begin_writing` to `publish` or `abandon`."""
 
     content: Snapshot
@@ -150,7 +150,7 @@ class Saving:
 
     def _manifest(self, shards: list[Shard]) -> Any:
         content, world = self.content, self.ranks.world
-        return assemble(
+        return build_manifest(
             content.layout,
             content.moments,
             [content.slices(rank, world) for rank in range(world)],
@@ -161,7 +161,7 @@ class Saving:
         )
 
 
-def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Saving:
+def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> CheckpointWriter:
     """Reserve the room for a checkpoint: on every rank, or on none.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
@@ -181,7 +181,7 @@ def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Saving:
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
-    return Saving(content, save, ranks, pending, writers[0], by_bucket)
+    return CheckpointWriter(content, save, ranks, pending, writers[0], by_bucket)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:

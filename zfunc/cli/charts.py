@@ -44,7 +44,7 @@ class Chart:
 
 
 @frozen
-class Place:
+class PlotPoint:
     """The points of a curve that fall on one place: the first and last step, lowest, mean and highest value."""
 
     first: int
@@ -73,16 +73,16 @@ def smoothed(points: Points) -> Points:
     return tuple(made)
 
 
-def placed(points: Points, span: tuple[int, int]) -> list[Place]:
+def placed(points: Points, span: tuple[int, int]) -> list[PlotPoint]:
     """The points by place, in order."""
     first, last = span
     each = max(1, -(-(last - first + 1) // PLACES))  # steps on one place
     return [_place(list(some)) for _, some in groupby(points, lambda p: (p[0] - first) // each)]
 
 
-def _place(some: Sequence[tuple[int, float | None]]) -> Place:
+def _place(some: Sequence[tuple[int, float | None]]) -> PlotPoint:
     ys = [y for _, y in some if y is not None]
-    return Place(some[0][0], some[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
+    return PlotPoint(some[0][0], some[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
 
 
 def chart_svg(chart: Chart, span: tuple[int, int]) -> str:
@@ -132,10 +132,10 @@ class _Frame:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.high - value) / (self.high - self.low)
 
 
-def rounds(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
+def axis_ticks(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
     """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times a power of ten.
 
-    >>> rounds(0.0, 90.0, 4)
+    >>> axis_ticks(0.0, 90.0, 4)
     [0.0, 50.0]
     """
     step = unit * round_step((high - low) / unit / most)
@@ -145,21 +145,21 @@ def rounds(low: float, high: float, most: int, unit: float = 1.0) -> list[float]
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
     bottom = _HEIGHT - _BOTTOM
-    for value in rounds(frame.low, frame.high, 4, chart.unit):
+    for value in axis_ticks(frame.low, frame.high, 4, chart.unit):
         y = frame.y(value)
         yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>'
         label = escape(chart.words(value))
         yield f'<text class="label" text-anchor="end" x="{_LEFT - 8:g}" y="{y + 4:.1f}">{label}</text>'
     steps = [frame.first]
     if frame.last > frame.first:
-        steps = [round(x) for x in rounds(frame.first, frame.last, 5) if abs(x - round(x)) < 1e-6]
+        steps = [round(x) for x in axis_ticks(frame.first, frame.last, 5) if abs(x - round(x)) < 1e-6]
     for step in steps:
         x = frame.x(step)
         anchor = "end" if x > _WIDTH - 40 else "middle"
         yield f'<text class="label" text-anchor="{anchor}" x="{x:.1f}" y="{bottom + 18:g}">{step:,}</text>'
 
 
-def _drawn(curve: Curve, places: list[Place], frame: _Frame) -> Iterator[str]:
+def _drawn(curve: Curve, places: list[PlotPoint], frame: _Frame) -> Iterator[str]:
     if curve.form == "dots":
         for p in places:
             if p.values:
@@ -171,7 +171,7 @@ def _drawn(curve: Curve, places: list[Place], frame: _Frame) -> Iterator[str]:
             yield f'<path class="{curve.form}" d="{_path(curve, list(some), frame)}"/>'
 
 
-def _path(curve: Curve, places: list[Place], frame: _Frame) -> str:
+def _path(curve: Curve, places: list[PlotPoint], frame: _Frame) -> str:
     """A line through the means, or along the highest and back along the lowest."""
     if curve.form != "spread":
         return _through(places, 1, frame)
@@ -179,7 +179,7 @@ def _path(curve: Curve, places: list[Place], frame: _Frame) -> str:
     return f"{highest}L{lowest[1:]}"
 
 
-def _through(places: Iterable[Place], which: int, frame: _Frame) -> str:
+def _through(places: Iterable[PlotPoint], which: int, frame: _Frame) -> str:
     points = [f"{frame.x(p.middle):.1f} {frame.y(p.values[which]):.1f}" for p in places if p.values]
     return f"M{'L'.join(points)}" + ("h0" if len(points) == 1 else "")
 
@@ -194,9 +194,9 @@ def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
         yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{label}</title></path>'
 
 
-def _readings(chart: Chart, curves: list[tuple[Curve, list[Place]]], frame: _Frame) -> Iterator[str]:
+def _readings(chart: Chart, curves: list[tuple[Curve, list[PlotPoint]]], frame: _Frame) -> Iterator[str]:
     """The tooltips of places, without a script."""
-    readings: dict[int, tuple[Place, list[str]]] = {}
+    readings: dict[int, tuple[PlotPoint, list[str]]] = {}
     for curve, places in curves:
         for p in places:
             key = round(frame.x(p.middle))
@@ -212,7 +212,7 @@ def _readings(chart: Chart, curves: list[tuple[Curve, list[Place]]], frame: _Fra
         yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{label}</title></rect>'
 
 
-def _reading(place: Place, curve: Curve, words: Callable[[float], str]) -> str:
+def _reading(place: PlotPoint, curve: Curve, words: Callable[[float], str]) -> str:
     if place.values is None:
         return "not a number"
     low, mean, high = place.values

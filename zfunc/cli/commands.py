@@ -33,9 +33,9 @@ class TrainingFailed(Exception):  # noqa: N818
 
 def run_train(settings: TrainSettings) -> int:
     """`zfunc train`."""
-    from zfunc.runtime.launch import launched
+    from zfunc.runtime.launch import process_group
 
-    with launched() as ranks:
+    with process_group() as ranks:
         (_follow if ranks.rank else _lead)(settings, ranks)
     return EXIT_OK
 
@@ -205,9 +205,9 @@ def run_plan(asked: PlanSettings) -> int:
 def run_calibrate(asked: CalibrateSettings) -> int:
     """`zfunc calibrate`: all ranks measure, one writes."""
     from zfunc.planner.profile_toml import profile_text
-    from zfunc.runtime.launch import launched
+    from zfunc.runtime.launch import process_group
 
-    with launched() as ranks, logged():
+    with process_group() as ranks, logged():
         profile = measure_machine(asked)
         if not ranks.rank:
             _write({asked.out: profile_text(profile)})
@@ -256,9 +256,9 @@ def run_export(asked: ExportSettings) -> int:
 
 def run_doctor(asked: DoctorSettings) -> int:
     """`zfunc doctor`."""
-    from zfunc.cli.doctor import all_well, examine, show_checks
+    from zfunc.cli.doctor import all_well, run_checks, show_checks
 
-    checks = examine()
+    checks = run_checks()
     show_checks(checks, as_json=asked.json)
     return EXIT_OK if all_well(checks) else EXIT_FAILED
 

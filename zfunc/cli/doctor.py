@@ -35,7 +35,7 @@ from zfunc.units import format_bytes
 SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something else
 
 
-def examine() -> tuple[Check, ...]:
+def run_checks() -> tuple[Check, ...]:
     """Look at everything, in a few seconds."""
     wrong: tuple[Check, ...] = ()
     try:
@@ -84,7 +84,7 @@ def bandwidth_checks(measured: Bandwidth | str) -> Iterator[Check]:
     )
 
 
-def lines(checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
+def report_lines(checks: Sequence[Check]) -> Iterator[tuple[str, str]]:
     """Style and text of every line: the sections, then what is wrong with what to do."""
     wide = max((len(check.name) for check in checks), default=0)
     for section, group in groupby(checks, key=_section):
@@ -111,7 +111,7 @@ def show_checks(checks: Sequence[Check], *, as_json: bool) -> None:
         print(json.dumps({"problems": wrong, "checks": [attrs.asdict(check) for check in checks]}, indent=2))
         return
     console = Console(highlight=False, soft_wrap=True)
-    for style, text in lines(checks):
+    for style, text in report_lines(checks):
         console.print(Text(printable(text), style=style))
 
 

@@ -14,7 +14,7 @@ from zfunc.cli.planning import PlannedModel
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import StepSettings
-from zfunc.planner.candidate import short_of
+from zfunc.planner.candidate import shortage_text
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile import Profile
 from zfunc.planner.search_space import SEARCHED
@@ -123,7 +123,7 @@ def _options(p: Planned) -> str:
 
 
 def _memory(p: Planned) -> Iterator[str]:
-    yield "it fits" if p.fits else f"it does not fit: {short_of(p.step.lacking)}"
+    yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.step.lacking)}"
     yield f"  {'':7}{'needed':>12}{'there':>12}{'':>8}  most of it, at the peak"
     there, held = p.hardware.memory, p.held
     for tier in TIERS:

@@ -10,7 +10,7 @@ from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
-from zfunc.core.simulator import critical_path, simulate
+from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.planner.profile_toml import load_profile
 from zfunc.train.history import read_recorded_step
@@ -62,7 +62,7 @@ def picture(one: DrawnStep, form: str, *, width: int) -> str:
 
 def _in_text(one: DrawnStep, width: int) -> str:
     peaks = (f"{p.nbytes / 1e9:,.2f} GB {tier}" for tier, p in peak_memory(one.plan).items() if p.nbytes)
-    shortest = critical_path(one.plan.graph, one.hardware)
+    shortest = lower_bound(one.plan.graph, one.hardware)
     return "\n".join(
         [
             one.heading,

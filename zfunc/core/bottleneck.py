@@ -1,7 +1,7 @@
 """What bounds a step: the chain of operations that led to its end, each held up by the one before it.
 
 Of a simulated timeline or a measured one. The invariant: what the chain's operations ran and idled adds up to the
-step. It is a chain of this plan on this hardware, lane order included; `zfunc.core.simulator.critical_path` is the
+step. It is a chain of this plan on this hardware, lane order included; `zfunc.core.simulator.lower_bound` is the
 bound that no plan can beat.
 """
 

@@ -39,13 +39,13 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     >>> peak_memory(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     Peak(tier='device', kept=0, transient=112, op='use')
     """
-    always = kept(plan.graph)
+    always = persistent_bytes(plan.graph)
     at = _highest(plan, happens_before(plan), _lifetimes(plan))
     transient = {tier: (highest.nbytes, highest.op) for tier, highest in at.items()}
     return {tier: Peak(tier, always[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
 
 
-def kept(graph: Graph) -> dict[Tier, int]:
+def persistent_bytes(graph: Graph) -> dict[Tier, int]:
     """Bytes of what is there from step to step, by tier: no schedule needs less."""
     found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for r in graph.regions:
@@ -53,14 +53,14 @@ def kept(graph: Graph) -> dict[Tier, int]:
     return found
 
 
-def held(plan: Plan) -> dict[Tier, dict[str, int]]:
+def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     """What makes up the peak of every tier: bytes by buffer, the most first; they add up to `Peak.nbytes`.
 
     >>> from zfunc.core.graph import Graph, Op
     >>> from zfunc.core.plan import build
     >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, lifetime="value")
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
-    >>> held(build(Graph(ops), {"gpu": [0, 1]}))["device"]
+    >>> peak_breakdown(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     {'workspace': 100, 'x': 8, 'y': 4}
     """
     found: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}

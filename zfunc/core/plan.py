@@ -137,18 +137,18 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
             f"build: got {lanes!r:.200}, expected lanes by name: {{'gpu': positions, 'cpu': positions}}"
         )
     order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
-    for problem in misplaced(order):
+    for problem in lane_errors(order):
         raise PlanError(problem)
     needs = graph.predecessors
     clocks: dict[int, Clock] = {}
     waits: list[tuple[int, ...]] = [()] * len(graph)
-    for op in in_order(order, needs):
+    for op in topological_order(order, needs):
         waits[op] = _needed(op, needs[op], clocks, order)
         clocks[op] = _tick(order, op, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
 
 
-def misplaced(plan: Plan) -> Iterator[str]:
+def lane_errors(plan: Plan) -> Iterator[str]:
     """What is wrong with lanes alone: operations that the graph does not have, or that are there more than once."""
     expected = "expected every operation of the graph once"
     times = Counter(op for lane in plan.lanes for op in lane.ops)
@@ -164,7 +164,7 @@ def misplaced(plan: Plan) -> Iterator[str]:
             writes = ", ".join(map(str, op.writes)) or "nothing"
             yield (
                 f"{op.name}: got it on the lanes {times[i]} times, {expected}. Correct the schedule's lanes: leave "
-                f"it on one of {on}, or it writes {writes} again:\n{marked(plan, [i])}"
+                f"it on one of {on}, or it writes {writes} again:\n{plan_excerpt(plan, [i])}"
             )
     for name, count in Counter(lane.name for lane in plan.lanes).items():
         if count > 1:
@@ -177,12 +177,12 @@ def happens_before(plan: Plan) -> dict[int, Clock]:
     `a` is sure to finish before `b` starts exactly if `clocks[b][lane of a] >= position of a`, for `a != b`.
     """
     clocks: dict[int, Clock] = {}
-    for op in in_order(plan, plan.waits):
+    for op in topological_order(plan, plan.waits):
         clocks[op] = _tick(plan, op, plan.waits[op], clocks)
     return clocks
 
 
-def in_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
+def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
     """Every operation after the one before it on its lane and after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
@@ -247,7 +247,7 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
     why = "; ".join(_why(plan, a, b, waits=b in needs[a]) for a, b in pairwise(cycle))
     return (
         f"deadlock: {names}. Got an order in which none of these can be first ({why}), expected every operation "
-        f"after those it depends on. Move one of them on its lane:\n{marked(plan, cycle)}"
+        f"after those it depends on. Move one of them on its lane:\n{plan_excerpt(plan, cycle)}"
     )
 
 
@@ -262,7 +262,7 @@ def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
     return f"{name} (lane {lane}) waits for {before} (lane {there}){region}"
 
 
-def marked(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
+def plan_excerpt(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
     """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan.
 
     An operation that is `missing` has a line with "+>" where its kind and the graph's order would have it.

@@ -296,7 +296,7 @@ class Regions:
         return Region("published", (), 0, "disk", "value")
 
 
-def undecided(graph: Graph) -> Iterator[Op]:
+def ops_before_decision(graph: Graph) -> Iterator[Op]:
     """The operations whose effect leaves the step although it may be refused: there must be none.
 
     What updates the state, or publishes it, has to be ordered behind what writes the verdict, or to read the

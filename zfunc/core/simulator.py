@@ -21,7 +21,7 @@ from attrs import define, field
 
 from zfunc.core.graph import KINDS, Graph, Kind
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.plan import Plan, in_order
+from zfunc.core.plan import Plan, topological_order
 from zfunc.core.timeline import Event, Timeline
 
 
@@ -43,7 +43,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
     while run.running or run.handed:
         run.advance()
     if len(run.ended) < len(plan.place):
-        list(in_order(plan, plan.waits))  # says which operations wait for each other
+        list(topological_order(plan, plan.waits))  # says which operations wait for each other
     events = (
         Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, run.started[i], run.ended[i])
         for lane in plan.lanes
@@ -52,7 +52,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
     return Timeline(tuple(events), "simulated")
 
 
-def critical_path(graph: Graph, hardware: Hardware = ROUND) -> float:
+def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of the longest chain of dependencies: no schedule is faster."""
     end: list[float] = []
     for op, before in zip(graph, graph.predecessors, strict=True):

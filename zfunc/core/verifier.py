@@ -7,7 +7,7 @@ and waits are believed; how the plan was made does not matter. Linear in the siz
 from collections.abc import Iterator
 
 from zfunc.core.graph import Conflict
-from zfunc.core.plan import Plan, PlanError, happens_before, lane_for, marked, misplaced
+from zfunc.core.plan import Plan, PlanError, happens_before, lane_errors, lane_for, plan_excerpt
 
 
 def verify(plan: Plan) -> Plan:
@@ -47,13 +47,13 @@ def races(plan: Plan) -> Iterator[Conflict]:
 
 
 def _count(plan: Plan) -> Iterator[str]:
-    yield from misplaced(plan)
+    yield from lane_errors(plan)
     there = {op for lane in plan.lanes for op in lane.ops}
     expected = "expected every operation of the graph once. Correct the schedule's lanes"
     for i, op in enumerate(plan.graph):
         if i not in there:
             got = f"{op.name}: got it on the lanes 0 times"
-            yield f"{got}, {expected}: {_dropped(plan, i)}:\n{marked(plan, [], missing=i)}"
+            yield f"{got}, {expected}: {_dropped(plan, i)}:\n{plan_excerpt(plan, [], missing=i)}"
     if len(plan.waits) != len(plan.graph):
         yield f"got waits for {len(plan.waits)} operations, {expected}: there are {len(plan.graph)}"
     for i, waits in enumerate(plan.waits):
@@ -85,7 +85,7 @@ def _defined(plan: Plan) -> Iterator[str]:
             if r not in written:
                 yield (
                     f"{op.name} reads {r}, which no operation before it writes: expected it to be kept or "
-                    f"written first. Correct the recipe:\n{marked(plan, [i])}"
+                    f"written first. Correct the recipe:\n{plan_excerpt(plan, [i])}"
                 )
         written.update(op.writes)
 
@@ -99,5 +99,5 @@ def _describe(plan: Plan, race: Conflict) -> str:
         f"race on {race.region}: {before.name} (lane {lanes[0]}) {what} it, {after.name} (lane {lanes[1]}) "
         f"{then} it, and nothing makes the second wait for the first. Let {after.name} come after "
         f"{before.name}, on one lane or through a wait (zfunc.core.plan.build derives it):\n"
-        f"{marked(plan, [race.before, race.after])}"
+        f"{plan_excerpt(plan, [race.before, race.after])}"
     )

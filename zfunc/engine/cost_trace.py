@@ -134,7 +134,7 @@ Forward = Callable[..., tuple[Any, Any]]
 Backward = Callable[..., Any]
 
 
-def on_fakes(function: Callable[..., T], *args: Any, device: torch.device) -> T:
+def run_on_fake_tensors(function: Callable[..., T], *args: Any, device: torch.device) -> T:
     """`function(*args)`, on tensors without data in the place of those in `args`."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return function(*_faked(args, device))
@@ -169,7 +169,7 @@ def trace(
             backward_peak, backward_flops = tracker.peak, tracker.flops
             random_numbers = random_numbers or tracker.random
         return Trace(
-            out=tree_map_only(Tensor, lambda t: like(t, "meta"), y),
+            out=tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y),
             forward_flops=forward_flops,
             backward_flops=backward_flops,
             output_bytes=output_bytes,
@@ -181,7 +181,7 @@ def trace(
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_fake_errors() -> Iterator[None]:
     """Without torch's log of errors in this thread's fake tensors: they are raised as well, and told shorter."""
     logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
 
@@ -196,14 +196,14 @@ def quiet() -> Iterator[None]:
 
 
 def _faked(args: Any, device: torch.device) -> Any:
-    return tree_map_only(Tensor, lambda t: like(t, device), args)
+    return tree_map_only(Tensor, lambda t: empty_like_strided(t, device), args)
 
 
 def _cotangents(y: Any) -> list[Tensor]:
     return [torch.empty_like(t) for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
 
 
-def like(t: Tensor, device: torch.device | str) -> Tensor:
+def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
     """An empty tensor of the same shape, strides and dtype: what a trace sees depends on the strides too."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 

@@ -8,7 +8,7 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
-from zfunc.core.regions import Regions, undecided
+from zfunc.core.regions import Regions, ops_before_decision
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import Recipe, graph_of
@@ -62,7 +62,7 @@ def check_recipe(recipe: Recipe, job: StepSpec, stages: Collection[str]) -> None
                 "stages"
             )
         _check_waiting(graph)
-        for op in undecided(graph):
+        for op in ops_before_decision(graph):
             raise ValueError(
                 f"recipe: got {op}, whose effect leaves the step, with nothing that orders it behind the decision "
                 "whether the step counts: let it read the region verdict"

@@ -26,8 +26,8 @@ from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
-from zfunc.engine.cost_trace import Trace, nbytes, on_fakes, quiet, trace
-from zfunc.engine.purity import called_twice
+from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
+from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, allocate_regions
@@ -85,7 +85,7 @@ class Program:
 
 
 @frozen(eq=False)
-class Specialized:
+class ShapedProgram:
     """A program for the shapes of one batch: the plan with real sizes, ready to issue."""
 
     job: StepSpec
@@ -100,7 +100,7 @@ class ProgramCache:
     """What a Program keeps: costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
-    specialized: dict[Any, Specialized] = field(factory=dict)
+    specialized: dict[Any, ShapedProgram] = field(factory=dict)
     reached: dict[int, tuple[str, CapturedFacts]] = field(
         factory=dict
     )  # Python values that traced segments depend on
@@ -178,7 +178,7 @@ def steadily_delayed(job: StepSpec) -> Iterable[Op]:
 
 def specialize(
     program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
-) -> Specialized:
+) -> ShapedProgram:
     """The program for the shapes of `batch`; traced and planned the first time they are seen, and again if SHAPES
     others have come since. With `save` its steps write a checkpoint too. `recipe` is that of the program's plan, or
     another.
@@ -202,7 +202,7 @@ def specialize(
     job, random = _recent(
         costs,
         key,
-        lambda: with_costs(program, split_batch(batch, program.settings.micro_batches)[0]),
+        lambda: traced_spec(program, split_batch(batch, program.settings.micro_batches)[0]),
         most=SHAPES,
     )
     made = (key, recipe, save)
@@ -247,7 +247,7 @@ def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
     return structure, tuple((t.shape, t.dtype) for t in leaves)
 
 
-def between_steps(program: Program, recipe: Recipe, *, pending: bool) -> Specialized:
+def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool) -> ShapedProgram:
     """What is done with a State without a batch, such as a checkpoint; planned the first time."""
     cached = program.cache.specialized
     if (recipe, pending) not in cached:
@@ -292,7 +292,7 @@ def staging_buffers(program: Program) -> dict[Region, Tensor]:
 
 
 @contextmanager
-def occupied_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
+def lock_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
     """The program's staging buffers for one caller. RuntimeError, with `refusal`, where another has them."""
     program.executor.check_process(action)
     if not program.cache.busy.acquire(blocking=False):
@@ -321,7 +321,7 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
             )
 
 
-def with_costs(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
+def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
     """The job with the costs of such a micro-batch, and the segments that draw random numbers."""
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
@@ -332,10 +332,10 @@ def with_costs(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, froz
     return evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def plan_recipe(program: Program, job: StepSpec, random: frozenset[int], recipe: Recipe) -> Specialized:
+def plan_recipe(program: Program, job: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
     """A job's recipe as the program's schedule plans it."""
     plan = make_plan(job, program.schedule, recipe)
-    return Specialized(
+    return ShapedProgram(
         job, plan, prepare_plan(plan, program.stages, program.device), peak_memory(plan), random
     )
 
@@ -392,7 +392,7 @@ def _fake(program: Program, t: Tensor) -> Tensor:
     return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
 
 
-@quiet()
+@silence_fake_errors()
 def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
     values = {
@@ -405,7 +405,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
     )
 
     def check(trained: Any, fixed: Any, inputs: Any) -> Any:
-        y, facts = called_twice(segment, {**trained, **fixed}, inputs)
+        y, facts = check_deterministic(segment, {**trained, **fixed}, inputs)
         program.cache.reached.setdefault(id(call.passes), (segment.name, facts))
         last = s == len(program.segments) - 1
         return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
@@ -420,7 +420,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
         return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents)
 
     try:
-        y = on_fakes(check, *weights, inputs, device=device)
+        y = run_on_fake_tensors(check, *weights, inputs, device=device)
         pulled = backward if s >= program.layout.first_trainable else None
         return trace(forward, pulled, *weights, inputs, device=device, prepare=prepare)
     except ValueError as error:

@@ -63,7 +63,7 @@ class _Log(AllocationTracker):
             return tuple(x.shape), x.dtype, hash(values.flatten().view(torch.uint8).numpy().tobytes())
 
 
-def called_twice(
+def check_deterministic(
     segment: Segment, params: dict[str, Tensor], inputs: tuple[Any, ...]
 ) -> tuple[Any, CapturedFacts]:
     """What the segment returns, and the Python values it depends on.

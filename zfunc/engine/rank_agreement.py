@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.program import Program, Specialized
+from zfunc.engine.program import Program, ShapedProgram
 from zfunc.engine.state import State
 
 
-def check_ranks_agree(program: Program, special: Specialized, state: State, batch: tuple[Any, Any]) -> None:
+def check_ranks_agree(program: Program, special: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
     Weights are compared once for each State, by a checksum of what is on the device.

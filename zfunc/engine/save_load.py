@@ -17,12 +17,12 @@ from zfunc.checkpoint import writer as saving
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, TrainingPosition, check_model
 from zfunc.checkpoint.manifest_json import factor_fields
-from zfunc.checkpoint.writer import Save, SaveResult, Saving, all_or_none
+from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
 from zfunc.engine import restore as loading
 from zfunc.engine.init import allocated
-from zfunc.engine.program import Program, between_steps, check_program, check_state, occupied_staging
+from zfunc.engine.program import Program, check_program, check_state, lock_staging, specialize_without_batch
 from zfunc.engine.state import Buffers, State
 from zfunc.errors import CheckpointError
 from zfunc.optim.buffer_checks import no_inference_mode
@@ -49,13 +49,13 @@ def save(
     checkpoints before it are as they were.
     """
     check_state(program, state, "save")
-    with occupied_staging(
+    with lock_staging(
         program, "save", "got a program that is in a step, expected none: pass save= to train_step"
     ):
         at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         program.ranks.agree("save", "what is to be saved", at)
         wanted = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
-        special = between_steps(program, checkpoint, pending=state.pending is not None)
+        special = specialize_without_batch(program, checkpoint, pending=state.pending is not None)
         on_its_way = begin_save(program, state, wanted)
         mem = {**state.buffers.memory, Region("checkpoint"): on_its_way}
         try:
@@ -68,7 +68,7 @@ def save(
     return saved.path
 
 
-def begin_save(program: Program, state: State, save: Save) -> Saving:
+def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
     names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
     waiting = state.buffers.waiting() if state.pending is not None else {}

@@ -23,12 +23,12 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import (
     Program,
     Recipe,
-    Specialized,
-    between_steps,
+    ShapedProgram,
     check_memory,
     check_state,
-    occupied_staging,
+    lock_staging,
     specialize,
+    specialize_without_batch,
     split_batch,
     staging_buffers,
     steadily_delayed,
@@ -41,7 +41,7 @@ from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
-from zfunc.runtime.fault_injection import Fault, check_faults, due
+from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
 from zfunc.runtime.rng import fold_seed, seeded
 from zfunc.values import of_type, truth
 
@@ -133,7 +133,7 @@ def train_step(
         "got a program that is in a step already, expected one step at a time: its staging "
         "buffers are shared. Compile a second program for a second thread"
     )
-    with occupied_staging(program, "train_step", refusal):
+    with lock_staging(program, "train_step", refusal):
         return _train_step(program, state, batch, RunOptions(jitter, debug, trace, faults), _save(save))
 
 
@@ -197,7 +197,7 @@ def _train_step(
 
 
 def _checked(
-    program: Program, special: Specialized, state: State, batch: tuple[Any, Any], options: RunOptions
+    program: Program, special: ShapedProgram, state: State, batch: tuple[Any, Any], options: RunOptions
 ) -> RunOptions:
     """The options of this rank's step, for which there is room, and which all ranks are about to make."""
     number = state.step + 1
@@ -207,7 +207,7 @@ def _checked(
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
     check_ranks_agree(program, special, state, batch)
-    return evolve(options, faults=due(options.faults, program.ranks.rank, number))
+    return evolve(options, faults=faults_at(options.faults, program.ranks.rank, number))
 
 
 def _leave(program: Program, state: State, batch: tuple[Any, Any], error: BaseException) -> None:
@@ -253,11 +253,11 @@ def flush(program: Program, state: State) -> State:
     check_state(program, state, "flush")
     if state.pending is None:
         return state
-    with occupied_staging(
+    with lock_staging(
         program, "flush", "got a program that is in a step, expected none: call it after the step"
     ):
         program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
-        special = between_steps(program, flush_recipe, pending=True)
+        special = specialize_without_batch(program, flush_recipe, pending=True)
         started: set[int] = set()
         mem, buffers = _memory(program, state, []), state.buffers
         buffers.generation += 1
@@ -271,7 +271,7 @@ def flush(program: Program, state: State) -> State:
         return evolve(state, generation=buffers.generation, pending=None)
 
 
-def _step(program: Program, special: Specialized, state: State, number: int) -> StepContext:
+def _step(program: Program, special: ShapedProgram, state: State, number: int) -> StepContext:
     def randomness(m: int, s: int) -> AbstractContextManager[None]:
         if s not in special.random:
             return nullcontext()
@@ -340,7 +340,7 @@ def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dic
 
 
 def _settle(
-    special: Specialized,
+    special: ShapedProgram,
     buffers: Buffers,
     started: set[int],
     number: int,

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, Moments
+from zfunc.optim.adam_reference import coefficients
 from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
 from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.host_adam import host_adam_
-from zfunc.optim.adam_reference import coefficients
 
 
-def everything(name: str, shape: tuple[int, ...]) -> bool:
+def decay_all(name: str, shape: tuple[int, ...]) -> bool:
     """Every parameter is decayed, as in torch."""
     del name, shape
     return True
@@ -74,7 +74,7 @@ class AdamW:
     eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
     weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=_decay)
     decoupled: bool = attrs.field(default=True, kw_only=True)
-    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=everything, kw_only=True)
+    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 
     def __attrs_post_init__(self) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.optim.adam_reference import SMALLEST_NORMAL, Coefficients
+from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.thread_budget import default_threads, limit_threads
 from zfunc.values import FLOAT32_MAX, number
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
+from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.optim.buffer_checks import check_disjoint, checked_step, refuse
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import BLOCK
@@ -35,7 +36,6 @@ from zfunc.optim.device_formats import (
     unpack_codes_,
 )
 from zfunc.optim.host_adam import FLOATS, checked_coefficients
-from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"

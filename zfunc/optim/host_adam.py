@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zfunc.core.optimizer_state import HIGH_HALF, MOMENTS, STATE_FORMATS, Moments
+from zfunc.optim.adam_reference import Coefficients, coefficients
 from zfunc.optim.buffer_checks import (
     check_disjoint,
     check_factors,
@@ -25,7 +26,6 @@ from zfunc.optim.buffer_checks import (
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.optim.kernel_loader import cpu_adam
-from zfunc.optim.adam_reference import Coefficients, coefficients
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 Types = dict[torch.dtype, int]

@@ -20,8 +20,8 @@ from zfunc.optim.host_adam import adam_update_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.cpu_topology import busy_ticks, largest_cache, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
-from zfunc.runtime.thread_budget import allowed_cpus, default_threads
 from zfunc.runtime.team_binding import bind_default_team
+from zfunc.runtime.thread_budget import allowed_cpus, default_threads
 
 BYTES = 28  # of a parameter, in a sweep
 LEAST, MOST = 128 << 20, 2 << 30  # bytes swept over

@@ -29,7 +29,7 @@ from zfunc.engine.program import Program, rescheduled, specialize
 from zfunc.engine.train_step import train_step
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
-from zfunc.planner.fit_rates import Line, MeasuredStep, fit_costs, fit_line, handoff, middle_half
+from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, fit_line, handoff, middle_half
 from zfunc.planner.profile import Profile
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
@@ -100,7 +100,7 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
     raise AssertionError
 
 
-def measure_disk(folder: Path) -> Line:
+def measure_disk(folder: Path) -> LatencyBandwidth:
     """Latency and rate of writing a file and waiting until it is on the disk. Raises OSError."""
     data = os.urandom(1 << 20)
     with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as made:

@@ -11,7 +11,7 @@ from typing import Literal
 from attrs import field, frozen
 
 from zfunc.core.graph import KINDS, Kind
-from zfunc.planner.fit_rates import Costs, Line
+from zfunc.planner.fit_rates import Costs, LatencyBandwidth
 from zfunc.planner.profile import Figure, Precision, Profile
 
 NEEDED: tuple[Kind, ...] = ("compute", "host", "d2h", "h2d")
@@ -45,7 +45,7 @@ class MachineFacts:
 
 
 def make_profile(
-    machine: MachineFacts, found: Costs, disk: Line, how: str, *, handoff: float = 0.0
+    machine: MachineFacts, found: Costs, disk: LatencyBandwidth, how: str, *, handoff: float = 0.0
 ) -> Profile:
     """The Profile of `machine`, whose operations took what was `found`, measured as `how` says. `handoff` is what
     passes before an operation learns of the end of another on another lane, in seconds.
@@ -53,7 +53,7 @@ def make_profile(
     Raises ValueError where the steps had no operation to tell a rate by.
     """
     kinds = KINDS if machine.world > 1 else (*NEEDED, "disk")
-    lines: dict[Kind, Line] = {k: line for k in kinds if (line := found.line(k)) is not None}
+    lines: dict[Kind, LatencyBandwidth] = {k: line for k in kinds if (line := found.line(k)) is not None}
     flops = found.flops()
     missing = [f"of kind {kind!r} that moves bytes" for kind in NEEDED if kind not in lines]
     if missing or flops is None:
@@ -91,7 +91,9 @@ def make_profile(
     )
 
 
-def _rates(machine: MachineFacts, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+def _rates(
+    machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth], disk: LatencyBandwidth
+) -> dict[str, float]:
     """Those of the node are what each of its ranks reached, at the same time as the others, times their number."""
     rates = {RATE_OF[kind]: lines[kind].rate for kind in NEEDED}
     rates["host_memory"] *= machine.local_ranks
@@ -99,7 +101,9 @@ def _rates(machine: MachineFacts, lines: Mapping[Kind, Line], disk: Line) -> dic
     return rates | ({_network(machine): lines["network"].rate} if "network" in lines else {})
 
 
-def _latencies(machine: MachineFacts, lines: Mapping[Kind, Line], disk: Line) -> dict[str, float]:
+def _latencies(
+    machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth], disk: LatencyBandwidth
+) -> dict[str, float]:
     latencies: dict[str, float] = {kind: lines[kind].latency for kind in NEEDED}
     latencies["disk"] = min(1.0, disk.latency)
     if "network" in lines:

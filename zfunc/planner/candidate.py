@@ -78,7 +78,7 @@ def operations_of(job: StepSpec, settings: StepSettings) -> Graph:
     return Graph(tuple(recipe(with_settings(job, settings))))
 
 
-def play_through(
+def simulate_choice(
     job: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
 ) -> PlannedStep:
     """The step that `settings` make of `job`, on `hardware`. `graph` is what `operations_of` gives, where it is at
@@ -99,10 +99,10 @@ def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
     return ", ".join([_faster(new.seconds, old.seconds), *_bytes(new.memory, old.memory)])
 
 
-def short_of(lacking: dict[Tier, int]) -> str:
+def shortage_text(lacking: dict[Tier, int]) -> str:
     """What there is no room for.
 
-    >>> short_of({"device": 2_500_000_000})
+    >>> shortage_text({"device": 2_500_000_000})
     '2.5 GB of device memory short'
     """
     return ", ".join(f"{format_gigabytes(nbytes)} of {tier} memory short" for tier, nbytes in lacking.items())

@@ -16,11 +16,11 @@ from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import compile
 from zfunc.engine.jobs import make_spec
-from zfunc.engine.program import Program, ProgramCache, split_batch, with_costs
+from zfunc.engine.program import Program, ProgramCache, split_batch, traced_spec
 from zfunc.engine.segment import Segment
 from zfunc.optim.adamw import AdamW
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep, play_through
+from zfunc.planner.candidate import PlannedStep, simulate_choice
 from zfunc.planner.profile import Profile
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import SearchResult, search
@@ -72,7 +72,7 @@ class CostModel:
 
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
-        return play_through(self.job(settings), settings, self.hardware(settings))
+        return simulate_choice(self.job(settings), settings, self.hardware(settings))
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
         """The best settings from these on."""
@@ -88,7 +88,7 @@ class CostModel:
         key = settings.precision, settings.micro_batches, *_way(settings)
         if key not in self.costs:
             like = evolve(program, settings=settings, job=job, cache=ProgramCache())
-            self.costs[key] = with_costs(like, split_batch(self.example, settings.micro_batches)[0])[0]
+            self.costs[key] = traced_spec(like, split_batch(self.example, settings.micro_batches)[0])[0]
         traced = self.costs[key]
         return evolve(job, costs=traced.costs, target_bytes=traced.target_bytes)
 

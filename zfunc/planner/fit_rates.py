@@ -30,7 +30,7 @@ class MeasuredStep:
 
 
 @frozen
-class Line:
+class LatencyBandwidth:
     """Seconds of an operation that moves bytes: `latency`, plus bytes over `rate` (B/s)."""
 
     latency: float
@@ -56,7 +56,7 @@ class Costs:
         spent = sum(self.seconds[work] * self.counts[work] for work in works)
         return sum(work[1] * self.counts[work] for work in works) / spent if works else None
 
-    def line(self, kind: Kind) -> Line | None:
+    def line(self, kind: Kind) -> LatencyBandwidth | None:
         """Latency and rate of a kind's operations that move bytes and count no FLOPs; None if there is none."""
         points = [
             (work[2], s) for work, s in self.seconds.items() if work[0] == kind and work[2] and not work[1]
@@ -139,7 +139,7 @@ def _durations(step: MeasuredStep) -> Iterable[tuple[Op, float]]:
         yield graph.ops[graph.position[e.op]], max(end - start, 1e-9)  # clocks of two devices may cross
 
 
-def fit_line(points: Sequence[tuple[int, float]]) -> Line:
+def fit_line(points: Sequence[tuple[int, float]]) -> LatencyBandwidth:
     """The line through (bytes, seconds) with the least squared relative error, latency and rate not negative.
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
@@ -156,7 +156,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> Line:
         slope = sum(w * n * s for w, (n, s) in zip(weights, points, strict=True)) / sum(
             w * n * n for w, (n, _) in zip(weights, points, strict=True)
         )
-    return Line(max(0.0, _rounded(y - slope * x)), _rounded(1 / slope))
+    return LatencyBandwidth(max(0.0, _rounded(y - slope * x)), _rounded(1 / slope))
 
 
 def _rounded(value: float) -> float:

@@ -12,7 +12,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
-from zfunc.planner.candidate import play_through
+from zfunc.planner.candidate import simulate_choice
 
 MOST = 400  # middle segments that are planned; each takes operations and time
 
@@ -25,7 +25,7 @@ def max_layers(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int
     low, high = 0, MOST + 1  # low fits; high does not, or is beyond what is planned
     probe, stride = min(MOST, _guess(job, settings, hardware)), 1
     while high - low > 1:
-        if play_through(with_layers(job, probe), settings, hardware).fits:
+        if simulate_choice(with_layers(job, probe), settings, hardware).fits:
             low, probe = probe, probe + stride
         else:
             high, probe = probe, probe - stride
@@ -40,7 +40,7 @@ def max_layers(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int
 
 def _guess(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
     """By how memory grows from a few segments to a few more: it is nearly a line."""
-    few, more = (play_through(with_layers(job, count), settings, hardware) for count in (4, 8))
+    few, more = (simulate_choice(with_layers(job, count), settings, hardware) for count in (4, 8))
     best = float(MOST + 1)
     for tier, there in hardware.memory.items():
         empty = evolve(

@@ -10,12 +10,12 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import held
+from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.settings import StepSettings
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program, specialize
 from zfunc.errors import OutOfMemory
-from zfunc.planner.candidate import short_of
+from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
@@ -56,11 +56,13 @@ def _no_room(task: CostModel, settings: StepSettings, settable: Collection[str])
     """What a step lacks, and what would help: each change planned."""
     made = task.step(settings)
     tier = max(made.lacking, key=lambda name: made.lacking[name])
-    parts = [f"{name} {format_gigabytes(n)}" for name, n in [*held(made.plan)[tier].items()][:LARGEST]]
+    parts = [
+        f"{name} {format_gigabytes(n)}" for name, n in [*peak_breakdown(made.plan)[tier].items()][:LARGEST]
+    ]
     advice = suggest(settings, made, rows=task.rows, replan=task.step, settable=settable)
     would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
     return (
-        f"a step needs more memory than is free: {short_of(made.lacking)}, most of what it needs being "
+        f"a step needs more memory than is free: {shortage_text(made.lacking)}, most of what it needs being "
         f"{', '.join(parts)}; nothing was allocated. {would}; or make the model smaller (--num-layers, "
         "--hidden-size)"
     )
@@ -69,4 +71,4 @@ def _no_room(task: CostModel, settings: StepSettings, settable: Collection[str])
 def _would(advice: Suggestion) -> str:
     if advice.step.fits:
         return f"{advice.flags} would fit"
-    return f"with {advice.flags} it would still be {short_of(advice.step.lacking)}"
+    return f"with {advice.flags} it would still be {shortage_text(advice.step.lacking)}"

@@ -17,7 +17,7 @@ from zfunc import schedules
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.graph import Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import held
+from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
 from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
@@ -26,7 +26,7 @@ from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep, with_changes
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.profile import Profile
-from zfunc.planner.search import Trial
+from zfunc.planner.search import TriedChoice
 from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
@@ -52,7 +52,7 @@ class Planned:
     world: int
     suggestions: tuple[Suggestion, ...]
     reasons: tuple[str, ...] = ()
-    tried: tuple[Trial, ...] = ()
+    tried: tuple[TriedChoice, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -101,7 +101,7 @@ class Planned:
     @property
     def held(self) -> dict[Tier, dict[str, int]]:
         """What each tier's peak consists of, in bytes by buffer, the most first."""
-        return held(self.plan)
+        return peak_breakdown(self.plan)
 
     @property
     def plan(self) -> Plan:

@@ -15,15 +15,15 @@ from attrs import define, evolve, field, frozen
 
 from zfunc.core.graph import Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import kept
+from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import (
     PlannedStep,
     gains_and_costs,
     operations_of,
-    play_through,
-    short_of,
+    shortage_text,
+    simulate_choice,
 )
 from zfunc.planner.search_space import COORDINATES, SearchSpace
 from zfunc.units import format_seconds
@@ -33,7 +33,7 @@ ROUNDS = 3  # over all settings; the last one mostly finds nothing
 
 
 @frozen(eq=False)
-class Trial:
+class TriedChoice:
     """Settings that were weighed, and what came of it in words. `seconds` is None where it was not simulated."""
 
     settings: StepSettings
@@ -49,7 +49,7 @@ class SearchResult:
     step: PlannedStep
     start: PlannedStep
     reasons: tuple[str, ...]
-    tried: tuple[Trial, ...]
+    tried: tuple[TriedChoice, ...]
 
 
 def search(
@@ -69,7 +69,7 @@ def search(
     >>> search(job, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
     """
-    first = play_through(job, start or StepSettings(), hardware)
+    first = simulate_choice(job, start or StepSettings(), hardware)
     walk = _Walk(job, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
@@ -94,7 +94,7 @@ class _Walk:
     best: PlannedStep = field(init=False)
     fastest: float = field(init=False)
     seen: dict[StepSettings, PlannedStep | None] = field(factory=dict[StepSettings, PlannedStep | None])
-    tried: list[Trial] = field(factory=list[Trial])
+    tried: list[TriedChoice] = field(factory=list[TriedChoice])
     last: tuple[StepSettings, Graph] | None = None  # the last graph, and what it was emitted for
 
     def __attrs_post_init__(self) -> None:
@@ -108,20 +108,20 @@ class _Walk:
             return
         self.seen[settings] = None
         graph = self.graph(settings)
-        lacking = self.hardware.lacking(kept(graph))
+        lacking = self.hardware.lacking(persistent_bytes(graph))
         lane, least = _longest_lane(graph, self.hardware)
         change = _change(settings, self.best.settings)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
-            told = f"{change}: cannot fit, {short_of(lacking)} for what is always there"
-            self.tried.append(Trial(settings, None, lacking, told))
+            told = f"{change}: cannot fit, {shortage_text(lacking)} for what is always there"
+            self.tried.append(TriedChoice(settings, None, lacking, told))
         elif self.best.fits and least > self.best.seconds * (1 - WORTH):
             told = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
-            self.tried.append(Trial(settings, None, {}, told))
+            self.tried.append(TriedChoice(settings, None, {}, told))
         else:
             self._simulate(settings, graph)
 
     def _simulate(self, settings: StepSettings, graph: Graph) -> PlannedStep:
-        made = self.seen[settings] = play_through(self.job, settings, self.hardware, graph)
+        made = self.seen[settings] = simulate_choice(self.job, settings, self.hardware, graph)
         self._note(made, f"{_change(settings, self.best.settings)}: {gains_and_costs(made, self.best)}")
         if _better(made, self.best):
             self.best = made
@@ -130,8 +130,8 @@ class _Walk:
     def _note(self, made: PlannedStep, told: str) -> None:
         if made.fits:
             self.fastest = min(self.fastest, made.seconds) if self.best.fits else made.seconds
-        short = f"; {short_of(made.lacking)}" if made.lacking else ""
-        self.tried.append(Trial(made.settings, made.seconds, made.lacking, told + short))
+        short = f"; {shortage_text(made.lacking)}" if made.lacking else ""
+        self.tried.append(TriedChoice(made.settings, made.seconds, made.lacking, told + short))
 
     def graph(self, settings: StepSettings) -> Graph:
         """The operations of `settings`; the schedule does not matter to them."""
@@ -181,7 +181,7 @@ def _reasons(walk: _Walk) -> Iterator[str]:
     for name in _changed(walk.best.settings, walk.first.settings):
         back = walk.simulated(_with(walk.best.settings, name, walk.first.settings))
         told = f"{_value(walk.best.settings, name)} instead of {_value(back.settings, name, bare=True)}"
-        short = f"; otherwise {short_of(back.lacking)}" if back.lacking and walk.best.fits else ""
+        short = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and walk.best.fits else ""
         yield f"{told}: {gains_and_costs(walk.best, back)}{short}"
 
 

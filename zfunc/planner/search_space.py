@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from attrs import evolve, frozen
 
 from zfunc.core.layout import make_layout
-from zfunc.core.memory_model import kept
+from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import PlannedStep, operations_of, with_changes
 
@@ -70,10 +70,10 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     if there is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        kept(operations_of(best.job, evolve(best.settings, offload_ratio=ratio)))["device"]
+        persistent_bytes(operations_of(best.job, evolve(best.settings, offload_ratio=ratio)))["device"]
         for ratio in (0.0, 1.0)
     )
-    free = there - best.memory["device"] + kept(best.plan.graph)["device"] - least
+    free = there - best.memory["device"] + persistent_bytes(best.plan.graph)["device"] - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
     whole = math.ceil(lowest * 100)
     return tuple(dict.fromkeys(n / 100 for n in (100, (100 + whole) // 2, min(100, whole + 2), whole)))

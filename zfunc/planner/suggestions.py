@@ -11,7 +11,7 @@ from attrs import field, frozen
 
 from zfunc.core.settings import StepSettings
 from zfunc.options import flag
-from zfunc.planner.candidate import PlannedStep, gains_and_costs, short_of, with_changes
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text, with_changes
 from zfunc.planner.search_space import ratios_that_fit
 
 WORTH = 0.02  # of a step's time: advice that gains less is not given
@@ -107,7 +107,7 @@ def _tried(
 
 def _told(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
     end = f"fits, {gains_and_costs(new, old)}" if new.fits and not old.fits else gains_and_costs(new, old)
-    short = f"; still {short_of(new.lacking)}" if new.lacking else ""
+    short = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
     other = ", ".join(OTHER_NUMBERS[name] for name in change if name in OTHER_NUMBERS)
     return f"{end}{short}{f' ({other})' if other else ''}"
 

@@ -50,7 +50,7 @@ class Jitter:
 
 
 @frozen(eq=False)
-class Item:
+class IssuedOp:
     """One operation, ready to be issued: everything about it that does not change from step to step."""
 
     op: Op
@@ -67,7 +67,7 @@ class PreparedPlan:
     """A plan with its stages looked up. Lanes in the plan's order; `main` is the one for the calling thread."""
 
     plan: Plan
-    lanes: tuple[tuple[Item, ...], ...]
+    lanes: tuple[tuple[IssuedOp, ...], ...]
     main: int
     sweeping: frozenset[int]  # lanes of host operations without compute beside them
     accesses: dict[Region, int]
@@ -123,16 +123,16 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
     cuda = device.type == "cuda"
     awaited = {n for waits in plan.waits for n in waits}
     accesses: dict[Region, int] = {}
-    lanes: list[tuple[Item, ...]] = []
+    lanes: list[tuple[IssuedOp, ...]] = []
     for lane in plan.lanes:
-        items: list[Item] = []
+        items: list[IssuedOp] = []
         for i in lane.ops:
             op = plan.graph.ops[i]
             drops = tuple(r for r in op.regions if not r.kept)
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
             on_stream = cuda and op.kind not in HOST_CODE
-            items.append(Item(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
+            items.append(IssuedOp(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
         lanes.append(tuple(items))
     kinds = [{x.op.kind for x in items} for items in lanes]
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
@@ -253,8 +253,8 @@ class Executor:
         cuda = self.device.type == "cuda"
         stream = self._stream(lane) if cuda else None
         random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
-        previous: Item | None = None
-        item: Item | None = None
+        previous: IssuedOp | None = None
+        item: IssuedOp | None = None
         try:
             if (
                 n in run.prepared.sweeping and n != run.prepared.main
@@ -278,7 +278,7 @@ class Executor:
         finally:
             run.running.pop(lane, None)
 
-    def _size_team(self, item: Item) -> None:
+    def _size_team(self, item: IssuedOp) -> None:
         """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
         would depend on the schedule. Copies and small host work are memory-bound and get one thread, or two
         lanes on two cores would be four spinning threads.
@@ -291,7 +291,7 @@ class Executor:
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 
-    def _await(self, run: RunningStep, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.cuda.Stream | None) -> None:
         for i in item.waits:
             if self._in_vain(run, run.flags[i]):
                 other, _ = run.prepared.plan.place[i]
@@ -319,7 +319,7 @@ class Executor:
         graph = run.prepared.plan.graph
         return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
 
-    def _issue(self, run: RunningStep, item: Item, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.cuda.Stream | None) -> None:
         run.running[lane] = item.op.name
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
@@ -375,7 +375,7 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
             done.set()
 
 
-def _share(mem: Mapping[Region, Any], item: Item, stream: Any) -> None:
+def _share(mem: Mapping[Region, Any], item: IssuedOp, stream: Any) -> None:
     """Tell the allocator about tensors that come and go and are used on a stream they were not made on."""
     for r in item.drops:
         for t in tensors(mem.get(r)):
@@ -383,7 +383,7 @@ def _share(mem: Mapping[Region, Any], item: Item, stream: Any) -> None:
                 t.record_stream(stream)
 
 
-def _named(error: BaseException, item: Item | None, lane: str) -> BaseException:
+def _named(error: BaseException, item: IssuedOp | None, lane: str) -> BaseException:
     """The error as train_step raises it: zfunc's own and interrupts as they are, the rest with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:

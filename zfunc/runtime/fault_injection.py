@@ -75,10 +75,10 @@ def from_environment(environment: Mapping[str, str] = os.environ) -> tuple[Fault
     return parse_faults(environment.get(VARIABLE, ""))
 
 
-def due(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
+def faults_at(faults: Iterable[Fault], rank: int, step: int) -> tuple[Fault, ...]:
     """Those of this rank and step.
 
-    >>> due(parse_faults("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
+    >>> faults_at(parse_faults("rank=1,step=7,op=adam[3],do=kill"), rank=0, step=7)
     ()
     """
     return tuple(fault for fault in faults if (fault.rank, fault.step) == (rank, step))

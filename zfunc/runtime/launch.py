@@ -47,7 +47,7 @@ def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
 
 
 @contextmanager
-def launched() -> Iterator[RankGroup]:
+def process_group() -> Iterator[RankGroup]:
     """The ranks of this job: those of the default process group, made from torchrun's environment.
 
     On GPUs a rank uses the device numbered LOCAL_RANK; NCCL moves what is there, gloo what is on the host.

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 from attrs import frozen
 
-from zfunc.optim.adamw import AdamW, everything
+from zfunc.optim.adamw import AdamW, decay_all
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed import arguments
 from zfunc.train.deepspeed.arguments import (
@@ -58,7 +58,7 @@ def from_deepspeed(
     *,
     world: int = 1,
     given: Mapping[str, Any] | None = None,
-    decay: Callable[[str, tuple[int, ...]], bool] = everything,
+    decay: Callable[[str, tuple[int, ...]], bool] = decay_all,
 ) -> DeepSpeedSettings:
     """DeepSpeed's configuration, a file or a dict, for `zfunc.compile` and `zfunc.init`.
 
