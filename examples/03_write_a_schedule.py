@@ -27,20 +27,20 @@ from zfunc.viz.draw import text
 SIZE = 12 * 2048**2
 layout = make_layout([[Parameter(f"block{s}", (SIZE,))] for s in range(4)], bucket_size=SIZE)
 cost = SegmentCost(flops=2 * SIZE * 4096, backward_flops=6 * SIZE * 4096)
-job = StepSpec(layout, costs=(cost,) * 4, recompute=(True,) * 4)
+spec = StepSpec(layout, costs=(cost,) * 4, recompute=(True,) * 4)
 
 # `OpBuilder` makes the operations, each with what it reads and writes. `adam` of bucket 3 reads the verdict on
 # this step and the gradient's slot; it updates the master weights and moments, and leaves a copy for the
 # device:
 
-adam = OpBuilder(job).adam(3, host_slot=0)
+adam = OpBuilder(spec).adam(3, host_slot=0)
 print(f"{adam} reads {', '.join(map(str, adam.reads))}")
 print(f"{adam} writes {', '.join(map(str, adam.writes))}")
 
 # The recipe yields operations in serial order. That is the meaning of the step, and what two operations
 # both touch is all there is to know about their order.
 
-graph = Graph(zero_offload(job))
+graph = Graph(zero_offload(spec))
 print(f"{len(graph)} operations, {len(graph.conflicts)} pairs whose order counts")
 
 # ## A schedule for one copy engine

@@ -32,15 +32,15 @@ BLOCK, WIDTH, ROWS = 64, 256, 128
 # next bucket is compressed when the last one has left: nobody has to write that down either.
 
 
-def small(where: str, tier: str, job: StepSpec) -> Region:
+def small(where: str, tier: str, spec: StepSpec) -> Region:
     """Room for the codes of the largest bucket, and behind them its scales, as bytes seen through fp32."""
-    nbytes = job.slot_numel + 4 * (job.slot_numel // BLOCK)
+    nbytes = spec.slot_numel + 4 * (spec.slot_numel // BLOCK)
     return Region(f"small_{where}", (), nbytes, tier, lifetime="program", dtype="fp32")
 
 
-def compressed(job: StepSpec) -> Iterator[Op]:
-    device, host = small("device", "device", job), small("host", "pinned", job)
-    for op in zero_offload(job):
+def compressed(spec: StepSpec) -> Iterator[Op]:
+    device, host = small("device", "device", spec), small("host", "pinned", spec)
+    for op in zero_offload(spec):
         if op.verb != "to_host":
             yield op
             continue

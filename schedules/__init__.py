@@ -1,5 +1,11 @@
 """Schedules: each a callable `Graph -> Plan` that chooses lanes and the order on each, and nothing else.
 
+    serial          one lane, the graph's own order
+    overlapped      a lane for each kind of operation
+    interleaved     the same, other lanes in the order in which operations become possible
+    critical_path   a list scheduler for given hardware
+    search          the fastest of the others that fits, by simulation
+
 Any of them can be made without arguments. A new one is one file here, one line in this list, and one line in
 the table of laws in the tests.
 """

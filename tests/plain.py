@@ -182,7 +182,7 @@ def follow(
             batches,
             dtype=program.dtype,
             micro_batches=program.settings.micro_batches,
-            stage=program.job.stage,
+            stage=program.spec.stage,
             loss_scale=state.loss_scale.scale,
         )
         norm, grads = clipped(grads, program.settings.clip_norm)
@@ -226,7 +226,7 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
 
 def _sent(program: Program, values: Values) -> Values:
     """The weights as the device gets them: the high half of a split master rounds a tie away from zero."""
-    split = {span.name for span in program.layout.spans} if program.job.send_high_half else set[str]()
+    split = {span.name for span in program.layout.spans} if program.spec.send_high_half else set[str]()
     return {
         name: SplitMaster.of(value.flatten()).high.view(value.shape) if name in split else value
         for name, value in values.items()
@@ -237,7 +237,7 @@ def _assert_all_reached(
     program: Program, state: State, now: Values, before: Values | None, tolerance: float
 ) -> None:
     """This step's gradient, or the one before where updates are delayed: never those of buckets on the device."""
-    held = {span.name for b in program.job.resident for span in program.layout.buckets[b].spans}
+    held = {span.name for b in program.spec.resident for span in program.layout.buckets[b].spans}
     expected = {name: now[name] if name in held else (before or now)[name] for name in now}
     if state.pending is not None and before is None:  # the first that is delayed
         expected = {name: expected[name] for name in held}

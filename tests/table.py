@@ -1,6 +1,6 @@
-"""The table of laws: every recipe, job and schedule here goes through every torch-free law, for one line each.
+"""The table of laws: every recipe, spec and schedule here goes through every torch-free law, for one line each.
 
-`cases` are the fixed ones, `jobs()` makes more of them with hypothesis. A job's sizes are small on purpose.
+`cases` are the fixed ones, `specs()` makes more of them with hypothesis. A spec's sizes are small on purpose.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -54,10 +54,10 @@ def shuffled(graph: Graph, random: Random) -> Iterator[int]:
                     ready.append(i)
 
 
-def job(
+def spec(
     segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **given: object
 ) -> StepSpec:
-    """A job with costs that differ from segment to segment, so that no two regions are alike by accident."""
+    """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
     layout = make_layout(segments, bucket_size=bucket_size, world=given.get("world", 1))
     costs = [
         SegmentCost(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1))
@@ -94,7 +94,7 @@ SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Paramete
 
 TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     "zero_offload": zero_offload,
-    "delayed": lambda job: delayed(evolve(job, pending=True)),
+    "delayed": lambda spec: delayed(evolve(spec, pending=True)),
     "first delayed": delayed,
 }
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
@@ -109,31 +109,33 @@ MOMENTS: list[dict[str, object]] = [
     {"moments": "16bit", "send_high_half": True},
 ]
 
-JOBS: dict[str, StepSpec] = {
-    "tied": job(TIED, recompute=[True, False, False]),
-    "tied barrier": job(TIED, barrier=True),
-    "tied accumulated": job(TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3),
-    "tied neighbours": job(TIED_NEXT, bucket_size=1000, world=2),
-    "tied in three": job(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
-    "spanning": job(SPANNING, bucket_size=256, micro_batches=2),
-    "spanning a tie": job(SPANNING_TIE, bucket_size=1000),
-    "frozen": job(FROZEN, recompute=[False, True, False, True], element_bytes=4),
-    "frozen accumulated": job(FROZEN, micro_batches=3, grad_slots=1, barrier=True),
-    "scalars": job(SCALARS, bucket_size=1),
-    "one huge": job(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
-    "small buckets": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
-    "one segment": job([[Parameter("w", (2, 2))]], micro_batches=2),
-    "16 bits": job(TIED_NEXT, moments="16bit", send_high_half=True, host_slots=1),
-    "stage 1": job(TIED, stage=1, micro_batches=2, world=2, barrier=True),
-    "stage 1, spanning": job(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
-    "8 bits": job(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
-    "partial": job(TIED, resident={0, 2}, update_workspace=30),
-    "partial, barrier": job(TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2),
-    "partial, barrier, spanning": job(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
-    "all resident": job(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
-    "speculative": job(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, shadows=2),
-    "speculative, accumulated": job(TIED, barrier=True, shadows=9, micro_batches=2, world=2, save=True),
-    "speculative, 16 bits, partial": job(
+SPECS: dict[str, StepSpec] = {
+    "tied": spec(TIED, recompute=[True, False, False]),
+    "tied barrier": spec(TIED, barrier=True),
+    "tied accumulated": spec(TIED, micro_batches=2, world=2, barrier=True, recompute=[False] * 3),
+    "tied neighbours": spec(TIED_NEXT, bucket_size=1000, world=2),
+    "tied in three": spec(TIED_THREE, bucket_size=64, grad_slots=3, host_slots=1),
+    "spanning": spec(SPANNING, bucket_size=256, micro_batches=2),
+    "spanning a tie": spec(SPANNING_TIE, bucket_size=1000),
+    "frozen": spec(FROZEN, recompute=[False, True, False, True], element_bytes=4),
+    "frozen accumulated": spec(FROZEN, micro_batches=3, grad_slots=1, barrier=True),
+    "scalars": spec(SCALARS, bucket_size=1),
+    "one huge": spec(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
+    "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
+    "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
+    "16 bits": spec(TIED_NEXT, moments="16bit", send_high_half=True, host_slots=1),
+    "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
+    "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
+    "8 bits": spec(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
+    "partial": spec(TIED, resident={0, 2}, update_workspace=30),
+    "partial, barrier": spec(
+        TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2
+    ),
+    "partial, barrier, spanning": spec(SPANNING_TIE, bucket_size=64, resident={0, 1}, barrier=True),
+    "all resident": spec(chain((8, 8), (8, 8)), bucket_size=64, resident={0, 1, 2, 3}, save=True),
+    "speculative": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, shadows=2),
+    "speculative, accumulated": spec(TIED, barrier=True, shadows=9, micro_batches=2, world=2, save=True),
+    "speculative, 16 bits, partial": spec(
         TIED_THREE,
         moments="16bit",
         send_high_half=True,
@@ -142,11 +144,11 @@ JOBS: dict[str, StepSpec] = {
         shadows=1,
         resident={0},
     ),
-    "stage 1, speculative": job(
+    "stage 1, speculative": spec(
         SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=2, barrier=True, shadows=1
     ),
-    "saving": job(FROZEN, world=2, save=True),
-    "saving, barrier": job(TIED, moments="16bit", barrier=True, micro_batches=2, save=True),
+    "saving": spec(FROZEN, world=2, save=True),
+    "saving, barrier": spec(TIED, moments="16bit", barrier=True, micro_batches=2, save=True),
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
@@ -173,8 +175,8 @@ HARDWARE: dict[str, Hardware] = {
 
 @cache
 def graph_of(recipe: str, name: str) -> Graph:
-    """The graph of a recipe on a job, by their names in the table."""
-    return Graph(tuple(RECIPES[recipe](JOBS[name])))
+    """The graph of a recipe on a spec, by their names in the table."""
+    return Graph(tuple(RECIPES[recipe](SPECS[name])))
 
 
 @cache
@@ -183,7 +185,7 @@ def plan_of(recipe: str, name: str, schedule: str) -> Plan:
     return SCHEDULES[schedule](graph_of(recipe, name))
 
 
-every_graph = pytest.mark.parametrize(("recipe", "name"), list(product(RECIPES, JOBS)))
+every_graph = pytest.mark.parametrize(("recipe", "name"), list(product(RECIPES, SPECS)))
 
 
 def every_plan(test: Callable[..., None]) -> Callable[..., None]:
@@ -245,10 +247,10 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> StepSpec:
+def specs(draw: st.DrawFn) -> StepSpec:
     """Jobs over such layouts."""
     segments, bucket_size, world = draw(layouts())
-    return job(
+    return spec(
         segments,
         bucket_size=bucket_size,
         world=world,
@@ -268,8 +270,8 @@ def jobs(draw: st.DrawFn) -> StepSpec:
 
 
 def graphs() -> st.SearchStrategy[Graph]:
-    """Graphs of any recipe on such jobs."""
-    return st.builds(lambda recipe, j: Graph(tuple(recipe(j))), st.sampled_from([*RECIPES.values()]), jobs())
+    """Graphs of any recipe on such specs."""
+    return st.builds(lambda recipe, j: Graph(tuple(recipe(j))), st.sampled_from([*RECIPES.values()]), specs())
 
 
 def plans() -> st.SearchStrategy[Plan]:

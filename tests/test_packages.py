@@ -8,7 +8,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from table import JOBS, RECIPES
+from table import RECIPES, SPECS
 
 ROOT = Path(__file__).parents[1]
 INDEX = "zfunc"  # zfunc/__init__.py, which only the command line may call, as users do
@@ -90,6 +90,17 @@ def test_there_are_no_cycles() -> None:
     TopologicalSorter({module: imported(module) - {INDEX} for module in MODULES}).prepare()
 
 
+@pytest.mark.parametrize("name", [n for n in ORDER if any(m.startswith(f"{n}.") for m in MODULES)])
+def test_the_page_of_a_package_lists_its_modules(name: str) -> None:
+    """In its docstring, one line a module: what there is, before how to add to it."""
+    docstring = ast.get_docstring(ast.parse(MODULES[name].read_text())) or ""
+    rows = [
+        row.strip().partition("  ")[0].split(", ") for row in docstring.splitlines() if row.startswith("    ")
+    ]
+    modules = {m.split(".")[1] for m in MODULES if m.startswith(f"{name}.")}
+    assert sorted(x for row in rows for x in row) == sorted(modules)
+
+
 @every_module
 def test_what_needs_no_torch_imports_none(module: str) -> None:
     if package(module) in TORCH_FREE:
@@ -129,7 +140,7 @@ def literals(path: Path) -> set[str]:
     "module", [m for m in MODULES if m in INTERPRETERS or package(m) in ("schedules", "viz")]
 )
 def test_no_interpreter_or_schedule_knows_a_verb(module: str) -> None:
-    verbs = {op.verb for recipe in RECIPES.values() for job in JOBS.values() for op in recipe(job)}
+    verbs = {op.verb for recipe in RECIPES.values() for spec in SPECS.values() for op in recipe(spec)}
     assert len(verbs) >= 13
     assert not literals(MODULES[module]) & verbs, (
         f"{module} tells operations apart by verb: derive it from what they touch"

@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from table import JOBS, RECIPES, TRAINING, every_graph, graph_of, graphs, jobs
+from table import RECIPES, SPECS, TRAINING, every_graph, graph_of, graphs, specs
 
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import StepSpec
@@ -119,12 +119,12 @@ def test_an_operation_finds_its_regions_by_buffer_and_role() -> None:
 
 # --- laws of every recipe; but for the first, of those that train ------------------------------------------
 
-any_job = st.one_of(jobs(), st.sampled_from([*JOBS.values()]))
+any_job = st.one_of(specs(), st.sampled_from([*SPECS.values()]))
 PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
 UPDATES = ("adam", "confirm", "adam_on_device")
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
-    st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=2))
+    st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=2))
 )
 
 
@@ -138,37 +138,37 @@ def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, n
 
 @of_any_job
 def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
-    ops = list(recipe(job))
+    ops = list(recipe(spec))
     arrived = Counter(op.index[1] for op in ops if op.verb in ("to_host", "hold"))
     arrived += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
     packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
-    for b in job.layout.buckets:
-        due = 1 if job.stage == 1 else job.micro_batches * len(b.deliveries)
-        assert arrived[b.index] == due == job.num_deliveries(b)
-        for m in range(job.micro_batches):
+    for b in spec.layout.buckets:
+        due = 1 if spec.stage == 1 else spec.micro_batches * len(b.deliveries)
+        assert arrived[b.index] == due == spec.num_deliveries(b)
+        for m in range(spec.micro_batches):
             assert packed[m, b.index] == sum(map(len, b.deliveries))
 
     def done(*verbs: str) -> list[int]:
         return sorted(op.index[0] for op in ops if op.verb in verbs)
 
-    everywhere, applied = [b.index for b in job.layout.buckets], [*job.offloaded]
+    everywhere, applied = [b.index for b in spec.layout.buckets], [*spec.offloaded]
     if recipe is FIRST_DELAYED:  # no gradient waits yet
-        everywhere, applied = sorted(job.resident), []
+        everywhere, applied = sorted(spec.resident), []
     assert done(*UPDATES) == everywhere
     assert done("to_device") == applied
-    assert done("adam_on_device") == sorted(job.resident)
-    assert done("speculate") == done("confirm") == sorted(job.shadowed if recipe is PLAIN else ())
-    assert done("all_gather") == (everywhere if job.world > 1 else [])
+    assert done("adam_on_device") == sorted(spec.resident)
+    assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
+    assert done("all_gather") == (everywhere if spec.world > 1 else [])
 
 
 @of_any_job_of_stage_2
-def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, job: StepSpec) -> None:
+def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Recipe, spec: StepSpec) -> None:
     """Nothing else can see this: the slot is kept, so a lost gradient would be no race."""
     holds: dict[Region, tuple[int, ...]] = {}
     filled: dict[Region, list[int]] = {}
-    for op in recipe(job):
+    for op in recipe(spec):
         if op.verb == "pack":
             m, b, s = op.index
             slot = op.write("grad_slot")
@@ -181,28 +181,28 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
         elif op.touches("grad_slot"):
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
-            leaves = "adam_on_device" if _straight(job, recipe, holds[slot][1]) else "hold"
-            if op.verb == (leaves if holds[slot][1] in job.resident else "to_host"):
+            leaves = "adam_on_device" if _straight(spec, recipe, holds[slot][1]) else "hold"
+            if op.verb == (leaves if holds[slot][1] in spec.resident else "to_host"):
                 m, b = holds.pop(slot)
                 d = op.index[2] if len(op.index) > 1 else 0
                 assert op.index in ((m, b, d), (b,))
-                assert tuple(filled.pop(slot)) == job.layout.buckets[b].deliveries[d]
+                assert tuple(filled.pop(slot)) == spec.layout.buckets[b].deliveries[d]
             elif op.verb == "hold":
                 raise AssertionError(op.name)
     assert not holds
 
 
-def _straight(job: StepSpec, recipe: Recipe, b: int) -> bool:
+def _straight(spec: StepSpec, recipe: Recipe, b: int) -> bool:
     """Whether a bucket that is updated on the device is updated straight from its slot."""
-    return recipe is PLAIN and not job.barrier and job.num_deliveries(job.layout.buckets[b]) == 1
+    return recipe is PLAIN and not spec.barrier and spec.num_deliveries(spec.layout.buckets[b]) == 1
 
 
-@given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda job: evolve(job, stage=1)))
+@given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=1)))
 def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
     added: dict[Region, list[tuple[int, int]]] = {}
-    for op in recipe(job):
+    for op in recipe(spec):
         if op.verb in ("pack", "add"):
             m, b, s = op.index
             slot = op.write("grad_slot")
@@ -213,19 +213,19 @@ def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
             added.setdefault(slot, []).append((m, s))
         elif op.verb == "square_sum":
             slot = op.read("grad_slot")
-            groups = job.layout.buckets[slot.index[0]].deliveries
+            groups = spec.layout.buckets[slot.index[0]].deliveries
             assert added.pop(slot) == [
-                (m, s) for m in range(job.micro_batches) for group in groups for s in group
+                (m, s) for m in range(spec.micro_batches) for group in groups for s in group
             ]
     assert not added
 
 
 @of_any_job
 def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
     full: dict[Region, str] = {}
-    for op in recipe(job):
+    for op in recipe(spec):
         for r in op.reads:
             if r.buffer == "host_slot":
                 del full[r]  # a KeyError is a slot read twice, or never filled
@@ -237,52 +237,52 @@ def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(
 
 
 @of_any_job
-def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, job: StepSpec) -> None:
+def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: StepSpec) -> None:
     adds = [
         op
-        for op in recipe(job)
+        for op in recipe(spec)
         if op.verb == "accumulate" or (op.verb == "hold" and op.touches("device_sum"))
     ]
     begun: set[int] = set()
     for op in adds:
         b = op.index[1]
-        total = op.write("device_sum" if b in job.resident else "grad_sum")
+        total = op.write("device_sum" if b in spec.resident else "grad_sum")
         assert (total in op.reads) == (b in begun)
         begun.add(b)
-    due = {b.index: job.num_deliveries(b) for b in job.layout.buckets if job.num_deliveries(b) > 1}
+    due = {b.index: spec.num_deliveries(b) for b in spec.layout.buckets if spec.num_deliveries(b) > 1}
     assert Counter(op.index[1] for op in adds) == due
 
 
 @of_any_job
-def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, job: StepSpec) -> None:
-    regions = Graph(tuple(recipe(job))).regions
+def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, spec: StepSpec) -> None:
+    regions = Graph(tuple(recipe(spec))).regions
     for buffer, most in (
-        ("grad_slot", len(job.layout.buckets) if job.stage == 1 else job.grad_slots),
-        ("host_slot", job.host_slots),
-        ("param_slot", job.host_slots),
+        ("grad_slot", len(spec.layout.buckets) if spec.stage == 1 else spec.grad_slots),
+        ("host_slot", spec.host_slots),
+        ("param_slot", spec.host_slots),
     ):
         assert {r.index for r in regions if r.buffer == buffer} <= {(n,) for n in range(most)}
 
 
 @of_any_job_of_stage_2
-def test_slots_are_dealt_round_robin(recipe: Recipe, job: StepSpec) -> None:
-    packs = [op for op in recipe(job) if op.verb == "pack"]
+def test_slots_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
+    packs = [op for op in recipe(spec) if op.verb == "pack"]
     used = [op.write("grad_slot").index for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
-    assert used == [(n % job.grad_slots,) for n in range(len(used))]
+    assert used == [(n % spec.grad_slots,) for n in range(len(used))]
 
 
 @of_any_job
 def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
     """A delayed update has the verdict of the step before; what is updated on the device never is delayed."""
-    verbs = [op.verb for op in recipe(job)]
+    verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     delayed = recipe is not PLAIN
     for verb in UPDATES:
         if verb in verbs and not (delayed and verb == "adam"):
             assert verbs.index("decide") < verbs.index(verb)
-    if job.barrier or delayed:
+    if spec.barrier or delayed:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
         assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
     if delayed and "adam" in verbs:
@@ -291,9 +291,9 @@ def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrie
 
 
 @of_any_job
-def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: StepSpec) -> None:
+def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec: StepSpec) -> None:
     """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
-    graph = Graph(tuple(recipe(evolve(job, save=True))))
+    graph = Graph(tuple(recipe(evolve(spec, save=True))))
     assert [op.name for op in ops_before_decision(graph)] == []
     # Or the law would say nothing: that they read the verdict is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "verdict")) for op in graph)
@@ -303,12 +303,12 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, job: 
 
 
 @given(any_job)
-def test_the_regions_of_the_state_are_those_that_operations_touch(job: StepSpec) -> None:
+def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec) -> None:
     """Memory of a State is allocated from the one list, and the other says what becomes of it."""
     for recipe in (PLAIN, TRAINING["delayed"]):
-        job = evolve(job, delayed=recipe is not PLAIN, shadows=job.shadows if recipe is PLAIN else 0)
-        listed = {r: r for r in Regions(job).state()}
-        touched = {r for r in Graph(tuple(recipe(evolve(job, save=True)))).regions if r.lifetime == "state"}
+        spec = evolve(spec, delayed=recipe is not PLAIN, shadows=spec.shadows if recipe is PLAIN else 0)
+        listed = {r: r for r in Regions(spec).state()}
+        touched = {r for r in Graph(tuple(recipe(evolve(spec, save=True)))).regions if r.lifetime == "state"}
         assert touched == {*listed}
         for r in touched - {Region("frozen")}:  # which counts what the model keeps besides
             assert listed[r] in touched
@@ -321,9 +321,9 @@ def test_the_regions_of_the_state_are_those_that_operations_touch(job: StepSpec)
 
 
 @given(any_job)
-def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: StepSpec) -> None:
-    ops = {op.name: op for op in PLAIN(job)}
-    for b in job.offloaded:
+def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: StepSpec) -> None:
+    ops = {op.name: op for op in PLAIN(spec)}
+    for b in spec.offloaded:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
         ahead = ops.get(f"speculate[{b}]")
         update, back = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"], ops[f"to_device[{b}]"]
@@ -335,46 +335,46 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(job: Ste
             assert set(arrivals[-1].writes) & set(ahead.reads)
             assert not set(ahead.writes) & set(ahead.reads)
             assert set(ahead.writes) < set(update.reads) & set(update.writes)
-    for b in job.resident:
+    for b in spec.resident:
         assert ops[f"adam_on_device[{b}]"].read("verdict") == ops["decide"].write("verdict")
         assert ops[f"adam_on_device[{b}]"].write("params").index == (b,)
-    if job.world > 1:
+    if spec.world > 1:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
-    losses = [r.index for r in ops["mean_loss" if job.world > 1 else "decide"].reads if r.buffer == "loss"]
-    assert losses == [(m,) for m in range(job.micro_batches)]
-    assert ops["decide"].touches("norm") == job.barrier
+    losses = [r.index for r in ops["mean_loss" if spec.world > 1 else "decide"].reads if r.buffer == "loss"]
+    assert losses == [(m,) for m in range(spec.micro_batches)]
+    assert ops["decide"].touches("norm") == spec.barrier
 
 
 @given(any_job)
-def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(job: StepSpec) -> None:
+def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(spec: StepSpec) -> None:
     left = {
-        r for op in FIRST_DELAYED(job) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
+        r for op in FIRST_DELAYED(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
     }
     for recipe in (TRAINING["delayed"], RECIPES["flush"]):
-        assert {r for op in recipe(job) if op.verb == "adam" for r in op.operands("grad_shard")} == left
-    assert {r.index for r in left} == {(b,) for b in job.offloaded}
+        assert {r for op in recipe(spec) if op.verb == "adam" for r in op.operands("grad_shard")} == left
+    assert {r.index for r in left} == {(b,) for b in spec.offloaded}
 
 
 @of_any_job
-def test_the_norm_counts_every_bucket(recipe: Recipe, job: StepSpec) -> None:
-    (norm,) = (op for op in recipe(job) if op.verb == "global_norm")
-    assert len(norm.reads) == len(job.layout.buckets)
+def test_the_norm_counts_every_bucket(recipe: Recipe, spec: StepSpec) -> None:
+    (norm,) = (op for op in recipe(spec) if op.verb == "global_norm")
+    assert len(norm.reads) == len(spec.layout.buckets)
 
 
 @of_any_job
-def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, job: StepSpec) -> None:
-    ops = list(recipe(job))
-    for verb, first in (("forward", 0), ("backward", job.layout.first_trainable)):
+def test_backward_stops_where_nothing_more_can_be_trained(recipe: Recipe, spec: StepSpec) -> None:
+    ops = list(recipe(spec))
+    for verb, first in (("forward", 0), ("backward", spec.layout.first_trainable)):
         done = sorted(op.index for op in ops if op.verb == verb)
-        assert done == [(m, s) for m in range(job.micro_batches) for s in range(first, job.num_segments)]
+        assert done == [(m, s) for m in range(spec.micro_batches) for s in range(first, spec.num_segments)]
 
 
 @of_any_job
-def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, job: StepSpec) -> None:
-    for op in recipe(job):
+def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, spec: StepSpec) -> None:
+    for op in recipe(spec):
         if op.verb in ("forward", "backward"):
             read = {r.index[0] for r in op.reads if r.buffer == "params"}
-            assert read == set(job.layout.buckets_of(op.index[1])), op.name
+            assert read == set(spec.layout.buckets_of(op.index[1])), op.name
 
 
 MOVING = {"pack", "add", "hold", "square_sum", "accumulate", "adam", "speculate", "adam_on_device"}
@@ -383,7 +383,7 @@ SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
 
 @of_any_job
 def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
@@ -392,45 +392,45 @@ def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(
             return 0  # one number
         return share if region.buffer.endswith("_slot") or region.buffer == "grads" else region.nbytes
 
-    for op in recipe(job):
+    for op in recipe(spec):
         if op.verb == "load":
             assert op.nbytes == sum(r.nbytes for r in op.writes)
         if op.verb not in MOVING | SENDING:
             continue
-        share = job.layout.buckets[op.index[min(1, len(op.index) - 1)]].numel * job.element_bytes
-        share //= 1 if op.verb in ("pack", "add") else job.world
+        share = spec.layout.buckets[op.index[min(1, len(op.index) - 1)]].numel * spec.element_bytes
+        share //= 1 if op.verb in ("pack", "add") else spec.world
         if op.verb in SENDING:
-            assert op.nbytes == share * (job.world - 1 if op.kind == "network" else 1), op.name
+            assert op.nbytes == share * (spec.world - 1 if op.kind == "network" else 1), op.name
             continue
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
         expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
-        if op.verb == "adam_on_device" and not job.send_high_half:
+        if op.verb == "adam_on_device" and not spec.send_high_half:
             expected += share  # the weights: written
         assert op.nbytes == expected, op.name
 
 
 @of_any_job
 def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
-    recipe: Recipe, job: StepSpec
+    recipe: Recipe, spec: StepSpec
 ) -> None:
     """That the update then waits is the verifier's affair: the write reads what the update writes."""
-    ops = {op.name: op for op in recipe(evolve(job, save=True))}
+    ops = {op.name: op for op in recipe(evolve(spec, save=True))}
     order = {name: i for i, name in enumerate(ops)}
-    for bucket in job.layout.buckets:
+    for bucket in spec.layout.buckets:
         b = bucket.index
         write = ops[f"write[{b}]"]
         update = next((ops[name] for verb in UPDATES if (name := f"{verb}[{b}]") in ops), None)
         assert set(write.writes) <= set(ops["publish"].reads)
         if update is None:
             continue
-        kept = {x.name for x in STATE_FORMATS[job.moments]}
+        kept = {x.name for x in STATE_FORMATS[spec.moments]}
         state = {r for r in update.writes if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
         assert order[write.name] < order[update.name]
         waits = {r for r in update.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
         assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
-    assert ("write_frozen" in ops) == bool(job.layout.frozen)
+    assert ("write_frozen" in ops) == bool(spec.layout.frozen)
     assert [*ops][-1] == "publish"
     plain = [op for op in ops.values() if op.verb not in ("write", "write_frozen", "publish")]
-    assert plain == list(recipe(evolve(job, save=False)))
+    assert plain == list(recipe(evolve(spec, save=False)))

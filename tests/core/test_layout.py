@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from table import EMBED, JOBS, SPANNING, TIED, Segments, layouts
+from table import EMBED, SPANNING, SPECS, TIED, Segments, layouts
 
 from zfunc.core.layout import ALIGNMENT, Bucket, Layout, Parameter, make_layout
 
@@ -180,7 +180,7 @@ def test_decayed_parameters_of_a_segment_come_first() -> None:
 
 
 def test_frozen_parameters_are_in_no_bucket() -> None:
-    layout = JOBS["frozen"].layout
+    layout = SPECS["frozen"].layout
     assert {s.name for s in layout.frozen} == {"stem", "base"}
     assert not {s.name for b in layout.buckets for s in b.spans} & {"stem", "base"}
     assert layout.first_trainable == 2

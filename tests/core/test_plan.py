@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 from hypothesis import given
-from table import JOBS, RECIPES, SCHEDULES, TIED, every_plan, graph_of, job, plan_of, plans
+from table import RECIPES, SCHEDULES, SPECS, TIED, every_plan, graph_of, plan_of, plans, spec
 
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Lane, Plan, PlanError, build, happens_before, parse, topological_order
@@ -41,11 +41,11 @@ def test_text_round_trips_on_any_job(plan: Plan) -> None:
 
 
 def test_digests_are_the_same_in_another_process() -> None:
-    code = HERE + "print(*[plan_of(r, j, s).digest for r in RECIPES for j in JOBS for s in SCHEDULES])"
+    code = HERE + "print(*[plan_of(r, j, s).digest for r in RECIPES for j in SPECS for s in SCHEDULES])"
     command = [sys.executable, "-c", code, str(Path(__file__).parents[1])]
     hashed = {**os.environ, "PYTHONHASHSEED": "12345"}
     out = subprocess.run(command, env=hashed, check=True, capture_output=True, text=True).stdout
-    assert out.split() == [plan_of(r, j, s).digest for r in RECIPES for j in JOBS for s in SCHEDULES]
+    assert out.split() == [plan_of(r, j, s).digest for r in RECIPES for j in SPECS for s in SCHEDULES]
 
 
 def test_digests_tell_plans_apart() -> None:
@@ -53,7 +53,7 @@ def test_digests_tell_plans_apart() -> None:
     i = next(i for i, waits in enumerate(plan.waits) if waits)
     poorer = evolve(plan, waits=(*plan.waits[:i], (), *plan.waits[i + 1 :]))
     bigger = SCHEDULES["Overlapped"](
-        Graph(tuple(RECIPES["zero_offload"](evolve(JOBS["tied"], target_bytes=17))))
+        Graph(tuple(RECIPES["zero_offload"](evolve(SPECS["tied"], target_bytes=17))))
     )
     others = [poorer, bigger, plan_of("zero_offload", "tied", "Serial")]
     assert len({p.digest for p in (plan, *others)}) == 4
@@ -149,7 +149,7 @@ def test_an_operation_on_no_lane_round_trips() -> None:
 @pytest.mark.parametrize("barrier", [False, True], ids=["", "barrier"])
 @pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
 def test_plans_of_a_small_tied_model_are_as_written_down(schedule: str, barrier: bool) -> None:
-    graph = Graph(tuple(RECIPES["zero_offload"](job(TIED, barrier=barrier, world=2))))
+    graph = Graph(tuple(RECIPES["zero_offload"](spec(TIED, barrier=barrier, world=2))))
     text = f"{SCHEDULES[schedule](graph)}\n"
     path = GOLDENS / f"{schedule.lower()}{'_barrier' * barrier}.txt"
     if os.environ.get("ZFUNC_GOLDENS") == "write":

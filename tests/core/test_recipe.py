@@ -23,7 +23,7 @@ MINE = Region("mine", (), 4, "host", "state", "fp32")
 
 
 def without(*verbs: str) -> Callable[[StepSpec], Iterator[Op]]:
-    return lambda job: (op for op in zero_offload(job) if op.verb not in verbs)
+    return lambda spec: (op for op in zero_offload(spec) if op.verb not in verbs)
 
 
 def test_the_plain_one_by_its_name_is_the_default() -> None:
@@ -35,22 +35,25 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
     [
         (without("global_norm"), "a step in which nothing writes norm"),
         (
-            lambda job: zero_offload(evolve(job, save=False)),
+            lambda spec: zero_offload(evolve(spec, save=False)),
             "that saves in which nothing writes published",
         ),
-        (lambda job: [*zero_offload(job), Op("mine", (), "host")], r"operations \['mine'\] without a stage"),
         (
-            lambda job: (
+            lambda spec: [*zero_offload(spec), Op("mine", (), "host")],
+            r"operations \['mine'\] without a stage",
+        ),
+        (
+            lambda spec: (
                 evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "verdict"))
-                for op in zero_offload(job)
+                for op in zero_offload(spec)
             ),
             r"got adam\[\d+\], whose effect leaves the step.*let it read the region verdict",
         ),
         (delayed, "that nothing is updated with.*pass delay_from"),
         (
-            lambda job: (
+            lambda spec: (
                 evolve(op, writes=(*op.writes, MINE)) if op.verb == "global_norm" else op
-                for op in zero_offload(job)
+                for op in zero_offload(spec)
             ),
             r"got mine with the lifetime 'state'",
         ),
@@ -92,7 +95,7 @@ def test_what_is_no_recipe_is_refused() -> None:
 
 def test_with_a_stage_for_it_an_operation_of_ones_own_runs() -> None:
     seen: list[str] = []
-    recipe = lambda job: [*zero_offload(job), Op("mine", (), "host")]  # noqa: E731
+    recipe = lambda spec: [*zero_offload(spec), Op("mine", (), "host")]  # noqa: E731
     program = compiled(recipe, stages={"mine": lambda op, _mem, _step: seen.append(op.name)})
     zfunc.train_step(program, zfunc.init(program), MODELS["odd sizes"]()[1](0))
     assert seen == ["mine"]

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from table import JOBS, Scattered, every_plan, graph_of, graphs, plan_of, plans
+from table import SPECS, Scattered, every_plan, graph_of, graphs, plan_of, plans
 from test_graph import conflicting_pairs
 from zfunc.schedules import Overlapped
 
@@ -305,14 +305,14 @@ def made(given: Any) -> Any:
 def test_whatever_a_schedule_returns_is_a_right_plan_or_a_plan_error(given: Any) -> None:
     plan = "the error"
     with contextlib.suppress(PlanError):
-        plan = make_plan(JOBS["one segment"], lambda _: made(given), lambda _: CHAIN.ops)
+        plan = make_plan(SPECS["one segment"], lambda _: made(given), lambda _: CHAIN.ops)
     assert plan == "the error" or sorted(i for lane in plan.lanes for i in lane.ops) == [0, 1, 2]
 
 
 def test_a_schedule_that_returns_no_plan_is_told_what_to_return() -> None:
     for returned in (None, "plan", {"x": [0]}):
         with pytest.raises(PlanError) as error:
-            make_plan(JOBS["one segment"], lambda _, returned=returned: returned)
+            make_plan(SPECS["one segment"], lambda _, returned=returned: returned)
         assert f"schedule: got {returned!r} from <function" in str(error.value)
         assert "expected a Plan: return zfunc.core.plan.build(graph, lanes)" in str(error.value)
 

@@ -11,7 +11,7 @@ import torch
 import trained
 from attrs import evolve
 from small_models import bits, flats, regression
-from table import chain, in_pairs, job
+from table import chain, in_pairs, spec
 from torch import Tensor, nn
 from trained import injecting, steps
 from zfunc.schedules import Overlapped
@@ -164,7 +164,7 @@ def test_flush_applies_what_waits_once(settings: str) -> None:
     assert flushed.pending is None
     assert flushed.step == state.step
     changed = {name for name, x in after.items() if not torch.equal(x, before[name])}
-    resident = {x.name for b in program.job.resident for x in program.layout.buckets[b].spans}
+    resident = {x.name for b in program.spec.resident for x in program.layout.buckets[b].spans}
     assert changed == after.keys() - resident
     assert zfunc.flush(program, flushed) is flushed
     state, seen = steps(program, flushed, data, 3, 5)
@@ -330,7 +330,7 @@ def test_what_waits_is_not_lost_where_nothing_waits(
 
 
 def test_the_host_works_while_all_of_forward_and_backward_goes_on() -> None:
-    made = job(chain(*[(256, 256)] * 8), bucket_size=256 * 256, barrier=True)
+    made = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256, barrier=True)
     slow = evolve(ROUND, rates={**ROUND.rates, "host": 1e9}, flops=1e7, latency=0.0)
     plain, late = (
         simulate(Overlapped()(Graph(tuple(r(made)))), slow) for r in (zero_offload, steadily_delayed)
@@ -341,7 +341,7 @@ def test_the_host_works_while_all_of_forward_and_backward_goes_on() -> None:
 
 
 def test_the_plan_counts_what_waits() -> None:
-    made = job(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
+    made = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
     numel = made.layout.numel
     plain, late, first = (
         peak_memory(Overlapped()(Graph(tuple(r(made))))) for r in (zero_offload, steadily_delayed, delayed)

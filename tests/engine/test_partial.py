@@ -12,7 +12,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import MODELS, bits
-from table import chain, in_pairs, job, layouts
+from table import chain, in_pairs, layouts, spec
 
 import zfunc
 from zfunc.core.layout import make_layout, resident_buckets
@@ -98,7 +98,7 @@ def test_it_does_what_it_says_at_any_size_of_model_and_bucket(
     program = zfunc.compile(
         segments, offload_ratio=ratio, bucket_size=bucket_size, device="cpu", precision="fp32"
     )
-    assert share_on_host(program.job) == pytest.approx(ratio, abs=1 / 32)
+    assert share_on_host(program.spec) == pytest.approx(ratio, abs=1 / 32)
 
 
 def test_nothing_is_on_the_host_if_nothing_is_to_be() -> None:
@@ -111,7 +111,7 @@ def test_nothing_is_on_the_host_if_nothing_is_to_be() -> None:
 
 def test_what_is_on_the_device_is_planned_there() -> None:
     (half, _), (whole, _) = (compiled("fp32", ratio, "odd sizes", bucket_size=200) for ratio in (0.5, 1.0))
-    kept = sum(half.layout.buckets[b].numel for b in half.job.resident)
+    kept = sum(half.layout.buckets[b].numel for b in half.spec.resident)
     a, b = peak_memory(half.plan), peak_memory(whole.plan)
     assert a["device"].kept - b["device"].kept == 12 * kept
     assert b["host"].kept - a["host"].kept == 12 * kept
@@ -120,7 +120,7 @@ def test_what_is_on_the_device_is_planned_there() -> None:
 def test_it_says_what_is_where(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
         program, _ = compiled("fp32", 0.25)
-    share = f"{100 * share_on_host(program.job):.1f}%"
+    share = f"{100 * share_on_host(program.spec):.1f}%"
     assert f"offload: {share} of the optimizer's state is on the host (asked: 25%)" in caplog.text
 
 
@@ -143,7 +143,7 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
     }
     assert needed[0.0] < needed[1.0]
     program = zfunc.compile(segments, offload_ratio="auto", **options)
-    assert share_on_host(program.job) == 0
+    assert share_on_host(program.spec) == 0
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert state.step == 1
     monkeypatch.setattr(partial, "available_host_bytes", lambda: needed[0.0] // 2)
@@ -185,4 +185,4 @@ def test_any_ratio_loads_what_any_other_saved(moments: str, tmp_path: Path) -> N
 
 def test_a_plan_with_resident_buckets_that_are_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r"resident: got buckets \[7\]"):
-        evolve(job(chain((8, 8))), resident={7})
+        evolve(spec(chain((8, 8))), resident={7})

@@ -9,7 +9,7 @@ import torch
 import trained
 from attrs import evolve
 from small_models import bits
-from table import chain, in_pairs, job
+from table import chain, in_pairs, spec
 from trained import injecting
 from zfunc.schedules import Overlapped
 
@@ -62,7 +62,7 @@ def run(
         state, m = zfunc.train_step(program, state, data(i), **(step or {}))
         seen.append((m.loss, m.grad_norm, m.skipped, m.loss_scale))
         swaps.append(len(before - masters(state)))
-        shadowed = len(program.job.shadowed)
+        shadowed = len(program.spec.shadowed)
         assert m.redone == (0 if m.skipped or swaps[-1] else shadowed)
     return repr(seen), bits(state), swaps
 
@@ -133,7 +133,7 @@ def test_what_is_in_a_shadow_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_shadows() -> None:
     """Of fp32 moments 12 bytes a parameter, and a copy of the new parameters that waits."""
-    made = job(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
+    made = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
     plain, two = (
         peak_memory(Overlapped()(Graph(tuple(zero_offload(evolve(made, shadows=n)))))) for n in (0, 2)
     )
@@ -145,7 +145,7 @@ def test_the_plan_counts_the_shadows() -> None:
 
 def test_it_is_faster_than_to_wait_and_slower_than_not_to_clip() -> None:
     """In simulation, on a host whose Adam takes about as long as backward."""
-    made = job(chain(*[(256, 256)] * 8), bucket_size=256 * 256)
+    made = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256)
     slow = evolve(ROUND, rates={**ROUND.rates, "host": 1e9}, flops=1e7, latency=0.0)
 
     def seconds(**settings: Any) -> float:

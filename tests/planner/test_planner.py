@@ -92,7 +92,7 @@ def test_what_is_said_is_of_the_simulated_step() -> None:
 def test_tflops_count_forward_and_twice_as_much_for_backward() -> None:
     """Of the model alone: recomputing does not make it larger."""
     again, once = planned(recompute="all"), planned(recompute="none")
-    forward = sum(cost.flops for cost in again.step.job.costs)
+    forward = sum(cost.flops for cost in again.step.spec.costs)
     assert again.tflops == pytest.approx(3 * forward / again.step_seconds / 1e12)
     assert again.tflops * again.step_seconds == pytest.approx(once.tflops * once.step_seconds)
     parts = planned(recompute="all", micro_batches=2)
@@ -101,7 +101,7 @@ def test_tflops_count_forward_and_twice_as_much_for_backward() -> None:
 
 def test_many_ranks_need_no_process_group() -> None:
     one, many = (planned(world=n, hardware="h100", precision="auto") for n in (1, 64))
-    assert many.step.job.world == 64
+    assert many.step.spec.world == 64
     assert "reduce_scatter" in {op.verb for op in many.plan.graph}
     assert many.tokens_per_second == pytest.approx(64 * 12 * 16 / many.step_seconds)
     assert one.tokens_per_second == pytest.approx(12 * 16 / one.step_seconds)
@@ -157,7 +157,7 @@ def test_a_model_of_a_trillion_parameters_takes_no_memory(monkeypatch: pytest.Mo
     segments = [zfunc.segment(name, m) for name, m in built]
     tokens = torch.empty(8, 2048, dtype=torch.int64, device="meta")
     p = zfunc.plan(segments, (tokens, tokens), hardware="gh200", world=64, advice=False)
-    assert p.step.job.layout.num_trainable > 1e12
+    assert p.step.spec.layout.num_trainable > 1e12
     assert not p.fits
 
 

@@ -16,7 +16,7 @@ from attrs import evolve
 from forked import played
 from rank_worker import DISAGREE, FEWER, GRADIENTS, RECIPES, SETTINGS, STEPS, WORLDS
 from small_models import MODELS
-from table import JOBS, Scattered
+from table import SPECS, Scattered
 
 import zfunc
 from zfunc.core.plan import PlanError
@@ -144,7 +144,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path: Path) -> None:
 
 
 def test_collectives_on_two_lanes_are_refused() -> None:
-    job = evolve(JOBS["tied barrier"], layout=JOBS["tied accumulated"].layout, world=2)
+    job = evolve(SPECS["tied barrier"], layout=SPECS["tied accumulated"].layout, world=2)
     with pytest.raises(PlanError, match="collectives on the lanes lane"):
         make_plan(job, Scattered())
 

@@ -95,10 +95,10 @@ def test_every_rank_touches_its_part_from_its_seat(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(paging, "_populate", spied)
     pages = map_pages(8 * PAGE)
     plan = FirstTouch(0, 2 * PAGE, 0), FirstTouch(2 * PAGE, 5 * PAGE, 1), FirstTouch(5 * PAGE, 8 * PAGE, 0)
-    seats = NumaSlot(0, frozenset({CPUS[0]})), NumaSlot(1, frozenset({CPUS[-1]}))
-    touch(pages, plan, seats)
+    slots = NumaSlot(0, frozenset({CPUS[0]})), NumaSlot(1, frozenset({CPUS[-1]}))
+    touch(pages, plan, slots)
     assert {(a - pages.address, n, cpus) for a, n, cpus, _ in touched} == {
-        (t.start, t.stop - t.start, seats[t.rank].cpus) for t in plan
+        (t.start, t.stop - t.start, slots[t.rank].cpus) for t in plan
     }
     assert threading.get_ident() not in {thread for *_, thread in touched}
     assert sorted(os.sched_getaffinity(0)) == CPUS  # the caller sits where it sat

@@ -140,14 +140,14 @@ def in_a_thread(run: Any) -> None:
 
 
 @two_cpus
-def test_a_team_takes_its_seats_and_the_kernel_runs_on_them() -> None:
+def test_a_team_takes_its_slots_and_the_kernel_runs_on_them() -> None:
     """Two CPUs stand for two nodes; the sweeps that follow use the bound team, and no others are bound."""
     first, second = CPUS[:2]
-    seats = [NumaSlot(0, frozenset({first})), NumaSlot(1, frozenset({second}))]
+    slots = [NumaSlot(0, frozenset({first})), NumaSlot(1, frozenset({second}))]
     before = affinities()
 
     def lane() -> None:
-        assert teams.bind_team(seats)
+        assert teams.bind_team(slots)
         own = {t: cpus for t, cpus in affinities().items() if t not in before}
         assert own.pop(threading.get_native_id()) == str(first)
         assert list(own.values()) == [str(second)]
@@ -160,8 +160,8 @@ def test_a_team_takes_its_seats_and_the_kernel_runs_on_them() -> None:
 
 
 @two_cpus
-def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute's thread, which is the caller's, keeps its CPUs; a step still has the bits of one without seats."""
+def test_only_the_lane_of_sweeps_takes_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute's thread, which is the caller's, keeps its CPUs; a step still has the bits of one without slots."""
     segments, data = MODELS["odd sizes"]()
     settings: Any = {"device": "cpu", "precision": "fp32", "clip_norm": 1.0}
 
@@ -172,8 +172,8 @@ def test_only_the_lane_of_sweeps_takes_seats(monkeypatch: pytest.MonkeyPatch) ->
 
     plain = trained("Overlapped")
     seated: list[str] = []
-    seats = tuple(NumaSlot(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
-    monkeypatch.setattr(teams, "default_numa_slots", lambda: seats)
+    slots = tuple(NumaSlot(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
+    monkeypatch.setattr(teams, "default_numa_slots", lambda: slots)
     monkeypatch.setattr(teams, "bind_team", lambda _: seated.append(threading.current_thread().name))
     assert torch.equal(trained("Overlapped"), plain)
     assert seated == ["zfunc host"]
@@ -196,7 +196,7 @@ def test_a_runtime_that_cannot_be_asked_is_said(
     assert "not bound to its NUMA nodes" in caplog.text
 
 
-def test_seats_are_decided_once_and_said(
+def test_slots_are_decided_once_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zfunc")

@@ -3,7 +3,7 @@
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
-from table import HARDWARE, JOBS, every_graph, graph_of, graphs, hardware
+from table import HARDWARE, SPECS, every_graph, graph_of, graphs, hardware
 from zfunc.schedules import CriticalPath, Interleaved, Overlapped, Search, Serial
 from zfunc.schedules.critical_path import upward_ranks
 
@@ -43,7 +43,7 @@ def test_so_it_is_on_any_job_and_machine(graph: Graph, on: Hardware) -> None:
 def test_on_some_job_it_is_faster(machine: str) -> None:
     """Or it would only ever give the plain orders back."""
     on, faster = HARDWARE[machine], 0
-    for name in JOBS:
+    for name in SPECS:
         graph = graph_of("zero_offload", name)
         plain = min(simulate(p(graph), on).seconds for p in (Overlapped(), Interleaved()))
         faster += simulate(CriticalPath(on)(graph), on).seconds < plain * 0.999
@@ -97,8 +97,8 @@ def test_a_rank_is_the_longest_chain_from_an_operation_on(graph: Graph) -> None:
 
 @pytest.mark.parametrize("name", ["CriticalPath", "Search"])
 def test_collectives_are_on_one_lane_in_one_order(name: str) -> None:
-    for job in ("tied accumulated", "stage 1", "8 bits"):
-        graph = graph_of("zero_offload", job)
+    for spec in ("tied accumulated", "stage 1", "8 bits"):
+        graph = graph_of("zero_offload", spec)
         once, again = (getattr(schedules, name)()(Graph(graph.ops)) for _ in range(2))
         lanes = [lane.name for lane in once.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
         assert len(lanes) == 1

@@ -8,7 +8,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import JOBS, RECIPES, chain, job, layouts
+from table import RECIPES, SPECS, chain, layouts, spec
 
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
@@ -60,12 +60,12 @@ def with_room(**memory: int) -> Hardware:
 # --- a choice and its step ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", SPECS)
 def test_laid_out_anew_alike_is_the_same_layout(name: str) -> None:
-    layout = JOBS[name].layout
+    layout = SPECS[name].layout
     for size in (64, 128, 1000):
-        once = make_layout(layout.parameters, bucket_size=size, world=JOBS[name].world)
-        assert make_layout(once.parameters, bucket_size=size, world=JOBS[name].world) == once
+        once = make_layout(layout.parameters, bucket_size=size, world=SPECS[name].world)
+        assert make_layout(once.parameters, bucket_size=size, world=SPECS[name].world) == once
         assert (once.numel >= layout.num_trainable, once.segments) == (True, layout.segments)
 
 
@@ -151,7 +151,7 @@ def test_it_holds_whatever_room_there_is(device: int, host: int, barrier: bool, 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_it_searches_any_job(name: str) -> None:
     check_found(
-        JOBS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
+        SPECS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
     )
 
 
@@ -320,7 +320,7 @@ def test_only_what_can_be_set_is_advised() -> None:
 def family(num_layers: int) -> StepSpec:
     """An embedding, so many layers, a head."""
     segments = chain((300, 16), *[(16, 16)] * num_layers, (16, 300))
-    return job(segments, bucket_size=512, recompute=[True] * (num_layers + 2))
+    return spec(segments, bucket_size=512, recompute=[True] * (num_layers + 2))
 
 
 def test_a_stretched_job_is_the_job_of_the_longer_model() -> None:

@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from table import chain, every_plan, job, plan_of, plans
+from table import chain, every_plan, plan_of, plans, spec
 from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op
@@ -96,7 +96,7 @@ def test_svg_arrows_are_the_waits_of_a_short_plan() -> None:
 
 
 def test_svg_of_a_long_plan_stays_usable() -> None:
-    made = job(chain(*[(8, 8)] * 250), bucket_size=64, micro_batches=5)
+    made = spec(chain(*[(8, 8)] * 250), bucket_size=64, micro_batches=5)
     plan = Overlapped()(Graph(tuple(zero_offload(made))))
     assert len(plan.graph) > 10_000 > ARROWS_UP_TO
     picture = svg(simulate(plan), plan=plan)

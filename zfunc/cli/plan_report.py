@@ -72,7 +72,7 @@ def in_flags(advice: Suggestion) -> str:
 
 def _what(answer: PlannedModel) -> Iterator[str]:
     asked, p = answer.asked, answer.planned
-    settings, buckets = p.step.settings, p.step.job.layout.buckets
+    settings, buckets = p.step.settings, p.step.spec.layout.buckets
     if asked.max:
         yield f"the most that fits with these settings: {asked.num_layers} layers"
     ranks = f"{p.world} rank{'s' * (p.world != 1)}"
@@ -87,7 +87,7 @@ def _what(answer: PlannedModel) -> Iterator[str]:
         *(["updates delayed"] if settings.delayed else []),
     ]
     told = (
-        f"plan       {settings.schedule_name}, {len(buckets)} buckets, the largest of {p.step.job.slot_numel:,}; "
+        f"plan       {settings.schedule_name}, {len(buckets)} buckets, the largest of {p.step.spec.slot_numel:,}; "
         f"{settings.micro_batches} micro-batch{'es' * (settings.micro_batches != 1)}, recompute "
         f"{settings.recompute}, moments {settings.moments}{''.join(f', {x}' for x in more)}"
     )

@@ -40,7 +40,7 @@ def plan_model(asked: PlanSettings) -> PlannedModel:
     if asked.max:
         one = CostModel(gpt_segments(evolve(asked, num_layers=1)), _batch(asked), on, asked.world)
         start = search_start(settings)
-        most = max_layers(one.job(start), start, one.hardware(start))
+        most = max_layers(one.spec(start), start, one.hardware(start))
         asked = evolve(asked, num_layers=max(1, most))
     return PlannedModel(
         asked, plan_settings(CostModel(gpt_segments(asked), _batch(asked), on, asked.world), settings)

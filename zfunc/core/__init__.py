@@ -1,16 +1,23 @@
-"""The idea itself, without torch: what a training step is, and when its parts run.
+"""The idea itself, without torch: what a training step is, and in what order its operations run.
 
-    layout, optimizer_state     what is trained, in buckets and shards; what is kept of each parameter
-    settings                    how a step is trained: each setting once
-    dtypes                      the types of elements, with their names in torch, NumPy and safetensors
-    graph, regions, ops         operations that declare what they read and write, and where
-    recipes, decision           the step, in the order of the paper; whether it is applied
-    plan, verifier              lanes and waits; is that right
-    hardware, simulator         what a machine does in a second; how long a plan takes on it
-    memory_model                how much memory a plan needs, and where
-    timeline, critical_path     when operations ran, what bounded the step
+    dtypes            one table of number formats: bytes, and their names elsewhere
+    layout            parameters as spans of one flat buffer; buckets and shards of it
+    optimizer_state   which buffers the optimizer keeps of a parameter, for each format
+    settings          `StepSettings`: every setting of a step, once
+    graph             `Region`, `Op`, `Graph`: who reads and writes what, and the order that follows
+    regions           `StepSpec`; how large each region of a step is, and where it lives
+    ops               one constructor for each operation
+    recipes           a training step as operations, in the paper's order
+    decision          what a step decided: skip it, or clip by what factor
+    plan              lanes and waits, their text form, vector clocks
+    verifier          does a plan keep the serial result
+    hardware          what a machine does in a second
+    simulator         how long a plan takes on it
+    memory_model      how much memory a plan needs, on which tier, and when
+    timeline          when operations ran, simulated or measured
+    bottleneck        what bounded a timeline
 
-A new operation: one method in `ops`, one line in `recipes`, one function in `zfunc.engine.stages`. A new schedule:
-one file in `schedules/`, named in its `__init__`. A new setting: one field in `settings`, and the code where it has
-an effect.
+A new operation: one method in `ops`, one line in `recipes`, one function in `zfunc.engine.stages` and its row in
+`STAGES`. A new setting: one field in `settings`, and the code where it has an effect. A new schedule: one file in
+`schedules/`, named in its `__init__`.
 """

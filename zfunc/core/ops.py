@@ -14,18 +14,18 @@ __all__ = ["OpBuilder", "SegmentCost", "StepSpec"]
 
 @frozen
 class OpBuilder(Regions):
-    """Makes the operations of one job. Method names are the verbs; arguments are their indices."""
+    """Makes the operations of one spec. Method names are the verbs; arguments are their indices."""
 
     def load(self, m: int) -> Op:
         """Bring micro-batch `m` to the device."""
-        nbytes = self.job.costs[0].input_bytes + self.job.target_bytes
+        nbytes = self.spec.costs[0].input_bytes + self.spec.target_bytes
         batch = Region("batch", (m,), nbytes, "host", "value")
         return Op("load", (m,), "h2d", (batch,), (self._input(m, 0), self._targets(m)), nbytes=nbytes)
 
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss. What backward needs is kept or recomputed."""
-        last = s == self.job.num_segments - 1
-        cost = self.job.costs[s]
+        last = s == self.spec.num_segments - 1
+        cost = self.spec.costs[s]
         return Op(
             "forward",
             (m, s),
@@ -38,8 +38,8 @@ class OpBuilder(Regions):
 
     def backward(self, m: int, s: int) -> Op:
         """The pullback of segment `s`. It holds the weights, so it reads them, recomputing or not."""
-        last = s == self.job.num_segments - 1
-        cost, layout = self.job.costs[s], self.job.layout
+        last = s == self.spec.num_segments - 1
+        cost, layout = self.spec.costs[s], self.spec.layout
         above = (self._targets(m),) if last else (self._cotangent(m, s + 1),)
         below = (self._cotangent(m, s),) if s > layout.first_trainable else ()
         grads = (self._grads(m, s),) if layout.buckets_of(s) else ()
@@ -56,37 +56,37 @@ class OpBuilder(Regions):
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:
         """Copy what segment `s` has of bucket `b` into a slot; the first to come clears the rest."""
         into = self._grad_slot(slot)
-        nbytes = 2 * self.job.layout.buckets[b].numel * self.job.element_bytes
+        nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         reads = (self._grads(m, s),) if first else (self._grads(m, s), into)
         return Op("pack", (m, b, s), "compute", reads, (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
         """Add what segment `s` has of bucket `b` to the sum on the device (stage 1)."""
         into = self._grad_slot(b)
-        nbytes = 3 * self.job.layout.buckets[b].numel * self.job.element_bytes
+        nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         return Op("add", (m, b, s), "compute", (self._grads(m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int, slot: int) -> Op:
         """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
         region = self._grad_slot(slot)
-        nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # A rank that refuses the step must not leave others waiting: a collective is before the verdict or after.
         early = self._sends_before_the_verdict(m)
-        reads = (region,) if self.job.barrier or early else (region, self._verdict())
+        reads = (region,) if self.spec.barrier or early else (region, self._verdict())
         writes = (region, self._sent(m, b, d)) if early else (region,)
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
     def square_sum(self, b: int, slot: int | None) -> Op:
         """Sum the squares of a complete bucket while it is on the device: in its slot, or where it was added up."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
-        nbytes = self._shard_bytes(b, self.job.element_bytes) if slot is not None else grad.nbytes
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) if slot is not None else grad.nbytes
         return Op("square_sum", (b,), "compute", (grad,), (self._squares(b),), nbytes=nbytes)
 
     def to_host(self, m: int, b: int, d: int, slot: int, host_slot: int | None) -> Op:
         """Copy a bucket's gradient to pinned memory: into a slot, or where it waits for the norm."""
-        nbytes = self._shard_bytes(b, self.job.element_bytes)
+        nbytes = self._shard_bytes(b, self.spec.element_bytes)
         into = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
-        if self.job.num_deliveries(self.job.layout.buckets[b]) > 1:
+        if self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1:
             return Op("to_host", (m, b, d), "d2h", (self._grad_slot(slot),), (into,), nbytes=nbytes)
         reads = (self._grad_slot(slot), self._squares(b))
         return Op("to_host", (m, b, d), "d2h", reads, (into, self._host_squares(b)), nbytes=nbytes)
@@ -94,14 +94,14 @@ class OpBuilder(Regions):
     def accumulate(self, m: int, b: int, d: int, host_slot: int, *, first: bool) -> Op:
         """Add a delivered gradient to the bucket's fp32 sum, and square the new sum in the same sweep."""
         total, slot = self._waiting(b), self._host_slot(host_slot)
-        nbytes = self._shard_bytes(b, self.job.element_bytes) + (1 if first else 2) * total.nbytes
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self._host_squares(b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, slot: int, *, first: bool) -> Op:
         """Put a delivered gradient where it waits on the device: a copy, or a term of the fp32 sum."""
         into, grad = self._waiting(b), self._grad_slot(slot)
-        nbytes = self._shard_bytes(b, self.job.element_bytes) + (1 if first else 2) * into.nbytes
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * into.nbytes
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def squares_to_host(self, b: int) -> Op:
@@ -110,34 +110,34 @@ class OpBuilder(Regions):
 
     def global_norm(self) -> Op:
         """The norm of the whole gradient, from the squares of every bucket, in a fixed order."""
-        squares = tuple(self._host_squares(b.index) for b in self.job.layout.buckets)
-        kind = "network" if self.job.world > 1 else "host"
+        squares = tuple(self._host_squares(b.index) for b in self.spec.layout.buckets)
+        kind = "network" if self.spec.world > 1 else "host"
         return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
 
     def _losses(self) -> tuple[Region, ...]:
-        return tuple(self._loss(m) for m in range(self.job.micro_batches))
+        return tuple(self._loss(m) for m in range(self.spec.micro_batches))
 
     def mean_loss(self) -> Op:
         """The mean loss over all ranks, so that they decide alike."""
-        nbytes = FP64 * (self.job.world - 1)
+        nbytes = FP64 * (self.spec.world - 1)
         return Op("mean_loss", (), "network", self._losses(), (self._mean_loss(),), nbytes=nbytes)
 
     def decide(self) -> Op:
         """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
-        losses = (self._mean_loss(),) if self.job.world > 1 else self._losses()
-        norm = (self._norm(),) if self.job.barrier else ()
+        losses = (self._mean_loss(),) if self.spec.world > 1 else self._losses()
+        norm = (self._norm(),) if self.spec.barrier else ()
         return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._verdict(),))
 
     def _all_sent(self) -> tuple[Region, ...]:
         """What says that every collective which does not wait for the verdict is over."""
-        early = (m for m in range(self.job.micro_batches) if self._sends_before_the_verdict(m))
-        parts = [(x.index, d) for x in self.job.layout.buckets for d in range(len(x.deliveries))]
+        early = (m for m in range(self.spec.micro_batches) if self._sends_before_the_verdict(m))
+        parts = [(x.index, d) for x in self.spec.layout.buckets for d in range(len(x.deliveries))]
         return tuple(self._sent(m, b, d) for m in early for b, d in parts)
 
     def _sends_before_the_verdict(self, m: int) -> bool:
         """Whether micro-batch `m` sends gradients before the verdict, which is on losses without a barrier."""
-        job = self.job
-        return job.world > 1 and job.stage == 2 and not job.barrier and m < job.micro_batches - 1
+        spec = self.spec
+        return spec.world > 1 and spec.stage == 2 and not spec.barrier and m < spec.micro_batches - 1
 
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one sweep: unscale, clip, Adam, and the copy for the device."""
@@ -174,28 +174,28 @@ class OpBuilder(Regions):
             (self._verdict(), grad, *changed),
             changed,
             nbytes=self._sweep_bytes(b),
-            workspace=self.job.update_workspace,
+            workspace=self.spec.update_workspace,
         )
 
     def _new_copy(self, b: int) -> tuple[Region, ...]:
-        return () if self.job.send_high_half else (self._param_slot(b),)
+        return () if self.spec.send_high_half else (self._param_slot(b),)
 
     def _sweep_bytes(self, b: int) -> int:
         """What an update reads and writes: the state twice, the gradient, and the copy unless it is part of it."""
-        copied = 0 if self.job.send_high_half else self._shard_bytes(b, self.job.element_bytes)
+        copied = 0 if self.spec.send_high_half else self._shard_bytes(b, self.spec.element_bytes)
         return 2 * sum(r.nbytes for r in self._state(b)) + self._waiting(b).nbytes + copied
 
     def to_device(self, b: int) -> Op:
         """Copy the new parameters of bucket `b` (this rank's slice) to the device, if the step counts."""
-        nbytes = self._shard_bytes(b, self.job.element_bytes)
+        nbytes = self._shard_bytes(b, self.spec.element_bytes)
         reads = (self._verdict(), self._copy(b), self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:
         """Exchange the new slices of bucket `b` between the ranks."""
-        nbytes = self._shard_bytes(b, self.job.element_bytes) * (self.job.world - 1)
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # A delayed step decides at its end: whatever it decides then, what came before is whole.
-        reads = (self._params(b), *((self._verdict(),) if self.job.delayed else ()))
+        reads = (self._params(b), *((self._verdict(),) if self.spec.delayed else ()))
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:
@@ -216,8 +216,8 @@ class OpBuilder(Regions):
         The `last` one of a step waits for its verdict: a refused step leaves no checkpoint. It waits for the norm
         too: on the network lane it would hold up all other collectives.
         """
-        written = tuple(self._written(b.index) for b in self.job.layout.buckets)
-        frozen = (self._written_frozen(),) if self.job.layout.frozen else ()
-        kind = "network" if self.job.world > 1 else "disk"
+        written = tuple(self._written(b.index) for b in self.spec.layout.buckets)
+        frozen = (self._written_frozen(),) if self.spec.layout.frozen else ()
+        kind = "network" if self.spec.world > 1 else "disk"
         after = (self._norm(), self._verdict()) if last else ()
         return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (self._published(),))

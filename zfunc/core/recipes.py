@@ -13,129 +13,129 @@ from zfunc.core.layout import Bucket
 from zfunc.core.ops import OpBuilder, StepSpec
 
 
-def zero_offload(job: StepSpec) -> Iterator[Op]:
+def zero_offload(spec: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload: parameters on the device, master weights and Adam on the host.
 
-    Gradients leave the device a bucket at a time, while backward goes on, through `job.grad_slots` slots.
+    Gradients leave the device a bucket at a time, while backward goes on, through `spec.grad_slots` slots.
     With a barrier (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam
     of a bucket follows its gradient at once. On several ranks each reduces, copies, updates and sends back its
-    slice of every bucket: ZeRO's stage 2; with `job.stage` 1 gradients are added up on the device first.
-    With `job.save` a checkpoint is written meanwhile. The buckets in `job.resident` never leave the device.
+    slice of every bucket: ZeRO's stage 2; with `spec.stage` 1 gradients are added up on the device first.
+    With `spec.save` a checkpoint is written meanwhile. The buckets in `spec.resident` never leave the device.
 
-    With a barrier, buckets in `job.shadowed` are updated at once all the same, into shadows: as if nothing were
+    With a barrier, buckets in `spec.shadowed` are updated at once all the same, into shadows: as if nothing were
     clipped or skipped. When that is known, a shadow is swapped in, or the update is done again.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
-    emit = OpBuilder(job)
-    if job.save:
-        yield from _write(job, emit)
-    for m in range(job.micro_batches):
-        last = m == job.micro_batches - 1
-        yield from _forward(job, emit, m)
-        if last and not job.barrier:
+    emit = OpBuilder(spec)
+    if spec.save:
+        yield from _write(spec, emit)
+    for m in range(spec.micro_batches):
+        last = m == spec.micro_batches - 1
+        yield from _forward(spec, emit, m)
+        if last and not spec.barrier:
             yield emit.decide()
-        yield from _backward(job, emit, m, update=last and not job.barrier)
+        yield from _backward(spec, emit, m, update=last and not spec.barrier)
     yield emit.global_norm()
-    if job.barrier:
+    if spec.barrier:
         yield emit.decide()
-        for bucket in reversed(job.layout.buckets):
-            yield from _update(job, emit, bucket.index, None)
-    if job.save:
+        for bucket in reversed(spec.layout.buckets):
+            yield from _update(spec, emit, bucket.index, None)
+    if spec.save:
         yield emit.publish(last=True)
 
 
-def delayed(job: StepSpec) -> Iterator[Op]:
+def delayed(spec: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload with the one-step delayed update: the host applies the gradient of the step before this one.
 
     All of a step's forward and backward is there to hide Adam behind; what waits for backward is only the copy of
     the new parameters. The norm of a gradient is known long before it is applied, so nothing waits for it either.
-    In the first delayed step no gradient waits yet (`job.pending` is False). Buckets in `job.resident` are not
+    In the first delayed step no gradient waits yet (`spec.pending` is False). Buckets in `spec.resident` are not
     delayed.
 
     Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
     """
-    job = evolve(job, delayed=True, barrier=True, shadows=0)
-    emit = OpBuilder(job)
-    if job.save:
-        yield from _write(job, emit)
-    if job.pending:
-        yield from (emit.adam(b, None) for b in reversed(job.offloaded))
-    for m in range(job.micro_batches):
-        yield from _forward(job, emit, m)
-        yield from _backward(job, emit, m, update=False)
-    if job.pending:
-        yield from _send(job, emit)
+    spec = evolve(spec, delayed=True, barrier=True, shadows=0)
+    emit = OpBuilder(spec)
+    if spec.save:
+        yield from _write(spec, emit)
+    if spec.pending:
+        yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
+    for m in range(spec.micro_batches):
+        yield from _forward(spec, emit, m)
+        yield from _backward(spec, emit, m, update=False)
+    if spec.pending:
+        yield from _send(spec, emit)
     yield emit.global_norm()
     yield emit.decide()
-    for b in sorted(job.resident, reverse=True):
-        yield from _update(job, emit, b, None)
-    if job.save:
+    for b in sorted(spec.resident, reverse=True):
+        yield from _update(spec, emit, b, None)
+    if spec.save:
         yield emit.publish(last=True)
 
 
-def flush_recipe(job: StepSpec) -> Iterator[Op]:
+def flush_recipe(spec: StepSpec) -> Iterator[Op]:
     """The end of delayed updates: the gradient that waits is applied, and none does any more."""
-    job = evolve(job, delayed=True)
-    emit = OpBuilder(job)
-    yield from (emit.adam(b, None) for b in reversed(job.offloaded))
-    yield from _send(job, emit)
+    spec = evolve(spec, delayed=True)
+    emit = OpBuilder(spec)
+    yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
+    yield from _send(spec, emit)
 
 
-def checkpoint(job: StepSpec) -> Iterator[Op]:
+def checkpoint(spec: StepSpec) -> Iterator[Op]:
     """A checkpoint by itself, between two steps."""
-    emit = OpBuilder(job)
-    yield from _write(job, emit)
+    emit = OpBuilder(spec)
+    yield from _write(spec, emit)
     yield emit.publish()
 
 
-def _write(job: StepSpec, emit: OpBuilder) -> Iterator[Op]:
+def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """The state as this step found it, in the order in which the step will want to update it."""
-    for bucket in reversed(job.layout.buckets):
+    for bucket in reversed(spec.layout.buckets):
         yield emit.write(bucket.index)
-    if job.layout.frozen:
+    if spec.layout.frozen:
         yield emit.write_frozen()
 
 
-def _forward(job: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
+def _forward(spec: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
     """Forward of micro-batch `m`; after the last one ranks agree on the loss."""
     yield emit.load(m)
-    for s in range(job.num_segments):
+    for s in range(spec.num_segments):
         yield emit.forward(m, s)
-    if m == job.micro_batches - 1 and job.world > 1:
+    if m == spec.micro_batches - 1 and spec.world > 1:
         yield emit.mean_loss()
 
 
-def _backward(job: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Iterator[Op]:
+def _backward(spec: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Iterator[Op]:
     """Backward of micro-batch `m`, each bucket delivered to the host as soon as it is complete.
 
     Slots are dealt round robin. Of a segment's buckets, the one begun above comes first and the one that goes
     on below comes last, so at most one is open at any time and even a single slot is enough.
     """
-    layout = job.layout
+    layout = spec.layout
     slot = m * sum(len(b.deliveries) for b in layout.buckets)
-    for s in reversed(range(layout.first_trainable, job.num_segments)):
+    for s in reversed(range(layout.first_trainable, spec.num_segments)):
         yield emit.backward(m, s)
         parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
         for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
-            if job.stage == 1:
-                yield from _add_up(job, emit, m, b, d, s, update=update)
+            if spec.stage == 1:
+                yield from _add_up(spec, emit, m, b, d, s, update=update)
                 continue
             yield emit.pack(m, b, s, slot, first=s == group[0])
             if s == group[-1]:
-                yield from _deliver(job, emit, m, b, d, slot, update=update)
+                yield from _deliver(spec, emit, m, b, d, slot, update=update)
                 slot += 1
 
 
-def _add_up(job: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
+def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
     """Stage 1: add to the bucket's sum on the device, and deliver it after the last contribution of the step."""
-    deliveries = job.layout.buckets[b].deliveries
+    deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
         yield emit.pack(m, b, s, b, first=s == deliveries[0][0])
     else:
         yield emit.add(m, b, s)
-    if m == job.micro_batches - 1 and s == deliveries[-1][-1]:
-        yield from _deliver(job, emit, m, b, d, b, update=update)
+    if m == spec.micro_batches - 1 and s == deliveries[-1][-1]:
+        yield from _deliver(spec, emit, m, b, d, b, update=update)
 
 
 def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
@@ -144,17 +144,17 @@ def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
 
 
 def _deliver(
-    job: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
+    spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
 ) -> Iterator[Op]:
     """Reduce a bucket, measure it, and send it to where it is updated; add it up there if more are to come."""
-    added = job.num_deliveries(job.layout.buckets[b]) > 1
-    first, complete = not added or (m == 0 and d == 0), _is_last(job, m, b, d)
-    waits = added or job.barrier
-    if job.world > 1:
+    added = spec.num_deliveries(spec.layout.buckets[b]) > 1
+    first, complete = not added or (m == 0 and d == 0), _is_last(spec, m, b, d)
+    waits = added or spec.barrier
+    if spec.world > 1:
         yield emit.reduce_scatter(m, b, d, slot)
     if not added:
         yield emit.square_sum(b, slot)
-    if b in job.resident:
+    if b in spec.resident:
         if waits:
             yield emit.hold(m, b, d, slot, first=first)
         if complete and added:
@@ -162,36 +162,36 @@ def _deliver(
         if complete:
             yield emit.squares_to_host(b)
     else:
-        yield emit.to_host(m, b, d, slot, slot if added or not job.barrier else None)
+        yield emit.to_host(m, b, d, slot, slot if added or not spec.barrier else None)
         if added:
             yield emit.accumulate(m, b, d, slot, first=first)
-    if complete and b in job.shadowed:
+    if complete and b in spec.shadowed:
         yield emit.speculate(b)
     if complete and update:
-        yield from _update(job, emit, b, None if waits else slot)
+        yield from _update(spec, emit, b, None if waits else slot)
 
 
-def _is_last(job: StepSpec, m: int, b: int, d: int) -> bool:
+def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
     """Whether a delivery is the last one of its bucket in this step."""
-    if m < job.micro_batches - 1:
+    if m < spec.micro_batches - 1:
         return False
-    return job.stage == 1 or d == len(job.layout.buckets[b].deliveries) - 1
+    return spec.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
-def _update(job: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
+def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
     """Adam where the state is, and the new parameters to all devices. `slot` has the gradient, unless it waits."""
-    if b in job.resident:
+    if b in spec.resident:
         yield emit.adam_on_device(b, slot)
     else:
-        yield emit.confirm(b) if b in job.shadowed else emit.adam(b, slot)
+        yield emit.confirm(b) if b in spec.shadowed else emit.adam(b, slot)
         yield emit.to_device(b)
-    if job.world > 1:
+    if spec.world > 1:
         yield emit.all_gather(b)
 
 
-def _send(job: StepSpec, emit: OpBuilder) -> Iterator[Op]:
+def _send(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """What the host has updated, to all devices."""
-    for b in reversed(job.offloaded):
+    for b in reversed(spec.offloaded):
         yield emit.to_device(b)
-        if job.world > 1:
+        if spec.world > 1:
             yield emit.all_gather(b)

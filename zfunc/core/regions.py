@@ -1,4 +1,4 @@
-"""What a step touches: the regions of a job, with their sizes and tiers, and the job itself.
+"""What a step touches: the regions of a spec, with their sizes and tiers, and the spec itself.
 
 The invariant: this is the only place that knows how large a region is and where it lives. Which operation touches
 which is in `zfunc.core.ops`.
@@ -136,69 +136,69 @@ class StepSpec:
 
 @frozen
 class Regions:
-    """The regions of one job."""
+    """The regions of one spec."""
 
-    job: StepSpec
+    spec: StepSpec
 
     def _params(self, b: int) -> Region:
-        bucket = self.job.layout.buckets[b]
-        nbytes = bucket.numel * self.job.element_bytes
+        bucket = self.spec.layout.buckets[b]
+        nbytes = bucket.numel * self.spec.element_bytes
         return Region("params", (b,), nbytes, lifetime="state", dtype="compute", role="params")
 
     def _weights(self, s: int) -> tuple[Region, ...]:
         """What segment `s` reads: its buckets, and its frozen parameters."""
-        return tuple(self._params(b) for b in self.job.layout.buckets_of(s)) + self._frozen()
+        return tuple(self._params(b) for b in self.spec.layout.buckets_of(s)) + self._frozen()
 
     def _frozen(self) -> tuple[Region, ...]:
-        layout = self.job.layout
-        nbytes = layout.frozen_numel * self.job.element_bytes + self.job.constant_bytes
+        layout = self.spec.layout
+        nbytes = layout.frozen_numel * self.spec.element_bytes + self.spec.constant_bytes
         if not nbytes and not layout.frozen:
             return ()
         return (Region("frozen", (), nbytes, lifetime="state", dtype="compute", role="params"),)
 
     def _input(self, m: int, s: int) -> Region:
-        return Region("act", (m, s), self.job.costs[s].input_bytes)
+        return Region("act", (m, s), self.spec.costs[s].input_bytes)
 
     def _targets(self, m: int) -> Region:
-        return Region("targets", (m,), self.job.target_bytes)
+        return Region("targets", (m,), self.spec.target_bytes)
 
     def _loss(self, m: int) -> Region:
         return Region("loss", (m,), ALLOCATION, role="loss")
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
-        if self.job.recompute[s] or s < self.job.layout.first_trainable:
+        if self.spec.recompute[s] or s < self.spec.layout.first_trainable:
             return ()
-        return (Region("residuals", (m, s), self.job.costs[s].residual_bytes),)
+        return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
 
     def _cotangent(self, m: int, s: int) -> Region:
-        return Region("grad_act", (m, s), self.job.costs[s].input_bytes)
+        return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)
 
     def _grads(self, m: int, s: int) -> Region:
         """The gradients one backward returns, before they are packed: one segment's, no more."""
-        return Region("grads", (m, s), self.job.grad_bytes(s))
+        return Region("grads", (m, s), self.spec.grad_bytes(s))
 
     def _grad_slot(self, k: int) -> Region:
         """Where a bucket's gradient waits on the device: one of a few slots, or in stage 1 its own."""
-        if self.job.stage == 1:
-            nbytes = self.job.layout.buckets[k].numel * self.job.element_bytes
+        if self.spec.stage == 1:
+            nbytes = self.spec.layout.buckets[k].numel * self.spec.element_bytes
             return self._staging("grad_slot", k, nbytes, "device", role="grad")
-        nbytes = self.job.slot_numel * self.job.element_bytes
-        return self._staging("grad_slot", k % self.job.grad_slots, nbytes, "device", role="grad")
+        nbytes = self.spec.slot_numel * self.spec.element_bytes
+        return self._staging("grad_slot", k % self.spec.grad_slots, nbytes, "device", role="grad")
 
     def _host_slot(self, k: int) -> Region:
-        nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return self._staging("host_slot", k % self.job.host_slots, nbytes, "pinned", role="grad_shard")
+        nbytes = self.spec.slot_numel // self.spec.world * self.spec.element_bytes
+        return self._staging("host_slot", k % self.spec.host_slots, nbytes, "pinned", role="grad_shard")
 
     def _param_slot(self, b: int) -> Region:
         """Where the new parameters of a bucket wait for their copy to the device.
 
         One that waits long has a place of its own: for the verdict, or for backward to be done with the old ones.
         """
-        if self.job.delayed or b in self.job.shadowed:
-            nbytes = self._shard_bytes(b, self.job.element_bytes)
+        if self.spec.delayed or b in self.spec.shadowed:
+            nbytes = self._shard_bytes(b, self.spec.element_bytes)
             return self._staging("param_copy", b, nbytes, "pinned", role="copy")
-        nbytes = self.job.slot_numel // self.job.world * self.job.element_bytes
-        return self._staging("param_slot", b % self.job.host_slots, nbytes, "pinned", role="copy")
+        nbytes = self.spec.slot_numel // self.spec.world * self.spec.element_bytes
+        return self._staging("param_slot", b % self.spec.host_slots, nbytes, "pinned", role="copy")
 
     def _staging(
         self, buffer: str, k: int, nbytes: int, tier: Tier, *, role: Role, dtype: RegionDtype = "compute"
@@ -206,18 +206,18 @@ class Regions:
         return Region(buffer, (k,), nbytes, tier, "program", dtype, role)
 
     def _shard_bytes(self, b: int, element_bytes: int) -> int:
-        return self.job.layout.buckets[b].numel // self.job.world * element_bytes
+        return self.spec.layout.buckets[b].numel // self.spec.world * element_bytes
 
     def _waiting(self, b: int) -> Region:
         """Where the whole gradient of a bucket waits for its update: fp32 where several are added up."""
-        added = self.job.num_deliveries(self.job.layout.buckets[b]) > 1
-        nbytes = self._shard_bytes(b, FP32 if added else self.job.element_bytes)
+        added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
+        nbytes = self._shard_bytes(b, FP32 if added else self.spec.element_bytes)
         dtype = "fp32" if added else "compute"
-        if b in self.job.resident:
+        if b in self.spec.resident:
             buffer = "device_sum" if added else "device_grad"
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
-        lifetime = "state" if self.job.delayed else "program"  # until the next step, or in this one
+        lifetime = "state" if self.spec.delayed else "program"  # until the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def state(self) -> Iterator[Region]:
@@ -225,34 +225,34 @@ class Regions:
 
         What the model keeps beside its frozen parameters is not the State's.
         """
-        layout = self.job.layout
+        layout = self.spec.layout
         for frozen_parameters in self._frozen():
-            yield evolve(frozen_parameters, nbytes=layout.frozen_numel * self.job.element_bytes)
+            yield evolve(frozen_parameters, nbytes=layout.frozen_numel * self.spec.element_bytes)
         for b in range(len(layout.buckets)):
             yield self._params(b)
             yield from self._state(b)
-            if b in self.job.shadowed:
+            if b in self.spec.shadowed:
                 yield from self._shadow(b)
-            if self.job.delayed and b not in self.job.resident:
+            if self.spec.delayed and b not in self.spec.resident:
                 yield self._waiting(b)
 
     def _state(self, b: int) -> tuple[Region, ...]:
         """What is kept of a bucket from step to step; what is sent to the device from where it lies is pinned."""
-        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.job.moments])
+        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.moments])
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """Where the speculated update of a bucket goes."""
         return tuple(evolve(r, buffer=SHADOW + r.buffer, role="shadow") for r in self._state(b))
 
     def _kept(self, b: int, kind: StateBuffer) -> Region:
-        tier: Tier = "pinned" if self.job.send_high_half and kind.name == HIGH_HALF else "host"
-        nbytes = kind.nbytes(self.job.layout.buckets[b].numel // self.job.world)
-        where = "device" if b in self.job.resident else tier
+        tier: Tier = "pinned" if self.spec.send_high_half and kind.name == HIGH_HALF else "host"
+        nbytes = kind.nbytes(self.spec.layout.buckets[b].numel // self.spec.world)
+        where = "device" if b in self.spec.resident else tier
         return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
 
     def _copy(self, b: int) -> Region:
         """The new parameters of a bucket as the device wants them."""
-        if self.job.send_high_half:
+        if self.spec.send_high_half:
             return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
         return self._param_slot(b)
 
@@ -281,14 +281,14 @@ class Regions:
 
     def _saved(self, b: int) -> tuple[Region, ...]:
         """What a checkpoint has of a bucket: its state, and the gradient that is still to be applied."""
-        waits = self.job.pending and b not in self.job.resident
+        waits = self.spec.pending and b not in self.spec.resident
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:
         return Region("written", (b,), sum(r.nbytes for r in self._saved(b)), "disk", "value")
 
     def _written_frozen(self) -> Region:
-        nbytes = self.job.layout.frozen_numel * self.job.element_bytes
+        nbytes = self.spec.layout.frozen_numel * self.spec.element_bytes
         return Region("written_frozen", (), nbytes, "disk", "value")
 
     def _published(self) -> Region:

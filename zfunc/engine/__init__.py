@@ -1,13 +1,25 @@
 """The step: segments become a Program, a State, and stages that the executor runs.
 
-    segment, captured, purity   nn.Module -> pure function; what it closes over; that it has no other state
-    vjp, cost_trace             forward and backward of a segment; its FLOPs and bytes, traced without data
-    compile, jobs, offload_ratio, program   segments and settings -> Program
-    state, weights, init        memory for a State; fp32 weights in and out of it; the first State
-    stage_context, stages, update_stages   what each operation of a recipe does
-    train_step, evaluate, rank_agreement   one step; loss and outputs without one; all ranks make the same call
-    save_load, restore          a State to a checkpoint and back
+    segment                 nn.Module -> pure function
+    closure_facts           the Python values a segment depends on
+    purity                  refuses a segment that has other state
+    vjp                     forward and backward of a segment, with or without recomputation
+    cost_trace              FLOPs and bytes of a segment, traced without data
+    compile                 segments and settings -> Program
+    jobs                    settings -> `StepSpec`
+    offload_ratio           how much of the optimizer's state stays on the device
+    program                 a Program, and its plan once shapes are known
+    state                   `State`, and its memory
+    weights                 fp32 weights into a State and out of it
+    init                    the first State
+    stage_context           what a stage is given
+    stages, update_stages   what each operation of a recipe does; those that update parameters
+    train_step              one step; `flush`
+    evaluate                loss, outputs and parameters without a step
+    rank_agreement          all ranks make the same call
+    save_load               `zfunc.save`, `zfunc.load`
+    restore                 a checkpoint into a State on any number of ranks
 
-A new stage: one function in `stages` for an operation of `zfunc.core.ops`, or a recipe and stages of your own
-(examples/06_add_a_stage.py).
+A new stage: one function in `stages` and its row in `STAGES`; or a recipe and stages of your own, without a change
+here (examples/06_add_a_stage.py).
 """

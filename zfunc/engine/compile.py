@@ -106,21 +106,21 @@ def compile(
         raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
     default_threads()  # decided, and said in the log, before any lane runs
-    job = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=where.type == "cuda")
+    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=where.type == "cuda")
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
-        check_recipe(recipe, job, functions)
-    recipe = recipe or recipe_of(job)
+        check_recipe(recipe, spec, functions)
+    recipe = recipe or recipe_of(spec)
     program = Program(
         segments=segments,
-        calls=_calls(segments, job.layout, settings, where),
-        layout=job.layout,
+        calls=_calls(segments, spec.layout, settings, where),
+        layout=spec.layout,
         settings=settings,
         optimizer=optimizer,
         schedule=schedule,
         device=where,
-        job=job,
-        plan=make_plan(job, schedule, recipe),
+        spec=spec,
+        plan=make_plan(spec, schedule, recipe),
         stages=functions,
         executor=Executor(where, patience=patience),
         cache=ProgramCache(),

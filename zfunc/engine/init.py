@@ -76,7 +76,7 @@ def init(
 def allocated(program: Program, action: str) -> Buffers:
     """Buffers of a State without its values, and the program's own. Raises OutOfMemory before there are any."""
     check_memory(program, peak_memory(program.plan), held={}, action=action)
-    buffers = allocate(program.job, program.dtype, program.device)
+    buffers = allocate(program.spec, program.dtype, program.device)
     staging_buffers(program)
     return buffers
 

@@ -19,7 +19,7 @@ from zfunc.optim.base import Optimizer
 def make_spec(
     segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
 ) -> StepSpec:
-    """The job of one rank of `world`, with costs of 0 until a batch is known."""
+    """The spec of one rank of `world`, with costs of 0 until a batch is known."""
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
     ]
@@ -45,16 +45,16 @@ def make_spec(
     )
 
 
-def check_recipe(recipe: Recipe, job: StepSpec, stages: Collection[str]) -> None:
+def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
     """Raise ValueError unless steps of such a recipe can be run, told of, and saved."""
-    for name, of in (("a step", job), ("a step that saves", evolve(job, save=True))):
+    for name, of in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
         graph = graph_of(recipe, of)
         written = {r.buffer for op in graph for r in op.writes}
         needed = ["verdict", "norm", *(["published"] if of.save else [])]
         if missing := [x for x in needed if x not in written]:
             raise ValueError(
                 f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
-                "decide, global_norm and, with job.save, publish write: keep these operations"
+                "decide, global_norm and, with spec.save, publish write: keep these operations"
             )
         if unknown := sorted({op.verb for op in graph} - set(stages)):
             raise ValueError(

@@ -30,18 +30,18 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     On a CPU the device is the host, and everything stays where it is. Raises OutOfMemory if not even a step without
     any of it fits.
     """
-    job = specialize(program, example).job
+    spec = specialize(program, example).spec
     on_cpu = program.device.type == "cpu"
     there = available_host_bytes() if on_cpu else available_device_bytes(program.device)
 
-    def needed(job: StepSpec) -> int:
-        peaks = peak_memory(make_plan(job, program.schedule, program.recipe))
+    def needed(spec: StepSpec) -> int:
+        peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))
         return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
     room = int(there * (1 - HEADROOM))
 
     def fits(ratio: float) -> bool:
-        return needed(with_ratio(job, ratio)) <= room
+        return needed(with_ratio(spec, ratio)) <= room
 
     # On a CPU less is needed the more stays where it is.
     ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
@@ -52,16 +52,16 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     if "" in told:
         raise OutOfMemory(
             f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, of which {room:,} may be used, "
-            f"expected {needed(job):,} for a step with all of the optimizer's state on the host, on every rank. "
+            f"expected {needed(spec):,} for a step with all of the optimizer's state on the host, on every rank. "
             "Use more micro_batches, or a smaller model"
         )
     ratio = max(map(float, told))
     key = batch_key(program, example)
     _, random = program.cache.costs[key]
-    job = with_ratio(job, ratio)
-    bare = evolve(program.job, resident=job.resident)
+    spec = with_ratio(spec, ratio)
+    bare = evolve(program.spec, resident=spec.resident)
     return evolve(
-        program, job=bare, cache=ProgramCache(costs={key: (job, random)}, reached=program.cache.reached)
+        program, spec=bare, cache=ProgramCache(costs={key: (spec, random)}, reached=program.cache.reached)
     )
 
 
@@ -72,35 +72,35 @@ def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
     return ratios[found] if found < len(ratios) else None
 
 
-def with_ratio(job: StepSpec, offload_ratio: float) -> StepSpec:
-    """The job with that share of its state on the host, in the buckets it has."""
-    return evolve(job, resident=resident_buckets(job.layout, offload_ratio))
+def with_ratio(spec: StepSpec, offload_ratio: float) -> StepSpec:
+    """The spec with that share of its state on the host, in the buckets it has."""
+    return evolve(spec, resident=resident_buckets(spec.layout, offload_ratio))
 
 
-def share_on_host(job: StepSpec) -> float:
+def share_on_host(spec: StepSpec) -> float:
     """The share of the optimizer's state that is on the host, 0 to 1."""
-    return sum(job.layout.buckets[b].numel for b in job.offloaded) / job.layout.numel
+    return sum(spec.layout.buckets[b].numel for b in spec.offloaded) / spec.layout.numel
 
 
 def log_offload(program: Program) -> Program:
     """The program, after a logged line on what is where unless everything is on the host."""
-    job, asked = program.job, program.settings.offload_ratio
-    if job.resident or asked != 1:
+    spec, asked = program.spec, program.settings.offload_ratio
+    if spec.resident or asked != 1:
         log.info(
             "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the "
             "device",
-            100 * share_on_host(job),
+            100 * share_on_host(spec),
             asked if asked == AUTO else f"{100 * asked:g}%",
-            len(job.resident),
-            len(job.layout.buckets),
+            len(spec.resident),
+            len(spec.layout.buckets),
         )
-    if job.shadows and not job.shadowed:
+    if spec.shadows and not spec.shadowed:
         why = (
             "without clipping or fp16 nothing waits for the norm"
-            if job.offloaded
+            if spec.offloaded
             else "nothing is on the host"
         )
         log.info("speculate: %s: there is nothing to speculate on", why)
-    if job.delayed and not job.offloaded:
+    if spec.delayed and not spec.offloaded:
         log.info("delay_from: nothing is on the host, so nothing is delayed")
     return program

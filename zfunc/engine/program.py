@@ -63,7 +63,7 @@ class Program:
     optimizer: Optimizer
     schedule: Schedule
     device: torch.device
-    job: StepSpec = field(repr=False)
+    spec: StepSpec = field(repr=False)
     plan: Plan = field(repr=False)
     stages: dict[str, Stage] = field(repr=False)
     executor: Executor = field(repr=False)
@@ -88,7 +88,7 @@ class Program:
 class ShapedProgram:
     """A program for the shapes of one batch: the plan with real sizes, ready to issue."""
 
-    job: StepSpec
+    spec: StepSpec
     plan: Plan
     prepared: PreparedPlan
     memory: dict[Tier, Peak]
@@ -121,9 +121,9 @@ def check_state(program: Any, state: Any, action: str) -> None:
     state.check(program.identity, action)
 
 
-def make_plan(job: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
+def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
     """Emit the recipe, let the schedule plan it, verify what it says."""
-    graph = graph_of(recipe or recipe_of(job), job)
+    graph = graph_of(recipe or recipe_of(spec), spec)
     plan = schedule(graph)
     if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
@@ -137,7 +137,7 @@ def make_plan(job: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -
             "zfunc.core.plan.build(graph, lanes)"
         )
     networks = [lane.name for lane in plan.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
-    if job.world > 1 and len(networks) > 1:
+    if spec.world > 1 and len(networks) > 1:
         raise PlanError(
             f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks must issue them in "
             "the same order, and two lanes have none. Put every operation of kind 'network' on one lane"
@@ -146,9 +146,9 @@ def make_plan(job: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -
     return plan if plan.graph is graph else evolve(plan, graph=graph)
 
 
-def graph_of(recipe: Recipe, job: StepSpec) -> Graph:
+def graph_of(recipe: Recipe, spec: StepSpec) -> Graph:
     """The operations of a recipe. Raises TypeError or ValueError for a recipe that makes anything else."""
-    ops = recipe(job)
+    ops = recipe(spec)
     if not isinstance(ops, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
             f"recipe: got {ops!r:.200}, expected operations: yield each, or return a list of them"
@@ -161,19 +161,19 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
     return evolve(
         program,
         schedule=schedule,
-        plan=make_plan(program.job, schedule, program.recipe),
+        plan=make_plan(program.spec, schedule, program.recipe),
         cache=ProgramCache(costs=program.cache.costs, reached=program.cache.reached),
     )
 
 
-def recipe_of(job: StepSpec) -> Recipe:
-    """The recipe of a job's steps, once all of them are under way."""
-    return steadily_delayed if job.delayed else zero_offload
+def recipe_of(spec: StepSpec) -> Recipe:
+    """The recipe of a spec's steps, once all of them are under way."""
+    return steadily_delayed if spec.delayed else zero_offload
 
 
-def steadily_delayed(job: StepSpec) -> Iterable[Op]:
+def steadily_delayed(spec: StepSpec) -> Iterable[Op]:
     """A delayed step like most: with a gradient that waits when it begins."""
-    return delayed(evolve(job, pending=True))
+    return delayed(evolve(spec, pending=True))
 
 
 def specialize(
@@ -199,7 +199,7 @@ def specialize(
                 "few (docs/quickstart.md)",
                 SHAPES,
             )
-    job, random = _recent(
+    spec, random = _recent(
         costs,
         key,
         lambda: traced_spec(program, split_batch(batch, program.settings.micro_batches)[0]),
@@ -207,7 +207,7 @@ def specialize(
     )
     made = (key, recipe, save)
     return _recent(
-        cached, made, lambda: plan_recipe(program, evolve(job, save=save), random, recipe), most=2 * SHAPES
+        cached, made, lambda: plan_recipe(program, evolve(spec, save=save), random, recipe), most=2 * SHAPES
     )
 
 
@@ -251,8 +251,8 @@ def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool)
     """What is done with a State without a batch, such as a checkpoint; planned the first time."""
     cached = program.cache.specialized
     if (recipe, pending) not in cached:
-        job = evolve(program.job, pending=pending)
-        cached[recipe, pending] = plan_recipe(program, job, frozenset(), recipe)
+        spec = evolve(program.spec, pending=pending)
+        cached[recipe, pending] = plan_recipe(program, spec, frozenset(), recipe)
     return cached[recipe, pending]
 
 
@@ -285,7 +285,7 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
 def staging_buffers(program: Program) -> dict[Region, Tensor]:
     """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
     if program.cache.staging is None:
-        graphs = [graph_of(recipe, program.job) for recipe in program.recipes]
+        graphs = [graph_of(recipe, program.spec) for recipe in program.recipes]
         own = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
         program.cache.staging = allocate_regions(own, program.dtype, program.device)
     return program.cache.staging
@@ -322,21 +322,21 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
 
 
 def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
-    """The job with the costs of such a micro-batch, and the segments that draw random numbers."""
+    """The spec with the costs of such a micro-batch, and the segments that draw random numbers."""
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
-        _cost(t, size, program.job.grad_bytes(i), call.passes.keeps)
+        _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps)
         for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
-    return evolve(program.job, costs=costs, target_bytes=nbytes(micro[1])), random
+    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def plan_recipe(program: Program, job: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
-    """A job's recipe as the program's schedule plans it."""
-    plan = make_plan(job, program.schedule, recipe)
+def plan_recipe(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
+    """A spec's recipe as the program's schedule plans it."""
+    plan = make_plan(spec, program.schedule, recipe)
     return ShapedProgram(
-        job, plan, prepare_plan(plan, program.stages, program.device), peak_memory(plan), random
+        spec, plan, prepare_plan(plan, program.stages, program.device), peak_memory(plan), random
     )
 
 

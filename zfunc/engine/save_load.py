@@ -74,7 +74,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     waiting = state.buffers.waiting() if state.pending is not None else {}
     content = saving.Snapshot(
         layout=program.layout,
-        moments=program.job.moments,
+        moments=program.spec.moments,
         frozen_dtype=names[program.dtype],
         position=TrainingPosition(
             state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
@@ -110,7 +110,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = all_or_none(ranks, partial(_opened, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
-        fill = partial(loading.fill_state, buffers, program.layout, program.job.moments, checkpoint, ranks)
+        fill = partial(loading.fill_state, buffers, program.layout, program.spec.moments, checkpoint, ranks)
         try:
             all_or_none(ranks, fill)
         except CheckpointError as error:
@@ -156,14 +156,14 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
     """Gradients that wait go where gradients wait, in a type that holds them."""
     if manifest.position.pending is None:
         return
-    layout, job = program.layout, program.job
-    buckets = [layout.buckets[b] for b in job.offloaded] if job.delayed else []
+    layout, spec = program.layout, program.spec
+    buckets = [layout.buckets[b] for b in spec.offloaded] if spec.delayed else []
     here = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
     narrow = {
         x.name
         for bucket in buckets
         for x in bucket.spans
-        if program.settings.precision == "fp16" and job.num_deliveries(bucket) == 1
+        if program.settings.precision == "fp16" and spec.num_deliveries(bucket) == 1
     }
     for name in narrow & manifest.pending:
         piece = manifest.by_name[name].pieces[PENDING][0]

@@ -126,14 +126,14 @@ class State:
             )
 
 
-def allocate(job: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
+def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
-    memory: dict[Region, Any] = {**allocate_regions(Regions(job).state(), dtype, device)}
+    memory: dict[Region, Any] = {**allocate_regions(Regions(spec).state(), dtype, device)}
     for r, flat in memory.items():
         if r.role == "params":
-            start, spans = 0, job.layout.frozen
+            start, spans = 0, spec.layout.frozen
             if r.index:
-                bucket = job.layout.buckets[r.index[0]]
+                bucket = spec.layout.buckets[r.index[0]]
                 start, spans = bucket.start, bucket.spans
             memory[r] = Flat(
                 flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans}

@@ -188,7 +188,7 @@ def _train_step(
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
         sent_bytes=program.ranks.sent - sent,
-        redone=0 if verdict.skip or clipped_nothing else len(special.job.shadowed),
+        redone=0 if verdict.skip or clipped_nothing else len(special.spec.shadowed),
         timeline=ran.timeline if options.trace else None,
         plan=special.plan if options.trace else None,
         saved=mem.get(Region("published")),
@@ -311,7 +311,7 @@ def _dropped(state: State, buffers: Buffers, batch: tuple[Any, Any], program: Pr
 
 def _delays(program: Program, state: State) -> bool:
     """Whether the next step's gradient waits for the step after it; once some do, all do."""
-    if not program.job.offloaded:
+    if not program.spec.offloaded:
         return False
     begun = program.settings.delay_from is not None and state.step + 1 >= program.settings.delay_from
     return begun or state.pending is not None
@@ -321,7 +321,7 @@ def _recipe(program: Program, state: State) -> Recipe:
     if not _delays(program, state):
         return (
             program.recipe
-            if program.settings.delay_from is None or not program.job.offloaded
+            if program.settings.delay_from is None or not program.spec.offloaded
             else zero_offload
         )
     return delayed if state.pending is None else steadily_delayed

@@ -1,15 +1,18 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
-    base                        what a step asks of an optimizer
-    adamw                       AdamW as a value
-    lr, loss_scale              the learning rate of a step; fp16's loss scale
-    host_adam, kernel           the update in host memory, by `zfunc._cpu_adam` (its headers are in `csrc/`)
-    device_adam, device_formats the same update in torch operations
-    compact                     moments in 16 and 8 bits, master weights split in two
-    buffer_checks               shapes, dtypes and overlaps that the kernel relies on
-    reference, compact_reference  the meaning of all of it, in NumPy; the kernel equals it to the bit
+    base                the `Optimizer` protocol: state by name, factors of a step, an update
+    adamw               `AdamW`, as a value
+    lr                  learning rates as functions of the step
+    loss_scale          fp16's loss scale, as a value
+    host_adam           the update in host memory
+    kernel_loader       loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
+    device_adam         the same update in torch operations
+    device_formats      the compact formats in torch operations
+    compact             moments in 16 and 8 bits; master weights split in two halves
+    buffer_checks       shapes, dtypes and overlaps that the kernel relies on
+    adam_reference      the NumPy reference that kernel and device match bit for bit
+    compact_reference   the same for the compact formats
 
-A new optimizer: a value with the methods of `base.Optimizer`, a row in `zfunc.core.optimizer_state`, and a kernel
-if it wants one (as in `tests/engine/test_own_optimizer.py`). A new format of Adam's moments: a row there,
-its reference, its kernel, its device twin.
+A new optimizer: one file here that follows `base.Optimizer`, its row in `zfunc.core.optimizer_state`, and a kernel
+if it wants one. A new format of the moments: a row in that table, its reference, its kernel, its device version.
 """

@@ -52,11 +52,11 @@ def adam_update_(
     """One Adam step over 1-D contiguous host buffers, in place or `into` others, in one sweep.
 
     master, exp_avg, exp_avg_sq: [n] fp32, updated; or compact: a SplitMaster with two [n] bf16 moments, or
-    with [n] uint8 and Codes. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by `grad_scale`
-    (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a split
-    master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at a
-    multiple of 64. into: (master, exp_avg, exp_avg_sq) of the same kinds and sizes; they receive the new state, the
-    same bits as in place, and the first three are read and never written. `step` counts from 1. `threads=None`
+    with [n] uint8 and QuantizedMoment. grad: [n] fp32, bf16 or fp16, read and never written; it is multiplied by
+    `grad_scale` (unscale and clip in one factor). out: [n] bf16, fp16 or fp32, receives the rounded new weights; a
+    split master has its bf16 copy already, `master.high`. Slices of compact buffers have to begin with a block: at
+    a multiple of 64. into: (master, exp_avg, exp_avg_sq) of the same kinds and sizes; they receive the new state,
+    the same bits as in place, and the first three are read and never written. `step` counts from 1. `threads=None`
     takes `default_threads()`; the thread count never changes a bit. The arithmetic is that of
     `adam_reference.reference_update`, between unpacking and packing as in `compact_reference`.
 

@@ -1,12 +1,19 @@
 """Before you run: does a step fit, how long does it take, what bounds it, what would help.
 
-    plan_step                   `zfunc.plan`
-    profile, profile_toml       machines as figures with sources; `profiles/` has those that come with zfunc
-    cost_model, candidate       costs of a traced model under any settings; a setting played through
-    search, search_space        the fastest settings that fit
-    suggestions, max_layers     what would help; the largest model of a family that fits
-    memory_check                the same question before a training starts
-    calibrate, bandwidth, fit_rates, calibrated_profile   this machine, measured, as a profile
+    plan_step            `zfunc.plan`
+    profile              a machine as figures, each with its source
+    profile_toml         the same as a file; `profiles/` has those that come with zfunc
+    cost_model           costs of a traced model under any settings
+    candidate            one choice of settings, simulated
+    search               the fastest settings that fit
+    search_space         which settings are tried
+    suggestions          what would help, each simulated
+    max_layers           the largest model of a family that fits
+    memory_check         refuses, before training starts, a step that does not fit this machine
+    calibrate            measures this machine by training on it
+    bandwidth            measures the host's memory
+    fit_rates            rates and latencies from timed operations
+    calibrated_profile   the measured machine as a profile
 
 A new machine: one file in `profiles/`; `zfunc calibrate` writes one of the machine it runs on.
 """

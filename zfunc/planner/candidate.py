@@ -1,7 +1,7 @@
-"""Settings applied to a job, and the step that comes of it by simulation.
+"""Settings applied to a spec, and the step that comes of it by simulation.
 
-The invariant: equal jobs, settings and hardware give equal steps, on every rank. No torch: what segments cost is in
-the job.
+The invariant: equal specs, settings and hardware give equal steps, on every rank. No torch: what segments cost is
+in the spec.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ class PlannedStep:
     """Settings played through on `hardware`. `lacking` is the bytes there is no room for, by tier."""
 
     settings: StepSettings
-    job: StepSpec
+    spec: StepSpec
     hardware: Hardware
     plan: Plan
     timeline: Timeline
@@ -52,13 +52,13 @@ class PlannedStep:
         return {tier: peak.nbytes for tier, peak in self.peaks.items()}
 
 
-def with_settings(job: StepSpec, settings: StepSettings) -> StepSpec:
-    """`job` in the buckets and slots of the settings, in a step of all that are delayed, if they are.
+def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
+    """`spec` in the buckets and slots of the settings, in a step of all that are delayed, if they are.
 
-    What else there is to set is in the job: its costs depend on it.
+    What else there is to set is in the spec: its costs depend on it.
     """
-    layout = lay_out(job.layout.parameters, settings, job.world)
-    return evolve(job, **in_buckets(layout, settings), pending=settings.delayed)
+    layout = lay_out(spec.layout.parameters, settings, spec.world)
+    return evolve(spec, **in_buckets(layout, settings), pending=settings.delayed)
 
 
 def with_changes(settings: StepSettings, **changes: Any) -> StepSettings:
@@ -72,25 +72,25 @@ def with_changes(settings: StepSettings, **changes: Any) -> StepSettings:
     return settings_with(settings, changes)
 
 
-def operations_of(job: StepSpec, settings: StepSettings) -> Graph:
+def operations_of(spec: StepSpec, settings: StepSettings) -> Graph:
     """The operations of the step; of a delayed one, of a step with a gradient that waits."""
     recipe: Callable[[StepSpec], Iterator[Op]] = delayed if settings.delayed else zero_offload
-    return Graph(tuple(recipe(with_settings(job, settings))))
+    return Graph(tuple(recipe(with_settings(spec, settings))))
 
 
 def simulate_choice(
-    job: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
+    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
 ) -> PlannedStep:
-    """The step that `settings` make of `job`, on `hardware`. `graph` is what `operations_of` gives, where it is at
+    """The step that `settings` make of `spec`, on `hardware`. `graph` is what `operations_of` gives, where it is at
     hand.
 
     Raises PlanError for a schedule whose plan is wrong.
     """
-    plan = verify(make_schedule(settings.schedule, hardware)(graph or operations_of(job, settings)))
+    plan = verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
     peaks = peak_memory(plan)
     lacking = hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()})
     return PlannedStep(
-        settings, with_settings(job, settings), hardware, plan, simulate(plan, hardware), peaks, lacking
+        settings, with_settings(spec, settings), hardware, plan, simulate(plan, hardware), peaks, lacking
     )
 
 

@@ -72,25 +72,25 @@ class CostModel:
 
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
-        return simulate_choice(self.job(settings), settings, self.hardware(settings))
+        return simulate_choice(self.spec(settings), settings, self.hardware(settings))
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
         """The best settings from these on."""
-        return search(self.job(settings), self.hardware(settings), settings, space)
+        return search(self.spec(settings), self.hardware(settings), settings, space)
 
-    def job(self, settings: StepSettings) -> StepSpec:
-        """The job of these settings, with what its segments cost."""
+    def spec(self, settings: StepSettings) -> StepSpec:
+        """The spec of these settings, with what its segments cost."""
         program = self._program(settings)  # which also checks the segments
         on_gpu = not self.hardware(settings).unified
-        job = make_spec(
+        spec = make_spec(
             program.segments, AdamW(moments=settings.moments), settings, world=self.world, on_gpu=on_gpu
         )
         key = settings.precision, settings.micro_batches, *_way(settings)
         if key not in self.costs:
-            like = evolve(program, settings=settings, job=job, cache=ProgramCache())
+            like = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
             self.costs[key] = traced_spec(like, split_batch(self.example, settings.micro_batches)[0])[0]
         traced = self.costs[key]
-        return evolve(job, costs=traced.costs, target_bytes=traced.target_bytes)
+        return evolve(spec, costs=traced.costs, target_bytes=traced.target_bytes)
 
     def _program(self, settings: StepSettings) -> Program:
         """The segments compiled for one way of recomputing: what a trace of any batch begins with."""

@@ -143,7 +143,7 @@ def fit_line(points: Sequence[tuple[int, float]]) -> LatencyBandwidth:
     """The line through (bytes, seconds) with the least squared relative error, latency and rate not negative.
 
     >>> fit_line([(1_000, 3e-6), (9_000, 11e-6)])
-    Line(latency=2e-06, rate=1000000000.0)
+    LatencyBandwidth(latency=2e-06, rate=1000000000.0)
     """
     weights = [1 / seconds**2 for _, seconds in points]
     total = sum(weights)

@@ -17,15 +17,15 @@ from zfunc.planner.candidate import simulate_choice
 MOST = 400  # middle segments that are planned; each takes operations and time
 
 
-def max_layers(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
-    """How many middle segments fit, under `settings`, if `job` is of a model with one. 0 if not even that does.
+def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
+    """How many middle segments fit, under `settings`, if `spec` is of a model with one. 0 if not even that does.
 
     Raises ValueError if more than MOST do.
     """
     low, high = 0, MOST + 1  # low fits; high does not, or is beyond what is planned
-    probe, stride = min(MOST, _guess(job, settings, hardware)), 1
+    probe, stride = min(MOST, _guess(spec, settings, hardware)), 1
     while high - low > 1:
-        if simulate_choice(with_layers(job, probe), settings, hardware).fits:
+        if simulate_choice(with_layers(spec, probe), settings, hardware).fits:
             low, probe = probe, probe + stride
         else:
             high, probe = probe, probe - stride
@@ -38,9 +38,9 @@ def max_layers(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int
     return low
 
 
-def _guess(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
+def _guess(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
     """By how memory grows from a few segments to a few more: it is nearly a line."""
-    few, more = (simulate_choice(with_layers(job, count), settings, hardware) for count in (4, 8))
+    few, more = (simulate_choice(with_layers(spec, count), settings, hardware) for count in (4, 8))
     best = float(MOST + 1)
     for tier, there in hardware.memory.items():
         empty = evolve(
@@ -52,21 +52,21 @@ def _guess(job: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
     return max(1, math.floor(best))
 
 
-def with_layers(job: StepSpec, count: int) -> StepSpec:
-    """`job`, of a first segment, one in the middle and a last, with `count` of the middle one.
+def with_layers(spec: StepSpec, count: int) -> StepSpec:
+    """`spec`, of a first segment, one in the middle and a last, with `count` of the middle one.
 
     >>> from zfunc.core.ops import SegmentCost
     >>> parameters = [[Parameter("in.w", (64,))], [Parameter("mid0.w", (64,))], [Parameter("out.w", (64,))]]
     >>> costs = [SegmentCost(flops=n) for n in (1, 2, 3)]
-    >>> job = StepSpec(make_layout(parameters, bucket_size=64), costs, [True] * 3)
-    >>> [cost.flops for cost in with_layers(job, 3).costs], len(with_layers(job, 3).layout.buckets)
+    >>> spec = StepSpec(make_layout(parameters, bucket_size=64), costs, [True] * 3)
+    >>> [cost.flops for cost in with_layers(spec, 3).costs], len(with_layers(spec, 3).layout.buckets)
     ([1, 2, 2, 2, 3], 5)
     """
-    first, middle, last = job.costs
-    again = job.recompute
+    first, middle, last = spec.costs
+    again = spec.recompute
     return evolve(
-        job,
-        layout=_longer(job.layout, count, job.slot_numel, job.world),
+        spec,
+        layout=_longer(spec.layout, count, spec.slot_numel, spec.world),
         costs=(first, *[middle] * count, last),
         recompute=(again[0], *[again[1]] * count, again[2]),
     )

@@ -48,7 +48,7 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
 
 def _settings(program: Program) -> StepSettings:
     """What a program was compiled with; of its state on the host, what that came to."""
-    ratio = share_on_host(program.job) if program.job.resident else 1.0
+    ratio = share_on_host(program.spec) if program.spec.resident else 1.0
     return evolve(program.settings, schedule=program.schedule, offload_ratio=ratio)
 
 

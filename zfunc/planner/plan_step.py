@@ -70,7 +70,7 @@ class Planned:
 
         What backward computes again is not counted.
         """
-        forward = sum(cost.flops for cost in self.step.job.costs) * self.step.settings.micro_batches
+        forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         return 3 * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
 
     @property

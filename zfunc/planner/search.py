@@ -53,9 +53,9 @@ class SearchResult:
 
 
 def search(
-    job: StepSpec, hardware: Hardware, start: StepSettings | None = None, space: SearchSpace | None = None
+    spec: StepSpec, hardware: Hardware, start: StepSettings | None = None, space: SearchSpace | None = None
 ) -> SearchResult:
-    """The fastest step of `job` on `hardware` that fits its memory; if none does, the one that lacks least.
+    """The fastest step of `spec` on `hardware` that fits its memory; if none does, the one that lacks least.
 
     Varies what `space` allows, from `start` on, whose values stay where others gain nothing. Takes seconds for a
     model of 50 layers.
@@ -65,12 +65,12 @@ def search(
     >>> from zfunc.core.layout import Parameter, make_layout
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
-    >>> job = StepSpec(layout, costs, [False] * 8, barrier=True)
-    >>> search(job, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
+    >>> spec = StepSpec(layout, costs, [False] * 8, barrier=True)
+    >>> search(spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
     """
-    first = simulate_choice(job, start or StepSettings(), hardware)
-    walk = _Walk(job, hardware, space or SearchSpace(), first)
+    first = simulate_choice(spec, start or StepSettings(), hardware)
+    walk = _Walk(spec, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
         for alternatives in COORDINATES:
@@ -87,7 +87,7 @@ def search(
 class _Walk:
     """A search under way: the best step up to now, the fastest that fits, and what has been seen."""
 
-    job: StepSpec
+    spec: StepSpec
     hardware: Hardware
     space: SearchSpace
     first: PlannedStep
@@ -121,7 +121,7 @@ class _Walk:
             self._simulate(settings, graph)
 
     def _simulate(self, settings: StepSettings, graph: Graph) -> PlannedStep:
-        made = self.seen[settings] = simulate_choice(self.job, settings, self.hardware, graph)
+        made = self.seen[settings] = simulate_choice(self.spec, settings, self.hardware, graph)
         self._note(made, f"{_change(settings, self.best.settings)}: {gains_and_costs(made, self.best)}")
         if _better(made, self.best):
             self.best = made
@@ -137,7 +137,7 @@ class _Walk:
         """The operations of `settings`; the schedule does not matter to them."""
         plain = evolve(settings, schedule="")
         if self.last is None or self.last[0] != plain:
-            self.last = plain, operations_of(self.job, settings)
+            self.last = plain, operations_of(self.spec, settings)
         return self.last[1]
 
     def simulated(self, settings: StepSettings) -> PlannedStep:
@@ -154,7 +154,7 @@ class _Walk:
 
     def count_shadows(self) -> None:
         """Buckets that stay on the device are not speculated on: say how many are."""
-        most = len(self.best.job.offloaded)
+        most = len(self.best.spec.offloaded)
         if self.best.settings.speculate > most:
             self.best = self.simulated(evolve(self.best.settings, speculate=most))
 

@@ -43,8 +43,8 @@ def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[
 
 
 def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.job.barrier and not best.settings.delayed:
-        count = len(best.job.offloaded)
+    if best.spec.barrier and not best.settings.delayed:
+        count = len(best.spec.offloaded)
         for share in space.speculate:
             yield evolve(best.settings, speculate=round(share * count))
 
@@ -70,7 +70,7 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     if there is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        persistent_bytes(operations_of(best.job, evolve(best.settings, offload_ratio=ratio)))["device"]
+        persistent_bytes(operations_of(best.spec, evolve(best.settings, offload_ratio=ratio)))["device"]
         for ratio in (0.0, 1.0)
     )
     free = there - best.memory["device"] + persistent_bytes(best.plan.graph)["device"] - least
@@ -85,7 +85,7 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
     for size in sizes:
         if (cuts := _cuts(best, size)) not in known:
             known.add(cuts)
-            count = len(best.job.layout.buckets)
+            count = len(best.spec.layout.buckets)
             yield evolve(
                 best.settings, bucket_size=size, speculate=round(best.settings.speculate * len(cuts) / count)
             )
@@ -93,7 +93,7 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
 
 def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     """Where buckets of that size end: two sizes that cut alike are one."""
-    layout = make_layout(best.job.layout.parameters, bucket_size=bucket_size, world=best.job.world)
+    layout = make_layout(best.spec.layout.parameters, bucket_size=bucket_size, world=best.spec.world)
     return tuple(b.stop for b in layout.buckets)
 
 
@@ -103,7 +103,7 @@ def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
 
 
 def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.job.stage == 2:  # in stage 1 every bucket has its own
+    if best.spec.stage == 2:  # in stage 1 every bucket has its own
         for count in _beside(space.grad_slots, best.settings.grad_slots):
             yield evolve(best.settings, grad_slots=count)
 

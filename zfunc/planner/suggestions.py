@@ -196,8 +196,8 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         yield {"recompute": "min-cut"}
     fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
-    if step.job.barrier and not settings.delayed and settings.speculate < len(step.job.offloaded):
-        yield {"speculate": len(step.job.offloaded)}
+    if step.spec.barrier and not settings.delayed and settings.speculate < len(step.spec.offloaded):
+        yield {"speculate": len(step.spec.offloaded)}
     yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments][-1:])
     yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
     yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)

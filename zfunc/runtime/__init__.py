@@ -1,14 +1,20 @@
 """The machine: it runs a plan here, and knows no layer and no optimizer.
 
-executor                    a plan's lanes as threads and streams
-access_guard                debug mode: operations touch only the regions they declare
-fault_injection             failures on purpose
-rng                         random numbers as a function of key, pass and draw
-cpu_topology, numa          cores, quotas, caches and NUMA nodes, from /proc and /sys
-thread_budget, thread_pinning  how many threads a sweep gets, and on which cores
-host_memory, host_pages     how much memory is free; huge, pinned, first-touched buffers
-torch_dtypes                the types of elements as torch has them
-collectives                 the ranks that train together
-failure_detection           which rank is gone
-launch, rendezvous          joining the ranks that torchrun started
+    executor            a plan's lanes as threads and streams
+    access_guard        debug mode: operations touch only the regions they declare
+    fault_injection     failures on purpose, at a rank, step and operation
+    rng                 random numbers as a function of key, pass and draw
+    cpu_topology        cores, quotas, caches and NUMA nodes, from /proc and /sys
+    numa                which thread sweeps, and first touches, which pages, on which node
+    thread_budget       how many OpenMP threads the host kernel gets
+    team_binding        binds a team of OpenMP threads to its NUMA nodes
+    host_memory         how much memory is free; allocates and pins host buffers
+    host_pages          maps huge pages, and touches them first
+    torch_dtypes        torch's names for `core.dtypes`
+    collectives         the ranks that train together, their collectives, and noticing that one failed
+    failure_detection   which ranks are missing, once a collective has failed
+    launch              joins the ranks that torchrun started
+    rendezvous          a store that no process of an earlier attempt can reach
+
+The executor looks a stage up by its operation's verb; which verbs there are is the recipe's business.
 """

@@ -165,10 +165,12 @@ class RankGroup:
                 )
         return [n for n, _ in sizes.tolist()]
 
-    def agree(self, call: str, what: str = "", hint: str = "", text: Callable[[], str] | None = None) -> None:
-        """Raise RankError, on every rank, unless all are in the same `call` with the same `told`.
+    def agree(
+        self, call: str, what: str = "", compared: str = "", text: Callable[[], str] | None = None
+    ) -> None:
+        """Raise RankError, on every rank, unless all are in the same `call` with the same `compared`.
 
-        One number is compared; only if it differs are texts exchanged: `text()`, or else `told`. `what` is what
+        One number is compared; only if it differs are texts exchanged: `text()`, or else `compared`. `what` is what
         these are about.
         """
         if self.world == 1:
@@ -177,10 +179,10 @@ class RankGroup:
             raise RankError(
                 f"{call}: got ranks that are out of step, because {self.broken}; start all of them again"
             )
-        digest = hashlib.blake2b(f"{call}\n{hint}".encode()).hexdigest()
+        digest = hashlib.blake2b(f"{call}\n{compared}".encode()).hexdigest()
         if not self.same(int(digest[:15], 16)):
             self._same_call(call)
-            self.disagree(what, digest, text() if text else hint)
+            self.disagree(what, digest, text() if text else compared)
 
     def _same_call(self, call: str) -> None:
         """Raise RankError, which says where each rank is, unless all are in the same call."""

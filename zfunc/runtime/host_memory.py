@@ -52,9 +52,9 @@ def alloc_host(
     nbytes = numel * dtype.itemsize
     if not numel or (nbytes < PAGE and not pinned):
         return torch.zeros(numel, dtype=dtype, device="cpu")
-    pages, seats = map_pages(nbytes), default_numa_slots()
+    pages, slots = map_pages(nbytes), default_numa_slots()
     threads = default_threads()
-    touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), seats)
+    touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), slots)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
     if pinned:
         _pin(pages)

@@ -58,20 +58,20 @@ def map_pages(nbytes: int) -> HostPages:
     return pages
 
 
-def touch(pages: HostPages, touches: Sequence[FirstTouch], seats: Sequence[NumaSlot] = ()) -> None:
-    """Give every page its physical memory, each rank's from a thread of its own, on its seat if it has one.
+def touch(pages: HostPages, touches: Sequence[FirstTouch], slots: Sequence[NumaSlot] = ()) -> None:
+    """Give every page its physical memory, each rank's from a thread of its own, on its slot if it has one.
 
     Raises MemoryError where there is no room. The caller's thread stays where it is.
     """
     base = pages.address
-    if not seats and len(pages) < PARALLEL_MIN:
+    if not slots and len(pages) < PARALLEL_MIN:
         _populate(base, len(pages))
         return
     ranks = [list(group) for _, group in groupby(sorted(touches, key=_rank), key=_rank)]
 
     def touch_rank(mine: list[FirstTouch]) -> None:
-        if seats:
-            os.sched_setaffinity(0, seats[mine[0].rank].cpus)  # 0 is the thread that calls
+        if slots:
+            os.sched_setaffinity(0, slots[mine[0].rank].cpus)  # 0 is the thread that calls
         for one in mine:
             _populate(base + one.start, one.stop - one.start)
 

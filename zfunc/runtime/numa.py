@@ -43,23 +43,23 @@ def numa_slots(
     ranks: int = 1,
     cores: Callable[[frozenset[int]], int] = len,
 ) -> tuple[NumaSlot, ...]:
-    """A seat for each of this rank's `threads`; () where `cpus` lie on one node, and nothing has to be bound.
+    """A slot for each of this rank's `threads`; () where `cpus` lie on one node, and nothing has to be bound.
 
     The threads of all local ranks, in order, are spread over the nodes in order, in proportion to their `cores`. So
     the ranks of a process group share as few nodes as can be.
 
     >>> two = NumaNode(0, frozenset({0, 1})), NumaNode(1, frozenset({2, 3}))
-    >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=4)]
+    >>> [slot.node for slot in numa_slots(two, frozenset(range(4)), threads=4)]
     [0, 0, 1, 1]
-    >>> [seat.node for seat in numa_slots(two, frozenset(range(4)), threads=2, rank=1, ranks=2)]
+    >>> [slot.node for slot in numa_slots(two, frozenset(range(4)), threads=2, rank=1, ranks=2)]
     [1, 1]
     """
     usable = [NumaSlot(n.index, n.cpus & cpus) for n in nodes if n.cpus & cpus]
     if len(usable) < 2:
         return ()
-    chairs = [seat for seat in usable for _ in range(cores(seat.cpus))]
+    per_core = [slot for slot in usable for _ in range(cores(slot.cpus))]
     first, every = rank % ranks * threads, ranks * threads
-    return tuple(chairs[(first + r) * len(chairs) // every] for r in range(threads))
+    return tuple(per_core[(first + r) * len(per_core) // every] for r in range(threads))
 
 
 def first_touches(

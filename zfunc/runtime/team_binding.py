@@ -1,4 +1,4 @@
-"""The OpenMP team of a lane's thread, put on its seats.
+"""The OpenMP team of a lane's thread, bound to its NUMA slots.
 
 OpenMP keeps one team for each thread that opens parallel regions, and a new member runs where that thread does. A
 lane's thread belongs to zfunc, so its team may be bound; the caller's thread and its team never are.
@@ -17,18 +17,18 @@ from zfunc.runtime.numa import NumaSlot
 from zfunc.runtime.thread_budget import default_numa_slots
 
 log = logging.getLogger("zfunc")
-_seated = threading.local()
+_bound = threading.local()
 
 
 def bind_default_team() -> None:
-    """Put the team of the calling thread on `default_seats`, the first time this thread asks for it."""
-    if default_numa_slots() and not getattr(_seated, "done", False):
-        _seated.done = True
+    """Put the team of the calling thread on `default_numa_slots`, the first time this thread asks for it."""
+    if default_numa_slots() and not getattr(_bound, "done", False):
+        _bound.done = True
         bind_team(default_numa_slots())
 
 
-def bind_team(seats: Sequence[NumaSlot]) -> bool:
-    """Bind thread r of the calling thread's team of `len(seats)` to `seats[r]`; whether that was possible.
+def bind_team(slots: Sequence[NumaSlot]) -> bool:
+    """Bind thread r of the calling thread's team of `len(slots)` to `slots[r]`; whether that was possible.
 
     It opens a parallel region of the runtime the kernel uses, found by the symbols the kernel is bound to.
     """
@@ -43,7 +43,7 @@ def bind_team(seats: Sequence[NumaSlot]) -> bool:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def bind(_: Any) -> None:
-        os.sched_setaffinity(0, seats[rank_of()].cpus)  # 0 is the thread that calls
+        os.sched_setaffinity(0, slots[rank_of()].cpus)  # 0 is the thread that calls
 
-    parallel(bind, None, ctypes.c_uint(len(seats)), ctypes.c_uint(0))
+    parallel(bind, None, ctypes.c_uint(len(slots)), ctypes.c_uint(0))
     return True

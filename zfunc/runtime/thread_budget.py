@@ -105,7 +105,7 @@ def default_numa_slots() -> tuple[NumaSlot, ...]:
     place = partial(numa_slots, numa_nodes(), allowed_cpus(), cores=physical_cores)
     chosen = place(threads=default_threads(), rank=rank, ranks=ranks)
     if chosen:
-        count = {seat.node: sum(x.node == seat.node for x in chosen) for seat in chosen}
+        count = {slot.node: sum(x.node == slot.node for x in chosen) for slot in chosen}
         log.info("host Adam on NUMA nodes: %s", ", ".join(f"{k} on node {n}" for n, k in count.items()))
     return chosen
 

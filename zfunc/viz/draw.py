@@ -1,4 +1,4 @@
-"""What a step looks like: as text for a terminal, as SVG for a page, as a trace for Perfetto.
+"""What a step looks like: as text for a terminal, as SVG for a page.
 
 A simulated and a measured step look the same but for the source in the heading. Several timelines share one time
 axis, and the rows of a lane stand together. Colours are those of `zfunc.viz.legend`.

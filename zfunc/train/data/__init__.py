@@ -1,7 +1,11 @@
 """Data: files become a corpus of tokens, and a position in training becomes a batch.
 
-corpus, batches             one memory map and its windows; the rows of a rank
-documents, arrow_dataset    text, JSONL and JSON records; folders that Hugging Face datasets wrote
-tokenizer                   a local tokenizer.json
-packing                     documents as one file of tokens, made once and kept
+    corpus          a memory-mapped file of tokens, and the batch at a position
+    batches         a rank's rows of it
+    documents       text, JSONL and JSON records
+    arrow_dataset   folders that Hugging Face datasets wrote
+    tokenizer       a local tokenizer.json
+    packing         documents as one file of tokens, made once and kept
+
+A batch is a pure function of seed and position: nothing is iterated, so a resume needs one integer.
 """
