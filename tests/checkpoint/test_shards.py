@@ -16,9 +16,10 @@ from saved import content
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.checksums import combine, cut
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, read_shape
 from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.checkpoint.shard_writer import create_shard
+from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.errors import CheckpointError
 
 TENSORS = (
@@ -304,3 +305,14 @@ def test_what_cannot_be_a_shard_says_why(
 def test_what_cannot_be_a_tensor_says_so(stored: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         TensorInfo(*stored)
+
+
+@pytest.mark.parametrize("shape", [(1,) * 64, (0,) * 64, (1 << 57,), (0, 1 << 57)])
+def test_a_shape_may_have_64_dimensions_and_sizes_of_64_bits(shape: tuple[int, ...]) -> None:
+    assert read_shape(JsonNode(list(shape), "shape")) == shape
+
+
+@pytest.mark.parametrize("shape", [(1,) * 65, (1 << 60,), (0, 1 << 60)])
+def test_a_larger_shape_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CheckpointError, match="expected at most 64 dimensions"):
+        read_shape(JsonNode(list(shape), "shape"))

@@ -495,3 +495,16 @@ def test_what_only_lasts_for_the_updates_there_are_is_saved_after_the_last(tmp_p
     kept = zfunc.save(tmp_path, program, state)
     optimizer = json.loads((kept / "manifest.json").read_text())["optimizer"]
     assert (optimizer["lr"], optimizer["betas"]) == (2e-3, [0.8, 0.99])
+
+
+def test_a_slice_is_read_in_parts_into_another_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that begins inside a parameter, as a rank's does."""
+    monkeypatch.setattr(loading, "PART", 64)
+    program, _ = compiled("odd sizes", precision="fp32")
+    path = zfunc.save(tmp_path, program, zfunc.init(program, seed=5))
+    wanted = loading.WantedSlice("master", "back.weight", 30, 200)
+    straight, converted = torch.zeros(170), torch.zeros(170, dtype=torch.float64)
+    with loading.CheckpointFiles(open_checkpoint(path)) as files:
+        files.fill([(wanted, straight), (wanted, converted)])
+    assert straight.count_nonzero() > 100
+    assert torch.equal(converted, straight.double())
