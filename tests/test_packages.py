@@ -86,6 +86,17 @@ def test_imports_go_down_only(module: str) -> None:
             )
 
 
+def test_no_class_or_public_function_has_the_name_of_another() -> None:
+    """But for stages, which have the names of their verbs."""
+    homes: dict[str, list[str]] = {}
+    for module, path in MODULES.items():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(module)
+    stages = ("engine.stages", "engine.update_stages")
+    assert not {name: x for name, x in homes.items() if len(x) > 1 and not set(x) & set(stages)}
+
+
 def test_there_are_no_cycles() -> None:
     TopologicalSorter({module: imported(module) - {INDEX} for module in MODULES}).prepare()
 
