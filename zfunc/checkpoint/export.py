@@ -60,8 +60,8 @@ class ExportedWeights:
 def export_weights(source: Path, out: Path, *, dtype: DType = "fp32") -> ExportedWeights:
     """Write the weights of a checkpoint, each parameter by its full name and in its shape, as a new file.
 
-    `source` is a checkpoint, a folder of them or a run, found by `checkpoints.locate`. It has to stay there
-    meanwhile: a training that goes on deletes the oldest. `out` is a new file whose name ends in .safetensors.
+    `source` is a checkpoint, a folder of them or a run, found by `directory.locate_checkpoint`. It has to stay
+    there: a training that goes on deletes the oldest. `out` is a new file whose name ends in .safetensors.
 
     "fp32" gives the master weights, exactly. The others are rounded to nearest, ties to even; NaN stays NaN. That
     is the copy the device computes with, bit by bit, but for "bf16" of a checkpoint with compact moments: there

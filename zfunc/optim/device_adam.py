@@ -21,7 +21,7 @@ from torch import Tensor
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, Moments
 from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
-from zfunc.optim.buffer_checks import check_disjoint, checked_step, refuse
+from zfunc.optim.buffer_checks import check_disjoint, refuse
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
 from zfunc.optim.compact_reference import BLOCK
 from zfunc.optim.device_formats import (
@@ -35,7 +35,7 @@ from zfunc.optim.device_formats import (
     split_,
     unpack_codes_,
 )
-from zfunc.optim.host_adam import FLOATS, checked_coefficients
+from zfunc.optim.host_adam import FLOATS, Decay, checked_arguments
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
@@ -68,7 +68,7 @@ def device_adam_update_(
     decoupled: bool = True,
     grad_scale: float = 1.0,
 ) -> None:
-    """One Adam step over 1-D contiguous buffers of one device, in place: `sweeps.adam_update_` in torch operations.
+    """One Adam step over 1-D contiguous buffers of one device, in place: `adam_update_` in torch operations.
 
     Arguments and bits are those of `adam_update_`, but the memory may be any device's. On CUDA the operations are
     queued on the current stream.
@@ -100,29 +100,21 @@ def device_adam_(
     grad: Tensor,
     *,
     out: Tensor | None = None,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    grad_scale: float,
+    **arguments: Any,
 ) -> None:
-    """`device_adam_update_` of buffers by the names of `zfunc.core.optimizer_state`."""
+    """`device_adam_update_` of buffers by the names of `zfunc.core.optimizer_state`; see `checked_arguments`."""
     moments, kept = moments_of(state), dict(state)
     _check(moments, kept, grad, out)
-    step = checked_step(step)
-    factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
+    step, factors, decay = checked_arguments(**arguments)
     with np.errstate(over="ignore"):  # a floor may be infinite
         rounded = Coefficients._make(float(np.float32(x)) for x in factors)
-    decay = "none" if not weight_decay else "decoupled" if decoupled else "l2"
     with torch.no_grad():
         _update_(moments, kept, grad, out, _Step(rounded, decay, step))
 
 
 class _Step(NamedTuple):
     k: Coefficients  # float32 values
-    decay: str  # "none", "decoupled", "l2"
+    decay: Decay
     number: int
 
 

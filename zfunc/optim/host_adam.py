@@ -5,7 +5,7 @@ because the kernel sees addresses only. What the kernel computes is in adam_refe
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,16 +99,10 @@ def host_adam_(
     *,
     out: Tensor | None = None,
     into: Mapping[str, Tensor] | None = None,
-    step: int,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    decoupled: bool,
-    grad_scale: float,
     threads: int | None = None,
+    **arguments: Any,
 ) -> None:
-    """`adam_update_` of buffers by the names of `zfunc.core.optimizer_state`."""
+    """`adam_update_` of buffers by the names of `zfunc.core.optimizer_state`; see `checked_arguments`."""
     moments = moments_of(state)
     n = _numel(state[BUFFERS[moments][0].name])
     spans = _spans(moments, state, n, written=into is None)
@@ -117,8 +111,7 @@ def host_adam_(
     if out is not None:
         others["out"] = span_of("out", out, n, FLOATS)
     check_disjoint([*spans.values(), *fresh.values(), *others.values()])
-    step = checked_step(step)
-    factors = checked_coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
+    step, factors, decay = checked_arguments(**arguments)
     cpu_adam.adam_update(
         KERNEL_MOMENTS[moments],
         *_addresses(spans),
@@ -129,7 +122,7 @@ def host_adam_(
         n,
         FLOATS[grad.dtype],
         cpu_adam.NONE if out is None else FLOATS[out.dtype],
-        cpu_adam.NO_DECAY if not weight_decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2,
+        KERNEL_DECAYS[decay],
         *factors,
         checked_threads(threads),
         into=_addresses(fresh) if fresh else (),
@@ -169,7 +162,11 @@ def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
 # ---- what a step is told ---------------------------------------------------------------------------
 
 
-def checked_coefficients(
+Decay = Literal["none", "decoupled", "l2"]
+
+
+def checked_arguments(
+    *,
     step: int,
     lr: float,
     betas: tuple[float, float],
@@ -177,8 +174,10 @@ def checked_coefficients(
     weight_decay: float,
     decoupled: bool,
     grad_scale: float,
-) -> Coefficients:
-    """The factors of a checked step; TypeError or ValueError where one is out of range, or too large for fp32."""
+) -> tuple[int, Coefficients, Decay]:
+    """An update's number, its factors, and how it decays; TypeError or ValueError where an argument is out of
+    range, or a factor too large for fp32."""
+    step = checked_step(step)
     factors = coefficients(
         step,
         checked_finite("lr", lr, minimum=0.0),
@@ -189,7 +188,7 @@ def checked_coefficients(
         checked_finite("grad_scale", grad_scale),
     )
     check_factors(factors)
-    return factors
+    return step, factors, "none" if not weight_decay else "decoupled" if decoupled else "l2"
 
 
 # ---- the buffers of a state ------------------------------------------------------------------------
@@ -226,6 +225,11 @@ def _buffers(moments: Moments) -> tuple[Buffer, ...]:
 
 
 BUFFERS: dict[Moments, tuple[Buffer, ...]] = {x: _buffers(x) for x in MOMENTS}
+KERNEL_DECAYS: dict[Decay, int] = {
+    "none": cpu_adam.NO_DECAY,
+    "decoupled": cpu_adam.DECOUPLED,
+    "l2": cpu_adam.L2,
+}
 KERNEL_MOMENTS: dict[Moments, int] = {
     "fp32": cpu_adam.MOMENTS_FP32,
     "16bit": cpu_adam.MOMENTS_16BIT,

@@ -74,8 +74,7 @@ def with_changes(settings: StepSettings, **changes: Any) -> StepSettings:
 
 def operations_of(spec: StepSpec, settings: StepSettings) -> Graph:
     """The operations of the step; of a delayed one, of a step with a gradient that waits."""
-    recipe: Callable[[StepSpec], Iterator[Op]] = delayed if settings.delayed else zero_offload
-    return Graph(tuple(recipe(with_settings(spec, settings))))
+    return _graph(with_settings(spec, settings))
 
 
 def simulate_choice(
@@ -86,12 +85,16 @@ def simulate_choice(
 
     Raises PlanError for a schedule whose plan is wrong.
     """
-    plan = verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
+    spec = with_settings(spec, settings)
+    plan = verify(make_schedule(settings.schedule, hardware)(graph or _graph(spec)))
     peaks = peak_memory(plan)
     lacking = hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()})
-    return PlannedStep(
-        settings, with_settings(spec, settings), hardware, plan, simulate(plan, hardware), peaks, lacking
-    )
+    return PlannedStep(settings, spec, hardware, plan, simulate(plan, hardware), peaks, lacking)
+
+
+def _graph(spec: StepSpec) -> Graph:
+    recipe: Callable[[StepSpec], Iterator[Op]] = delayed if spec.delayed else zero_offload
+    return Graph(tuple(recipe(spec)))
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
