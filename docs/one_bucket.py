@@ -43,7 +43,7 @@ WORDS = {  # the regions that the page shows of a bucket, in the order of the co
     "exp_avg_sq": "second moment, fp32",
     "grad_sum": "sum of gradients, fp32",
     "norm": "",
-    "verdict": "",
+    "decision": "",
 }
 SLOTS = ("grad_slot", "host_slot", "param_slot")  # their index is a slot's; buckets take turns
 
@@ -121,7 +121,7 @@ def walk(graph: Graph) -> tuple[Op, ...]:
 
 
 def boxes(graph: Graph) -> tuple[Region, ...]:
-    """Every region the bucket is ever in, and the step's norm and verdict, in the order of WORDS."""
+    """Every region the bucket is ever in, and the step's norm and decision, in the order of WORDS."""
     regions = dict.fromkeys(r for op in ops_of(graph) for r in op.regions if r.buffer in WORDS)
     regions |= dict.fromkeys(r for r in graph.regions if not r.index and r.buffer in WORDS)
     return tuple(sorted(regions, key=lambda r: list(WORDS).index(r.buffer)))

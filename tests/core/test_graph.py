@@ -272,10 +272,10 @@ def test_slots_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
 
 
 @of_any_job
-def test_nothing_is_updated_before_the_verdict_nor_before_the_norm_with_a_barrier(
+def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barrier(
     recipe: Recipe, spec: StepSpec
 ) -> None:
-    """A delayed update has the verdict of the step before; what is updated on the device never is delayed."""
+    """A delayed update has the decision of the step before; what is updated on the device never is delayed."""
     verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     delayed = recipe is not PLAIN
@@ -295,8 +295,8 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
     """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
     graph = Graph(tuple(recipe(evolve(spec, save=True))))
     assert [op.name for op in ops_before_decision(graph)] == []
-    # Or the law would say nothing: that they read the verdict is what orders them, and without it they are found.
-    blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "verdict")) for op in graph)
+    # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
+    blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
     assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
         op.name for op in ops_before_decision(blind)
     }
@@ -329,14 +329,14 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         update, back = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"], ops[f"to_device[{b}]"]
         assert set(arrivals[-1].writes) & set(update.reads)
         assert set(update.writes) & set(back.reads)
-        assert update.read("verdict") == back.read("verdict") == ops["decide"].write("verdict")
+        assert update.read("decision") == back.read("decision") == ops["decide"].write("decision")
         assert back.write("params").index == (b,)
         if ahead:
             assert set(arrivals[-1].writes) & set(ahead.reads)
             assert not set(ahead.writes) & set(ahead.reads)
             assert set(ahead.writes) < set(update.reads) & set(update.writes)
     for b in spec.resident:
-        assert ops[f"adam_on_device[{b}]"].read("verdict") == ops["decide"].write("verdict")
+        assert ops[f"adam_on_device[{b}]"].read("decision") == ops["decide"].write("decision")
         assert ops[f"adam_on_device[{b}]"].write("params").index == (b,)
     if spec.world > 1:
         assert ops["decide"].read("mean_loss") in ops["mean_loss"].writes
@@ -388,7 +388,7 @@ def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
     def moved(region: Region) -> int:
-        if region.buffer in ("verdict", "squares", "host_squares"):
+        if region.buffer in ("decision", "squares", "host_squares"):
             return 0  # one number
         return share if region.buffer.endswith("_slot") or region.buffer == "grads" else region.nbytes
 

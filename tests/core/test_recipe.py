@@ -44,10 +44,10 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
         ),
         (
             lambda spec: (
-                evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "verdict"))
+                evolve(op, reads=tuple(r for r in op.reads if op.verb != "adam" or r.buffer != "decision"))
                 for op in zero_offload(spec)
             ),
-            r"got adam\[\d+\], whose effect leaves the step.*let it read the region verdict",
+            r"got adam\[\d+\], whose effect leaves the step.*let it read the region decision",
         ),
         (delayed, "that nothing is updated with.*pass delay_from"),
         (
@@ -57,7 +57,7 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
             ),
             r"got mine with the lifetime 'state'",
         ),
-        (steadily_delayed, "reads verdict before anything writes it.*pass delay_from"),
+        (steadily_delayed, "reads decision before anything writes it.*pass delay_from"),
     ],
 )
 def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: str) -> None:

@@ -37,7 +37,7 @@ PRINTS: dict[str, list[str]] = {
         r"^measured: .* on 4 lanes$",
     ],
     "03_write_a_schedule.py": [
-        r"^adam\[3\] reads verdict, host_slot\[0\], master\[3\], exp_avg\[3\], exp_avg_sq\[3\]$",
+        r"^adam\[3\] reads decision, host_slot\[0\], master\[3\], exp_avg\[3\], exp_avg_sq\[3\]$",
         r"^31 operations, 72 pairs whose order counts$",
         r"^in graph order$\nsimulated: ",
         r"^deadlock: load\[0\] waits for to_host",

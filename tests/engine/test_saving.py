@@ -381,7 +381,7 @@ def test_a_step_that_is_refused_saves_nothing_and_harms_nothing(tmp_path: Path) 
     program, data = compiled("odd sizes", precision="fp32", clip_norm=1.0)
     state, _ = steps(program, zfunc.init(program), data, 0, 2)
     inputs, targets = data(2)
-    for seed in range(6):  # whatever is late: what publishes it waits for the verdict
+    for seed in range(6):  # whatever is late: what publishes it waits for the decision
         with pytest.raises(zfunc.NonFiniteError):
             zfunc.train_step(
                 program, state, (inputs, targets * float("nan")), save=tmp_path, jitter=Jitter(seed, 2e-3)

@@ -182,13 +182,13 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
 
 
 def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None:
-    """A verdict that waits has a gradient to apply, as the update that this step counted."""
-    if (verdict := position.pending) is None:
+    """A decision that waits has a gradient to apply, as the update that this step counted."""
+    if (decision := position.pending) is None:
         return
-    due = position.step + verdict.skip
-    if verdict.number != due:
-        raise _bad("position.pending", f"update {verdict.number}", f"{due}, the last one decided")
-    lr, betas = verdict.factors.get("lr", 0.0), verdict.factors.get("betas", ())
+    due = position.step + decision.skip
+    if decision.number != due:
+        raise _bad("position.pending", f"update {decision.number}", f"{due}, the last one decided")
+    lr, betas = decision.factors.get("lr", 0.0), decision.factors.get("betas", ())
     if not lr >= 0:
         raise _bad("position.pending", f"a learning rate of {lr}", "0 or above")
     if not all(0 <= beta < 1 for beta in betas):

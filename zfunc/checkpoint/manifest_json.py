@@ -28,7 +28,7 @@ VERSION = 1
 _WRITTEN = {"8bit-1": "8bit", "8bit": "8bit-2"}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _CRC = 2**32 - 1
-_PENDING = ("skip", "grad_scale", "number")  # of a verdict, what an update needs beside the factors
+_PENDING = ("skip", "grad_scale", "number")  # of a decision, what an update needs beside the factors
 _ADAM_FACTORS = ("lr", "betas")
 
 

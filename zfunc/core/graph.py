@@ -25,7 +25,7 @@ ALLOCATED: tuple[Lifetime, ...] = ("program", "state")
 
 
 def label(name: str, index: tuple[int, ...]) -> str:
-    """Name and index as everything prints them: `forward[0,3]`, `verdict`."""
+    """Name and index as everything prints them: `forward[0,3]`, `decision`."""
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 

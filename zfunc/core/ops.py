@@ -70,9 +70,9 @@ class OpBuilder(Regions):
         """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # A rank that refuses the step must not leave others waiting: a collective is before the verdict or after.
-        early = self._sends_before_the_verdict(m)
-        reads = (region,) if self.spec.barrier or early else (region, self._verdict())
+        # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
+        early = self._sends_before_decision(m)
+        reads = (region,) if self.spec.barrier or early else (region, self._decision())
         writes = (region, self._sent(m, b, d)) if early else (region,)
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
@@ -126,16 +126,16 @@ class OpBuilder(Regions):
         """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
         losses = (self._mean_loss(),) if self.spec.world > 1 else self._losses()
         norm = (self._norm(),) if self.spec.barrier else ()
-        return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._verdict(),))
+        return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._decision(),))
 
     def _all_sent(self) -> tuple[Region, ...]:
-        """What says that every collective which does not wait for the verdict is over."""
-        early = (m for m in range(self.spec.micro_batches) if self._sends_before_the_verdict(m))
+        """What says that every collective which does not wait for the decision is over."""
+        early = (m for m in range(self.spec.micro_batches) if self._sends_before_decision(m))
         parts = [(x.index, d) for x in self.spec.layout.buckets for d in range(len(x.deliveries))]
         return tuple(self._sent(m, b, d) for m in early for b, d in parts)
 
-    def _sends_before_the_verdict(self, m: int) -> bool:
-        """Whether micro-batch `m` sends gradients before the verdict, which is on losses without a barrier."""
+    def _sends_before_decision(self, m: int) -> bool:
+        """Whether micro-batch `m` sends gradients before the decision, which is on losses without a barrier."""
         spec = self.spec
         return spec.world > 1 and spec.stage == 2 and not spec.barrier and m < spec.micro_batches - 1
 
@@ -147,7 +147,7 @@ class OpBuilder(Regions):
             "adam",
             (b,),
             "host",
-            (self._verdict(), grad, *state),
+            (self._decision(), grad, *state),
             (*state, *copy),
             nbytes=self._sweep_bytes(b),
         )
@@ -160,7 +160,7 @@ class OpBuilder(Regions):
     def confirm(self, b: int) -> Op:
         """Swap the shadow of bucket `b` in, or update it again with the right factor: mostly nothing is moved."""
         changed = (*self._state(b), *self._shadow(b), *self._new_copy(b))
-        reads = (self._verdict(), self._waiting(b), *changed)
+        reads = (self._decision(), self._waiting(b), *changed)
         return Op("confirm", (b,), "host", reads, changed)
 
     def adam_on_device(self, b: int, slot: int | None) -> Op:
@@ -171,7 +171,7 @@ class OpBuilder(Regions):
             "adam_on_device",
             (b,),
             "compute",
-            (self._verdict(), grad, *changed),
+            (self._decision(), grad, *changed),
             changed,
             nbytes=self._sweep_bytes(b),
             workspace=self.spec.update_workspace,
@@ -188,14 +188,14 @@ class OpBuilder(Regions):
     def to_device(self, b: int) -> Op:
         """Copy the new parameters of bucket `b` (this rank's slice) to the device, if the step counts."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
-        reads = (self._verdict(), self._copy(b), self._params(b))
+        reads = (self._decision(), self._copy(b), self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:
         """Exchange the new slices of bucket `b` between the ranks."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # A delayed step decides at its end: whatever it decides then, what came before is whole.
-        reads = (self._params(b), *((self._verdict(),) if self.spec.delayed else ()))
+        reads = (self._params(b), *((self._decision(),) if self.spec.delayed else ()))
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:
@@ -213,11 +213,11 @@ class OpBuilder(Regions):
     def publish(self, *, last: bool = False) -> Op:
         """When every rank has written everything: on to the disk, and give the checkpoint its name.
 
-        The `last` one of a step waits for its verdict: a refused step leaves no checkpoint. It waits for the norm
+        The `last` one of a step waits for its decision: a refused step leaves no checkpoint. It waits for the norm
         too: on the network lane it would hold up all other collectives.
         """
         written = tuple(self._written(b.index) for b in self.spec.layout.buckets)
         frozen = (self._written_frozen(),) if self.spec.layout.frozen else ()
         kind = "network" if self.spec.world > 1 else "disk"
-        after = (self._norm(), self._verdict()) if last else ()
+        after = (self._norm(), self._decision()) if last else ()
         return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (self._published(),))

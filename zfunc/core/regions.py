@@ -192,7 +192,7 @@ class Regions:
     def _param_slot(self, b: int) -> Region:
         """Where the new parameters of a bucket wait for their copy to the device.
 
-        One that waits long has a place of its own: for the verdict, or for backward to be done with the old ones.
+        One that waits long has a place of its own: for the decision, or for backward to be done with the old ones.
         """
         if self.spec.delayed or b in self.spec.shadowed:
             nbytes = self._shard_bytes(b, self.spec.element_bytes)
@@ -268,11 +268,11 @@ class Regions:
     def _mean_loss(self) -> Region:
         return Region("mean_loss", (), FP64, "host", "value", role="loss")
 
-    def _verdict(self) -> Region:
-        return Region("verdict", (), FP64, "host", "value")
+    def _decision(self) -> Region:
+        return Region("decision", (), FP64, "host", "value")
 
     def _sent(self, m: int, b: int, d: int) -> Region:
-        """Holds nothing: it orders a collective before the verdict."""
+        """Holds nothing: it orders a collective before the decision."""
         return Region("sent", (m, b, d), tier="host")
 
     def _checkpoint(self) -> Region:
@@ -299,12 +299,12 @@ class Regions:
 def ops_before_decision(graph: Graph) -> Iterator[Op]:
     """The operations whose effect leaves the step although it may be refused: there must be none.
 
-    What updates the state, or publishes it, has to be ordered behind what writes the verdict, or to read the
-    verdict that the step began with: a delayed update was decided one step earlier. A collective has to be ordered
+    What updates the state, or publishes it, has to be ordered behind what writes the decision, or to read the
+    decision that the step began with: a delayed update was decided one step earlier. A collective has to be ordered
     behind the decision or before it: in between, a rank that refuses the step may leave others waiting. A graph
     without a decision refuses nothing.
     """
-    decides = [i for i, op in enumerate(graph) if any(r.buffer == "verdict" for r in op.writes)]
+    decides = [i for i, op in enumerate(graph) if any(r.buffer == "decision" for r in op.writes)]
     if not decides:
         return
     (decide, *_), needs = decides, graph.predecessors
@@ -314,7 +314,7 @@ def ops_before_decision(graph: Graph) -> Iterator[Op]:
     for i in range(decide, -1, -1):
         before |= {*needs[i]} if i in before else set()
     for i, op in enumerate(graph):
-        applies_pending = i < decide and any(r.buffer == "verdict" for r in op.reads)
+        applies_pending = i < decide and any(r.buffer == "decision" for r in op.reads)
         lasts = any(r.trained or r.buffer == "published" for r in op.writes) and not applies_pending
         sends = op.kind == "network" and i not in before
         if i not in behind and (lasts or sends):

@@ -20,7 +20,6 @@ from torch.distributed import ProcessGroup
 from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
-from zfunc.engine.jobs import check_recipe, make_spec
 from zfunc.engine.offload_ratio import fit_to_memory, log_offload
 from zfunc.engine.program import (
     Program,
@@ -33,11 +32,12 @@ from zfunc.engine.program import (
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
+from zfunc.engine.state import refuse_inference_mode
+from zfunc.engine.step_spec import check_recipe, make_spec
 from zfunc.engine.vjp import SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
-from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.options import AUTO
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
@@ -77,7 +77,7 @@ def compile(
 
     Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
     """
-    no_inference_mode("compile")
+    refuse_inference_mode("compile")
     segments = _checked(segments)
     settings = settings_with(settings, changes)
     optimizer = AdamW(moments=settings.moments) if optimizer is None else optimizer

@@ -10,10 +10,9 @@ from torch import Tensor
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program, check_memory, check_program, staging_buffers
-from zfunc.engine.state import Buffers, State, allocate
+from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
-from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type, whole
@@ -32,7 +31,7 @@ def init(
     Raises OutOfMemory before allocating anything if the plan does not fit, RuntimeError in inference mode, and
     ValueError for names or shapes in `params` that the program does not have.
     """
-    no_inference_mode("init")
+    refuse_inference_mode("init")
     check_program(program, "init")
     whole("init: seed", seed, -LARGEST_SEED, LARGEST_SEED)
     of_type(

@@ -23,9 +23,8 @@ from zfunc.core.recipes import checkpoint
 from zfunc.engine import restore as loading
 from zfunc.engine.init import allocated
 from zfunc.engine.program import Program, check_program, check_state, lock_staging, specialize_without_batch
-from zfunc.engine.state import Buffers, State
+from zfunc.engine.state import Buffers, State, refuse_inference_mode
 from zfunc.errors import CheckpointError
-from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import RunOptions
@@ -102,7 +101,7 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
 
 def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
     """`load`, and the checkpoint it was: its folder and manifest."""
-    no_inference_mode("load")
+    refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
     buffers: Buffers | None = None

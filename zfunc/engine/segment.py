@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from zfunc.core.layout import Parameter
 from zfunc.engine.closure_facts import CapturedFacts, captured
-from zfunc.optim.buffer_checks import no_inference_mode
+from zfunc.engine.state import refuse_inference_mode
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
@@ -129,7 +129,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
-    no_inference_mode("segment")
+    refuse_inference_mode("segment")
     _check_name(name)
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: make a Segment by hand from a function")
     of_type(

@@ -58,7 +58,7 @@ class StepContext:
     ranks: RankGroup
     applies_pending: bool  # the gradient of the step before
 
-    def verdict(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
+    def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
         """What is decided of this step, which clips by `factor`."""
         return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss)
 

@@ -4,7 +4,6 @@ The invariant: a stage touches `mem[region]` for the regions of its own operatio
 change; in debug mode it is handed no others. A stage returns nothing: it writes what its operation writes.
 """
 
-import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,10 +15,10 @@ from zfunc.checkpoint.manifest import FROZEN, PENDING
 from zfunc.checkpoint.slices import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
+from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
 from zfunc.engine.vjp import SegmentWeights
-from zfunc.errors import NonFiniteError
 from zfunc.optim.host_adam import accumulate_, square_sum
 
 
@@ -126,44 +125,6 @@ def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
     mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
-def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
-    """The unscaled norm of the whole gradient; squares are added over the ranks, then bucket by bucket."""
-    _finished(step)
-    total = 0.0
-    for squares in step.ranks.sums([float(mem[r]) for r in op.reads]):
-        total += squares
-    mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
-
-
-def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
-    """The mean of the losses of every micro-batch of every rank."""
-    _finished(step)
-    losses = [float(mem[r]) for r in op.reads]
-    (total,) = step.ranks.sums([sum(losses) / len(losses)])
-    mem[op.write("mean_loss")] = total / step.ranks.world
-
-
-def decide(op: Op, mem: Memory, step: StepContext) -> None:
-    """Clip (as `torch.nn.utils.clip_grad_norm_` does), skip an overflow, refuse what is not finite."""
-    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
-    loss = sum(losses) / len(losses)
-    norm = mem[op.read("norm")] if op.touches("norm") else 0.0
-    finite = math.isfinite(loss) and math.isfinite(norm)
-    if not finite and not step.skip_overflow:
-        what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
-        done = "nothing was updated and the state is unharmed"
-        if step.applies_pending:
-            done = "nothing was updated with it, and the delayed update before it was made: go on from its .state"
-        raise NonFiniteError(
-            f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
-            "learning rate, or clip"
-        )
-    factor = 1.0
-    if step.clip_norm is not None and finite:
-        factor = min(1.0, step.clip_norm / (norm + 1e-6))
-    mem[op.write("verdict")] = step.verdict(skip=not finite, factor=factor, loss=loss)
-
-
 def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state to the checkpoint."""
     (b,) = op.index
@@ -210,12 +171,6 @@ STAGES: dict[str, Stage] = {
     "write_frozen": write_frozen,
     "publish": publish,
 }
-
-
-def _finished(step: StepContext) -> None:
-    """Host memory that copies write is read here, by an operation whose kind says stream: wait for the stream."""
-    if step.ranks.world > 1 and step.device.type == "cuda":
-        torch.cuda.current_stream(step.device).synchronize()
 
 
 def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:

@@ -90,7 +90,7 @@ class State:
 
     `step` counts updates made, `batches` calls of train_step (skipped steps too), `sequences` the rows of all
     batches so far: the data position. `seed` is the key all randomness derives from. With delayed updates the last
-    gradient waits in the buffers, and `pending` is its verdict; the update it goes into counts as made.
+    gradient waits in the buffers, and `pending` is its decision; the update it goes into counts as made.
     """
 
     buffers: Buffers = field(repr=False)
@@ -124,6 +124,15 @@ class State:
                 f"{action}: got a state that an earlier train_step or flush consumed (step {self.step}), expected "
                 "the one it returned: write `state, metrics = zfunc.train_step(program, state, batch)`"
             )
+
+
+def refuse_inference_mode(action: str) -> None:
+    """Raise RuntimeError in inference mode: tensors allocated there cannot be written outside of it."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{action}: got inference mode, expected it off: training writes into what is made here. Call it "
+            "outside of torch.inference_mode()"
+        )
 
 
 def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:

@@ -36,9 +36,8 @@ from zfunc.engine.program import (
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.stage_context import StepContext
-from zfunc.engine.state import Buffers, State
+from zfunc.engine.state import Buffers, State, refuse_inference_mode
 from zfunc.errors import LaneTimeout, NonFiniteError
-from zfunc.optim.buffer_checks import no_inference_mode
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
@@ -108,7 +107,7 @@ def train_step(
     >>> metrics.step, zfunc.evaluate(program, state, batch) < metrics.loss
     (1, True)
     """
-    no_inference_mode("train_step")
+    refuse_inference_mode("train_step")
     check_state(program, state, "train_step")
     truth("train_step: trace", trace)
     truth("train_step: debug", debug)
@@ -163,32 +162,32 @@ def _train_step(
             saving.abandon()  # unless it is published
     buffers.lost = ""
     buffers.settle(mem)
-    verdict: StepDecision = mem[Region("verdict")]
+    decision: StepDecision = mem[Region("decision")]
     norm: float = mem[Region("norm")]
-    if not math.isfinite(norm) and not verdict.skip:
-        raise _seen_too_late(buffers, number, norm, verdict.loss)
-    scale = _next_scale(program, state, batch, verdict)
+    if not math.isfinite(norm) and not decision.skip:
+        raise _seen_too_late(buffers, number, norm, decision.loss)
+    scale = _next_scale(program, state, batch, decision)
     after = evolve(
         state,
         generation=buffers.generation,
-        step=state.step if verdict.skip else number,
+        step=state.step if decision.skip else number,
         batches=state.batches + 1,
         sequences=state.sequences + _rows(batch) * program.ranks.world,
         loss_scale=scale,
-        pending=verdict if _delays(program, state) else None,
+        pending=decision if _delays(program, state) else None,
     )
-    clipped_nothing = verdict.grad_scale == 1 / step.loss_scale
+    clipped_nothing = decision.grad_scale == 1 / step.loss_scale
     metrics = Metrics(
-        loss=verdict.loss,
+        loss=decision.loss,
         grad_norm=norm,
         lr=step.factors["lr"],
-        skipped=verdict.skip,
+        skipped=decision.skip,
         loss_scale=state.loss_scale.scale,
         step=number,
         seconds=ran.seconds,
         host_seconds=ran.host_seconds,
         sent_bytes=program.ranks.sent - sent,
-        redone=0 if verdict.skip or clipped_nothing else len(special.spec.shadowed),
+        redone=0 if decision.skip or clipped_nothing else len(special.spec.shadowed),
         timeline=ran.timeline if options.trace else None,
         plan=special.plan if options.trace else None,
         saved=mem.get(Region("published")),
@@ -216,7 +215,7 @@ def _leave(program: Program, state: State, batch: tuple[Any, Any], error: BaseEx
     if refused and state.pending is not None:  # told by `decide`, after all else
         state.buffers.lost = ""
         error.state = _dropped(state, state.buffers, batch, program)
-    if not refused:  # at the verdict no collective is under way
+    if not refused:  # at the decision no collective is under way
         program.ranks.leave(f"step {state.step + 1} failed with {type(error).__name__}: {error}")
 
 
@@ -229,10 +228,10 @@ def _seen_too_late(buffers: Buffers, number: int, norm: float, loss: float) -> N
     )
 
 
-def _next_scale(program: Program, state: State, batch: tuple[Any, Any], verdict: StepDecision) -> LossScale:
+def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision) -> LossScale:
     """The loss scale after this step. Raises NonFiniteError where an overflow has no lower one to go to."""
     try:
-        return state.loss_scale.update(overflow=verdict.skip)
+        return state.loss_scale.update(overflow=decision.skip)
     except NonFiniteError as error:
         if state.pending is None:
             state.buffers.generation -= 1  # the step was skipped, so the state is what it was
@@ -249,7 +248,7 @@ def flush(program: Program, state: State) -> State:
     `state` is donated. With several ranks all of them have to call this. Training can go on from what is returned:
     the next step finds no gradient that waits.
     """
-    no_inference_mode("flush")
+    refuse_inference_mode("flush")
     check_state(program, state, "flush")
     if state.pending is None:
         return state
@@ -332,7 +331,7 @@ def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dic
     mem = {
         **staging_buffers(program),
         **state.buffers.memory,
-        Region("verdict"): state.pending,
+        Region("decision"): state.pending,
     }
     for m, part in enumerate(micro):
         mem[Region("batch", (m,))] = part

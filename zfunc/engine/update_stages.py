@@ -1,6 +1,6 @@
 """What the operations that update parameters do: Adam where the state is, and the new parameters to every device.
 
-The invariant: whichever of them makes an update, a bucket's state, gradient and verdict determine its bits.
+The invariant: whichever of them makes an update, a bucket's state, gradient and decision determine its bits.
 """
 
 from torch import Tensor
@@ -15,23 +15,23 @@ from zfunc.engine.state import Flat
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
-    verdict: StepDecision = mem[op.read("verdict")]
-    if not verdict.skip:
-        _update(op, mem, step, verdict)
+    decision: StepDecision = mem[op.read("decision")]
+    if not decision.skip:
+        _update(op, mem, step, decision)
 
 
 def speculate(op: Op, mem: Memory, step: StepContext) -> None:
     """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
-    _update(op, mem, step, step.verdict(), into="shadow")
+    _update(op, mem, step, step.decision(), into="shadow")
 
 
 def confirm(op: Op, mem: Memory, step: StepContext) -> None:
     """Swap the shadow in if the update in it is the right one; else make that from the old state."""
-    verdict: StepDecision = mem[op.read("verdict")]
-    if verdict.skip:
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
         return
-    if verdict.grad_scale != 1.0 / step.loss_scale:
-        _update(op, mem, step, verdict)
+    if decision.grad_scale != 1.0 / step.loss_scale:
+        _update(op, mem, step, decision)
         return
     for old, new in zip(op.operands("state"), op.operands("shadow"), strict=True):
         mem[old], mem[new] = mem[new], mem[old]
@@ -40,22 +40,22 @@ def confirm(op: Op, mem: Memory, step: StepContext) -> None:
 def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket whose state is on the device, and of its parameters."""
     (b,) = op.index
-    verdict: StepDecision = mem[op.read("verdict")]
-    if verdict.skip:
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip:
         return
     params = mem[op.write("params")].flat[step.slice_of(b)]
     if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
-        _update(op, mem, step, verdict)
+        _update(op, mem, step, decision)
         params.copy_(mem[op.write(HIGH_HALF)])  # as the host would have sent it
     else:
-        _update(op, mem, step, verdict, copy=params)
+        _update(op, mem, step, decision, copy=params)
 
 
 def _update(
     op: Op,
     mem: Memory,
     step: StepContext,
-    verdict: StepDecision,
+    decision: StepDecision,
     *,
     into: Role = "state",
     copy: Tensor | None = None,
@@ -74,7 +74,7 @@ def _update(
         update(
             state_slice(optimizer.state_format, kept, start, stop),
             grad[start:stop],
-            verdict,
+            decision,
             decayed=decayed,
             out=None if copy is None else copy[start:stop],
             **({} if new is None else {"into": state_slice(optimizer.state_format, new, start, stop)}),
@@ -83,7 +83,7 @@ def _update(
 
 def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
-    if not mem[op.read("verdict")].skip:
+    if not mem[op.read("decision")].skip:
         (b,) = op.index
         params = mem[op.write("params")].flat[step.slice_of(b)]
         (copy,) = (mem[r] for r in op.reads if r.role in ("copy", "state"))

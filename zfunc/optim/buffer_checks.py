@@ -156,15 +156,6 @@ def check_factors(factors: Coefficients) -> None:
             checked_finite(f"lr, betas and weight_decay (as {name})", factor)
 
 
-def no_inference_mode(action: str) -> None:
-    """Raise RuntimeError in inference mode: what is allocated there could not be written into outside of it."""
-    if torch.is_inference_mode_enabled():
-        raise RuntimeError(
-            f"{action}: got inference mode, expected it off: training writes into what is made here. Call it "
-            "outside of torch.inference_mode()"
-        )
-
-
 def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:
     """Raise what every check raises: got, expected, next action."""
     raise kind(f"{name}: got {got}; expected {expected}; {action}")

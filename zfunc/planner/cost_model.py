@@ -15,9 +15,9 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
 from zfunc.engine.compile import compile
-from zfunc.engine.jobs import make_spec
 from zfunc.engine.program import Program, ProgramCache, split_batch, traced_spec
 from zfunc.engine.segment import Segment
+from zfunc.engine.step_spec import make_spec
 from zfunc.optim.adamw import AdamW
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, simulate_choice

@@ -50,7 +50,7 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
     for name, of in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
         graph = graph_of(recipe, of)
         written = {r.buffer for op in graph for r in op.writes}
-        needed = ["verdict", "norm", *(["published"] if of.save else [])]
+        needed = ["decision", "norm", *(["published"] if of.save else [])]
         if missing := [x for x in needed if x not in written]:
             raise ValueError(
                 f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
@@ -65,7 +65,7 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
         for op in ops_before_decision(graph):
             raise ValueError(
                 f"recipe: got {op}, whose effect leaves the step, with nothing that orders it behind the decision "
-                "whether the step counts: let it read the region verdict"
+                "whether the step counts: let it read the region decision"
             )
         state = set(Regions(of).state())
         if added := [str(r) for r in graph.regions if r.lifetime == "state" and r not in state]:
@@ -80,7 +80,7 @@ def _check_waiting(graph: Graph) -> None:
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
-            if (r.role == "grad_shard" or r.buffer == "verdict") and r not in written:
+            if (r.role == "grad_shard" or r.buffer == "decision") and r not in written:
                 raise ValueError(
                     f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
                     "begins with no gradient: for delayed updates pass delay_from"

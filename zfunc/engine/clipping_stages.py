@@ -1,0 +1,67 @@
+"""Gradient norm, clipping, skipping on overflow: the stages that turn a gradient into a `StepDecision`."""
+
+import math
+
+import torch
+
+from zfunc.core.graph import Op
+from zfunc.engine.stage_context import Memory, StepContext
+from zfunc.errors import NonFiniteError
+
+
+def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
+    """The unscaled L2 norm of the whole gradient: squares are summed over the ranks, then bucket by bucket."""
+    _wait_for_copies(step)
+    total = 0.0
+    for squares in step.ranks.sums([float(mem[r]) for r in op.reads]):
+        total += squares
+    mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
+
+
+def mean_loss(op: Op, mem: Memory, step: StepContext) -> None:
+    """The mean loss over all micro-batches and ranks."""
+    _wait_for_copies(step)
+    losses = [float(mem[r]) for r in op.reads]
+    (total,) = step.ranks.sums([sum(losses) / len(losses)])
+    mem[op.write("mean_loss")] = total / step.ranks.world
+
+
+def decide(op: Op, mem: Memory, step: StepContext) -> None:
+    """Decide whether this step clips its gradient, and by how much, is skipped (fp16 overflow) or is refused.
+
+    Raises NonFiniteError for a non-finite loss or norm without loss scaling.
+    """
+    losses = [float(mem[r]) for r in op.reads if r.role == "loss"]
+    loss = sum(losses) / len(losses)
+    norm = mem[op.read("norm")] if op.touches("norm") else 0.0
+    finite = math.isfinite(loss) and math.isfinite(norm)
+    if not finite and not step.skip_overflow:
+        _refuse_step(step, loss, norm)
+    factor = clip_factor(norm, step.clip_norm) if finite else 1.0
+    mem[op.write("decision")] = step.decision(skip=not finite, factor=factor, loss=loss)
+
+
+def clip_factor(norm: float, clip_norm: float | None) -> float:
+    """The factor that scales a gradient of this norm down to `clip_norm`, as `torch.nn.utils.clip_grad_norm_`.
+
+    >>> clip_factor(0.5, 1.0), clip_factor(4.0, None), round(clip_factor(4.0, 1.0), 6)
+    (1.0, 1.0, 0.25)
+    """
+    return 1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))
+
+
+def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
+    what = f"a gradient norm of {norm}" if math.isfinite(loss) else f"a loss of {loss}"
+    done = "nothing was updated and the state is unharmed"
+    if step.applies_pending:
+        done = "nothing was updated with it, and the delayed update before it was made: go on from its .state"
+    raise NonFiniteError(
+        f"step {step.number}: got {what}, expected finite numbers; {done}. Look at this batch, lower the "
+        "learning rate, or clip"
+    )
+
+
+def _wait_for_copies(step: StepContext) -> None:
+    """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
+    if step.ranks.world > 1 and step.device.type == "cuda":
+        torch.cuda.current_stream(step.device).synchronize()
