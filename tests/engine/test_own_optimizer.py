@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from small_models import MODELS, bits
 from torch import Tensor
 
 import zfunc
 from zfunc.core.decision import StepDecision
+from zfunc.core.hardware import ROUND
+from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
 from zfunc.engine.program import Program
 from zfunc.errors import CheckpointError
@@ -112,6 +114,29 @@ def test_it_is_the_sgd_of_torch() -> None:
         theirs.grad, sgd.param_groups[0]["lr"] = ours["buf"] - 0.9 * before, metrics.lr
         sgd.step()
         torch.testing.assert_close(ours["master"], theirs.detach())
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_it_is_planned_as_it_is_compiled(settings: str) -> None:
+    segments, data = MODELS["odd sizes"]()
+    on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried
+    p = zfunc.plan(
+        segments,
+        data(0),
+        optimizer=Momentum(),
+        hardware=on,
+        precision="fp32",
+        bucket_size=300,
+        **SETTINGS[settings],
+    )
+    program, _ = compiled(example=data(0), **SETTINGS[settings])
+    assert p.memory == {tier: peak.nbytes for tier, peak in peak_memory(program.plan).items()}
+    assert not any("moments" in x.changes for x in p.suggestions)
+
+
+def test_it_has_no_choice_of_moments() -> None:
+    with pytest.raises(ValueError, match="got '8bit' with Momentum, whose state is in the format 'momentum'"):
+        compiled(moments="8bit")
 
 
 def test_its_state_is_no_other_optimizers(tmp_path: Path) -> None:

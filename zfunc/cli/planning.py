@@ -7,10 +7,13 @@ import torch
 from attrs import evolve, frozen
 
 from zfunc.cli.plan_settings import PlanSettings
+from zfunc.core.hardware import Hardware
 from zfunc.models.gpt import num_parameters
+from zfunc.optim.adamw import AdamW
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.max_layers import max_layers
 from zfunc.planner.plan_step import Planned, plan_settings, search_start
+from zfunc.planner.profile import Profile
 from zfunc.train.settings import step_settings
 from zfunc.train.setup import gpt_config, gpt_segments
 
@@ -38,16 +41,14 @@ def plan_model(asked: PlanSettings) -> PlannedModel:
         asked, precision=precision_for(on, asked.precision), delay_from=1 if asked.delay else None
     )
     if asked.max:
-        one = CostModel(gpt_segments(evolve(asked, num_layers=1)), _batch(asked), on, asked.world)
+        one = _cost_model(evolve(asked, num_layers=1), on)
         start = search_start(settings)
         most = max_layers(one.spec(start), start, one.hardware(start))
         asked = evolve(asked, num_layers=max(1, most))
-    return PlannedModel(
-        asked, plan_settings(CostModel(gpt_segments(asked), _batch(asked), on, asked.world), settings)
-    )
+    return PlannedModel(asked, plan_settings(_cost_model(asked, on), settings))
 
 
-def _batch(asked: PlanSettings) -> tuple[torch.Tensor, torch.Tensor]:
-    shape = asked.rows, asked.seq_length
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    return tokens, tokens
+def _cost_model(asked: PlanSettings, on: Profile | Hardware) -> CostModel:
+    """The GPT of the flags, of a batch without data."""
+    tokens = torch.empty((asked.rows, asked.seq_length), dtype=torch.int64, device="meta")
+    return CostModel(gpt_segments(asked), (tokens, tokens), on, AdamW(), asked.world)

@@ -47,6 +47,8 @@ from zfunc.values import number, of_type
 
 log = logging.getLogger("zfunc")
 
+DEFAULT_MOMENTS: Moments = fields(StepSettings).moments.default
+
 
 @takes_settings()
 def compile(
@@ -80,12 +82,7 @@ def compile(
     refuse_inference_mode("compile")
     segments = _checked(segments)
     settings = settings_with(settings, changes)
-    optimizer = AdamW(moments=settings.moments) if optimizer is None else optimizer
-    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
-        of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
-    if isinstance(optimizer, AdamW):
-        optimizer = _keeping(optimizer, settings.moments)
-        settings = evolve(settings, moments=optimizer.moments)
+    optimizer, settings = choose_optimizer(optimizer, settings)
     of_type(
         "stages",
         {} if stages is None else stages,
@@ -134,17 +131,34 @@ def compile(
     return log_offload(evolve(program, plan=specialize(program, example).plan))
 
 
-def _keeping(optimizer: AdamW, moments: Moments) -> AdamW:
-    """The optimizer with these moments, if it and the settings do not name two other than the default."""
-    default = fields(StepSettings).moments.default
-    if moments in (default, optimizer.moments):
-        return optimizer
-    if optimizer.moments != default:
+def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tuple[Optimizer, StepSettings]:
+    """The optimizer, AdamW by default, and the settings, agreed on `moments`, which either of them may name.
+
+    Raises TypeError for what is no optimizer, ValueError where the two name different moments.
+    """
+    optimizer = AdamW() if optimizer is None else optimizer
+    if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
+        of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+    if isinstance(optimizer, AdamW) and settings.moments == DEFAULT_MOMENTS:
+        settings = evolve(settings, moments=optimizer.moments)
+    if isinstance(optimizer, AdamW) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
         raise ValueError(
-            f"moments: got {moments!r} and AdamW(moments={optimizer.moments!r}), expected one of them: leave one "
-            "out"
+            f"moments: got {settings.moments!r} and AdamW(moments={optimizer.moments!r}), expected one of them: "
+            "leave one out"
         )
-    return evolve(optimizer, moments=moments)
+    return with_moments(optimizer, settings.moments), settings
+
+
+def with_moments(optimizer: Optimizer, moments: Moments) -> Optimizer:
+    """The optimizer with its moments in this format. Raises ValueError for one that has no choice of them."""
+    if isinstance(optimizer, AdamW):
+        return evolve(optimizer, moments=moments)
+    if moments != DEFAULT_MOMENTS:
+        raise ValueError(
+            f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "
+            f"{optimizer.state_format!r}, expected AdamW for a choice of moments: leave it out"
+        )
+    return optimizer
 
 
 def pick_device(device: torch.device | str | None) -> torch.device:

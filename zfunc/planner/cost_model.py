@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from zfunc.core.hardware import Hardware
 from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
-from zfunc.engine.compile import compile
+from zfunc.engine.compile import compile, with_moments
 from zfunc.engine.program import Program, ProgramCache, split_batch, traced_spec
 from zfunc.engine.segment import Segment
 from zfunc.engine.step_spec import make_spec
-from zfunc.optim.adamw import AdamW
+from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
 from zfunc.planner.candidate import PlannedStep, simulate_choice
 from zfunc.planner.profile import Profile
@@ -57,6 +57,7 @@ class CostModel:
     segments: tuple[Segment, ...]
     example: tuple[Any, Any]
     on: Profile | Hardware
+    optimizer: Optimizer
     world: int = 1  # ranks
     costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
     programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
@@ -82,9 +83,8 @@ class CostModel:
         """The spec of these settings, with what its segments cost."""
         program = self._program(settings)  # which also checks the segments
         on_gpu = not self.hardware(settings).unified
-        spec = make_spec(
-            program.segments, AdamW(moments=settings.moments), settings, world=self.world, on_gpu=on_gpu
-        )
+        optimizer = with_moments(self.optimizer, settings.moments)
+        spec = make_spec(program.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
         key = settings.precision, settings.micro_batches, *_way(settings)
         if key not in self.costs:
             like = evolve(program, settings=settings, spec=spec, cache=ProgramCache())

@@ -42,7 +42,7 @@ def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collecti
     """
     on, peaks = local_hardware(program), specialize(program, example).memory
     if on.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        task = CostModel(program.segments, example, on, program.ranks.world)
+        task = CostModel(program.segments, example, on, program.optimizer, program.ranks.world)
         raise OutOfMemory(_no_room(task, _settings(program), settable))
 
 

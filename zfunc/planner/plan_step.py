@@ -21,7 +21,9 @@ from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
 from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
+from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
+from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep, with_changes
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
@@ -115,7 +117,7 @@ class Planned:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `zfunc.compile` is told, by name, to get this very plan."""
+        """The settings that `zfunc.compile` takes by name to make this very plan, beside the optimizer."""
         settings = self.step.settings
         return {
             **asdict(settings, recurse=False),
@@ -129,6 +131,7 @@ def plan(
     example: tuple[Any, Any],
     settings: StepSettings | None = None,
     *,
+    optimizer: Optimizer | None = None,
     hardware: str | PathLike[str] | Profile | Hardware = "v100-32gb",
     world: int = 1,
     delay: bool = False,
@@ -139,6 +142,7 @@ def plan(
 
     - `example`: a batch `(inputs, targets)` as one rank is given it, of which only shapes count: on the meta device
       it takes no memory.
+    - `optimizer`: as in `zfunc.compile`: AdamW, or one of your own.
     - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, or a value.
     - `world`: ranks. `delay`: plan a step of delayed updates, as `delay_from=1` does. `advice`: whether to look for
       some; it takes longer.
@@ -152,12 +156,13 @@ def plan(
 
     Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for hardware that is not known.
     """
-    task = CostModel(tuple(segments), example, resolve_hardware(hardware), world)
+    on = resolve_hardware(hardware)
     if settings is None:
         changes = {"precision": AUTO, **changes}
     if "precision" in changes:
-        changes["precision"] = precision_for(task.on, changes["precision"])
-    settings = settings_with(settings, changes)
+        changes["precision"] = precision_for(on, changes["precision"])
+    optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
+    task = CostModel(tuple(segments), example, on, optimizer, world)
     if isinstance(settings.schedule, str):
         one_of((*schedules.__all__, AUTO))("schedule", settings.schedule)
     return plan_settings(task, with_changes(settings, delay=True) if delay else settings, advice=advice)
