@@ -4,14 +4,14 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, update_wrapper
-from inspect import signature
+from functools import cache, partial
 from itertools import product
 from random import Random
 from typing import Any
 
 import pytest
 from attrs import evolve, frozen
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zfunc import schedules
@@ -55,17 +55,17 @@ def shuffled(graph: Graph, random: Random) -> Iterator[int]:
 
 
 def spec(
-    segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **given: object
+    segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **settings: object
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
-    layout = make_layout(segments, bucket_size=bucket_size, world=given.get("world", 1))
+    layout = make_layout(segments, bucket_size=bucket_size, world=settings.get("world", 1))
     costs = [
         SegmentCost(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1))
         for s in range(len(segments))
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
-    resident = set(given.pop("resident", ())) & set(range(len(layout.buckets)))
-    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **given)
+    resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
+    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **settings)
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -185,26 +185,49 @@ def plan_of(recipe: str, name: str, schedule: str) -> Plan:
     return SCHEDULES[schedule](graph_of(recipe, name))
 
 
-every_graph = pytest.mark.parametrize(("recipe", "name"), list(product(RECIPES, SPECS)))
+def every_graph(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
+    """A law of graphs: for each of the table, and for any. `others` that the test takes are pairs: their value with
+    the table's graphs, and a strategy for the value with any graph.
+    """
+    return _law(lambda *row: [("none", graph_of(*row))], "graph", graphs, test, others)
 
 
-def every_plan(test: Callable[..., None]) -> Callable[..., None]:
-    """A test for every graph of the table, in which every schedule has its turn: a case each takes minutes."""
+def every_plan(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
+    """So for plans. Every schedule has its turn in one case for each graph: a case each takes minutes."""
 
-    def under_every_schedule(**given: Any) -> None:
-        for schedule in SCHEDULES:
+    def under_every_schedule(*row: str) -> Iterator[tuple[str, Plan]]:
+        return ((schedule, plan_of(*row, schedule)) for schedule in SCHEDULES)
+
+    return _law(under_every_schedule, "plan", plans, test, others)
+
+
+def _law(
+    values: Callable[..., Iterable[tuple[str, Any]]],
+    argument: str,
+    strategy: Callable[[], st.SearchStrategy[Any]],
+    test: Callable[..., None] | None,
+    others: dict[str, tuple[Any, Any]],
+) -> Any:
+    if test is None:
+        return partial(_law, values, argument, strategy, others=others)
+    fixed = {name: value for name, (value, _) in others.items()}
+    of_any = given(**{argument: strategy()}, **{name: some for name, (_, some) in others.items()})(test)
+
+    @pytest.mark.parametrize(
+        "row", [*product(RECIPES, SPECS), None], ids=lambda row: "-".join(row or ("any",))
+    )
+    def law(row: tuple[str, str] | None) -> None:
+        if row is None:
+            return of_any()
+        for schedule, value in values(*row):
             try:
-                test(schedule=schedule, **given)
+                test(**{argument: value}, **fixed)
             except BaseException as error:
                 error.add_note(f"under the schedule {schedule!r}")
                 raise
 
-    update_wrapper(under_every_schedule, test)
-    whole = signature(test)
-    del under_every_schedule.__wrapped__  # what pytest would read the arguments of
-    rest = [p for name, p in whole.parameters.items() if name != "schedule"]
-    vars(under_every_schedule)["__signature__"] = whole.replace(parameters=rest)
-    return every_graph(under_every_schedule)
+    law.__name__, law.__doc__, law.__module__ = test.__name__, test.__doc__, test.__module__
+    return law
 
 
 def in_pairs(*axes: Iterable[Any]) -> list[Any]:

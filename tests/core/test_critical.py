@@ -56,14 +56,8 @@ def check_chain(plan: Plan, timeline: Timeline) -> None:
     assert sum(bound_by(chain).values()) == pytest.approx(1.0 if chain else 0.0)
 
 
-@every_plan
-def test_the_chain_is_one_of_the_plan_and_adds_up_to_the_step(recipe: str, name: str, schedule: str) -> None:
-    plan = plan_of(recipe, name, schedule)
-    check_chain(plan, simulate(plan))
-
-
-@given(plans(), hardware())
-def test_so_it_is_on_any_machine(plan: Plan, on: Hardware) -> None:
+@every_plan(on=(ROUND, hardware()))
+def test_the_chain_is_one_of_the_plan_and_adds_up_to_the_step(plan: Plan, on: Hardware) -> None:
     check_chain(plan, simulate(plan, on))
 
 

@@ -7,7 +7,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from table import RECIPES, SPECS, TRAINING, every_graph, graph_of, graphs, specs
+from table import RECIPES, SPECS, TRAINING, every_graph, graphs, specs
 
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.ops import StepSpec
@@ -129,9 +129,9 @@ of_any_job_of_stage_2 = given(
 
 
 @every_graph
-def test_no_region_is_read_before_it_is_written_unless_it_is_kept(recipe: str, name: str) -> None:
-    written = {r for r in graph_of(recipe, name).regions if r.kept}
-    for op in graph_of(recipe, name):
+def test_no_region_is_read_before_it_is_written_unless_it_is_kept(graph: Graph) -> None:
+    written = {r for r in graph.regions if r.kept}
+    for op in graph:
         assert set(op.reads) <= written, op.name
         written.update(op.writes)
 

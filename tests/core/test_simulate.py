@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from attrs import evolve
 from hypothesis import assume, given
-from table import HARDWARE, every_graph, every_plan, graph_of, hardware, plan_of, plans
+from table import HARDWARE, every_graph, every_plan, hardware, plans
 from zfunc.schedules import Serial
 
 from zfunc.core.graph import KINDS, Graph, Op, Region
@@ -60,17 +60,10 @@ def one_kind_a_lane(plan: Plan) -> bool:
     return sum(map(len, kinds)) == len(set().union(*kinds))
 
 
-@pytest.mark.parametrize("machine", HARDWARE)
-@every_plan
-def test_time_lies_between_critical_path_and_serial_sum(
-    recipe: str, name: str, schedule: str, machine: str
-) -> None:
-    check(plan_of(recipe, name, schedule), HARDWARE[machine])
-
-
-@given(plans(), hardware())
-def test_so_it_does_on_any_job_and_machine(plan: Plan, on: Hardware) -> None:
-    check(plan, on)
+@every_plan(on=(None, hardware()))
+def test_time_lies_between_critical_path_and_serial_sum(plan: Plan, on: Hardware | None) -> None:
+    for machine in HARDWARE.values() if on is None else [on]:
+        check(plan, machine)
 
 
 @given(plans(), hardware())
@@ -88,8 +81,7 @@ def test_where_nothing_is_shared_each_operation_takes_its_own_time_to_the_bit(
 
 
 @every_graph
-def test_serial_takes_the_serial_sum(recipe: str, name: str) -> None:
-    graph = graph_of(recipe, name)
+def test_serial_takes_the_serial_sum(graph: Graph) -> None:
     assert simulate(Serial()(graph)).seconds == pytest.approx(serial_time(graph))
 
 

@@ -45,10 +45,7 @@ def tip(bar: ElementTree.Element) -> list[str]:
 
 
 @every_plan
-def test_svg_has_a_bar_for_every_operation_in_its_row_and_place(
-    recipe: str, name: str, schedule: str
-) -> None:
-    plan = plan_of(recipe, name, schedule)
+def test_svg_has_a_bar_for_every_operation_in_its_row_and_place(plan: Plan) -> None:
     timeline = simulate(plan)
     drawn = {tip(bar)[0]: bar for bar in bars(svg(timeline, plan=plan))}
     assert len(bars(svg(timeline))) == len(drawn) == len(plan.graph)
@@ -169,8 +166,7 @@ def test_names_are_written_where_they_fit_and_the_index_where_it_does() -> None:
 
 
 @every_plan
-def test_text_fits_and_names_every_lane_and_verb(recipe: str, name: str, schedule: str) -> None:
-    plan = plan_of(recipe, name, schedule)
+def test_text_fits_and_names_every_lane_and_verb(plan: Plan) -> None:
     for width in (40, 100, 200):
         picture = text(simulate(plan), width=width)
         head, *rest = picture.splitlines()
@@ -202,10 +198,8 @@ def test_text_is_as_written_down() -> None:
 
 
 @every_plan
-def test_trace_has_every_event_in_microseconds_on_the_thread_of_its_lane(
-    recipe: str, name: str, schedule: str
-) -> None:
-    timeline = simulate(plan_of(recipe, name, schedule))
+def test_trace_has_every_event_in_microseconds_on_the_thread_of_its_lane(plan: Plan) -> None:
+    timeline = simulate(plan)
     trace = json.loads(chrome_trace(timeline))["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert tuple(threads.values()) == timeline.lanes

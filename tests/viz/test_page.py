@@ -57,8 +57,7 @@ def check(plan: Plan, timelines: list[Timeline]) -> None:
 
 
 @every_plan
-def test_the_page_holds_the_step(recipe: str, name: str, schedule: str) -> None:
-    plan = plan_of(recipe, name, schedule)
+def test_the_page_holds_the_step(plan: Plan) -> None:
     check(plan, [simulate(plan)])
 
 
