@@ -118,7 +118,7 @@ def write_all(
     placed = [x for _, pieces in ranks for x in pieces]
     return Manifest(
         world=world,
-        moments=moments,
+        state_format=moments,
         shards=tuple(shard for shard, _ in ranks),
         parameters=tuple(
             ParameterEntry(

@@ -104,9 +104,9 @@ RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
 }
 
 MOMENTS: list[dict[str, object]] = [
-    {"moments": "fp32"},
-    {"moments": "8bit"},
-    {"moments": "16bit", "send_high_half": True},
+    {"state_format": "fp32"},
+    {"state_format": "8bit"},
+    {"state_format": "16bit", "send_high_half": True},
 ]
 
 SPECS: dict[str, StepSpec] = {
@@ -123,10 +123,10 @@ SPECS: dict[str, StepSpec] = {
     "one huge": spec(chain((4,), (5000,), (3, 3)), grad_slots=1, host_slots=1, world=3),
     "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
-    "16 bits": spec(TIED_NEXT, moments="16bit", send_high_half=True, host_slots=1),
+    "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
-    "8 bits": spec(TIED_THREE, moments="8bit", send_high_half=True, barrier=True, world=3),
+    "8 bits": spec(TIED_THREE, state_format="8bit", send_high_half=True, barrier=True, world=3),
     "partial": spec(TIED, resident={0, 2}, update_workspace=30),
     "partial, barrier": spec(
         TIED_THREE, bucket_size=64, resident={1}, barrier=True, micro_batches=2, world=2
@@ -137,7 +137,7 @@ SPECS: dict[str, StepSpec] = {
     "speculative, accumulated": spec(TIED, barrier=True, shadows=9, micro_batches=2, world=2, save=True),
     "speculative, 16 bits, partial": spec(
         TIED_THREE,
-        moments="16bit",
+        state_format="16bit",
         send_high_half=True,
         barrier=True,
         bucket_size=64,
@@ -148,7 +148,7 @@ SPECS: dict[str, StepSpec] = {
         SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=2, barrier=True, shadows=1
     ),
     "saving": spec(FROZEN, world=2, save=True),
-    "saving, barrier": spec(TIED, moments="16bit", barrier=True, micro_batches=2, save=True),
+    "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {

@@ -423,7 +423,7 @@ def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishe
         assert set(write.writes) <= set(ops["publish"].reads)
         if update is None:
             continue
-        kept = {x.name for x in STATE_FORMATS[spec.moments]}
+        kept = {x.name for x in STATE_FORMATS[spec.state_format]}
         state = {r for r in update.writes if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)

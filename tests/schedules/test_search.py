@@ -240,7 +240,7 @@ def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[St
     """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
 
     def replan(settings: StepSettings) -> PlannedStep:
-        made = model(barrier=True, micro_batches=settings.micro_batches, moments=settings.moments)
+        made = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
         keeps = settings.recompute != "all"
         parts = settings.micro_batches
         costs = [

@@ -143,7 +143,7 @@ def _ranges(manifest: Manifest, kept: ParameterEntry) -> list[tuple[str, int, in
     """Elements of a parameter of which each kind needs one read: name, start, stop, kinds."""
     kinds = (FROZEN,)
     if kept.trainable:  # one buffer, or the two halves that `join` takes
-        buffers = stored_buffers(manifest.moments)
+        buffers = stored_buffers(manifest.state_format)
         kinds = tuple(x.name for x in buffers if x.name.startswith("master"))
     edges = sorted({x.start for kind in kinds for x in kept.pieces[kind]} | {kept.numel})
     return [(kept.name, start, stop, kinds) for start, stop in pairwise(edges)]

@@ -42,9 +42,9 @@ class StateKind:
         return -(-parameter // self.shared)
 
 
-def state_kinds(moments: str) -> dict[str, StateKind]:
+def state_kinds(state_format: str) -> dict[str, StateKind]:
     """The kinds kept of a trained parameter, by name: the buffers of `zfunc.core.optimizer_state`."""
-    buffers = stored_buffers(moments)
+    buffers = stored_buffers(state_format)
     return {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
 
 
@@ -101,7 +101,7 @@ class Manifest:
     """
 
     world: int
-    moments: str
+    state_format: str
     shards: tuple[Shard, ...]
     parameters: tuple[ParameterEntry, ...]
     position: TrainingPosition
@@ -148,7 +148,7 @@ class Manifest:
 
     @cached_property
     def _trained_kinds(self) -> dict[str, StateKind]:
-        return state_kinds(self.moments)
+        return state_kinds(self.state_format)
 
     @property
     def pending(self) -> frozenset[str]:

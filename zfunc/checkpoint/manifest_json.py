@@ -37,7 +37,7 @@ def to_json(manifest: Manifest) -> bytes:
     fields: dict[str, Any] = {
         "version": VERSION,
         "world": manifest.world,
-        "moments": _WRITTEN.get(manifest.moments, manifest.moments),
+        "moments": _WRITTEN.get(manifest.state_format, manifest.state_format),
         "position": position_fields(manifest.position),
         "optimizer": manifest.optimizer,
         "extra": manifest.extra,
@@ -154,7 +154,7 @@ def _read_piece(node: JsonNode) -> StateSlice:
     return StateSlice(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
 
 
-def _read_position(node: JsonNode, moments: str) -> TrainingPosition:
+def _read_position(node: JsonNode, state_format: str) -> TrainingPosition:
     waits = "pending" in node.entries()
     names = [x.name for x in attrs.fields(TrainingPosition) if waits or x.name != "pending"]
     step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
@@ -164,12 +164,12 @@ def _read_position(node: JsonNode, moments: str) -> TrainingPosition:
         sequences=sequences.integer(),
         seed=seed.integer(-MAX_INT),
         loss_scale=_read_loss_scale(loss_scale),
-        pending=_read_pending(pending[0], moments) if waits else None,
+        pending=_read_pending(pending[0], state_format) if waits else None,
     )
 
 
-def _read_pending(node: JsonNode, moments: str) -> StepDecision:
-    adam = moments in ADAM_FORMATS
+def _read_pending(node: JsonNode, state_format: str) -> StepDecision:
+    adam = state_format in ADAM_FORMATS
     if adam and "betas" not in node.entries():
         node.refuse(
             "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"

@@ -43,12 +43,12 @@ class Slice:
 
 
 def slices_of(
-    layout: Layout, moments: str, rank: int, world: int, pending: Mapping[int, str] = NOTHING
+    layout: Layout, state_format: str, rank: int, world: int, pending: Mapping[int, str] = NOTHING
 ) -> Iterator[Slice]:
     """All slices of one rank, in the order of the buckets. Those in `pending` have a gradient that waits, too, of
     the dtype given, in a shard's terms.
     """
-    kinds = state_kinds(moments)
+    kinds = state_kinds(state_format)
     for bucket in layout.buckets:
         for span in bucket.spans:
             piece = layout.piece(span, rank, world)
@@ -79,7 +79,7 @@ def frozen_slices(layout: Layout, dtype: str) -> Iterator[Slice]:
 
 def build_manifest(
     layout: Layout,
-    moments: str,
+    state_format: str,
     slices: Sequence[Iterable[Slice]],
     shards: Sequence[Shard],
     *,
@@ -100,13 +100,13 @@ def build_manifest(
         )
 
     def kinds(span: Span) -> list[str]:
-        return [*state_kinds(moments), *([PENDING] if (span.name, PENDING) in pieces else [])]
+        return [*state_kinds(state_format), *([PENDING] if (span.name, PENDING) in pieces else [])]
 
     trained = [kept(span, kinds(span), trainable=True) for span in layout.spans]
     fixed = [kept(span, (FROZEN,), trainable=False) for span in layout.frozen]
     return Manifest(
         world=len(shards),
-        moments=moments,
+        state_format=state_format,
         shards=tuple(shards),
         parameters=(*trained, *fixed),
         position=position,

@@ -72,7 +72,7 @@ class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
-    moments: str
+    state_format: str
     frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
     position: TrainingPosition
     optimizer: Mapping[str, Any]
@@ -81,7 +81,7 @@ class Snapshot:
     def slices(self, rank: int, world: int) -> list[Slice]:
         """Those of one rank."""
         fixed = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
-        return [*slices_of(self.layout, self.moments, rank, world, self.pending), *fixed]
+        return [*slices_of(self.layout, self.state_format, rank, world, self.pending), *fixed]
 
 
 @define(eq=False)
@@ -152,7 +152,7 @@ class CheckpointWriter:
         content, world = self.content, self.ranks.world
         return build_manifest(
             content.layout,
-            content.moments,
+            content.state_format,
             [content.slices(rank, world) for rank in range(world)],
             shards,
             position=content.position,

@@ -68,7 +68,7 @@ class StepSpec:
     stage: Literal[1, 2] = field(default=2, validator=validators.in_((1, 2)))
     target_bytes: int = 0
     constant_bytes: int = 0
-    moments: str = "fp32"  # a row of `STATE_FORMATS`
+    state_format: str = "fp32"  # a row of `STATE_FORMATS`
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -78,10 +78,10 @@ class StepSpec:
     pending: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.moments not in STATE_FORMATS:
+        if self.state_format not in STATE_FORMATS:
             known = ", ".join(STATE_FORMATS)
             raise ValueError(
-                f"moments: got {self.moments!r}, expected one of {known}, the rows of "
+                f"state_format: got {self.state_format!r}, expected one of {known}, the rows of "
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
             )
 
@@ -238,7 +238,7 @@ class Regions:
 
     def _state(self, b: int) -> tuple[Region, ...]:
         """What is kept of a bucket from step to step; what is sent to the device from where it lies is pinned."""
-        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.moments])
+        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.state_format])
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """Where the speculated update of a bucket goes."""

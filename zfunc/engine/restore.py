@@ -1,6 +1,6 @@
-"""The state of a checkpoint into a rank's buffers, whatever world, layout or kind of moments it was written with.
+"""The state of a checkpoint into a rank's buffers, whatever world, layout or state format it was written with.
 
-The invariant: only the slices this rank keeps are read, straight into its buffers where moments are of one kind;
+The invariant: only the slices this rank keeps are read, straight into its buffers where the formats are the same;
 where they are not, a bounded part at a time goes through fp32.
 """
 
@@ -38,20 +38,20 @@ Target = tuple[WantedSlice, Tensor]  # a slice, and a contiguous host tensor of 
 
 
 def fill_state(
-    buffers: Buffers, layout: Layout, moments: str, checkpoint: Checkpoint, ranks: RankGroup
+    buffers: Buffers, layout: Layout, state_format: str, checkpoint: Checkpoint, ranks: RankGroup
 ) -> None:
     """Read this rank's slices and all frozen parameters; the device is sent only what is there already.
 
     Raises CheckpointError, naming file, parameter and offset, for bytes that are not what was written.
     """
     with CheckpointFiles(checkpoint) as files:
-        if checkpoint.manifest.moments == moments:
-            files.fill(list(_own(buffers, layout, moments, ranks)))
+        if checkpoint.manifest.state_format == state_format:
+            files.fill(list(_own(buffers, layout, state_format, ranks)))
         else:
-            _check_convertible(checkpoint.manifest.moments, moments)
-            _convert(files, buffers, layout, moments, ranks)
+            _check_convertible(checkpoint.manifest.state_format, state_format)
+            _convert(files, buffers, layout, state_format, ranks)
         if checkpoint.manifest.position.pending is not None:
-            files.fill(list(_pending(buffers, layout, moments, ranks)))
+            files.fill(list(_pending(buffers, layout, state_format, ranks)))
         _read_frozen(files, buffers, layout)
 
 
@@ -61,34 +61,34 @@ def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
         send_weights(buffers, bucket, ranks)
 
 
-def _own(buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup) -> Iterator[Target]:
+def _own(buffers: Buffers, layout: Layout, state_format: str, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of this rank, and where its buffers have it."""
-    for x in slices_of(layout, moments, ranks.rank, ranks.world):
+    for x in slices_of(layout, state_format, ranks.rank, ranks.world):
         into = buffers.state(x.bucket)[x.kind]
         yield WantedSlice(x.kind, x.parameter, x.start, x.stop), into[x.at : x.at + x.stop - x.start]
 
 
-def _pending(buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup) -> Iterator[Target]:
+def _pending(buffers: Buffers, layout: Layout, state_format: str, ranks: RankGroup) -> Iterator[Target]:
     """Every slice of a gradient that waits, and where it does."""
     into = buffers.waiting()
-    for x in slices_of(layout, moments, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
+    for x in slices_of(layout, state_format, ranks.rank, ranks.world, dict.fromkeys(into, "F32")):
         if x.kind == PENDING:
             at = into[x.bucket][x.at : x.at + x.stop - x.start]
             yield WantedSlice(x.kind, x.parameter, x.start, x.stop), at
 
 
 def _convert(
-    files: "CheckpointFiles", buffers: Buffers, layout: Layout, moments: str, ranks: RankGroup
+    files: "CheckpointFiles", buffers: Buffers, layout: Layout, state_format: str, ranks: RankGroup
 ) -> None:
     """Through fp32. Moments are rounded as the step that was saved would have rounded them; weights are exact."""
-    kinds, types = list(state_kinds(moments).items()), _dtypes(moments)
-    mine = list(_own(buffers, layout, moments, ranks))
+    kinds, types = list(state_kinds(state_format).items()), _dtypes(state_format)
+    mine = list(_own(buffers, layout, state_format, ranks))
     for first in range(0, len(mine), len(kinds)):
         of_one = mine[first : first + len(kinds)]  # all kinds of one parameter; in the first none is shared
         wanted, _ = of_one[0]
         for start in range(wanted.start, wanted.stop, PART):
             stop = min(start + PART, wanted.stop)
-            converted = _packed(_unpacked(files, wanted.parameter, start, stop), moments, files.step)
+            converted = _packed(_unpacked(files, wanted.parameter, start, stop), state_format, files.step)
             for (name, kind), (w, into), values in zip(kinds, of_one, converted, strict=True):
                 at = start // kind.shared - w.start
                 into[at : at + values.numel()].copy_(values.view(types[name]))
@@ -96,26 +96,26 @@ def _convert(
 
 def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
     """Master, exp_avg and exp_avg_sq of elements start to stop, as fp32 arrays."""
-    moments = files.checkpoint.manifest.moments
-    types = _dtypes(moments)
+    state_format = files.checkpoint.manifest.state_format
+    types = _dtypes(state_format)
     targets = [
         (
             WantedSlice(name, parameter, start // kind.shared, kind.numel(stop)),
             torch.empty(kind.numel(stop) - start // kind.shared, dtype=types[name]),
         )
-        for name, kind in state_kinds(moments).items()
+        for name, kind in state_kinds(state_format).items()
     ]
     files.read(targets)
-    if moments == "fp32":
+    if state_format == "fp32":
         return tuple(x.numpy() for _, x in targets)
     arrays = [_array(x) for _, x in targets]
-    if moments == "8bit-1":
+    if state_format == "8bit-1":
         return join(*arrays[:2]), *unpack_first_codes(*arrays[2:])
     return unpack(Compact(*arrays))
 
 
-def _dtypes(moments: str) -> dict[str, torch.dtype]:
-    return {x.name: TORCH_DTYPES[x.dtype] for x in stored_buffers(moments)}
+def _dtypes(state_format: str) -> dict[str, torch.dtype]:
+    return {x.name: TORCH_DTYPES[x.dtype] for x in stored_buffers(state_format)}
 
 
 def _check_convertible(stored: str, wanted: str) -> None:
@@ -126,10 +126,10 @@ def _check_convertible(stored: str, wanted: str) -> None:
         )
 
 
-def _packed(values: tuple[Any, ...], moments: str, step: int) -> list[Tensor]:
-    if moments == "fp32":
+def _packed(values: tuple[Any, ...], state_format: str, step: int) -> list[Tensor]:
+    if state_format == "fp32":
         return [torch.from_numpy(np.ascontiguousarray(x)) for x in values]
-    packed = pack(*values, moments=moments, step=step)
+    packed = pack(*values, moments=state_format, step=step)
     return [
         torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x) for x in packed if x is not None
     ]

@@ -1,7 +1,7 @@
 """`save` and `load`: a State to a folder and back, by one process or by all ranks together.
 
 The invariant: what is loaded trains on as if nothing had happened, to the bit where the number of ranks and the
-kind of moments are the same.
+format of the state are the same.
 """
 
 import json
@@ -73,7 +73,7 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     waiting = state.buffers.waiting() if state.pending is not None else {}
     content = saving.Snapshot(
         layout=program.layout,
-        moments=program.spec.moments,
+        state_format=program.spec.state_format,
         frozen_dtype=names[program.dtype],
         position=TrainingPosition(
             state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
@@ -87,8 +87,8 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
 def load(path: str | os.PathLike[str], program: Program) -> State:
     """The State of a checkpoint: `path` is its folder, or one of checkpoints, of which it takes the newest.
 
-    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or kind of
-    moments; each rank reads only the slices it keeps. (A gradient that waits has to find the buckets whose
+    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or format
+    of the state; each rank reads only the slices it keeps. (A gradient that waits has to find the buckets whose
     gradients wait: with part of them on the device, load it as it was saved.) Settings of the optimizer are the
     program's; where they are not those saved, one logged line says so. Of a folder of checkpoints, one that is
     damaged is passed over for the one before, which is logged too. With several ranks all of them have to call it.
@@ -109,7 +109,9 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = all_or_none(ranks, partial(_opened, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
-        fill = partial(loading.fill_state, buffers, program.layout, program.spec.moments, checkpoint, ranks)
+        fill = partial(
+            loading.fill_state, buffers, program.layout, program.spec.state_format, checkpoint, ranks
+        )
         try:
             all_or_none(ranks, fill)
         except CheckpointError as error:

@@ -38,7 +38,7 @@ def make_spec(
         world=world,
         stage=settings.stage,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
-        moments=state_format,
+        state_format=state_format,
         send_high_half=sent,
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
         **in_buckets(layout, settings),
