@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_trainings
 import torch
 from hypothesis import settings
 from shared_traces import share_traces
@@ -20,6 +21,16 @@ logging.getLogger(
     "torch.__trace"
 ).propagate = False  # it formats everything for whoever listens, at any level
 share_traces()
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder of the test, with a cache and some text to train on; samples are short."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+    Path("data.txt").write_text(small_trainings.TEXT)
+    return tmp_path
 
 
 LONGEST = (
@@ -82,7 +93,7 @@ def table(skipped: Iterable[tuple[str, str]], slow: int = 0) -> list[str]:
     files: dict[str, list[str]] = {}
     for file, reason in skipped:
         files.setdefault(reason, []).append(file)
-    lines = [(len(told), f"{reason} ({', '.join(dict.fromkeys(told))})") for reason, told in files.items()]
+    lines = [(len(of), f"{reason} ({', '.join(dict.fromkeys(of))})") for reason, of in files.items()]
     if slow:
         lines.append((slow, "slow: make nightly runs them"))
     return [f"{count:5d}  {line}" for count, line in sorted(lines, key=lambda x: -x[0])]

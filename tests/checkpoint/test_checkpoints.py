@@ -117,7 +117,7 @@ def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -
     path = save(tmp_path, step=4)
     (path / "rank-00000-of-00002.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint that is complete: .*rank-00000-of.*No such file"
+        CheckpointError, match=r"no checkpoint that is complete, expected one: .*rank-00000-of.*No such file"
     ):
         find_checkpoint(tmp_path)
     shutil.rmtree(path)

@@ -1,50 +1,59 @@
 """What the commands refuse, and how they say it: on one screen, with the flag, what was got, and what to do."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import attrs
 import numpy as np
 import pytest
+from small_trainings import ON_DATA, config, train
 
+from zfunc.checkpoint.durable_files import locked
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
 from zfunc.cli.parser import as_typed, shortened
 from zfunc.train.setup import _fast_precision, resolve_settings
 
 Out = pytest.CaptureFixture[str]
-TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
-TINY = [*TINY, "--batch-size", "4"]
+FILES: dict[str, str | bytes] = {
+    "used/kept.txt": "precious",
+    "empty.txt": "",
+    "empty.toml": "",
+    "empty.json": "",
+    "short.txt": "so little. " * 40,
+    "tokens.bin": np.arange(2000, dtype="<u2").tobytes(),
+    "odd.bin": b"123",
+    "bytes.toml": b"\xff\xfe\xfd",
+    "bytes.json": b"\xff\xfe\xfd",
+    "cut.jsonl": '{"text": "a"}\n{"text": \n',
+    "cut.toml": "a = [\n",
+    "list.json": "[1, 2]",
+    "unknown.json": '{"train_batch_sizes": 4}',
+    "twice.json": '{"train_batch_size": 4, "train_batch_size": 8}',
+    "ds.json": """{"train_batch_size": 4, "gradient_accumulation_steps": "auto", "fp16": {"enabled": true},
+        "optimizer": {"type": "Adam", "params": {"lr": 0.002, "weight_decay": 0.1}}, "gradient_clipping": 0.5,
+        "tensorboard": {"enabled": false}}""",
+    "cut-run/config.json": '{"settings": {"num_layers"',
+    "broken/config.json": '{"settings": {}, "plan": {}}',
+    "broken/checkpoints/step-00000003/none": "",
+    "model/config.json": '{"architectures": []}',
+}
 HUGE = "99999999999999999999"
 
 
 @pytest.fixture(autouse=True)
-def an_area(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def wrong_files(own_folder: Path) -> None:
     """What is wrong, each in a file or folder of its own."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, content in FILES.items():
+        path = own_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     Path("empty").mkdir()
-    Path("used").mkdir()
-    Path("used/kept.txt").write_text("precious")
-    Path("empty.txt").touch()
-    Path("empty.toml").touch()
-    Path("empty.json").touch()
-    Path("short.txt").write_text("so little. " * 40)
-    Path("tokens.bin").write_bytes(np.arange(2000, dtype="<u2").tobytes())
-    Path("odd.bin").write_bytes(b"123")
-    for name in ("bytes.toml", "bytes.json"):
-        Path(name).write_bytes(b"\xff\xfe\xfd")
-    Path("cut.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    Path("cut.toml").write_text("a = [\n")
-    Path("list.json").write_text("[1, 2]")
-    Path("unknown.json").write_text('{"train_batch_sizes": 4}')
-    Path("cut-run").mkdir()
-    Path("cut-run/config.json").write_text('{"settings": {"num_layers"')
 
 
 def refused(capsys: Out, *args: str) -> str:
@@ -62,79 +71,89 @@ def refused(capsys: Out, *args: str) -> str:
 
 # --- zfunc train -------------------------------------------------------------------------------------------
 
-TRAIN = {
-    "unknown schedule": (["--schedule", "Overlaped"], ["Overlaped", "expected one of", "'Overlapped'"]),
-    "unknown precision": (["--precision", "fp61"], ["fp61", "expected one of", "did you mean"]),
-    "unknown device": (["--device", "cud"], ["cud", "expected", "'cuda'"]),
-    "unknown recompute": (["--recompute", "mincut"], ["mincut", "'min-cut'"]),
-    "heads": (["--hidden-size", "17"], ["17", "expected a multiple", "16 or 18"]),
-    "micro-batches": (["--micro-batches", "3"], ["got 4", "expected a multiple", "3 or 6"]),
-    "no steps": (["--steps", "0"], ["--steps: got 0", "at least 1"]),
-    "negative layers": (["--num-layers", "-2"], ["--num-layers: got -2", "at least 1"]),
-    "no learning rate": (["--lr", "0"], ["--lr: got 0", "above 0"]),
-    "a learning rate of nan": (["--lr", "nan"], ["--lr: got nan", "finite"]),
-    "a learning rate past all": (["--lr", "1e400"], ["--lr: got inf", "finite"]),
-    "negative clip": (["--clip", "-1"], ["--clip: got -1", "0 or above"]),
-    "dropout": (["--dropout", "1"], ["--dropout: got 1", "below 1"]),
-    "negative seconds": (["--seconds", "-5"], ["--seconds: got -5", "above 0"]),
-    "not a number": (["--steps", "many"], ["error: --steps: got 'many'", "expected a whole number"]),
-    "many digits": (["--steps", "9" * 5000], ["--steps: got '999", "5,000 letters"]),
-    "no value": (["--lr"], ["--lr: got no value", "--lr=VALUE"]),
-    "a value too many": (["--compile-segments=yes"], ["--compile-segments: got the value 'yes'", "switch"]),
-    "warm-up": (["--steps", "5", "--warmup", "5"], ["--warmup: got 5 of 5", "expected fewer"]),
-    "bucket of nothing": (["--bucket-size", "0"], ["--bucket-size: got 0", "at least 1"]),
-    "a seed past all": (["--seed", HUGE], ["--seed: got 9999", "at most 9223372036854775807"]),
-    "unknown option": (["--num-layer", "3"], ["--num-layer", "no option", "'--num-layers'"]),
-    "another's option": (["--json"], ["'--json', which is no option of this command, but one of zfunc plan"]),
-    "a word": (["texts"], ["got 'texts'", "options begin with --"]),
-    "no such data": (["--data", "nowhere"], ["--data: got nowhere", "does not exist"]),
-    "data of no name": (["--data", ""], ["--data: got ''", "name it"]),
-    "empty folder": (["--data", "empty"], ["--data: got no text", "expected at least one file"]),
-    "empty file": (["--data", "empty.txt"], ["--data: got empty.txt, which is empty"]),
-    "a line cut short": (["--data", "cut.jsonl"], ["--data: cut.jsonl, line 2"]),
-    "short data": (
-        ["--data", "short.txt", "--seq-length", "100"],
-        ["tokens for --seq-length 100", "shorter"],
+TRAIN = [
+    ("--schedule Overlaped", ["Overlaped", "expected one of", "'Overlapped'"]),
+    ("--precision fp61", ["fp61", "expected one of", "did you mean"]),
+    ("--device cud", ["cud", "expected", "'cuda'"]),
+    ("--recompute mincut", ["mincut", "'min-cut'"]),
+    ("--hidden-size 17", ["17", "expected a multiple", "16 or 18"]),
+    ("--micro-batches 3", ["got 4", "expected a multiple", "3 or 6"]),
+    ("--steps 0", ["--steps: got 0", "at least 1"]),
+    ("--num-layers -2", ["--num-layers: got -2", "at least 1"]),
+    ("--lr 0", ["--lr: got 0", "above 0"]),
+    ("--lr nan", ["--lr: got nan", "finite"]),
+    ("--lr 1e400", ["--lr: got inf", "finite"]),
+    ("--clip -1", ["--clip: got -1", "0 or above"]),
+    ("--dropout 1", ["--dropout: got 1", "below 1"]),
+    ("--seconds -5", ["--seconds: got -5", "above 0"]),
+    ("--steps many", ["error: --steps: got 'many'", "expected a whole number"]),
+    (f"--steps {'9' * 5000}", ["--steps: got '999", "5,000 letters"]),
+    ("--lr", ["--lr: got no value", "--lr=VALUE"]),
+    ("--compile-segments=yes", ["--compile-segments: got the value 'yes'", "switch"]),
+    ("--steps 5 --warmup 5", ["--warmup: got 5 of 5", "expected fewer"]),
+    ("--bucket-size 0", ["--bucket-size: got 0", "at least 1"]),
+    (f"--seed {HUGE}", ["--seed: got 9999", "at most 9223372036854775807"]),
+    ("--num-layer 3", ["--num-layer", "no option", "'--num-layers'"]),
+    ("--json", ["'--json', which is no option of this command, but one of zfunc plan"]),
+    ("texts", ["got 'texts'", "options begin with --"]),
+    ("--log-style deepspede", ["deepspede", "'deepspeed'"]),
+    ("--data nowhere", ["--data: got nowhere", "does not exist"]),
+    ("--data=", ["--data: got ''", "name it"]),
+    ("--data empty", ["--data: got no text", "expected at least one file"]),
+    ("--data empty.txt", ["--data: got empty.txt, which is empty"]),
+    ("--data cut.jsonl", ["--data: cut.jsonl, line 2"]),
+    ("--data short.txt --seq-length 100", ["tokens for --seq-length 100", "shorter"]),
+    ("--data short.txt --vocab-size 99", ["--vocab-size: got 99", "read as bytes", "256"]),
+    ("--data tokens.bin --vocab-size 10", ["expected tokens below --vocab-size 10"]),
+    ("--data odd.bin", ["multiple of 2", "check that the file is complete"]),
+    ("--out short.txt/run", ["--out: got short.txt/run", "cannot be written"]),
+    ("--out used", ["--out: got used", "holds files already", "name another"]),
+    ("--out broken", ["--out: got broken", "go on in it with --resume auto"]),
+    ("--tokenizer nowhere", ["--tokenizer: got nowhere, which cannot be read"]),
+    ("--tokenizer list.json", ["--tokenizer: got list.json, which cannot"]),
+    ("--keep 0", ["--keep: got 0, expected a whole number of at least 1"]),
+    ("--save-every -1", ["--save-every: got -1"]),
+    ("--delay-from 1 --speculate 2", ["--speculate: got 2 with --delay-from 1"]),
+    ("--resume nowhere", ["--resume: ", "nowhere: got nothing there"]),
+    ("--resume=", ["--resume: got nothing"]),
+    ("--resume empty", ["--resume: ", "got no checkpoint in it"]),
+    ("--resume auto", ["--resume auto: got no --out", "--out run"]),
+    ("--resume auto --out used", ["no config.json of a run"]),
+    ("--resume auto --out model", ["no config.json of a run"]),
+    ("--resume auto --out short.txt", ["cannot be written"]),
+    ("--resume auto --out broken", ["got no checkpoint that is complete"]),
+    ("--resume auto --out empty", ["in which another process is at work"]),
+    ("--config nowhere", ["--config: nowhere: No such file"]),
+    ("--config empty.json", ["--config: empty.json: got nothing"]),
+    ("--config bytes.json", ["--config: bytes.json: got bytes"]),
+    ("--config empty", ["--config: empty: Is a directory"]),
+    ("--config list.json", ["--config: list.json: got a list"]),
+    ("--config unknown.json", ["'train_batch_sizes'", "'train_batch_size'"]),
+    ("--config twice.json", ["twice.json", "'train_batch_size' twice"]),
+    ("--config ds.json --lr 1e-2", ["--lr: got 0.01, and ds.json says optimizer.params.lr 0.002"]),
+    ("--config ds.json --precision bf16", ["--precision: got bf16, and ds.json says fp16.enabled True"]),
+    ("--config ds.json --batch-size 16", ["--batch-size: got 16, and ds.json says train_batch_size 4"]),
+    ("--config ds.json --clip 2", ["--clip: got 2.0, and ds.json says gradient_clipping 0.5"]),
+    ("--config ds.json --weight-decay 0", ["--weight-decay: got 0.0, and ds.json says"]),
+    ("--config ds.json --micro-batches 3", ["got train_batch_size 4, expected a multiple of"]),
+    ("--config ds.json --offload-ratio much", ["--offload-ratio: got much, expected 0"]),
+    (
+        "--config ds.json --tensorboard",
+        ["--tensorboard: got True, and ds.json says tensorboard.enabled False"],
     ),
-    "vocabulary of bytes": (
-        ["--data", "short.txt", "--vocab-size", "99"],
-        ["--vocab-size: got 99", "read as bytes", "256"],
-    ),
-    "token past the vocabulary": (
-        ["--data", "tokens.bin", "--vocab-size", "10"],
-        ["expected tokens below --vocab-size 10"],
-    ),
-    "half a token": (["--data", "odd.bin"], ["multiple of 2", "check that the file is complete"]),
-    "out in a file": (["--out", "short.txt/run"], ["--out: got short.txt/run", "cannot be written"]),
-    "out in use": (["--out", "used"], ["--out: got used", "holds files already", "name another"]),
-    "no such configuration": (["--config", "nowhere"], ["--config: nowhere: No such file"]),
-    "an empty configuration": (["--config", "empty.json"], ["--config: empty.json: got nothing"]),
-    "a configuration of bytes": (["--config", "bytes.json"], ["--config: bytes.json: got bytes"]),
-    "a configuration that is a folder": (["--config", "empty"], ["--config: empty: Is a directory"]),
-    "a configuration that is a list": (["--config", "list.json"], ["--config: list.json: got a list"]),
-    "a configuration's key": (["--config", "unknown.json"], ["'train_batch_sizes'", "'train_batch_size'"]),
-    "no such tokenizer": (["--tokenizer", "nowhere"], ["--tokenizer: got nowhere, which cannot be read"]),
-    "a tokenizer that is none": (["--tokenizer", "list.json"], ["--tokenizer: got list.json, which cannot"]),
-    "no such checkpoint": (["--resume", "nowhere"], ["--resume: ", "got nothing there"]),
-    "a run without checkpoints": (["--resume", "empty"], ["--resume: ", "got no checkpoint in it"]),
-    "to go on from nothing": (["--resume", "auto"], ["--resume auto: got no --out", "--out run"]),
-    "late and early": (
-        ["--delay-from", "1", "--speculate", "2"],
-        ["--speculate: got 2 with --delay-from 1"],
-    ),
-}
+]
 
 
-@pytest.mark.parametrize("name", TRAIN)
-def test_train_refuses(name: str, capsys: Out) -> None:
-    args, told = TRAIN[name]
-    given = args if "--data" in args else ["--data", "short.txt", *args]
-    given = given if "--steps" in args or "--seconds" in args else [*given, "--steps", "2"]
-    err = refused(capsys, "train", *TINY, *given)
-    for words in told:
-        assert words in err
-    assert not list(Path("runs").glob("*")), "what was refused leaves no folder"
-    assert Path("used/kept.txt").read_text() == "precious"
+@pytest.mark.parametrize(("flags", "words"), TRAIN, ids=[flags[:50] for flags, _ in TRAIN])
+def test_train_refuses(flags: str, words: list[str], capsys: Out) -> None:
+    before = set(Path().rglob("*"))
+    length = () if "--steps" in flags or "--seconds" in flags else ("--steps", "2")
+    with locked(Path("empty")):
+        err = refused(capsys, "train", *ON_DATA, *length, *flags.split(" "))
+    for word in words:
+        assert word in err
+    new = {path for path in set(Path().rglob("*")) - before if path.parts[0] != "cache"}
+    assert new <= {Path("runs")}, "nothing is left of it"
 
 
 def test_a_folder_that_is_no_hugging_face_model(capsys: Out) -> None:
@@ -144,95 +163,69 @@ def test_a_folder_that_is_no_hugging_face_model(capsys: Out) -> None:
         assert f"--hf: {name}: got no config.json" in err
 
 
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (["--num-layers", "100000000"], "a model of"),
-        (["--hidden-size", "10000000000", "--num-attention-heads", "1"], "a model of"),
-        (["--batch-size", "1000000000000"], "a batch of"),
-    ],
-)
 @pytest.mark.parametrize("command", ["train", "calibrate"])
-def test_absurd_sizes_are_refused_by_arithmetic(
-    command: str, flags: list[str], told: str, capsys: Out
-) -> None:
-    assert main([command, *flags, "--out", "machine.toml"]) == 2
-    err = capsys.readouterr().err
-    assert told in err
-    assert "bytes of host memory" in err
+def test_absurd_sizes_are_refused_by_arithmetic(command: str, capsys: Out) -> None:
+    for flags, what in (
+        ("--num-layers 100000000", "a model of"),
+        ("--hidden-size 10000000000 --num-attention-heads 1", "a model of"),
+        ("--batch-size 1000000000000", "a batch of"),
+    ):
+        assert main([command, *flags.split(), "--out", "machine.toml"]) == 2
+        err = capsys.readouterr().err
+        assert what in err
+        assert "bytes of host memory" in err
 
 
 def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> None:
     pytest.importorskip("transformers")
-    assert main(["train", *TINY, "--data", "short.txt", "--steps", "1", "--out", "run"]) == 0
-    Path("model").mkdir()
-    small = {
-        "n_layer": 1,
-        "n_head": 2,
-        "n_embd": 16,
-        "vocab_size": 256,
-        "n_positions": 16,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    Path("model/config.json").write_text(json.dumps({"model_type": "gpt2", **small}))
-    Path("unknown").mkdir()
-    Path("unknown/config.json").write_text("{}")
-    capsys.readouterr()
-    for folder, told in (
-        ("model", "--hf: got one of a model with "),
-        ("unknown", "--hf: Unrecognized model"),
-    ):
+    assert train("--steps", 1, "--out", "run") == 0
+    small = '"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "bos_token_id": 0'
+    Path("model/config.json").write_text(f'{{"model_type": "gpt2", {small}, "eos_token_id": 0}}')
+    Path("empty/config.json").write_text("{}")
+    for folder, words in (("model", "--hf: got one of a model with "), ("empty", "--hf: Unrecognized model")):
+        capsys.readouterr()
         assert main(["export", "run", "--hf", folder, "--out", "new"]) == 2
-        assert f"zfunc export: error: {told}" in capsys.readouterr().err
+        assert f"zfunc export: error: {words}" in capsys.readouterr().err
     assert not Path("new").exists()
 
 
 def test_too_little_memory_is_said_before_training(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
-    assert main(["train", *TINY, "--data", "short.txt", "--steps", "2", "--out", "run"]) == 2
-    err = capsys.readouterr().err
-    assert "bytes of host memory, 1,000 are there" in err
+    assert train("--steps", 2, "--out", "run") == 2
+    assert "bytes of host memory, 1,000 are there" in capsys.readouterr().err
     assert not Path("run").exists()
 
 
-def test_a_world_size_without_a_rank_is_of_some_other_job(
-    monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_a_world_size_without_a_rank_is_of_some_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     Path("ds.json").write_text('{"train_micro_batch_size_per_gpu": 4}')
-    told = ["train", *TINY[:-2], "--config", "ds.json", "--data", "short.txt", "--steps", "1", "--out", "run"]
-    assert main([*told, "--save-every", "0"]) == 0
-    assert json.loads(Path("run/config.json").read_text())["settings"]["batch_size"] == 4
-    capsys.readouterr()
+    assert train("--config", "ds.json", "--steps", 1, "--save-every", 0, "--out", "run") == 0
+    assert config("run")["settings"]["batch_size"] == 4
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
-    [([], ", because a CPU computes fastest in it"), (["--precision", "fp32"], "")],
+    ("flags", "reason"), [((), ", because a CPU computes fastest in it"), (("--precision", "fp32"), "")]
 )
-def test_why_a_precision_is_said_where_it_was_chosen(asked: list[str], told: str, capsys: Out) -> None:
-    args = [*TINY, "--device", "cpu", "--data", "short.txt", "--steps", "1", "--save-every", "0", *asked]
-    assert main(["train", *args]) == 0
+def test_why_a_precision_is_said_where_it_was_chosen(flags: tuple[str], reason: str, capsys: Out) -> None:
+    assert train("--device", "cpu", "--steps", 1, "--save-every", 0, *flags) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [x for x in lines if x.startswith("precision: ")] == [f"precision: fp32{told}"]
+    assert [x for x in lines if x.startswith("precision: ")] == [f"precision: fp32{reason}"]
 
 
-@pytest.mark.parametrize(("has", "told"), [(True, "bf16, because"), (False, "fp16, because")])
+@pytest.mark.parametrize(("has_bf16", "precision"), [(True, "bf16"), (False, "fp16")])
 def test_why_a_gpu_computes_in_16_bits(
-    has: bool, told: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
+    has_bf16: bool, precision: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     """The choice of a GPU with and without bf16, made for a CPU that then trains in it."""
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: has)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: has_bf16)
     monkeypatch.setattr(
         "zfunc.train.setup.resolve_settings",
         lambda s: attrs.evolve(resolve_settings(s), precision=_fast_precision()),
     )
-    args = [*TINY, "--device", "cpu", "--data", "short.txt", "--steps", "1", "--save-every", "0"]
-    assert main(["train", *args]) == 0
+    assert train("--device", "cpu", "--steps", 1, "--save-every", 0) == 0
     out = capsys.readouterr().out
-    assert f"precision: {told} a GPU computes fastest in " in out
-    assert ("this one has no bf16" in out) == (not has)
+    assert f"precision: {precision}, because a GPU computes fastest in " in out
+    assert ("this one has no bf16" in out) == (not has_bf16)
 
 
 # --- the others --------------------------------------------------------------------------------------------
@@ -249,6 +242,18 @@ OTHERS = [
     (f"plan --vocab-size {HUGE}", "parameters, expected at most 1e+17"),
     (f"plan --batch-size {HUGE}", "--batch-size, --seq-length: got"),
     (f"plan --seq-length {HUGE}", "elements of an activation, expected at most 1e+17"),
+    ("plan --hardware h10", "did you mean 'h100'?"),
+    ("plan --schedule critical", "did you mean 'CriticalPath'?"),
+    ("plan --offload-ratio 1.2", "--offload-ratio: got 1.2, expected 0 (nothing is on the host) to 1"),
+    ("plan --offload-ratio nan", "--offload-ratio: got nan"),
+    ("plan --offload-ratio most", "--offload-ratio: got most"),
+    ("plan --speculate -1", "--speculate: got -1"),
+    ("plan --world 0", "--world: got 0"),
+    ("plan --batch-size 4 --world 3", "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try"),
+    ("plan --batch-size 4 --world 4 --micro-batches 2", "got 4 for 4 ranks with 2 micro-batches each, expec"),
+    ("plan --batch-size 4 --micro-batches 3", "got 4 with --micro-batches 3, expected a multiple of it"),
+    ("plan --delay --speculate 2", "expected one of the two"),
+    ("plan --num-attention-heads 3", "expected a multiple"),
     ("plan --json=yes", "--json: got the value 'yes'"),
     ("draw --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),
     ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),
@@ -256,12 +261,28 @@ OTHERS = [
     (f"draw --seq-length {HUGE}", "elements of an activation"),
     ("draw --compare nowhere", "--compare: got nowhere without a plan.txt"),
     ("draw --compare short.txt", "--compare: got short.txt without a plan.txt"),
+    ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
+    ("draw --compare used --precision fp16", "--precision: got it with --compare"),
+    ("draw --compare used --hardware h100 --host-gbs 3", "--host-gbs: got it with --hardware"),
+    ("draw --compare used --hardware h1000", "did you mean 'h100'"),
+    ("draw --schedule Seriall", "did you mean 'Serial'?"),
+    ("draw --format png", "expected one of text, svg, chrome"),
+    ("draw --format svg --schedule all", "add --out FILE"),
+    ("draw --out x.png", "expected a name that ends in .svg, .html, .json or .txt"),
+    ("draw --out no/x.svg", "--out: got no/x.svg, which cannot be written"),
+    ("draw --host-gbs 0", "--host-gbs: got 0"),
     ("draw --compute-tflops nan", "--compute-tflops: got nan"),
     ("draw --out empty", "--out: got empty, which cannot be written"),
     ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that is there"),
     ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
     ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
-    ("calibrate --turns 0", "--turns: got 0"),
+    ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),
+    (
+        "calibrate --hidden-size 33 --num-attention-heads 2",
+        "got 33 with --num-attention-heads 2, expected a m",
+    ),
+    ("calibrate --batch-size 3 --micro-batches 2", "--batch-size: got 3 with --micro-batches 2"),
+    ("calibrate --device tpu", "--device: got 'tpu', expected auto, cpu, cuda"),
     ("top", "got no RUN, expected one"),
     ("top nowhere", "got nowhere without a config.json"),
     ("top short.txt", "got short.txt without a config.json"),
@@ -280,9 +301,9 @@ OTHERS = [
 ]
 
 
-@pytest.mark.parametrize(("line", "told"), OTHERS, ids=[line[:50] for line, _ in OTHERS])
-def test_the_others_refuse(line: str, told: str, capsys: Out) -> None:
-    assert told in refused(capsys, *line.split())
+@pytest.mark.parametrize(("line", "words"), OTHERS, ids=[line[:50] for line, _ in OTHERS])
+def test_the_others_refuse(line: str, words: str, capsys: Out) -> None:
+    assert words in refused(capsys, *line.split())
 
 
 def test_every_command_is_asked_for_what_is_wrong() -> None:
@@ -290,7 +311,7 @@ def test_every_command_is_asked_for_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "told"),
+    ("args", "words"),
     [
         (["trian"], "did you mean 'train'?"),
         (["--bogus"], "got '--bogus', which is no option of zfunc itself"),
@@ -299,11 +320,11 @@ def test_every_command_is_asked_for_what_is_wrong() -> None:
         (["\udcff"], r"got the command '\udcff'"),
     ],
 )
-def test_what_is_no_command(args: list[str], told: str, capsys: Out) -> None:
+def test_what_is_no_command(args: list[str], words: str, capsys: Out) -> None:
     assert main(args) == 2
     err = capsys.readouterr().err
     assert err.startswith("zfunc: error: ")
-    assert told in err
+    assert words in err
     assert err.endswith("See zfunc --help\n")
 
 
@@ -314,13 +335,8 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    Path("model").mkdir()
-    Path("model/config.json").write_text("{}")
-    for args in (
-        ["train", "--hf", "model", "--data", "short.txt"],
-        ["export", "empty", "--hf", "model", "--out", "x"],
-    ):
-        assert "pip install 'zfunc[hf]'" in refused(capsys, *args)
+    for line in ("train --hf model --data short.txt", "export empty --hf model --out x"):
+        assert "pip install 'zfunc[hf]'" in refused(capsys, *line.split())
 
 
 def test_without_torch_that_is_said() -> None:
@@ -340,24 +356,29 @@ def test_the_traceback_is_shown_for_who_asks(order: list[str], capsys: Out) -> N
     assert "zfunc train: error: --data: got nowhere" in err
 
 
-def test_a_fault_of_zfuncs_own_is_a_failure_that_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
-    def fail(*_: Any) -> None:
-        raise KeyError("lost")
+@pytest.fixture
+def reading_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Lets `zfunc report` raise this."""
 
-    monkeypatch.setattr("zfunc.train.history.read_history", fail)
+    def raising(error: BaseException) -> None:
+        def read(*_: Any) -> None:
+            raise error
+
+        monkeypatch.setattr("zfunc.train.history.read_history", read)
+
+    return raising
+
+
+def test_a_fault_of_zfuncs_own_is_a_failure_that_says_so(reading_fails: Any, capsys: Out) -> None:
+    reading_fails(KeyError("lost"))
     assert main(["report", "empty"]) == 1
     err = capsys.readouterr().err
     assert err.startswith("zfunc report: error: KeyError: 'lost'")
     assert "--debug" in err
 
 
-def test_an_error_of_many_lines_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    def fail(*_: Any) -> None:
-        raise ValueError("got \x1b[2J" + "\n".join("x" * 5000 for _ in range(100)))
-
-    monkeypatch.setattr("zfunc.train.history.read_history", fail)
+def test_an_error_of_many_lines_fits_on_a_screen(reading_fails: Any, capsys: Out) -> None:
+    reading_fails(ValueError("got \x1b[2J" + "\n".join("x" * 5000 for _ in range(100))))
     assert main(["report", "empty"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) <= 22
@@ -366,18 +387,15 @@ def test_an_error_of_many_lines_fits_on_a_screen(monkeypatch: pytest.MonkeyPatch
     assert "\x1b" not in "".join(lines)
 
 
-def test_errors_of_the_system_say_the_path(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    def fail(*_: Any) -> None:
-        raise PermissionError(13, "Permission denied", "run/metrics.jsonl")
-
-    monkeypatch.setattr("zfunc.train.history.read_history", fail)
+def test_errors_of_the_system_say_the_path(reading_fails: Any, capsys: Out) -> None:
+    reading_fails(PermissionError(13, "Permission denied", "run/metrics.jsonl"))
     assert "run/metrics.jsonl: got 'Permission denied' from the system" in refused(capsys, "report", "empty")
 
 
 @pytest.mark.parametrize("variable", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
 def test_an_environment_that_is_none(variable: str, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv(variable, "two")
-    assert f"{variable}: got 'two'" in refused(capsys, "train", *TINY, "--data", "short.txt", "--steps", "1")
+    assert f"{variable}: got 'two'" in refused(capsys, "train", *ON_DATA, "--steps", "1")
 
 
 def test_arguments_of_calls_are_told_as_flags() -> None:
@@ -395,17 +413,17 @@ def test_arguments_of_calls_are_told_as_flags() -> None:
 def test_paths_are_told_as_they_were_typed(path: str, capsys: Out) -> None:
     Path(path).mkdir(parents=True)
     Path(path, "kept.txt").touch()
-    wanted = str(Path(path))
-    train = ["train", *TINY, "--data", "short.txt", "--steps", "1"]
+    name = str(Path(path))
+    short = ("train", *ON_DATA, "--steps", "1")
     for command in (
-        [*train, "--out", path],
-        [*train, "--resume", path],
-        ["report", path],
-        ["calibrate", "--out", f"{path}/no/x.toml"],
+        (*short, "--out", path),
+        (*short, "--resume", path),
+        ("report", path),
+        ("calibrate", "--out", f"{path}/no/x.toml"),
     ):
-        assert wanted in refused(capsys, *command)
+        assert name in refused(capsys, *command)
     Path(path, "cut.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    assert f"{wanted}/cut.jsonl, line 2" in refused(capsys, *train, "--data", f"{path}/cut.jsonl")
+    assert f"{name}/cut.jsonl, line 2" in refused(capsys, *short, "--data", f"{path}/cut.jsonl")
 
 
 # --- streams and signals -----------------------------------------------------------------------------------
@@ -416,17 +434,13 @@ def _python(code: str, **given: Any) -> "subprocess.CompletedProcess[str]":
 
 
 def _shell(line: str) -> "subprocess.CompletedProcess[str]":
-    whole = line.replace("ZFUNC", f"{sys.executable} -m zfunc")
-    return subprocess.run(["bash", "-c", f"set -o pipefail; {whole}"], capture_output=True, text=True)
+    command = line.replace("ZFUNC", f"{sys.executable} -m zfunc")
+    return subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True)
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_output_that_nobody_reads_is_no_traceback() -> None:
     done = _shell("ZFUNC completion bash | true")
-    assert done.returncode == 1
-    assert done.stderr == ""
-
-
-def test_output_that_the_caller_has_closed_goes_nowhere() -> None:
+    assert (done.returncode, done.stderr) == (1, "")
     assert _shell("ZFUNC completion bash >&-").returncode == 0
     assert _shell("ZFUNC report nowhere >&- 2>&-").returncode == 2
 

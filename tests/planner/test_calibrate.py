@@ -328,22 +328,6 @@ def test_the_training_that_is_measured() -> None:
     assert {f.name for f in asked.__attrs_attrs__} == set(CALIBRATE)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"turns": 0}, "--turns: got 0, expected a whole number of at least 1"),
-        ({"out": Path("x.json")}, r"--out: got x.json, expected a name that ends in .toml"),
-        ({"folder": Path("/nonexistent")}, "--folder: got /nonexistent, expected a folder that is there"),
-        ({"hidden_size": 33}, "--hidden-size: got 33 with --num-attention-heads 2, expected a multiple"),
-        ({"batch_size": 3, "micro_batches": 2}, "--batch-size: got 3 with --micro-batches 2"),
-        ({"device": "tpu"}, "--device: got 'tpu', expected auto, cpu, cuda"),
-    ],
-)
-def test_settings_that_cannot_be_run(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        CalibrateSettings(**{**SMALL, **change})
-
-
 # ---- a GPU -----------------------------------------------------------------------------------------
 
 

@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,64 +10,45 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import small_trainings
 import torch.distributed as dist
-from attrs import evolve
+from small_trainings import (
+    TEXT,
+    checkpoints,
+    config,
+    files,
+    measured,
+    rows,
+    start,
+    summary,
+    wait_for_rows,
+)
 
 import zfunc
-from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import writer as saving
-from zfunc.cli.main import main
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
 from zfunc.train.history import read_recorded_step
-from zfunc.train.pacing import WARM_STEPS, StepBudget, TrainingClock, restored_clock
-from zfunc.train.settings import TrainSettings
 
-TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
-JOB = [*TINY, "--batch-size", "4", "--data", "data.txt", "--steps", "10", "--eval-every", "4"]
-TEXT = " ".join(f"{k * k % 97} and {k % 7}" for k in range(600))
+JOB = ("--steps", "10", "--eval-every", "4")
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
-@pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
-    Path("data.txt").write_text(TEXT)
+def train(*more: object) -> int:
+    return small_trainings.train(*JOB, *more)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of JOB that nothing disturbed, with a checkpoint of step 5."""
-    folder = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("undisturbed")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
         Path("data.txt").write_text(TEXT)
         assert train("--out", "run", "--save-every", 5) == 0
     return folder / "run"
-
-
-def train(*more: object) -> int:
-    return main(["train", *JOB, *map(str, more)])
-
-
-def rows(run: str | Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-
-
-def measured(run: str | Path) -> list[dict[str, Any]]:
-    """What of a run does not depend on the clock or on where it was saved."""
-    names = ("step", "loss", "grad_norm", "lr", "skipped", "loss_scale", "held_out_bits_per_byte")
-    return [{k: row[k] for k in names if k in row} for row in rows(run)]
-
-
-def told(run: str | Path, name: str = "summary") -> dict[str, Any]:
-    return json.loads(Path(run, f"{name}.json").read_text())
-
-
-def kept(run: str) -> list[str]:
-    return sorted(x.name for x in Path(run, "checkpoints").iterdir() if x.is_dir())
 
 
 @pytest.fixture
@@ -91,7 +69,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]
 
 
 def fail() -> None:
-    raise RuntimeError("pulled the plug")
+    raise ValueError("got this in the middle")
 
 
 def send(number: int) -> Callable[[], None]:
@@ -109,17 +87,18 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any) -> None:
+def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
     more = (*settings, "--save-every", 3)
     assert train(*more, "--out", "whole") == 0
     for number in failing:
         at_step(number, fail)
         assert train(*more, "--out", number) == 1
-        assert told(str(number))["ended"] == "failed"
+        assert f"got this in the middle\nWhat there is up to then: {number}" in capsys.readouterr().err
+        assert summary(str(number))["ended"] == "failed"
         assert train(*more, "--out", number, "--resume", "auto") == 0
         assert measured(str(number)) == measured("whole")
-        ends = [told(run) for run in ("whole", str(number))]
+        ends = [summary(run) for run in ("whole", str(number))]
         assert all(
             ends[0][k] == ends[1][k] for k in ("ended", "steps", "loss", "sample", "held_out_bits_per_byte")
         )
@@ -129,70 +108,70 @@ def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("step", [4, 7])  # after the one an evaluation is due
 def test_a_run_that_a_signal_ended_goes_on_to_the_bit(
-    number: int, step: int, at_step: Any, whole: Path
+    number: int, step: int, at_step: Any, undisturbed: Path
 ) -> None:
     at_step(step, send(number))
     assert train("--out", "run") == 0
     terminated = number == signal.SIGTERM
-    end, last = told("run"), rows("run")[-1]
+    end, last = summary("run"), rows("run")[-1]
     assert (end["ended"], end["steps"]) == ("terminated" if terminated else "interrupt", step)
     assert last["saved"] == end["checkpoint"] == f"step-{step:08d}"
     assert ("held_out_bits_per_byte" in last, bool(end["sample"])) == (not terminated, not terminated)
     assert train("--out", "run", "--resume", "auto") == 0
-    assert measured("run") == measured(whole)
-    assert told("run")["loss"] == told(whole)["loss"]
+    assert measured("run") == measured(undisturbed)
+    assert summary("run")["loss"] == summary(undisturbed)["loss"]
 
 
-def test_many_lives_are_one(at_step: Any, whole: Path) -> None:
+def test_many_lives_are_one(at_step: Any, undisturbed: Path) -> None:
     for step in (2, 3, 8):
         at_step(step, send(signal.SIGTERM))
         assert train("--out", "run", "--resume", "auto") == 0
-        assert told("run")["steps"] == step
+        assert summary("run")["steps"] == step
     assert train("--out", "run", "--resume", "auto") == 0
-    assert measured("run") == measured(whole)
+    assert measured("run") == measured(undisturbed)
 
 
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", 5), ("", 10), ("..", 10)])
 def test_a_checkpoint_begins_another_run(
-    path: str, step: int, whole: Path, capsys: pytest.CaptureFixture[str]
+    path: str, step: int, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint, a folder of them, a run."""
-    assert train("--out", "run", "--resume", whole / "checkpoints" / path) == 0
-    assert Path(told("run", "config")["resumed_from"]).name == f"step-{step:08d}"
+    assert train("--out", "run", "--resume", undisturbed / "checkpoints" / path) == 0
+    assert Path(config("run")["resumed_from"]).name == f"step-{step:08d}"
     assert f"goes on after step {step}" in capsys.readouterr().out
-    assert [row for row in measured("run") if row["step"] > step] == measured(whole)[step + 1 :]
-    assert kept("run") == ["step-00000010"]
-    assert told("run")["held_out_bits_per_byte"] == told(whole)["held_out_bits_per_byte"]
+    assert [row for row in measured("run") if row["step"] > step] == measured(undisturbed)[step + 1 :]
+    assert checkpoints("run") == ["step-00000010"]
+    assert summary("run")["held_out_bits_per_byte"] == summary(undisturbed)["held_out_bits_per_byte"]
 
 
 def test_what_began_elsewhere_still_goes_on_from_there_before_its_first_checkpoint(
-    at_step: Any, whole: Path
+    at_step: Any, undisturbed: Path
 ) -> None:
     at_step(8, fail)
-    assert train("--out", "run", "--resume", whole / "checkpoints/step-00000005") == 1
+    assert train("--out", "run", "--resume", undisturbed / "checkpoints/step-00000005") == 1
     assert train("--out", "run", "--resume", "auto") == 0
-    assert measured("run") == measured(whole)[6:]
+    assert measured("run") == measured(undisturbed)[6:]
 
 
 # --- checkpoints on the way ------------------------------------------------------------------------------
 
 
-def test_checkpoints_are_those_asked_for(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_those_asked_for(undisturbed: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--out", "three", "--save-every", 4, "--keep", 3) == 0
-    assert kept("three") == ["step-00000004", "step-00000008", "step-00000010"]
+    assert checkpoints("three") == ["step-00000004", "step-00000008", "step-00000010"]
     saved = {row["step"]: row["saved"] for row in rows("three") if "saved" in row}
     assert saved == {4: "step-00000004", 8: "step-00000008", 10: "step-00000010"}
     assert "saved three/checkpoints/step-00000008\n" in capsys.readouterr().out
     assert train("--out", "last") == 0
-    assert kept("last") == ["step-00000010"]
+    assert checkpoints("last") == ["step-00000010"]
     assert train("--out", "none", "--save-every", 0) == 0
     assert not Path("none/checkpoints").exists()
-    assert told("none")["checkpoint"] is None
-    assert measured("none") == measured("last") == measured("three") == measured(whole)
+    assert summary("none")["checkpoint"] is None
+    assert measured("none") == measured("last") == measured("three") == measured(undisturbed)
 
 
 def test_a_save_that_fails_is_said_once_and_training_goes_on(
-    whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no room for the checkpoint of step 3; the disk fails in the middle of that of step 6."""
     begin = saving.begin_writing
@@ -210,8 +189,8 @@ def test_a_save_that_fails_is_said_once_and_training_goes_on(
     out = capsys.readouterr().out
     assert out.count("checkpoint: none was saved of step 3: no room") == out.count("no room") == 1
     assert out.count("checkpoint: none was saved of step 6: pulled the plug") == out.count("plug") == 1
-    assert measured("run") == measured(whole)
-    assert kept("run") == ["step-00000009", "step-00000010"]
+    assert measured("run") == measured(undisturbed)
+    assert checkpoints("run") == ["step-00000009", "step-00000010"]
     assert (rows("run")[3]["not_saved"], rows("run")[6]["not_saved"]) == ("no room", "pulled the plug")
 
 
@@ -223,7 +202,7 @@ def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(
     err = capsys.readouterr().err
     assert err.startswith("zfunc train: error: the last step is not saved: ")
     assert "run/checkpoints: got 'File exists'" in err
-    end = told("run")
+    end = summary("run")
     assert (end["ended"], end["steps"], end["checkpoint"]) == ("steps", 10, None)
     assert end["sample"]
     assert rows("run")[-1]["not_saved"]
@@ -233,7 +212,7 @@ def test_where_the_last_step_cannot_be_saved_the_exit_code_is_1(
 
 
 def test_metrics_end_at_the_step_that_is_resumed(
-    at_step: Any, whole: Path, capsys: pytest.CaptureFixture[str]
+    at_step: Any, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_step(9, fail)
     assert train("--out", "run", "--save-every", 3) == 1
@@ -245,11 +224,11 @@ def test_metrics_end_at_the_step_that_is_resumed(
     at_step(7, fail)
     assert train("--out", "run", "--resume", "auto") == 1
     assert Path("run/metrics.jsonl").read_bytes() == b"".join(before[:7])
-    assert told("run", "config")["resumed_from"] == str(Path("run/checkpoints/step-00000006").absolute())
+    assert config("run")["resumed_from"] == str(Path("run/checkpoints/step-00000006").absolute())
     assert "goes on after step 6" in capsys.readouterr().out
     assert not list(Path("run").glob(".*"))
     assert train("--out", "run", "--resume", "auto") == 0
-    assert measured("run") == measured(whole)
+    assert measured("run") == measured(undisturbed)
 
 
 def test_lines_that_are_lost_are_said(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -259,43 +238,43 @@ def test_lines_that_are_lost_are_said(at_step: Any, capsys: pytest.CaptureFixtur
     Path("run/metrics.jsonl").write_text("".join(lines[:5]))
     assert train("--out", "run", "--resume", "auto") == 0
     assert "got no line of step 8" in capsys.readouterr().out
-    assert [row["step"] for row in rows("run")] == [
-        0,
-        1,
-        2,
-        3,
-        4,
-        8,
-        9,
-        10,
-    ]  # the evaluation of 8 is made again
+    steps = [row["step"] for row in rows("run")]
+    assert steps == [0, 1, 2, 3, 4, 8, 9, 10], "the evaluation of 8 is made again"
 
 
 def test_a_run_that_was_over_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--out", "run") == 0
-    before = {x: x.read_bytes() for x in Path("run").rglob("*") if x.is_file()}
+    before = files("run")
     assert train("--out", "run", "--resume", "auto") == 0
     assert "it was over at step 10: nothing is left to train" in capsys.readouterr().out
-    assert {x: x.read_bytes() for x in Path("run").rglob("*") if x.is_file()} == before
+    assert files("run") == before
     assert train("--out", "run", "--resume", "auto", "--steps", 12) == 0  # but for who wants more
-    out = capsys.readouterr().out
-    assert "other settings than were trained with: steps 10 is now 12" in out
+    assert "other settings than were trained with: steps 10 is now 12" in capsys.readouterr().out
     assert [row["step"] for row in rows("run")] == list(range(13))
+
+
+def test_auto_leaves_a_finished_run_without_a_checkpoint_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    """Hours of figures are not for a new training to write over."""
+    assert train("--out", "run", "--save-every", 0) == 0
+    before = files("run")
+    assert train("--out", "run", "--save-every", 0, "--resume", "auto") == 2
+    assert "whose training is over and left no checkpoint" in capsys.readouterr().err
+    assert files("run") == before
 
 
 def test_a_run_without_summary_gets_one_without_a_step(capsys: pytest.CaptureFixture[str]) -> None:
     """Killed after its last checkpoint."""
     assert train("--out", "run") == 0
-    expected = told("run"), measured("run")
+    expected = summary("run"), measured("run")
     Path("run/summary.json").unlink()
     assert train("--out", "run", "--resume", "auto") == 0
     assert "all steps done: 10 steps" in capsys.readouterr().out
     assert measured("run") == expected[1]
     names = ("ended", "steps", "loss", "held_out_bits_per_byte", "sample", "checkpoint")
-    assert all(told("run")[k] == expected[0][k] for k in names)
+    assert all(summary("run")[k] == expected[0][k] for k in names)
 
 
-def test_a_damaged_checkpoint_is_passed_over(at_step: Any, whole: Path, capsys: Any) -> None:
+def test_a_damaged_checkpoint_is_passed_over(at_step: Any, undisturbed: Path, capsys: Any) -> None:
     at_step(9, fail)
     assert train("--out", "run", "--save-every", 3) == 1
     shard = next(Path("run/checkpoints/step-00000006").glob("*.safetensors"))
@@ -304,7 +283,7 @@ def test_a_damaged_checkpoint_is_passed_over(at_step: Any, whole: Path, capsys: 
     shard.write_bytes(raw)
     assert train("--out", "run", "--resume", "auto", "--save-every", 3) == 0
     assert "step-00000003 is loaded instead of a later one" in capsys.readouterr().out
-    assert measured("run") == measured(whole)
+    assert measured("run") == measured(undisturbed)
 
 
 def test_other_settings_are_named_with_both_values(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,11 +299,11 @@ def test_other_settings_are_named_with_both_values(at_step: Any, capsys: pytest.
 def test_another_model_is_refused_and_nothing_changes(at_step: Any, capsys: Any) -> None:
     at_step(3, send(signal.SIGTERM))
     assert train("--out", "run") == 0
-    before = {x: x.read_bytes() for x in Path("run").rglob("*") if x.is_file()}
+    before = files("run")
     capsys.readouterr()
     assert train("--out", "run", "--resume", "auto", "--hidden-size", 32) == 2
     assert "got a checkpoint of another model" in capsys.readouterr().err
-    assert {x: x.read_bytes() for x in Path("run").rglob("*") if x.is_file()} == before
+    assert files("run") == before
 
 
 def test_auto_begins_where_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -336,78 +315,20 @@ def test_auto_begins_where_there_is_nothing(capsys: pytest.CaptureFixture[str]) 
         assert train("--out", out, "--resume", "auto", "--steps", 2) == 0
         assert f"no checkpoint in {out} yet: it begins at the first step" in capsys.readouterr().out
         assert [row["step"] for row in rows(out)] == [0, 1, 2]
-        assert told(out, "config")["resumed_from"] is None
+        assert config(out)["resumed_from"] is None
 
 
-REFUSED = {
-    "auto without out": (["--resume", "auto"], "--resume auto: got no --out"),
-    "a folder of others": (["--resume", "auto", "--out", "other"], "no config.json of a run"),
-    "a config of others": (["--resume", "auto", "--out", "model"], "no config.json of a run"),
-    "a file": (["--resume", "auto", "--out", "data.txt"], "cannot be written"),
-    "nothing there": (["--resume", "nowhere", "--out", "new"], "nowhere: got nothing there"),
-    "no checkpoint": (["--resume", "other", "--out", "new"], "got no checkpoint in it"),
-    "no name": (["--resume", "", "--out", "new"], "--resume: got nothing"),
-    "none complete": (["--resume", "auto", "--out", "broken"], "got no checkpoint that is complete"),
-    "keep none": (["--keep", "0"], "--keep: got 0, expected a whole number of at least 1"),
-    "save before the first": (["--save-every", "-1"], "--save-every: got -1"),
-    "in use": (["--resume", "auto", "--out", "used"], "in which another process is at work"),
-    "a run, without --resume": (["--out", "broken"], "go on in it with --resume auto"),
-}
+# --- other ends ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_resumed_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for folder in ("other", "model", "broken/checkpoints/step-00000003", "used"):
-        Path(folder).mkdir(parents=True)
-    Path("other/kept.txt").write_text("precious")
-    Path("model/config.json").write_text('{"architectures": []}')
-    Path("broken/config.json").write_text('{"settings": {}, "plan": {}}')
-    before = set(Path().rglob("*"))
-    args, expected = REFUSED[name]
-    with disk.locked(Path("used")):
-        assert train(*args) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("zfunc train: error: ")
-    assert expected in err
-    assert set(Path().rglob("*")) - before <= {Path("cache"), Path("runs")}
-
-
-# --- the time bound --------------------------------------------------------------------------------------
-
-
-def test_the_seconds_of_all_lives_count() -> None:
-    settings = TrainSettings(steps=1000, seconds=100.0)
-    progress = TrainingClock(StepBudget(settings, 1000))
-    for step in range(1, 301):
-        progress = progress.stepped(1.0 / step, skipped=False).looked(step, step * 0.2)
-    assert progress.budget.total == 500
-    extra = json.loads(json.dumps(progress.extra(settings, ("data",))))
-    again = restored_clock(extra, settings, 300)
-    afresh = evolve(progress.budget, warming=WARM_STEPS, last=progress.elapsed)  # it traces again
-    assert again == evolve(progress, budget=afresh)
-    assert again.budget.ended(500, 99.0) == "seconds"
-    longer = restored_clock(extra, TrainSettings(steps=1000, seconds=200.0), 300)
-    assert longer.budget.total == 1000
-    assert longer.elapsed == progress.elapsed
-    assert restored_clock({}, settings, 300) == TrainingClock.new(settings)
-
-
-@pytest.mark.parametrize("value", [-1, "many", None, True, [1]])
-def test_progress_that_no_training_has_is_refused(value: Any) -> None:
-    settings = TrainSettings()
-    extra = TrainingClock.new(settings).extra(settings, ())
-    extra["train"]["elapsed"] = value
-    with pytest.raises(CheckpointError, match="extra.train.elapsed: got"):
-        restored_clock(extra, settings, 1)
-
-
-def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any) -> None:
-    more = ["train", *TINY, "--data", "data.txt", "--seconds", "2", "--out", "run", "--resume", "auto"]
+def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--seconds", 2, "--out", "run", "--resume", "auto")
     at_step(20, send(signal.SIGTERM))
-    assert main(more) == 0
-    first = told("run")
-    assert main(more) == 0
-    end = told("run")
+    assert small_trainings.train(*given) == 0
+    first = summary("run")
+    assert small_trainings.train(*given) == 0
+    assert "the learning rate comes down by then" in capsys.readouterr().out
+    end = summary("run")
     assert (first["ended"], end["ended"]) == ("terminated", "seconds")
     assert first["seconds"] < end["seconds"] < 15
     assert [row["step"] for row in rows("run")] == list(range(end["steps"] + 1))
@@ -415,37 +336,15 @@ def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any) -> None:
     assert max(lrs) > 2 * lrs[-1]
 
 
-# --- processes -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("delay_from", [10, 14])
+def test_the_measured_step_is_of_the_plan_that_ran_before_a_delay_begins_and_after(delay_from: int) -> None:
+    """Step 10 is the measured one: the first with nothing waiting yet, or a plain one."""
+    assert train("--out", "run", "--save-every", 0, "--steps", 15, "--delay-from", delay_from) == 0
+    step = read_recorded_step(Path("run"))
+    assert {op.name for op in step.plan.graph} == {e.op for e in step.timeline.events}
 
 
-def start(*more: object, launch: tuple[object, ...] = ()) -> "subprocess.Popen[str]":
-    command = [sys.executable, *map(str, launch), "-m", "zfunc", "train", *JOB, *map(str, more)]
-    given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, text=True, env=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def wait_until(happened: Callable[[], Any], running: "subprocess.Popen[str]") -> None:
-    for _ in range(6000):
-        if happened():
-            return
-        assert running.poll() is None, running.communicate()[1]
-        time.sleep(0.01)
-    pytest.fail("it did not happen within a minute")
-
-
-def test_a_process_that_is_terminated_twice_ends_with_0_and_a_checkpoint() -> None:
-    lines = Path("run/metrics.jsonl")
-    running = start("--steps", 10**6, "--eval-every", 10**6, "--save-every", 9, "--out", "run")
-    wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 20, running)
-    running.terminate()
-    running.terminate()
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 0, err
-    assert "terminated: stopping after this step" in err
-    assert "to go on" in out
-    end = told("run")
-    assert (end["ended"], end["checkpoint"]) == ("terminated", f"step-{end['steps']:08d}")
-    assert rows("run")[-1]["step"] == end["steps"] > 19
+# --- ranks -----------------------------------------------------------------------------------------------
 
 
 def test_the_store_of_a_new_life_has_nothing_of_the_last() -> None:
@@ -465,39 +364,19 @@ def test_the_store_of_a_new_life_has_nothing_of_the_last() -> None:
 def test_torchrun_restarts_after_a_killed_rank_and_the_bits_are_the_same() -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 3)
     more = ("--save-every", 10, "--steps", 60, "--eval-every", 25, "--resume", "auto")
-    lines = Path("killed/metrics.jsonl")
-    runs = [start("--out", out, *more, launch=launch) for out in ("killed", "whole")]
+    runs = [start(*JOB, "--out", out, *more, launch=launch) for out in ("killed", "whole")]
     try:
-        wait_until(lambda: lines.exists() and lines.read_text().count("\n") > 30, runs[0])
+        wait_for_rows("killed", 31, runs[0])
         os.kill(rank_of(runs[0].pid, 1), signal.SIGKILL)
-        said = [run.communicate(timeout=100) for run in runs]
+        outputs = [run.communicate(timeout=100) for run in runs]
     finally:
         for run in runs:
             run.terminate()  # which torchrun hands on to its ranks
             run.communicate()
-    assert [run.returncode for run in runs] == [0, 0], said
-    assert "goes on after step " in said[0][0]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    assert "goes on after step " in outputs[0][0]
     assert measured("killed") == measured("whole")
-    assert told("killed")["sample"] == told("whole")["sample"]
-
-
-@pytest.mark.parametrize("delay_from", [10, 14])
-def test_the_measured_step_is_of_the_plan_that_ran_before_a_delay_begins_and_after(delay_from: int) -> None:
-    """Step 10 is the measured one: the first with nothing waiting yet, or a plain one."""
-    assert train("--out", "run", "--save-every", 0, "--steps", 15, "--delay-from", delay_from) == 0
-    step = read_recorded_step(Path("run"))
-    assert {op.name for op in step.plan.graph} == {e.op for e in step.timeline.events}
-
-
-def test_an_error_in_the_middle_is_a_failure_and_tells_where_the_run_is(
-    at_step: Callable[[int, Callable[[], Any]], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails() -> None:
-        raise ValueError("got this in the middle")
-
-    at_step(4, fails)
-    assert train("--out", "run") == 1
-    assert "got this in the middle\nWhat there is up to then: run" in capsys.readouterr().err
+    assert summary("killed")["sample"] == summary("whole")["sample"]
 
 
 def rank_of(launcher: int, rank: int) -> int:
@@ -507,12 +386,3 @@ def rank_of(launcher: int, rank: int) -> int:
             if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
                 return child
     raise ProcessLookupError(f"no child of {launcher} has rank {rank}")
-
-
-def test_auto_leaves_a_finished_run_without_a_checkpoint_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    """Hours of figures are not for a new training to write over."""
-    assert train("--out", "done", "--save-every", 0) == 0
-    before = {x: x.read_bytes() for x in Path("done").iterdir() if x.is_file()}
-    assert train("--out", "done", "--save-every", 0, "--resume", "auto") == 2
-    assert "whose training is over and left no checkpoint" in capsys.readouterr().err
-    assert {x: x.read_bytes() for x in Path("done").iterdir() if x.is_file()} == before

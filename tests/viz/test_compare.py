@@ -336,24 +336,3 @@ def test_a_run_that_is_not_whole_is_refused(run: Path, tmp_path: Path, capsys: A
     assert told in err
     assert "expected" in err
     assert not (copy / "compare.html").exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["--num-layers", "3"], "--num-layers: got it with --compare, which draws the run's own plan"),
-        (["--precision", "fp16"], "--precision: got it with --compare"),
-        (["--hardware", "h100", "--host-gbs", "3"], "--host-gbs: got it with --hardware"),
-        (["--hardware", "h1000"], "did you mean 'h100'"),
-        (["--out", "x.png"], "expected a name that ends in .svg, .html, .json or .txt"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(run: Path, capsys: Any, args: list[str], told: str) -> None:
-    assert main(["draw", "--compare", str(run), *args]) == 2
-    assert told in capsys.readouterr().err
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: Any) -> None:
-    for folder in (tmp_path, tmp_path / "none"):
-        assert main(["draw", "--compare", str(folder)]) == 2
-        assert "expected the folder of a run that measured a step: name one" in capsys.readouterr().err

@@ -137,7 +137,8 @@ def find_checkpoint(folder: Path) -> Checkpoint | None:
     if checkpoint is None:
         if refused or latest:
             refused = refused or [f"{LATEST} names {latest}, which is not there"]
-            raise CheckpointError(f"{folder}: got no checkpoint that is complete: {'; '.join(refused)}")
+            reasons = "; ".join(refused)
+            raise CheckpointError(f"{folder}: got no checkpoint that is complete, expected one: {reasons}")
         return None
     if latest != checkpoint.path.name:
         refused.append(f"{LATEST} names {latest or 'none'}")
