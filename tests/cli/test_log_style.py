@@ -5,18 +5,18 @@ import re
 from pathlib import Path
 
 import pytest
+from small_trainings import losses, rows, train
 
 from zfunc.cli.console import PlainOutput
 from zfunc.cli.deepspeed_lines import DeepSpeedLines, overflow_line, time_line
-from zfunc.cli.main import main
 from zfunc.core.timeline import Event, Timeline
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.events import Overflowed, Stepped, Timed
 from zfunc.train.run_folder import create_run
 
-TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
-TINY = [*TINY, "--batch-size", "4", "--micro-batches", "2"]
 Out = pytest.CaptureFixture[str]
+
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 # As those who plot such logs write them.
 STEP = re.compile(r"step=(\d+), skipped=(\d+), lr=\[([^\]]*)\], mom=\[\(([^)]*)\)\]")
@@ -29,13 +29,7 @@ TIME = re.compile(
 )
 
 
-@pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for n in range(30):
-        Path("texts").mkdir(exist_ok=True)
-        Path(f"texts/{n}.txt").write_text(" ".join(f"{k * k % 97}" for k in range(n, n + 80)))
+STYLE = ("--log-style", "deepspeed")
 
 
 def stepped(step: int, *, skipped: bool = False, seconds: float = 0.5, device_bytes: int = 0) -> Stepped:
@@ -58,43 +52,33 @@ def stepped(step: int, *, skipped: bool = False, seconds: float = 0.5, device_by
 
 
 def test_a_training_prints_them(capsys: Out) -> None:
-    args = ["train", *TINY, "--data", "texts", "--steps", "21", "--eval-every", "15"]
-    assert main([*args, "--log-style", "deepspeed", "--out", "run"]) == 0
-    out = capsys.readouterr().out
-    rows = {r["step"]: r for r in map(json.loads, Path("run/metrics.jsonl").read_text().splitlines())}
-    found = STEP.findall(out)
-    assert [(int(s), int(n), float(lr)) for s, n, lr, _ in found] == [(s, 0, rows[s]["lr"]) for s in (10, 20)]
-    assert {mom for *_, mom in found} == {"0.9, 0.95"}
+    assert train("--steps", 21, "--eval-every", 15, "--micro-batches", 2, *STYLE, "--out", "run") == 0
+    out, row = capsys.readouterr().out, rows("run")
+    lines = STEP.findall(out)
+    assert [(int(s), int(n), float(lr)) for s, n, lr, _ in lines] == [(s, 0, row[s]["lr"]) for s in (10, 20)]
+    assert {mom for *_, mom in lines} == {"0.9, 0.95"}
     assert [m[:3] for m in SPEED.findall(out)] == [("0", "20", "10"), ("0", "40", "20")]
-    assert [float(m[4]) for m in SPEED.findall(out)] == [4 / rows[s]["seconds"] for s in (10, 20)]
+    assert [float(m[4]) for m in SPEED.findall(out)] == [4 / row[s]["seconds"] for s in (10, 20)]
     times = [[float(x) for x in m] for m in TIME.findall(out)]
     assert len(times) == 2
     for s, (fwd, bwd, _, step) in zip((10, 20), times, strict=True):
         assert min(fwd, bwd, step) > 0
-        assert fwd + bwd + step <= 1e3 * rows[s]["seconds"] + 0.05
+        assert fwd + bwd + step <= 1e3 * row[s]["seconds"] + 0.05
     assert "loss 1" not in out
     assert "held out" in out
     assert "all steps done" in out
 
 
-def test_the_run_is_the_same_in_either_style(capsys: Out) -> None:
-    args = ["train", *TINY, "--data", "texts", "--steps", "3"]
-    assert main([*args, "--out", "a"]) == main([*args, "--out", "b", "--log-style", "deepspeed"]) == 0
-    losses = [
-        [json.loads(line).get("loss") for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-        for run in "ab"
-    ]
-    assert losses[0] == losses[1]
+def test_the_run_is_the_same_in_either_style() -> None:
+    assert train("--steps", 3, "--out", "a") == train("--steps", 3, "--out", "b", *STYLE) == 0
+    assert losses("a") == losses("b")
     assert {x.name for x in Path("a").iterdir()} == {x.name for x in Path("b").iterdir()}
-    assert main([*args, "--log-style", "deepspede"]) == 2
-    assert "deepspeed" in capsys.readouterr().err
 
 
 def test_a_training_that_overflows_says_so(capsys: Out) -> None:
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 2}
     Path("ds.json").write_text(json.dumps({"fp16": fp16, "steps_per_print": 1}))
-    args = ["train", *TINY, "--data", "texts", "--steps", "3", "--config", "ds.json", "--out", "run"]
-    assert main([*args, "--log-style", "deepspeed"]) == 0
+    assert train("--steps", 3, "--config", "ds.json", *STYLE, "--out", "run") == 0
     out = capsys.readouterr().out
     lead = f"[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: {2**32}"
     assert f"{lead}, but hysteresis is 2. Reducing hysteresis to 1\n" in out
@@ -110,8 +94,8 @@ def test_overflows_tell_the_scale_before_and_after() -> None:
     assert overflow_line(scale, after) == f"{lead}, but hysteresis is 2. Reducing hysteresis to 1"
     assert overflow_line(after, after.update(overflow=True)) == f"{lead}, reducing to 32768"
     fixed = LossScale(scale=8.0, window=0)
-    told = "[deepspeed] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."
-    assert overflow_line(fixed, fixed.update(overflow=True)) == told
+    line = "[deepspeed] OVERFLOW! Skipping step. Gradients are non-finite, weights were not updated."
+    assert overflow_line(fixed, fixed.update(overflow=True)) == line
 
 
 def test_skipped_steps_are_counted_and_speed_leaves_out_the_first_two(capsys: Out) -> None:
@@ -129,19 +113,18 @@ def test_skipped_steps_are_counted_and_speed_leaves_out_the_first_two(capsys: Ou
 
 
 def test_what_was_skipped_before_counts_where_a_run_goes_on(capsys: Out) -> None:
-    tiny, styled = TINY[: TINY.index("--batch-size")], ["--log-style", "deepspeed"]
     overflows = {"fp16": {"enabled": True, "initial_scale_power": 30, "hysteresis": 1}, "steps_per_print": 1}
     cycle = {"cycle_min_lr": 1e-3, "cycle_max_lr": 1e-2, "cycle_first_step_size": 20}
     scheduler = {"scheduler": {"type": "OneCycle", "params": cycle}, "train_batch_size": 4}
     Path("ds.json").write_text(json.dumps({**overflows, **scheduler}))
-    said = {}
-    for run, lives in (("whole", (20,)), ("parts", (16, 20))):
+    last = []
+    for run, lives in (("once", (20,)), ("parts", (16, 20))):
         for steps in lives:
-            more = ["--steps", str(steps), "--resume", "auto", "--out", run]
-            assert main(["train", *tiny, "--data", "texts", "--config", "ds.json", *styled, *more]) == 0
-        said[run] = [x for x in capsys.readouterr().out.splitlines() if "step=20, skipped=" in x]
-    assert said["parts"] == said["whole"]
-    assert "skipped=0" not in said["whole"][0]
+            given = ("--steps", steps, "--resume", "auto", "--out", run)
+            assert train("--config", "ds.json", *STYLE, *given) == 0
+        last.append([x for x in capsys.readouterr().out.splitlines() if "step=20, skipped=" in x])
+    assert last[0] == last[1]
+    assert "skipped=0" not in last[0][0]
 
 
 def test_times_are_those_of_the_operations() -> None:
