@@ -205,7 +205,7 @@ BROKEN = {
     "both": ('{"text": "a", "prompt": "b", "completion": "c"}', "with completion, prompt, text"),
     "a number": ('{"text": 5}', "'text': got 5, expected a string"),
     "null": ('{"prompt": null, "completion": ""}', "'prompt': got null, expected a string"),
-    "twice": ('{"text": "a", "text": "b"}', "'text' is there twice"),
+    "twice": ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
     "half a surrogate pair": ('{"text": "a\\ud800"}', "half a surrogate pair at character 1"),
     "two on a line": ('{"text": "a"} {"text": "b"}', "Extra data"),
     "deep": ("[" * 100_000, "got no JSON"),
@@ -234,7 +234,7 @@ BROKEN_JSON = {
     "no comma": ('[{"text": "a"} {"text": "b"}]', "record 2: got no JSON .*where a comma"),
     "comma": ('[{"text": "a"},]', "record 2: got no JSON"),
     "two arrays": ('[{"text": "a"}][{"text": "b"}]', "record 2: got no JSON .*something after the array"),
-    "twice": ('[{"text": "a", "text": "b"}]', "record 1: .*'text' is there twice"),
+    "twice": ('[{"text": "a", "text": "b"}]', "record 1: .*the name 'text' twice in one object"),
     "deep": ("[" * 100_000, "record 1: got no JSON"),
     "no UTF-8": (b'[{"text": "\xff"}]', "record 1: got no JSON .*utf-8"),
 }

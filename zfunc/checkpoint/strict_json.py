@@ -31,7 +31,7 @@ def parse_json(raw: bytes, where: str) -> "JsonNode":
         _check_depth(raw)
         value = json.loads(
             raw.decode(),
-            object_pairs_hook=_object,
+            object_pairs_hook=unique_keys,
             parse_int=_integer,
             parse_float=_number,
             parse_constant=_constant,
@@ -54,7 +54,7 @@ def render(value: Mapping[str, Any]) -> bytes:
 def _reason(error: ValueError) -> str:
     if isinstance(error, UnicodeError):
         return "text that is not UTF-8"
-    return str(error) if type(error) is ValueError else f"what is no JSON ({error})"
+    return f"what is no JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
 
 
 def _check_depth(raw: bytes) -> None:
@@ -65,12 +65,26 @@ def _check_depth(raw: bytes) -> None:
             raise ValueError(f"a value nested more than {_DEPTH} deep")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise ValueError(f"the name {_short.repr(twice)} twice in one object")
+class DuplicateKeyError(ValueError):
+    """An object has `key` twice."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(f"the name {_short.repr(key)} twice in one object")
+        self.key = key
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A parser's `object_pairs_hook`. Raises DuplicateKeyError.
+
+    >>> json.loads('{"a": 1, "a": 2}', object_pairs_hook=unique_keys)
+    Traceback (most recent call last):
+    zfunc.checkpoint.strict_json.DuplicateKeyError: the name 'a' twice in one object
+    """
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise DuplicateKeyError(key)
+        result[key] = value
     return result
 
 

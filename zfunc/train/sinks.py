@@ -1,12 +1,11 @@
-"""Where scalars go: TensorBoard's event files, a run of Weights & Biases, DeepSpeed's CSV files. SINKS lists them.
+"""Where scalars go: TensorBoard event files, Weights & Biases, DeepSpeed's CSV files. SINKS lists them.
 
-A sink opened at x holds no scalar of its run at x or later, so none is written twice. Runs may share a folder of
-scalars, one after another: files keep what another run wrote. If another run has appended to a CSV file since, the
-older lines are kept and a warning is logged.
+A sink opened at x drops what its run wrote at x or later, so no scalar is written twice. Runs may share a folder:
+what another run wrote stays, and a warning is logged. Only if another run has appended to a CSV file since do the
+lines of this one from x on stay too.
 """
 
 import csv
-import importlib
 import json
 import logging
 import os
@@ -23,15 +22,13 @@ from attrs import frozen
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
 RUN_ID = "zfunc-run-id"  # in the run folder: the run's name in every sink
 SENT = "zfunc-sent"  # beside W&B's files, once its server has the run
-CSV_RUNS = (
-    ".zfunc-runs"  # in a folder of CSV files: the runs that wrote there, and what the last of them found
-)
+CSV_RUNS = ".zfunc-runs"  # in a folder of CSV files: who wrote to it
 log = logging.getLogger("zfunc")
 
 
 @frozen
 class RunInfo:
-    """The run folder, the run's configuration, and the x from which it goes on in that folder, if it does."""
+    """The run folder and the run's configuration. `x` is where a resumed run goes on; None for a new one."""
 
     path: Path
     config: Mapping[str, Any]
@@ -47,12 +44,13 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """Takes scalars in the order of x; made of the run, and of the block of DeepSpeed's configuration if one asks.
+    """Takes scalars in the order of x. `block` is that of DeepSpeed's configuration, if one asks for the sink.
 
-    `empty`: it has nothing of this run yet, so everything is to be written; else it has all below the run's x.
+    `empty`: the sink has nothing of this run, so all of its scalars are due; else it has those below the run's x.
     """
 
     PACKAGE: str
+    """The package that it imports."""
     empty: bool
 
     def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None: ...
@@ -61,14 +59,14 @@ class Sink(Protocol):
         """Write them to disk, or raise."""
 
     def close(self, *, failed: bool) -> None:
-        """Nothing more comes."""
+        """Nothing more comes; `failed` says whether the training ended with an error."""
 
 
 class TensorBoard:
-    """An event file for every session of a run, in one folder.
+    """One event file a session, all in one folder.
 
-    Not SummaryWriter: its thread prints a traceback where the disk is full, and it names files by the clock, though
-    readers take them in the order of names and a restart purges those before it.
+    Not SummaryWriter: on a full disk its thread prints a traceback, and it names files by the clock, which may go
+    back, while readers order events by file name and a restart drops what files before it have at x or later.
     """
 
     PACKAGE = "tensorboard.summary.writer.record_writer"
@@ -88,9 +86,8 @@ class TensorBoard:
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._writer = RecordWriter((folder / name).open("xb"))
         self._put(file_version="brain.Event:2")
-        if not self.empty:  # readers drop what they have at x or later
-            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._put(step=run.x, session_log=start)
+        if not self.empty:
+            self._put(step=run.x, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """One event."""
@@ -107,10 +104,10 @@ class TensorBoard:
 
 
 class WandB:
-    """One W&B run for all sessions. Offline unless WANDB_MODE says otherwise.
+    """One W&B run for all sessions, offline unless WANDB_MODE says otherwise.
 
-    Offline its folder is made anew in every session: W&B cannot take back what is in one. Online the server has the
-    steps that were sent, and takes none of them again.
+    Offline, every session replaces the run's folder, because W&B cannot delete from one. Online, the server has the
+    steps that were sent and ignores repeated ones.
     """
 
     PACKAGE = "wandb"
@@ -135,7 +132,7 @@ class WandB:
             resume=None if offline else "allow",
             name=run.path.name,
             config=dict(run.config),
-            reinit="create_new",  # a program that calls this may have a run of its own
+            reinit="create_new",  # the calling program may have a run of its own
             settings=wandb.Settings(console="off", silent=True, disable_code=True),
             project="zfunc" if block is None else block["project"],
             **place,
@@ -146,7 +143,7 @@ class WandB:
             (folder / SENT).touch()
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
-        """One row of its history; more for the same x is added to it."""
+        """Add to the row of x in the run's history."""
         self._run.log(dict(scalars), step=x)
 
     def close(self, *, failed: bool) -> None:
@@ -156,33 +153,31 @@ class WandB:
         try:
             self._run.finish(exit_code=int(failed))
         finally:
-            if wandb.run is None:  # else a program that calls this has a run of its own in the same service
+            if wandb.run is None:  # else the calling program has a run in the same service
                 wandb.teardown()
 
 
 class CSV:
-    """A file for every scalar, named after it, with a line for every x, as DeepSpeed's csv_monitor writes them."""
+    """One file a scalar, with one line for every x, as DeepSpeed's csv_monitor writes them.
 
-    PACKAGE = ""
+    CSV_RUNS has the runs that wrote to the folder, and the size of each file before the last of them.
+    """
+
+    PACKAGE = "csv"
 
     def __init__(self, run: RunInfo, block: Mapping[str, Any] | None) -> None:
         self._folder = _folder(run, block, "csv_monitor")
-        path, files = self._folder / CSV_RUNS, sorted(self._folder.glob("*.csv"))
-        runs, sizes = _read_runs(path)
+        record, files = self._folder / CSV_RUNS, sorted(self._folder.glob("*.csv"))
+        runs, sizes = _read_runs(record)
         self.empty = not files or run.x is None or run.id not in runs
-        if files and self.empty:
-            log.warning("%s: it holds files of another run, which are added to", self._folder)
-        elif run.x is not None and not self.empty:
-            if runs[-1] == run.id:
-                for file in files:
-                    _truncate_from(file, run.x, sizes.get(file.name, 0))
-                return
-            log.warning(
-                "%s: another run has added to it since: what this one wrote from %d on stays, and comes twice",
-                *(self._folder, run.x),
-            )
+        if run.x is not None and not self.empty and runs[-1] == run.id:
+            for file in files:
+                _truncate_from(file, run.x, sizes.get(file.name, 0))
+            return
+        if files:
+            log.warning("%s: another run has written here: what the files hold stays", self._folder)
         sizes = {file.name: file.stat().st_size for file in files}
-        path.write_text(json.dumps({"runs": [*runs, run.id], "sizes": sizes}))
+        record.write_text(json.dumps({"runs": [*runs, run.id], "sizes": sizes}))
 
     def write(self, x: int, scalars: Mapping[str, float]) -> None:
         """A line in every file."""
@@ -202,16 +197,6 @@ SINKS: Mapping[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "
 """By the name of the setting, and of the block in DeepSpeed's configuration."""
 
 
-def check_package(kind: str, label: str) -> None:
-    """Raises ValueError, about the setting `label`, if the package that writes `kind` cannot be imported."""
-    try:
-        importlib.import_module(SINKS[kind].PACKAGE or "csv")
-    except ImportError as error:
-        raise ValueError(
-            f"{label}: got no package that writes it ({error}), expected {kind}: pip install 'zfunc[{kind}]'"
-        ) from error
-
-
 def _folder(run: RunInfo, block: Mapping[str, Any] | None, kind: str) -> Path:
     """Where the block says; without one in the run folder."""
     folder = run.path / kind
@@ -223,21 +208,17 @@ def _folder(run: RunInfo, block: Mapping[str, Any] | None, kind: str) -> Path:
 
 
 def _read_runs(path: Path) -> tuple[list[str], dict[str, int]]:
-    """The runs that wrote to a folder of CSV files, and the bytes in each file before the last of them."""
     if not path.exists():
         return [], {}
     try:
         content = json.loads(path.read_text())
         return content["runs"], content["sizes"]
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path}: got what zfunc did not write ({error}), expected the runs that wrote there: name another "
-            "folder"
-        ) from error
+        raise ValueError(f"{path}: not written by zfunc ({error}): name another folder") from error
 
 
 def _truncate_from(path: Path, x: int, start: int) -> None:
-    """Drop the lines at the end that are at x or later; those before the byte `start` are another run's."""
+    """Drop the lines at the end that are at x or later; the first `start` bytes are another run's."""
     content = path.read_bytes()
     lines = content[start:].splitlines(keepends=True)
     while lines and not _is_below(lines[-1], x):

@@ -1,12 +1,13 @@
-"""The figures of a training as scalars, for the sinks that flags or DeepSpeed's configuration ask for.
+"""A training's metrics as scalars, for the sinks that flags or DeepSpeed's configuration ask for.
 
-A scalar is a finite figure of metrics.jsonl, and is written once, however often the run was stopped and resumed. A
-sink that fails ends with a warning; the training goes on.
+A scalar is a finite number of metrics.jsonl. It is written once, however often the run is stopped and resumed. A
+sink that fails is closed with a warning, and the training goes on.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ from zfunc.train.events import Evaluated, Event, Started, Stepped
 from zfunc.train.history import CONFIG, METRICS, Row, finite_number, rows_of
 from zfunc.train.pacing import plain_settings
 from zfunc.train.settings import TrainSettings
-from zfunc.train.sinks import SINKS, RunInfo, Sink, check_package
+from zfunc.train.sinks import SINKS, RunInfo, Sink
 
-OURS: Mapping[str, str] = {
+SCALARS: Mapping[str, str] = {
     "loss": "train/loss",
     "lr": "train/lr",
     "grad_norm": "train/grad_norm",
@@ -36,61 +37,66 @@ OURS: Mapping[str, str] = {
     "device_bytes": "memory/device_bytes",
     "host_bytes": "memory/host_bytes",
 }
-"""Figures of metrics.jsonl by the names of their scalars, against steps."""
-THEIRS: Mapping[str, str] = {
-    **OURS,
+"""The metrics that are written, and the names of their scalars, against steps."""
+DEEPSPEED_SCALARS: Mapping[str, str] = {
+    **SCALARS,
     "loss": "Train/Samples/train_loss",
     "lr": "Train/Samples/lr",
     "loss_scale": "Train/Samples/loss_scale",
 }
-"""The same for a block of DeepSpeed's configuration: its names for what it writes, against samples."""
-FP16_ONLY = ("loss_scale", "skipped")  # figures that never change in other precisions
+"""The same for a block of DeepSpeed's configuration, with its names, against samples."""
+FP16_ONLY = ("loss_scale", "skipped")  # constant in other precisions
 log = logging.getLogger("zfunc")
 
 
 @frozen
 class SinkRequest:
-    """A sink by its kind; `label` names the flag or the block of DeepSpeed's configuration that asks for it."""
+    """`label` is the flag, or the block of DeepSpeed's configuration, that asks for the sink; `block` its keys."""
 
     kind: str
     label: str
-    block: Mapping[str, Any] | None = None  # the block's keys
+    block: Mapping[str, Any] | None = None
 
 
-def sink_requests(settings: TrainSettings) -> tuple[SinkRequest, ...]:
+def sink_requests(settings: TrainSettings) -> Iterator[SinkRequest]:
     """The sinks that flags and configuration ask for."""
-    values, requests = config_extras(settings).values, list[SinkRequest]()
+    values = config_extras(settings).values
     for kind in SINKS:
+        enabled = getattr(settings, kind, False)
         if values is not None and values.has(kind):
-            if getattr(settings, kind, False) or values[f"{kind}.enabled"]:
+            if enabled or values[f"{kind}.enabled"]:
                 block = {key.last: values[key.name] for key in KEYS.values() if key.block == kind}
-                requests.append(SinkRequest(kind, f"{values.source}: {kind}", block))
-        elif getattr(settings, kind, False):
-            requests.append(SinkRequest(kind, flag(kind)))
-    return tuple(requests)
+                yield SinkRequest(kind, f"{values.source}: {kind}", block)
+        elif enabled:
+            yield SinkRequest(kind, flag(kind))
 
 
 def check_packages(settings: TrainSettings) -> None:
     """Raises ValueError, with what to install, for a sink whose package is missing."""
     for request in sink_requests(settings):
-        check_package(request.kind, request.label)
+        try:
+            import_module(SINKS[request.kind].PACKAGE)
+        except ImportError as error:
+            raise ValueError(
+                f"{request.label}: {error}: pip install 'zfunc[{request.kind}]', or leave it out"
+            ) from error
 
 
 @contextmanager
 def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], None]]:
-    """What takes the events of a training, after they were recorded in the run folder, and writes the scalars.
+    """A function that writes the scalars of each event, to be called after the event is in the run folder.
 
-    To be entered before that: a folder that has a configuration already is a run's that goes on.
+    Enter before the first event: a folder that has a configuration by then is that of a run being resumed.
     """
     resumed = (run / CONFIG).exists()
-    tracks, failed = [Track(request, run, resumed) for request in sink_requests(settings)], True
+    tracks, failed = [_Track(request, run, resumed) for request in sink_requests(settings)], True
 
-    def take(event: Event) -> None:
+    def write(event: Event) -> None:
         for track in tracks:
-            track.take(event)
+            track.write(event)
 
     try:
-        yield take
+        yield write
         failed = False
     finally:
         for track in tracks:
@@ -98,28 +104,26 @@ def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], N
 
 
 @define(eq=False)
-class Track:
+class _Track:
     """One sink, opened by the first event. `resumed`: an earlier session of the run may have written to it."""
 
     request: SinkRequest
     run: Path
     resumed: bool
     sink: Sink | None = None
-    started: Started | None = field(default=None, repr=False)
+    started: Started = field(init=False)
 
-    def take(self, event: Event) -> None:
-        """Write the figures of the event. An error is logged, and closes the sink for good."""
+    def write(self, event: Event) -> None:
+        """Write the metrics of the event. An error is logged, and closes the sink for good."""
         try:
             if isinstance(event, Started):
-                self._begin(event)
-            elif isinstance(event, Evaluated | Stepped) and self.started is not None:
+                self._open(event)
+            elif isinstance(event, Evaluated | Stepped) and self.sink is not None:
                 held_out = f"held_out_bits_per_{self.started.unit}"
-                self._write({**attrs.asdict(event), held_out: event.held_out})
+                self._write_row(self.sink, {**attrs.asdict(event), held_out: event.held_out})
         except Exception as error:  # of any kind: W&B and the disk have their own
             message = f"{type(error).__name__}: {error}"
-            log.warning(
-                "%s: got %s: nothing more is written there; the training goes on", self.request.label, message
-            )
+            log.warning("%s: %s: this sink is closed, training goes on", self.request.label, message)
             self.close(failed=True)
 
     def close(self, *, failed: bool) -> None:
@@ -129,26 +133,18 @@ class Track:
             with suppress(Exception):
                 sink.close(failed=failed)
 
-    def _begin(self, event: Started) -> None:
-        """Open the sink, and write what it does not have of the metrics that are kept."""
-        self.started = event
-        config = {
-            **plain_settings(event.settings),
-            **event.sizes,
-            "parameters": event.parameters,
-            **event.machine,
-        }
-        run = RunInfo(self.run, config, self._x(event.step) if self.resumed else None)
-        self.sink = SINKS[self.request.kind](run, self.request.block)
-        rows = rows_of((self.run / METRICS).read_bytes())[0] if self.resumed else ()
-        for row in rows:
+    def _open(self, event: Started) -> None:
+        """Open the sink, and write the rows of metrics.jsonl that it lacks."""
+        self.started, settings = event, plain_settings(event.settings)
+        config = {**settings, **event.sizes, "parameters": event.parameters, **event.machine}
+        x = self._x(event.step) if self.resumed else None
+        self.sink = SINKS[self.request.kind](RunInfo(self.run, config, x), self.request.block)
+        for row in rows_of((self.run / METRICS).read_bytes())[0] if self.resumed else ():
             if self.sink.empty or row["step"] == event.step:  # an evaluation may be added to that row
-                self._write(row)
+                self._write_row(self.sink, row)
 
-    def _write(self, row: Row) -> None:
-        if self.sink is None or self.started is None:
-            return
-        names = OURS if self.request.block is None else THEIRS
+    def _write_row(self, sink: Sink, row: Row) -> None:
+        names = SCALARS if self.request.block is None else DEEPSPEED_SCALARS
         left_out = () if self.started.settings.precision == "fp16" else FP16_ONLY
         left_out = left_out if row.get("device_bytes") else (*left_out, "device_bytes")
         scalars = {
@@ -157,14 +153,13 @@ class Track:
             if name in names and name not in left_out and (y := _scalar(value)) is not None
         }
         if scalars:
-            self.sink.write(self._x(row["step"]), scalars)
+            sink.write(self._x(row["step"]), scalars)
 
     def _x(self, step: int) -> int:
-        """The step, or the samples up to it: those of earlier steps as if all had been of one size."""
-        started = self.started
-        assert started is not None
+        """The step; or the samples up to it, with those before the session spread evenly over its steps."""
         if self.request.block is None:
             return step
+        started = self.started
         if step >= started.step:
             return started.sequences + (step - started.step) * started.settings.batch_size
         return step * started.sequences // started.step

@@ -13,6 +13,8 @@ from typing import Any
 
 from attrs import frozen
 
+from zfunc.checkpoint.strict_json import unique_keys
+
 LINES = (".jsonl", ".ndjson")  # a record a line
 JSON = ".json"  # an array of records, or one after another
 USED = frozenset({"text", "prompt", "completion"})
@@ -69,7 +71,7 @@ def text_of_file(path: Path) -> Document | None:
 
 def _parsed(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line.decode(), object_pairs_hook=_once)
+        return json.loads(line.decode(), object_pairs_hook=unique_keys)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is one
         column = isinstance(error, json.JSONDecodeError)
         why = f"{error.msg}, column {error.colno}" if column else str(error)
@@ -93,7 +95,7 @@ def _numbered(path: Path) -> Iterator[Any]:
 
 def _values(path: Path) -> Iterator[Any]:
     """The items of the array that a file is, or its values one after another; a few are in memory at a time."""
-    decode = json.JSONDecoder(object_pairs_hook=_once).raw_decode
+    decode = json.JSONDecoder(object_pairs_hook=unique_keys).raw_decode
     with path.open(encoding="utf-8-sig") as file:
         text, at, first = "", 0, True
 
@@ -162,14 +164,6 @@ def _document(told: dict[str, Any], where: str) -> Document:
     for name in sorted(told):
         _check_text(told[name], f"{where}, {name!r}")
     return Document(told.get("text", told.get("completion", "")), told.get("prompt", ""))
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, n in Counter(name for name, _ in pairs).items() if n > 1)
-        raise ValueError(f"{twice!r} is there twice")
-    return found
 
 
 def _check_text(value: Any, where: str) -> None:

@@ -2,14 +2,13 @@
 
 Each gives, bit by bit, what DeepSpeed 0.19 sets for its n-th update. Its schedulers count batches from -1, and the
 first update runs before the scheduler has started: update n uses batch n - 2, the first one an initial value, so a
-warm-up moves nothing in its first two. That looks off by one and is kept. An update that an overflow skips does not
+warm-up moves nothing in its first two. That looks off by one and is kept. Updates skipped for an overflow do not
 count, in DeepSpeed or here.
 
-Fields are the names of the file. `total_num_steps` may be None, not known yet: then nothing decays.
+Fields have the file's names. `total_num_steps` is None while the length is not known: then nothing decays.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, cast
 
 import attrs
@@ -26,8 +25,8 @@ BETA2 = 0.99  # of OneCycle, whatever the optimizer's betas are
 
 
 @frozen
-class _Checked:
-    """Fields that are keys of the file, checked by their types."""
+class _Scheduler:
+    """A learning rate whose fields are keys of the file, checked by their types."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(type(self)):
@@ -38,9 +37,19 @@ class _Checked:
                     f"{type(self).__name__}: {field.name} is {value!r}; expected {expected}; correct it"
                 )
 
+    def __call__(self, step: int) -> float:
+        """The learning rate of an update, counted from 1."""
+        if step < 1:
+            raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
+        return self._at(step - 2)
+
+    def _at(self, batch: int) -> float:
+        """The learning rate of a batch as DeepSpeed counts them; -1 is the first update's."""
+        raise NotImplementedError
+
 
 @frozen
-class LRRangeTest(_Checked):
+class LRRangeTest(_Scheduler):
     """Rises from `lr_range_test_min_lr` without end, to find the highest that trains (Smith 2018, section 3).
 
     >>> rate = LRRangeTest(lr_range_test_min_lr=1.0, lr_range_test_step_size=2)
@@ -53,16 +62,15 @@ class LRRangeTest(_Checked):
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
-        interval = float(_counted(step) - 1) / self.lr_range_test_step_size
+    def _at(self, batch: int) -> float:
+        interval = float(batch + 1) / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
             interval = math.floor(interval)
         return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * interval)
 
 
 @frozen
-class OneCycle(_Checked):
+class OneCycle(_Scheduler):
     """One cycle up and down between two rates, then a decay from the lower one (Smith 2018, section 4).
 
     >>> rate = OneCycle(cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=2)
@@ -79,23 +87,22 @@ class OneCycle(_Checked):
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
 
-    def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
-        height = self.height(step)
+    def _at(self, batch: int) -> float:
+        height = self.height(batch)
         if height is None:
-            return self.cycle_min_lr / self.decay(step, self.decay_lr_rate)
+            return self.cycle_min_lr / self.decay(batch, self.decay_lr_rate)
         return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
 
-    def height(self, step: int) -> float | None:
-        """Where in the cycle an update is between the lower rate, 0, and the higher, 1; None after it."""
-        last, total = _counted(step) - 2, self._first + self._second
-        return self._height(last + 1, total) if last < total else None
+    def height(self, batch: int) -> float | None:
+        """Where in the cycle a batch is, from 0 at the lower rate to 1 at the higher; None after the cycle."""
+        total = self._first + self._second
+        return self._height(batch + 1, total) if batch < total else None
 
-    def decay(self, step: int, rate: float) -> float:
-        """What has become of 1 in an update after the cycle, with `rate` of it more every `decay_step_size`."""
+    def decay(self, batch: int, rate: float) -> float:
+        """The factor of a batch after the cycle: 1, plus `rate` every `decay_step_size` batches."""
         if not self.decay_step_size:
             return 1.0
-        return 1 + rate * ((_counted(step) - 1 - self._first - self._second) / self.decay_step_size)
+        return 1 + rate * ((batch + 1 - self._first - self._second) / self.decay_step_size)
 
     @property
     def _first(self) -> float:
@@ -106,8 +113,7 @@ class OneCycle(_Checked):
         return self._first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
 
     def _height(self, batch: int, total: float) -> float:
-        """Where between the two rates, 0 to 1, in DeepSpeed's order of operations, for the same bits."""
-        ratio = self._first / total
+        ratio = self._first / total  # in DeepSpeed's order of operations, for the same bits
         x = 1.0 + batch / total - math.floor(1 + batch / total)
         rising = x <= ratio
         stairs = self.cycle_first_stair_count
@@ -137,17 +143,17 @@ class OneCycleBetas:
     decay_mom_rate: float = 0.0
 
     def __call__(self, step: int) -> tuple[float, float]:
-        """The betas of an update, counted from 1. Where decay has raised beta1 to 1, the update is refused."""
+        """The betas of an update, counted from 1. AdamW refuses an update for which beta1 has decayed up to 1."""
         if step == 1:
             return self.cycle_min_mom, BETA2
-        height = self.cycle.height(step)
+        height = self.cycle.height(step - 2)
         if height is None:
-            return self.cycle_max_mom * self.cycle.decay(step, self.decay_mom_rate), BETA2
+            return self.cycle_max_mom * self.cycle.decay(step - 2, self.decay_mom_rate), BETA2
         return self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height, BETA2
 
 
 @frozen
-class WarmupLR(_Checked):
+class WarmupLR(_Scheduler):
     """Rises to `warmup_max_lr`, along a logarithm or a line, and stays there.
 
     >>> rate = WarmupLR(warmup_max_lr=1.0, warmup_num_steps=4, warmup_type="linear")
@@ -160,13 +166,12 @@ class WarmupLR(_Checked):
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
-    def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
-        return _warmed(self, step, lambda _: 1.0)
+    def _at(self, batch: int) -> float:
+        return _warmed(self, batch, 1.0)
 
 
 @frozen
-class WarmupDecayLR(_Checked):
+class WarmupDecayLR(_Scheduler):
     """Rises as WarmupLR, then falls along a line, to `warmup_min_lr` at `total_num_steps`.
 
     >>> rate = WarmupDecayLR(total_num_steps=6, warmup_max_lr=1.0, warmup_num_steps=2, warmup_type="linear")
@@ -180,19 +185,15 @@ class WarmupDecayLR(_Checked):
     warmup_num_steps: int = 1000
     warmup_type: Literal["log", "linear"] = "log"
 
-    def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
-        return _warmed(self, step, self._fall)
-
-    def _fall(self, last: int) -> float:
+    def _at(self, batch: int) -> float:
         if self.total_num_steps is None:
-            return 1.0
-        span = float(max(1.0, self.total_num_steps - _steps(self.warmup_num_steps)))
-        return max(0.0, float(self.total_num_steps - last) / span)
+            return _warmed(self, batch, 1.0)
+        span = float(max(1.0, self.total_num_steps - _at_least_2(self.warmup_num_steps)))
+        return _warmed(self, batch, max(0.0, float(self.total_num_steps - batch) / span))
 
 
 @frozen
-class WarmupCosineLR(_Checked):
+class WarmupCosineLR(_Scheduler):
     """Rises from `warmup_min_ratio` of the optimizer's `lr`, then falls along half a cosine to `cos_min_ratio`.
 
     >>> rate = WarmupCosineLR(4, lr=1.0, warmup_num_steps=2, warmup_type="linear", cos_min_ratio=0.0)
@@ -207,23 +208,18 @@ class WarmupCosineLR(_Checked):
     cos_min_ratio: float = 0.0001
     warmup_type: Literal["log", "linear"] = "log"
 
-    def __call__(self, step: int) -> float:
-        """The learning rate of an update, counted from 1."""
-        last = _counted(step) - 2
-        if last < 0:
+    def _at(self, batch: int) -> float:
+        if batch < 0:
             return 0.0
-        rise = _rise(last, self.warmup_num_steps, self.warmup_type)
+        rise = _rise(batch, self.warmup_num_steps, self.warmup_type)
         if rise is not None:
             return self.lr * (self.warmup_min_ratio + rise * (1.0 - self.warmup_min_ratio))
-        return self.lr * self._fall(last)
-
-    def _fall(self, last: int) -> float:
         if self.total_num_steps is None:
-            return 1.0
-        warm = _steps(self.warmup_num_steps)
-        progress = min(1.0, (last - warm + 1) / max(1, self.total_num_steps - warm))
+            return self.lr
+        warmup = _at_least_2(self.warmup_num_steps)
+        progress = min(1.0, (batch - warmup + 1) / max(1, self.total_num_steps - warmup))
         ratio = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
+        return self.lr * max(0.0, self.cos_min_ratio + (1.0 - self.cos_min_ratio) * ratio)
 
 
 LRSchedule: TypeAlias = LRRangeTest | OneCycle | WarmupLR | WarmupDecayLR | WarmupCosineLR
@@ -232,33 +228,25 @@ SCHEDULERS: dict[str, type[LRSchedule]] = {
 }
 
 
-def _counted(step: int) -> int:
-    if step < 1:
-        raise ValueError(f"the learning rate of step {step}; steps are counted from 1; pass 1 or above")
-    return step
-
-
-def _steps(warmup: int) -> int:
-    return max(2, warmup)  # a logarithm of 1 is no divisor
-
-
-def _warmed(rate: WarmupLR | WarmupDecayLR, step: int, after: Callable[[int], float]) -> float:
-    """The rate of an update: `after` says what share of the way up is left of it when the warm-up is over."""
-    last = _counted(step) - 2
-    if last < 0:
+def _warmed(rate: WarmupLR | WarmupDecayLR, batch: int, after: float) -> float:
+    """The rate of a batch; `after` is its share of the rise once the warm-up is over."""
+    if batch < 0:
         return rate.warmup_min_lr
-    rise = _rise(last, rate.warmup_num_steps, rate.warmup_type)
-    gamma = after(last) if rise is None else rise
+    rise = _rise(batch, rate.warmup_num_steps, rate.warmup_type)
+    gamma = after if rise is None else rise
     return rate.warmup_min_lr + (rate.warmup_max_lr - rate.warmup_min_lr) * gamma
 
 
-def _rise(last: int, warmup: int, kind: str) -> float | None:
+def _rise(batch: int, warmup: int, kind: str) -> float | None:
     """How far the warm-up is, 0 to 1; None when it is over."""
-    if last >= _steps(warmup):
+    steps = _at_least_2(warmup)
+    if batch >= steps:
         return None
-    if kind == "linear":
-        return last / _steps(warmup)
-    return 1.0 / math.log(_steps(warmup)) * math.log(last + 1)
+    return batch / steps if kind == "linear" else 1.0 / math.log(steps) * math.log(batch + 1)
+
+
+def _at_least_2(warmup: int) -> int:
+    return max(2, warmup)  # the logarithm of 1 is 0, and divides
 
 
 # --- from a file -----------------------------------------------------------------------------------------
@@ -267,10 +255,10 @@ def _rise(last: int, warmup: int, kind: str) -> float | None:
 def lr_schedule(
     values: ResolvedValues, *, lr: float, total: int | None = None, warmup: int | None = None
 ) -> LRSchedule | None:
-    """The scheduler of a file, or None where it has none.
+    """The scheduler of a file; None without one.
 
-    `lr` is the optimizer's; `total` steps and `warmup` steps are for a file that leaves them open. Raises
-    ValueError for parameters that this scheduler does not take, or lacks.
+    `lr` is the optimizer's; `total` and `warmup` count steps, for a file that leaves them open. Raises ValueError
+    for parameters that this scheduler does not take, or lacks.
     """
     kind = values["scheduler.type"]
     if kind is None:
@@ -304,7 +292,7 @@ def cycles_betas(values: ResolvedValues) -> bool:
 
 
 def onecycle_betas(values: ResolvedValues) -> OneCycleBetas:
-    """The betas of a file that `cycles_betas`."""
+    """OneCycle's betas; only for a file where `cycles_betas` is true."""
     cycle = lr_schedule(values, lr=0.0)  # OneCycle takes nothing of the optimizer's
     assert isinstance(cycle, OneCycle)
     names = ("cycle_min_mom", "cycle_max_mom", "decay_mom_rate")
