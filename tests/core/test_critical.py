@@ -62,7 +62,7 @@ def test_the_chain_is_one_of_the_plan_and_adds_up_to_the_step(plan: Plan, on: Ha
 
 
 @given(plans(), st.integers(0, 1000))
-def test_so_it_is_with_gaps_and_clocks_that_disagree(plan: Plan, seed: int) -> None:
+def test_the_chain_adds_up_with_gaps_and_clocks_that_disagree(plan: Plan, seed: int) -> None:
     check_chain(plan, jittered(plan, seed))
 
 
@@ -86,7 +86,7 @@ def test_only_the_chain_decides_how_long_the_step_is(plan: Plan, seed: int) -> N
     assert without.seconds == pytest.approx(timeline.seconds, rel=1e-12)
 
 
-def test_a_chain_one_can_read() -> None:
+def test_a_small_chain() -> None:
     x, y = Region("x"), Region("y")
     ops = (
         Op("make", (), "compute", writes=(x,)),
@@ -149,11 +149,11 @@ OTHER_PLANS = {
 }
 
 
-@pytest.mark.parametrize("what", OTHER_PLANS)
-def test_a_timeline_of_another_plan_is_refused(what: str) -> None:
+@pytest.mark.parametrize("change", OTHER_PLANS)
+def test_a_timeline_of_another_plan_is_refused(change: str) -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
-    timeline = Timeline(OTHER_PLANS[what](simulate(plan, ROUND).events), "measured")
+    timeline = Timeline(OTHER_PLANS[change](simulate(plan, ROUND).events), "measured")
     with pytest.raises(
-        ValueError, match=rf"got a measured timeline {what.replace('[', '.').replace(']', '.')}.*expected"
+        ValueError, match=rf"got a measured timeline {change.replace('[', '.').replace(']', '.')}.*expected"
     ):
         critical_path_of(plan, timeline)

@@ -30,7 +30,7 @@ def test_a_kind_can_have_a_latency_of_its_own() -> None:
     assert on.seconds(compute(20)) == 1 + 2
 
 
-def test_what_was_measured_is_what_it_takes() -> None:
+def test_a_measured_time_is_used() -> None:
     on = evolve(UNIT, measured=[Measured("compute", 20, 15, 0.25), Measured("host", 0, 4, 0.5)])
     assert on.seconds(compute(20, 15)) == 0.25
     assert on.seconds(Op("sweep", (), "host", nbytes=4)) == 0.5
@@ -49,7 +49,7 @@ def test_arithmetic_between_two_measurements_is_in_proportion() -> None:
     st.dictionaries(st.integers(1, 10**15), st.floats(1e-6, 1e3), min_size=1, max_size=5),
     st.integers(1, 10**16),
 )
-def test_so_it_lies_between_its_neighbours(points: dict[int, float], flops: int) -> None:
+def test_measured_time_lies_between_its_neighbours(points: dict[int, float], flops: int) -> None:
     on = evolve(UNIT, measured=[Measured("compute", work, 0, seconds) for work, seconds in points.items()])
     below = [points[max(f)] for f in [[work for work in points if work <= flops]] if f]
     above = [points[min(f)] for f in [[work for work in points if work >= flops]] if f]
@@ -75,7 +75,7 @@ def test_on_a_unified_machine_the_device_is_in_the_host() -> None:
     assert on.lacking({"host": 60, "pinned": 20, "device": 30}) == {"host": 10}
 
 
-def test_what_is_not_known_has_no_limit() -> None:
+def test_unknown_memory_has_no_limit() -> None:
     assert ROUND.lacking(dict.fromkeys(["device", "pinned", "host", "disk"], 10**18)) == {}
 
 
@@ -83,10 +83,10 @@ def test_what_is_not_known_has_no_limit() -> None:
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.inf, math.nan])
-@pytest.mark.parametrize("what", ["flops", *KINDS])
-def test_a_rate_is_a_positive_number(what: str, rate: float) -> None:
-    flops, rates = (rate, ROUND.rates) if what == "flops" else (1.0, {**ROUND.rates, what: rate})
-    with pytest.raises(ValueError, match=f"mine: got a {what} rate of {rate}, expected a positive number"):
+@pytest.mark.parametrize("name", ["flops", *KINDS])
+def test_a_rate_is_a_positive_number(name: str, rate: float) -> None:
+    flops, rates = (rate, ROUND.rates) if name == "flops" else (1.0, {**ROUND.rates, name: rate})
+    with pytest.raises(ValueError, match=f"mine: got a {name} rate of {rate}, expected a positive number"):
         Hardware("mine", flops=flops, rates=rates)
 
 
@@ -116,9 +116,9 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
-def test_a_figure_that_is_wrong_is_refused(what: str) -> None:
-    change, message = WRONG[what]
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_figure_is_refused(name: str) -> None:
+    change, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         evolve(ROUND, **change)
 
@@ -129,7 +129,7 @@ def test_a_measurement_is_of_some_work_and_takes_time(given: tuple[str, int, int
         Measured(*given)
 
 
-def test_machines_are_values() -> None:
+def test_hardware_is_a_value() -> None:
     again = evolve(ROUND)
     assert (again, hash(again)) == (ROUND, hash(ROUND))
     assert evolve(ROUND, rates={**ROUND.rates, "host": 1.0}) != ROUND

@@ -4,15 +4,15 @@ from itertools import pairwise
 
 import pytest
 from hypothesis import given
-from table import EMBED, SPANNING, SPECS, TIED, Segments, layouts
+from table import EMBED, SPANNING, TIED, Segments, layouts
 
-from zfunc.core.layout import ALIGNMENT, Bucket, Layout, Parameter, make_layout
+from zfunc.core.layout import ALIGNMENT, Layout, Parameter, make_layout
 
-Made = tuple[Segments, int, int]
+Inputs = tuple[Segments, int, int]
 
 
-def make(made: Made) -> Layout:
-    segments, bucket_size, world = made
+def make(inputs: Inputs) -> Layout:
+    segments, bucket_size, world = inputs
     return make_layout(segments, bucket_size=bucket_size, world=world)
 
 
@@ -21,21 +21,21 @@ def declared(segments: Segments, *, trainable: bool) -> dict[str, Parameter]:
 
 
 @given(layouts())
-def test_every_parameter_has_one_span_of_its_shape(made: Made) -> None:
-    layout = make(made)
+def test_every_parameter_has_one_span_of_its_shape(inputs: Inputs) -> None:
+    layout = make(inputs)
     for spans, trainable in ((layout.spans, True), (layout.frozen, False)):
-        wanted = declared(made[0], trainable=trainable)
+        wanted = declared(inputs[0], trainable=trainable)
         assert sorted(s.name for s in spans) == sorted(wanted)
         for span in spans:
             p = wanted[span.name]
             assert (span.shape, span.decay) == (p.shape, p.decay)
             assert span.stop - span.start == p.numel
-    assert layout.num_trainable == sum(p.numel for p in declared(made[0], trainable=True).values())
+    assert layout.num_trainable == sum(p.numel for p in declared(inputs[0], trainable=True).values())
 
 
 @given(layouts())
-def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(made: Made) -> None:
-    layout = make(made)
+def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(inputs: Inputs) -> None:
+    layout = make(inputs)
     for spans, numel in ((layout.spans, layout.numel), (layout.frozen, layout.frozen_numel)):
         assert all(s.start % ALIGNMENT == 0 for s in spans)
         assert all(a.stop <= b.start for a, b in pairwise(spans))
@@ -46,18 +46,18 @@ def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(made: Made) -> N
 
 
 @given(layouts())
-def test_buckets_tile_the_buffer_in_whole_shards(made: Made) -> None:
-    layout = make(made)
+def test_buckets_tile_the_buffer_in_whole_shards(inputs: Inputs) -> None:
+    layout = make(inputs)
     edges = [0, *(b.stop for b in layout.buckets)]
     assert [(b.start, b.stop) for b in layout.buckets] == list(pairwise(edges))
     assert layout.numel == edges[-1]
     assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))
-    assert all(b.numel % (ALIGNMENT * made[2]) == 0 for b in layout.buckets)
+    assert all(b.numel % (ALIGNMENT * inputs[2]) == 0 for b in layout.buckets)
 
 
 @given(layouts())
-def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(made: Made) -> None:
-    layout, world = make(made), made[2]
+def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(inputs: Inputs) -> None:
+    layout, world = make(inputs), inputs[2]
     for span in layout.spans:
         end = 0
         for rank in range(world):
@@ -70,9 +70,9 @@ def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(made
 
 
 @given(layouts())
-def test_the_ranks_slices_of_the_runs_are_the_runs(made: Made) -> None:
-    world = made[2]
-    for bucket in make(made).buckets:
+def test_the_ranks_slices_of_the_runs_are_the_runs(inputs: Inputs) -> None:
+    world = inputs[2]
+    for bucket in make(inputs).buckets:
         for rank in range(world):
             start, stop = bucket.slice_of(rank, world)
             cut = bucket.runs_within(start, stop)
@@ -84,17 +84,17 @@ def test_the_ranks_slices_of_the_runs_are_the_runs(made: Made) -> None:
 
 
 @given(layouts())
-def test_a_bucket_is_no_larger_than_asked_unless_one_parameter_is(made: Made) -> None:
-    _, bucket_size, world = made
-    for bucket in make(made).buckets:
+def test_a_bucket_is_at_most_bucket_size_unless_one_parameter_is_larger(inputs: Inputs) -> None:
+    _, bucket_size, world = inputs
+    for bucket in make(inputs).buckets:
         content = -(-bucket.spans[-1].stop // ALIGNMENT) * ALIGNMENT - bucket.start
         assert content <= bucket_size or len(bucket.spans) == 1
         assert bucket.numel - content < ALIGNMENT * world
 
 
 @given(layouts())
-def test_runs_tile_the_bucket_and_agree_with_their_spans(made: Made) -> None:
-    for bucket in make(made).buckets:
+def test_runs_tile_the_bucket_and_agree_with_their_spans(inputs: Inputs) -> None:
+    for bucket in make(inputs).buckets:
         starts, stops, decays = zip(*bucket.runs, strict=True)
         assert (0, *stops) == (*starts, bucket.numel)
         assert all(a != b for a, b in pairwise(decays))  # as few as there can be
@@ -108,8 +108,8 @@ def test_runs_tile_the_bucket_and_agree_with_their_spans(made: Made) -> None:
 
 
 @given(layouts())
-def test_every_use_of_a_bucket_is_delivered_once_in_the_order_of_backward(made: Made) -> None:
-    segments, layout = made[0], make(made)
+def test_every_use_of_a_bucket_is_delivered_once_in_the_order_of_backward(inputs: Inputs) -> None:
+    segments, layout = inputs[0], make(inputs)
     for bucket in layout.buckets:
         names = {s.name for s in bucket.spans}
         users = [s for s, used in enumerate(segments) if any(p.name in names for p in used)]
@@ -125,9 +125,9 @@ def test_every_use_of_a_bucket_is_delivered_once_in_the_order_of_backward(made: 
 
 
 @given(layouts())
-def test_no_bucket_is_open_while_a_segment_in_its_midst_delivers_another(made: Made) -> None:
+def test_segments_inside_a_bucket_deliver_no_other_bucket(inputs: Inputs) -> None:
     """Between its first and its last segment a bucket holds a slot; with one slot nothing else may need it."""
-    layout = make(made)
+    layout = make(inputs)
     for bucket in layout.buckets:
         for group in bucket.deliveries:
             for s in range(group[-1] + 1, group[0]):
@@ -135,27 +135,14 @@ def test_no_bucket_is_open_while_a_segment_in_its_midst_delivers_another(made: M
 
 
 @given(layouts())
-def test_buffer_order_is_segment_order(made: Made) -> None:
-    segments, layout = made[0], make(made)
+def test_buffer_order_is_segment_order(inputs: Inputs) -> None:
+    segments, layout = inputs[0], make(inputs)
     first = {p.name: s for s, used in reversed([*enumerate(segments)]) for p in used}
     homes = [first[span.name] for span in layout.spans]
     assert homes == sorted(homes)
     assert layout.first_trainable == min(
         s for s, used in enumerate(segments) if any(p.trainable for p in used)
     )
-
-
-@given(layouts())
-def test_one_input_one_layout(made: Made) -> None:
-    assert make(made) == make(made)
-
-
-def test_a_tied_parameter_has_one_place_and_a_delivery_for_each_user() -> None:
-    layout = make_layout(TIED, bucket_size=128)
-    (home,) = (b for b in layout.buckets if any(s.name == EMBED.name for s in b.spans))
-    assert home.deliveries == ((2,), (0,))
-    assert home.index in layout.buckets_of(0)
-    assert home.index in layout.buckets_of(2)
 
 
 def test_buckets_fill_from_the_back_so_the_short_one_is_at_the_front() -> None:
@@ -179,13 +166,6 @@ def test_decayed_parameters_of_a_segment_come_first() -> None:
     assert bucket.runs == ((0, 64, True), (64, 192, False))
 
 
-def test_frozen_parameters_are_in_no_bucket() -> None:
-    layout = SPECS["frozen"].layout
-    assert {s.name for s in layout.frozen} == {"stem", "base"}
-    assert not {s.name for b in layout.buckets for s in b.spans} & {"stem", "base"}
-    assert layout.first_trainable == 2
-
-
 @pytest.mark.parametrize(
     ("segments", "sizes", "message"),
     [
@@ -200,7 +180,7 @@ def test_frozen_parameters_are_in_no_bucket() -> None:
         ([[]], {"bucket_size": 1}, "no parameter is trainable: give"),
     ],
 )
-def test_what_cannot_be_laid_out_says_why(segments: Segments, sizes: dict[str, int], message: str) -> None:
+def test_bad_inputs_of_a_layout_are_refused(segments: Segments, sizes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_layout(segments, **sizes)
 
@@ -208,8 +188,3 @@ def test_what_cannot_be_laid_out_says_why(segments: Segments, sizes: dict[str, i
 def test_a_parameter_has_a_name() -> None:
     with pytest.raises(ValueError, match="name"):
         Parameter("", (1,))
-
-
-def test_a_scalar_is_one_element() -> None:
-    assert Parameter("x", ()).numel == 1
-    assert isinstance(make_layout([[Parameter("x", ())]], bucket_size=1).buckets[0], Bucket)

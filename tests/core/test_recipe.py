@@ -26,12 +26,12 @@ def without(*verbs: str) -> Callable[[StepSpec], Iterator[Op]]:
     return lambda spec: (op for op in zero_offload(spec) if op.verb not in verbs)
 
 
-def test_the_plain_one_by_its_name_is_the_default() -> None:
+def test_zero_offload_is_the_default_recipe() -> None:
     assert compiled(zero_offload).plan == compiled(None).plan
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"),
+    ("recipe", "message"),
     [
         (without("global_norm"), "a step in which nothing writes norm"),
         (
@@ -60,8 +60,8 @@ def test_the_plain_one_by_its_name_is_the_default() -> None:
         (steadily_delayed, "reads decision before anything writes it.*pass delay_from"),
     ],
 )
-def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_recipe_that_cannot_run_is_refused(recipe: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         compiled(recipe)
 
 
@@ -81,19 +81,19 @@ def test_what_could_not_be_run_told_of_or_saved_is_refused(recipe: Any, told: st
         lambda _: [Op("mine", (), "host", (Region("x", (1.5,)),))],  # type: ignore[arg-type]
     ],
 )
-def test_what_is_no_operation_is_refused(recipe: Any) -> None:
+def test_operations_of_the_wrong_type_are_refused(recipe: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="got .* expected|give each its own"):
         compiled(recipe)
 
 
-def test_what_is_no_recipe_is_refused() -> None:
+def test_a_recipe_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match="recipe: got 'zero_offload', expected a function"):
         compiled("zero_offload")
     with pytest.raises(ValueError, match="recipe: got one with delay_from"):
         compiled(zero_offload, delay_from=1)
 
 
-def test_with_a_stage_for_it_an_operation_of_ones_own_runs() -> None:
+def test_a_custom_operation_with_a_stage_runs() -> None:
     seen: list[str] = []
     recipe = lambda spec: [*zero_offload(spec), Op("mine", (), "host")]  # noqa: E731
     program = compiled(recipe, stages={"mine": lambda op, _mem, _step: seen.append(op.name)})

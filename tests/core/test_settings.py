@@ -69,7 +69,7 @@ def test_compile_and_plan_take_it_with_its_default_and_its_help(field: "Attribut
 
 
 @every_field
-def test_compile_and_plan_do_what_it_says(field: "Attribute[Any]") -> None:
+def test_compile_and_plan_apply_it(field: "Attribute[Any]") -> None:
     """By name, as one value, or a change of one."""
     other = OTHERS[field.name]
     assert other != field.default
@@ -97,10 +97,10 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
     own = fields_dict(settings)
     assert own.keys() == options.keys()
     typed = settings()
-    told = " ".join(parser()[1][command].format_help().split())
+    help_text = " ".join(parser()[1][command].format_help().split())
     for flag, field in FLAGS.items():
         if flag in own:
-            assert field.metadata[OPTION].help.partition(":")[0] in told
+            assert field.metadata[OPTION].help.partition(":")[0] in help_text
             assert options[flag].group == field.metadata[OPTION].group
             if flag not in OWN_DEFAULTS:
                 assert field.metadata[OPTION].read(getattr(typed, flag)) == field.default
@@ -128,7 +128,7 @@ def test_a_new_field_is_a_flag_at_once() -> None:
     assert values_of_flags(Extended, typed)["streams"] == 3
 
 
-def test_what_an_unknown_name_is_near_to_is_said() -> None:
+def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for call in (compiled, planned):
         with pytest.raises(TypeError, match="bucketsize: got no setting.*did you mean 'bucket_size'"):
             call(bucketsize=1)
@@ -136,7 +136,7 @@ def test_what_an_unknown_name_is_near_to_is_said() -> None:
         settings_with({}, {})  # type: ignore[arg-type]
 
 
-def test_moments_are_the_optimizers_or_the_settings() -> None:
+def test_moments_come_from_the_optimizer_or_the_settings() -> None:
     eight = zfunc.AdamW(moments="8bit")
     for program in (
         compiled(optimizer=eight),
@@ -150,7 +150,7 @@ def test_moments_are_the_optimizers_or_the_settings() -> None:
         compiled(optimizer=eight, moments="16bit")
 
 
-def test_what_a_file_sets_are_settings() -> None:
+def test_a_deepspeed_file_sets_fields() -> None:
     config = from_deepspeed(
         {"train_batch_size": 8, "zero_optimization": {"stage": 1, "reduce_bucket_size": 64}}
     )

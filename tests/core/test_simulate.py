@@ -86,7 +86,7 @@ def test_serial_takes_the_serial_sum(graph: Graph) -> None:
 
 
 @given(plans(), hardware())
-def test_what_is_shared_wholly_by_all_takes_the_serial_sum(plan: Plan, on: Hardware) -> None:
+def test_a_resource_that_everything_needs_whole_takes_the_serial_sum(plan: Plan, on: Hardware) -> None:
     on = evolve(on, handoff=0.0, shared={"everything": dict.fromkeys(KINDS, 1.0)})
     assert simulate(plan, on).seconds == pytest.approx(serial_time(plan.graph, on))
 
@@ -122,7 +122,7 @@ def test_two_that_share_a_resource_slow_each_other_down_while_both_run() -> None
     assert beside(WORK, SWEEP, on) == [(0, pytest.approx(5)), (0, pytest.approx(3))]
 
 
-def test_shares_that_fit_together_slow_nothing_down() -> None:
+def test_shares_that_fit_slow_nothing_down() -> None:
     on = evolve(UNIT, shared={"memory": {"compute": 0.5, "host": 0.5}, "cores": {"compute": 1.0}})
     assert beside(WORK, SWEEP, on) == [(0, 4), (0, 2)]
 
@@ -163,7 +163,3 @@ def test_a_deadlock_raises() -> None:
     graph = Graph((Op("a", (), "host"), Op("b", (), "host")))
     with pytest.raises(PlanError, match="deadlock"):
         simulate(Plan(graph, (Lane("x", (0,)), Lane("y", (1,))), ((1,), (0,))))
-
-
-def test_nothing_takes_no_time() -> None:
-    assert simulate(build(Graph(()), {})).seconds == lower_bound(Graph(())) == serial_time(Graph(())) == 0

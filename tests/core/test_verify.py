@@ -1,6 +1,7 @@
 """Laws of verify: it accepts every schedule, and agrees with reachability, the definition, on everything else."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from test_graph import conflicting_pairs
 from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Lane, Plan, PlanError, build, parse
+from zfunc.core.plan import Lane, Plan, PlanError, build
 from zfunc.core.verifier import races, verify
 from zfunc.engine.program import make_plan
 
@@ -116,134 +117,118 @@ def message(plan: Plan) -> str:
     return str(error.value)
 
 
-def arrows(said: str) -> list[str]:
-    return [line.removeprefix("->").strip() for line in said.splitlines() if line.startswith("->")]
+def marked(text: str, *, by: str = "->") -> list[str]:
+    return [line.removeprefix(by).strip() for line in text.splitlines() if line.startswith(by)]
 
 
-def test_a_race_names_region_operations_and_lanes_and_marks_them() -> None:
-    plan = build(CHAIN, {"in": [0], "gpu": [1], "out": [2]})
-    said = message(evolve(plan, waits=((), (0,), ())))
-    assert "race on x: b (lane gpu) writes it, c (lane out) " in said
-    assert "Let c come after b" in said
-    assert arrows(said) == ["b  after a", "c"]
-    assert "    a\n" in said  # the rest of the plan is shown, unmarked
+def chain_on(*waits: tuple[int, ...], **lanes: tuple[int, ...]) -> Plan:
+    return Plan(CHAIN, [Lane(name, ops) for name, ops in lanes.items()], waits or ((),) * 3)
 
 
-def test_a_hand_made_plan_without_a_wait_is_refused() -> None:
-    text = build(CHAIN, {"in": [0], "gpu": [1], "out": [2]}).text()
-    assert verify(parse(text))
-    assert "race on x: b (lane gpu)" in message(parse(text.replace("c  after b", "c")))
+READS_FIRST = Graph((Op("use", (), "compute", (Region("y"),)), Op("make", (), "compute", (), (Region("y"),))))
+UNRELATED = Graph((Op("a", (), "h2d"), Op("b", (), "compute")))
+MESSAGES: dict[
+    str, tuple[Plan, list[str], list[str]]
+] = {  # a plan, what is said of it, the lines that are marked
+    "a race": (
+        chain_on((), (0,), (), **{"in": (0,), "gpu": (1,), "out": (2,)}),
+        [r"race on x: b \(lane gpu\) writes it, c \(lane out\) ", "Let c come after b", "    a\n"],
+        ["b  after a", "c"],
+    ),
+    "misordered on one lane": (
+        chain_on(x=(0, 2, 1)),
+        [r"race on x: b \(lane x\) writes it, c \(lane x\) "],
+        ["c", "b"],
+    ),
+    "missing": (
+        chain_on(all=(0, 2)),
+        ["^b: got it on the lanes 0 times, expected every .* once", "give compute a lane", "  lane all\n"],
+        [],
+    ),
+    "repeated": (chain_on(all=(0, 1, 1, 2)), ["^b: got it on the lanes 2 times, expected"], ["b", "b"]),
+    "on two lanes": (
+        chain_on(**{"in": (0, 1), "out": (1, 2)}),
+        ["^b: got it on the lanes 2 times", "leave it on one of in and out, or it writes x again"],
+        ["b", "b"],
+    ),
+    "no such operation": (chain_on(all=(0, 1, 2, 7)), [r"operation number 7 on a lane \(all\)"], []),
+    "waits for no such": (chain_on((), (9,), (), all=(0, 1, 2)), ["b waits for operation number 9"], []),
+    "too few waits": (chain_on((), (), all=(0, 1, 2)), ["waits for 2 operations"], []),
+    "a deadlock": (
+        chain_on((2,), (), (1,), x=(0, 1), y=(2,)),
+        [r"^deadlock: (\w)( waits for (?!\1)\w){2} waits for \1\."],
+        ["a  after c", "b", "c  after b"],
+    ),
+    "behind a deadlock": (
+        chain_on((1,), (2,), (1,), x=(0,), y=(1,), z=(2,)),
+        [r"^deadlock: ([bc]) waits for [bc] waits for \1\."],
+        ["b  after c", "c  after b"],
+    ),
+    "waits for itself": (
+        chain_on((), (1,), (), x=(0, 1, 2)),
+        [r"^deadlock: b waits for b\."],
+        ["b  after b"],
+    ),
+    "waits for no region's sake": (
+        Plan(UNRELATED, (Lane("x", (0,)), Lane("y", (1,))), ((1,), (0,))),
+        [r"a \(lane x\) waits for b \(lane y\)", r"(?s)\A(?!.*because of)"],
+        ["a  after b", "b  after a"],
+    ),
+    "read before it is written": (
+        build(READS_FIRST, {"gpu": [0, 1]}),
+        ["use reads y, which no operation before it writes"],
+        ["use"],
+    ),
+}
 
 
-def test_a_missing_and_a_repeated_operation_are_named() -> None:
-    for ops, times in (((0, 2), 0), ((0, 1, 1, 2), 2)):
-        said = message(Plan(CHAIN, (Lane("all", ops),), ((),) * 3))
-        assert said.startswith(
-            f"b: got it on the lanes {times} times, expected every operation of the graph once"
-        )
-        assert arrows(said) == ["b"] * times
-        assert "  lane all\n" in said
-
-
-def test_an_operation_twice_on_two_lanes_is_named() -> None:
-    assert "b: got it on the lanes 2 times" in message(
-        Plan(CHAIN, (Lane("x", (0, 1, 2)), Lane("y", (1,))), ((),) * 3)
-    )
-
-
-def test_positions_that_are_not_in_the_graph_are_named() -> None:
-    assert "operation number 7 on a lane" in message(Plan(CHAIN, (Lane("all", (0, 1, 2, 7)),), ((),) * 3))
-    assert "b waits for operation number 9" in message(Plan(CHAIN, (Lane("all", (0, 1, 2)),), ((), (9,), ())))
-    assert "waits for 2 operations" in message(Plan(CHAIN, (Lane("all", (0, 1, 2)),), ((), ())))
-
-
-def test_a_deadlock_names_the_cycle_and_marks_it() -> None:
-    said = message(Plan(CHAIN, (Lane("x", (0, 1)), Lane("y", (2,))), ((2,), (), (1,))))
-    cycle = said.removeprefix("deadlock: ").partition(".")[0].split(" waits for ")
-    assert sorted(cycle[:-1]) == ["a", "b", "c"]
-    assert cycle[0] == cycle[-1]
-    assert arrows(said) == ["a  after c", "b", "c  after b"]
-
-
-def test_what_is_only_stuck_behind_a_deadlock_is_not_named() -> None:
-    said = message(Plan(CHAIN, (Lane("x", (0,)), Lane("y", (1,)), Lane("z", (2,))), ((1,), (2,), (1,))))
-    assert said.startswith(("deadlock: b waits for c waits for b.", "deadlock: c waits for b waits for c."))
-    assert arrows(said) == ["b  after c", "c  after b"]
-
-
-def test_an_operation_that_waits_for_itself_is_a_deadlock() -> None:
-    assert message(Plan(CHAIN, (Lane("x", (0, 1, 2)),), ((), (1,), ()))).startswith(
-        "deadlock: b waits for b."
-    )
-
-
-def test_misordered_on_one_lane_is_a_race() -> None:
-    said = message(Plan(CHAIN, (Lane("x", (0, 2, 1)),), ((),) * 3))
-    assert "race on x: b (lane x) writes it, c (lane x) " in said
-    assert arrows(said) == ["c", "b"]
-
-
-def test_what_is_read_before_it_is_written_is_named() -> None:
-    y = Region("y")
-    graph = Graph((Op("use", (), "compute", (y,)), Op("make", (), "compute", (), (y,))))
-    said = message(build(graph, {"gpu": [0, 1]}))
-    assert "use reads y, which no operation before it writes" in said
-    assert arrows(said) == ["use"]
+@pytest.mark.parametrize("what", MESSAGES)
+def test_a_wrong_plan_is_refused_with_its_operations_lanes_and_regions_marked(what: str) -> None:
+    plan, patterns, lines = MESSAGES[what]
+    text = message(plan)
+    for pattern in patterns:
+        assert re.search(pattern, text), text
+    assert marked(text) == lines
+    assert marked(text, by="+>") == ["b  is missing"] * (what == "missing")
 
 
 def test_a_long_plan_is_shown_near_the_marks_only() -> None:
     graph = Graph(tuple(Op("op", (n,), ("compute", "host")[n % 2], (X,), (X,)) for n in range(400)))
     plan = Overlapped()(graph)
-    said = message(evolve(plan, waits=(*plan.waits[:200], (), *plan.waits[201:])))
-    assert arrows(said) == ["op[200]", "op[199]  after op[198]"]
-    assert "..." in said
-    assert len(said.splitlines()) < 30
-    assert {"lane compute", "lane host"} <= {line.strip() for line in said.splitlines()}
-
-
-def test_the_first_race_of_a_real_plan_is_readable() -> None:
-    """As a reader meets it: a wait taken out of the text of a plan."""
-    plan = Overlapped()(graph_of("zero_offload", "tied"))
-    i = next(i for i, op in enumerate(plan.graph) if op.verb == "to_host")
-    (n,) = plan.waits[i]
-    said = message(evolve(plan, waits=tuple(() if k == i else w for k, w in enumerate(plan.waits))))
-    assert plan.graph.ops[i].name in said
-    assert plan.graph.ops[n].name in said
-    assert "(lane compute) writes it" in said
-
-
-# --- each way a schedule can be wrong: operations, region, lanes, and the plan with the place marked ---------
-
-
-def inserted(said: str) -> list[str]:
-    return [line.removeprefix("+>").strip() for line in said.splitlines() if line.startswith("+>")]
+    text = message(evolve(plan, waits=(*plan.waits[:200], (), *plan.waits[201:])))
+    assert marked(text) == ["op[200]", "op[199]  after op[198]"]
+    assert "..." in text
+    assert len(text.splitlines()) < 30
+    assert {"lane compute", "lane host"} <= {line.strip() for line in text.splitlines()}
 
 
 def test_a_dropped_operation_has_its_lane_its_place_and_what_misses_it() -> None:
     plan = Overlapped()(graph_of("zero_offload", "tied"))
     dropped = plan.graph.position["adam[1]"]
     less = [Lane(lane.name, [i for i in lane.ops if i != dropped]) for lane in plan.lanes]
-    said = message(evolve(plan, lanes=less))
-    assert "without it param_slot[1] is not written before to_device[1] (lane h2d)" in said
-    assert "put it on lane host, with the others of kind host" in said
-    assert inserted(said) == ["adam[1]  is missing"]
-    lines = [line[2:].strip() for line in said.splitlines()]
+    text = message(evolve(plan, lanes=less))
+    assert "without it param_slot[1] is not written before to_device[1] (lane h2d)" in text
+    assert "put it on lane host, with the others of kind host" in text
+    assert marked(text, by="+>") == ["adam[1]  is missing"]
+    lines = [line[2:].strip() for line in text.splitlines()]
     host = lines[lines.index("lane host") : lines.index("lane d2h")]
     place = host.index("adam[1]  is missing")
     assert plan.graph.position[host[place - 1].split()[0]] < dropped
     assert plan.graph.position[host[place + 1].split()[0]] > dropped
 
 
-def test_a_dropped_operation_whose_kind_has_no_lane_is_told_to_get_one() -> None:
-    said = message(Plan(CHAIN, (Lane("x", (0, 2)),), ((),) * 3))
-    assert "give compute a lane" in said
-    assert inserted(said) == ["b  is missing"]
+def test_an_order_that_deadlocks_is_refused_with_lanes_and_regions() -> None:
+    with pytest.raises(PlanError) as error:
+        build(CHAIN, {"x": [1, 0], "y": [2]})
+    text = str(error.value)
+    assert text.startswith("deadlock: b waits for a waits for b.")
+    assert "b (lane x) waits for a (lane x) because of x" in text
+    assert "a is after b on lane x" in text
+    assert "Move one of them" in text
+    assert marked(text) == ["b", "a"]
 
 
-def test_a_repeated_operation_has_both_its_lanes_and_what_it_writes_twice() -> None:
-    said = message(Plan(CHAIN, (Lane("in", (0, 1)), Lane("out", (1, 2))), ((),) * 3))
-    assert "leave it on one of in and out, or it writes x again" in said
-    assert arrows(said) == ["b", "b"]
+# --- whatever a schedule returns -------------------------------------------------------------------------
 
 
 junk = st.recursive(
@@ -261,14 +246,14 @@ junk = st.recursive(
 )
 
 
-def made(given: Any) -> Any:
+def evaluated(given: Any) -> Any:
     """What such a schedule returns: calls are made here, where their errors are looked at."""
     if isinstance(given, tuple):
         function, arguments = given
-        return function(*map(made, arguments))
+        return function(*map(evaluated, arguments))
     if isinstance(given, list):
-        return [made(x) for x in given]
-    return {k: made(v) for k, v in given.items()} if isinstance(given, dict) else given
+        return [evaluated(x) for x in given]
+    return {k: evaluated(v) for k, v in given.items()} if isinstance(given, dict) else given
 
 
 @given(junk)
@@ -289,7 +274,7 @@ def made(given: Any) -> Any:
 def test_whatever_a_schedule_returns_is_a_right_plan_or_a_plan_error(given: Any) -> None:
     plan = "the error"
     with contextlib.suppress(PlanError):
-        plan = make_plan(SPECS["one segment"], lambda _: made(given), lambda _: CHAIN.ops)
+        plan = make_plan(SPECS["one segment"], lambda _: evaluated(given), lambda _: CHAIN.ops)
     assert plan == "the error" or sorted(i for lane in plan.lanes for i in lane.ops) == [0, 1, 2]
 
 
@@ -299,26 +284,3 @@ def test_a_schedule_that_returns_no_plan_is_told_what_to_return() -> None:
             make_plan(SPECS["one segment"], lambda _, returned=returned: returned)
         assert f"schedule: got {returned!r} from <function" in str(error.value)
         assert "expected a Plan: return zfunc.core.plan.build(graph, lanes)" in str(error.value)
-
-
-def test_a_deadlock_has_lanes_and_regions() -> None:
-    with pytest.raises(PlanError) as error:
-        build(CHAIN, {"x": [1, 0], "y": [2]})
-    said = str(error.value)
-    assert said.startswith("deadlock: b waits for a waits for b.")
-    assert "b (lane x) waits for a (lane x) because of x" in said
-    assert "a is after b on lane x" in said
-    assert arrows(said) == ["b", "a"]
-
-
-def test_a_wait_that_no_region_asks_for_is_told_as_one() -> None:
-    graph = Graph((Op("a", (), "h2d"), Op("b", (), "compute")))
-    said = message(Plan(graph, (Lane("x", (0,)), Lane("y", (1,))), ((1,), (0,))))
-    assert "a (lane x) waits for b (lane y)" in said
-    assert "because of" not in said
-
-
-def test_what_is_no_operation_is_told_with_its_lane() -> None:
-    assert "operation number 7 on a lane (all)" in message(
-        Plan(CHAIN, (Lane("all", (0, 1, 2, 7)),), ((),) * 3)
-    )

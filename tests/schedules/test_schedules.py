@@ -44,7 +44,7 @@ def test_on_some_job_it_is_faster(machine: str) -> None:
 
 
 @given(graphs())
-def test_what_comes_and_goes_keeps_its_order_on_compute(graph: Graph) -> None:
+def test_operations_on_temporary_regions_keep_their_order_on_compute(graph: Graph) -> None:
     plan = CriticalPath()(graph)
     (lane,) = [lane.ops for lane in plan.lanes if lane.name == "compute"] or [()]
     kept = [i for i in lane if not all(r.kept for r in graph.ops[i].regions)]
@@ -109,7 +109,7 @@ def test_search_gives_the_fastest_of_its_schedules(graph: Graph) -> None:
         assert simulate(Search(on)(graph), on).seconds == min(simulate(s(graph), on).seconds for s in tried)
 
 
-def test_search_takes_what_fits_before_what_is_fast() -> None:
+def test_search_prefers_what_fits_to_what_is_fast() -> None:
     """Two temporaries at once on two lanes, one after the other on one."""
     big = [Region("big", (n,), 10) for n in range(2)]
     graph = Graph(

@@ -38,15 +38,15 @@ BALANCED = Hardware(
 )
 
 
-def model(num_layers: int = 6, *, width: int = 256, **given: object) -> StepSpec:
+def model(num_layers: int = 6, *, width: int = 256, **settings: object) -> StepSpec:
     """Equal layers of two matrices, whose arithmetic takes about as long as their way to the host and back."""
     parameters = [
         [Parameter(f"{s}.up", (width, width)), Parameter(f"{s}.down", (width, width))]
         for s in range(num_layers)
     ]
-    layout = make_layout(parameters, bucket_size=1 << 18, world=given.get("world", 1))
+    layout = make_layout(parameters, bucket_size=1 << 18, world=settings.get("world", 1))
     cost = SegmentCost(10**9, 1 << 16, 0, 1 << 14, 1 << 15, 3 * 10**9)
-    return StepSpec(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **given)
+    return StepSpec(layout, [cost] * num_layers, [True] * num_layers, target_bytes=512, **settings)
 
 
 START = StepSettings(bucket_size=1 << 18)
@@ -60,20 +60,15 @@ def with_room(**memory: int) -> Hardware:
 # --- a choice and its step ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_laid_out_anew_alike_is_the_same_layout(name: str) -> None:
-    layout = SPECS[name].layout
-    for size in (64, 128, 1000):
-        once = make_layout(layout.parameters, bucket_size=size, world=SPECS[name].world)
-        assert make_layout(once.parameters, bucket_size=size, world=SPECS[name].world) == once
-        assert (once.numel >= layout.num_trainable, once.segments) == (True, layout.segments)
-
-
-@given(layouts())
-def test_so_it_is_for_any_parameters(made: tuple[list[list[Parameter]], int, int]) -> None:
-    segments, bucket_size, world = made
+@given(layouts(), st.integers(1, 2000))
+def test_laid_out_again_alike_is_the_same_layout(
+    model: tuple[list[list[Parameter]], int, int], other_size: int
+) -> None:
+    segments, bucket_size, world = model
     layout = make_layout(segments, bucket_size=bucket_size, world=world)
-    assert make_layout(layout.parameters, bucket_size=bucket_size, world=world) == layout
+    other = make_layout(layout.parameters, bucket_size=other_size, world=world)
+    assert other.segments == layout.segments
+    assert make_layout(other.parameters, bucket_size=bucket_size, world=world) == layout
 
 
 @pytest.mark.parametrize(
@@ -82,11 +77,11 @@ def test_so_it_is_for_any_parameters(made: tuple[list[list[Parameter]], int, int
 )
 def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: bool) -> None:
     settings = with_changes(START, offload_ratio=ratio, speculate=speculate, delay=delay)
-    made = with_settings(model(barrier=True), settings)
-    assert made.resident == resident_buckets(made.layout, ratio)
-    assert (made.shadows, made.delayed, made.pending) == (speculate, delay, delay)
+    step = with_settings(model(barrier=True), settings)
+    assert step.resident == resident_buckets(step.layout, ratio)
+    assert (step.shadows, step.delayed, step.pending) == (speculate, delay, delay)
     recipe = RECIPES["delayed" if delay else "zero_offload"]
-    assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(made)))
+    assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
 
 
 def test_what_is_kept_is_what_memory_says() -> None:
@@ -109,58 +104,58 @@ def test_two_steps_compare_in_words() -> None:
 # --- the search --------------------------------------------------------------------------------------------
 
 
-def check_found(
-    given: StepSpec, on: Hardware, start: StepSettings = START, space: SearchSpace = SPACE
+def check_search(
+    step_spec: StepSpec, on: Hardware, start: StepSettings = START, space: SearchSpace = SPACE
 ) -> PlannedStep:
     """What is promised of every search; returns the best step."""
-    found = search(given, on, start, space)
-    again = search(given, on, start, space)
-    assert (found.step.settings, found.reasons) == (again.step.settings, again.reasons)
-    fitting = [t for t in found.tried if t.seconds is not None and not t.lacking]
+    result = search(step_spec, on, start, space)
+    again = search(step_spec, on, start, space)
+    assert (result.step.settings, result.reasons) == (again.step.settings, again.reasons)
+    fitting = [t for t in result.tried if t.seconds is not None and not t.lacking]
     if fitting:
-        assert found.step.fits
-        assert found.step.seconds <= min(t.seconds or 0.0 for t in fitting) * (1 + WORTH) ** 2
+        assert result.step.fits
+        assert result.step.seconds <= min(t.seconds or 0.0 for t in fitting) * (1 + WORTH) ** 2
     else:
-        assert sum(found.step.lacking.values()) <= min(sum(t.lacking.values()) for t in found.tried)
-    assert all(t.told for t in found.tried)
-    fresh = simulate_choice(given, found.step.settings, on)
-    assert (fresh.seconds, fresh.memory) == (found.step.seconds, found.step.memory)
+        assert sum(result.step.lacking.values()) <= min(sum(t.lacking.values()) for t in result.tried)
+    assert all(t.told for t in result.tried)
+    fresh = simulate_choice(step_spec, result.step.settings, on)
+    assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
     changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
-    differs = [f for f in changed if getattr(found.step.settings, f) != getattr(start, f)]
-    assert [r.partition(" ")[0] for r in found.reasons] == differs
-    assert not found.step.settings.delayed or start.delayed or True in space.delay
-    return found.step
+    differs = [f for f in changed if getattr(result.step.settings, f) != getattr(start, f)]
+    assert [r.partition(" ")[0] for r in result.reasons] == differs
+    assert not result.step.settings.delayed or start.delayed or True in space.delay
+    return result.step
 
 
 @pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_is_found_is_faster_than_the_start(barrier: bool, micro_batches: int) -> None:
-    given = model(barrier=barrier, micro_batches=micro_batches)
-    best = check_found(given, with_room(device=1 << 40, host=1 << 40))
+def test_the_result_is_faster_than_the_start(barrier: bool, micro_batches: int) -> None:
+    step_spec = model(barrier=barrier, micro_batches=micro_batches)
+    best = check_search(step_spec, with_room(device=1 << 40, host=1 << 40))
     assert best.fits
-    assert best.seconds < simulate_choice(given, START, BALANCED).seconds
+    assert best.seconds < simulate_choice(step_spec, START, BALANCED).seconds
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.booleans(), st.integers(1, 2))
 @settings(max_examples=15, deadline=None)
-def test_it_holds_whatever_room_there_is(device: int, host: int, barrier: bool, parts: int) -> None:
+def test_search_holds_in_any_room(device: int, host: int, barrier: bool, parts: int) -> None:
     room = with_room(device=device * 100_000, host=host * 300_000)
-    check_found(model(4, barrier=barrier, micro_batches=parts), room)
+    check_search(model(4, barrier=barrier, micro_batches=parts), room)
 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
 def test_it_searches_any_job(name: str) -> None:
-    check_found(
+    check_search(
         SPECS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
     )
 
 
-def test_with_a_barrier_speculation_is_found_and_told() -> None:
-    found = search(model(barrier=True), BALANCED, START, evolve(SPACE, offload_ratios=(1.0,)))
-    (told,) = (r for r in found.reasons if r.startswith("speculate"))
-    assert "instead of 0: " in told
-    assert " % faster, " in told
-    assert " more host" in told
+def test_with_a_barrier_speculation_is_found() -> None:
+    result = search(model(barrier=True), BALANCED, START, evolve(SPACE, offload_ratios=(1.0,)))
+    (reason,) = (r for r in result.reasons if r.startswith("speculate"))
+    assert "instead of 0: " in reason
+    assert " % faster, " in reason
+    assert " more host" in reason
 
 
 def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
@@ -169,7 +164,7 @@ def test_state_stays_on_the_device_as_far_as_it_fits() -> None:
     all_of_it = 12 * model().layout.numel
     for share in (0.0, 0.4, 1.0):
         room = int(free + share * all_of_it + 100_000)
-        best = check_found(model(), evolve(slow, memory={"device": room}))
+        best = check_search(model(), evolve(slow, memory={"device": room}))
         assert best.fits
         assert best.settings.offload_ratio == pytest.approx(1 - share, abs=0.1)
 
@@ -184,37 +179,37 @@ def test_the_ratios_that_fit_end_where_the_device_is_full() -> None:
     assert ratios_that_fit(simulate_choice(model(), START, with_room(device=1))) == (1.0,)
 
 
-def test_delay_is_tried_only_if_asked_for() -> None:
+def test_delay_is_tried_only_on_request() -> None:
     assert not search(model(barrier=True), BALANCED, START, SPACE).step.settings.delayed
-    asked = search(
+    delayed = search(
         model(barrier=True), BALANCED, START, evolve(SPACE, offload_ratios=(1.0,), delay=(False, True))
     )
-    assert asked.step.settings.delayed
-    assert asked.step.settings.speculate == 0
+    assert delayed.step.settings.delayed
+    assert delayed.step.settings.speculate == 0
 
 
 def test_where_nothing_fits_the_least_is_taken() -> None:
-    best = check_found(model(), with_room(device=1000, host=1000))
+    best = check_search(model(), with_room(device=1000, host=1000))
     assert best.settings.grad_slots == best.settings.host_slots == 1
 
 
-def test_what_cannot_win_is_not_simulated() -> None:
+def test_settings_that_cannot_win_are_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
     room = simulate_choice(model(), START, BALANCED).memory["device"] + 1000
-    found = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
-    told = [t.told for t in found.tried if t.settings.offload_ratio == 0.0]
-    assert told
-    assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in told)
+    result = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
+    reason = [t.told for t in result.tried if t.settings.offload_ratio == 0.0]
+    assert reason
+    assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in reason)
     fast = evolve(BALANCED, flops=1e9)  # compute is all there is
     tried = search(model(), fast, START, SPACE).tried
     assert any("cannot be faster, compute alone takes" in t.told for t in tried)
 
 
-def test_what_gains_nothing_is_left_as_it_was() -> None:
+def test_settings_that_gain_nothing_stay() -> None:
     compute_alone = evolve(BALANCED, flops=1e8)
-    found = search(model(), compute_alone, START, SPACE)
-    assert found.step.settings == START
-    assert found.reasons == ()
+    result = search(model(), compute_alone, START, SPACE)
+    assert result.step.settings == START
+    assert result.reasons == ()
 
 
 def test_a_search_over_one_setting_changes_no_other() -> None:
@@ -225,22 +220,22 @@ def test_a_search_over_one_setting_changes_no_other() -> None:
 
 def test_fifty_layers_take_less_than_ten_seconds() -> None:
     """Of this process's own time: whoever else uses the machine does not count."""
-    given = model(50, width=4096, barrier=True)
+    step_spec = model(50, width=4096, barrier=True)
     before = time.process_time()
-    found = search(given, evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12}))
+    result = search(step_spec, evolve(ROUND, memory={"device": 32 * 10**9, "host": 10**12}))
     assert time.process_time() - before < 10
-    assert found.step.fits
-    assert len(found.tried) > 10
+    assert result.step.fits
+    assert len(result.tried) > 10
 
 
 # --- advice ------------------------------------------------------------------------------------------------
 
 
-def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[StepSettings], PlannedStep]]:
+def replanning(on: Hardware) -> tuple[PlannedStep, Callable[[StepSettings], PlannedStep]]:
     """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
 
     def replan(settings: StepSettings) -> PlannedStep:
-        made = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
+        step = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
         keeps = settings.recompute != "all"
         parts = settings.micro_batches
         costs = [
@@ -251,9 +246,9 @@ def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[St
                 flops=cost.flops // parts,
                 backward_flops=(2 if keeps else 3) * cost.flops // parts,
             )
-            for cost in made.costs
+            for cost in step.costs
         ]
-        return simulate_choice(evolve(made, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
+        return simulate_choice(evolve(step, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
 
     return replan(SETUP), replan
 
@@ -261,13 +256,13 @@ def replanning(on: Hardware, **given: object) -> tuple[PlannedStep, Callable[[St
 SETUP = evolve(START, precision="fp16", clip_norm=1.0)
 
 
-def test_what_is_advised_to_fit_fits() -> None:
+def test_advice_that_promises_to_fit_fits() -> None:
     needed = replanning(BALANCED)[0].memory
     for tier, short in (("device", 100_000), ("host", 1_000_000)):
         counted = needed[tier] + (needed["pinned"] if tier == "host" else 0)
-        made, replan = replanning(with_room(**{tier: counted - short}))
-        assert not made.fits
-        advice = suggest(SETUP, made, rows=8, replan=replan)
+        step, replan = replanning(with_room(**{tier: counted - short}))
+        assert not step.fits
+        advice = suggest(SETUP, step, rows=8, replan=replan)
         assert advice
         for a in advice:
             assert replan(with_changes(SETUP, **a.changes)).fits
@@ -279,28 +274,28 @@ def test_what_is_advised_to_fit_fits() -> None:
 def test_where_no_single_change_is_enough_several_are_combined() -> None:
     needed = replanning(BALANCED)[0].memory
     host = needed["host"] + needed["pinned"]
-    made, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
-    (advice,) = suggest(SETUP, made, rows=8, replan=replan)
+    step, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
+    (advice,) = suggest(SETUP, step, rows=8, replan=replan)
     assert len(advice.changes) > 1
     assert replan(with_changes(SETUP, **advice.changes)).fits
 
 
-def test_where_nothing_is_enough_what_still_lacks_is_told() -> None:
-    made, replan = replanning(with_room(device=100_000))
-    (advice,) = suggest(SETUP, made, rows=8, replan=replan)
+def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
+    step, replan = replanning(with_room(device=100_000))
+    (advice,) = suggest(SETUP, step, rows=8, replan=replan)
     assert not advice.step.fits
     assert "; still " in advice.told
     assert "of device memory short" in advice.told
 
 
-def test_what_is_advised_to_go_faster_is_and_fits() -> None:
-    made, replan = replanning(with_room(device=1 << 40, host=1 << 40))
-    advice = suggest(SETUP, made, rows=8, replan=replan)
+def test_advice_that_promises_speed_is_faster_and_fits() -> None:
+    step, replan = replanning(with_room(device=1 << 40, host=1 << 40))
+    advice = suggest(SETUP, step, rows=8, replan=replan)
     assert {"speculate", "offload_ratio", "delay"} <= {name for a in advice for name in a.changes}
     for a in advice:
         again = replan(with_changes(SETUP, **a.changes))
         assert again.fits
-        assert again.seconds < made.seconds
+        assert again.seconds < step.seconds
         assert " % faster" in a.told
     (delay,) = (a for a in advice if "delay" in a.changes)
     assert "applies every gradient a step late" in delay.told
@@ -308,9 +303,9 @@ def test_what_is_advised_to_go_faster_is_and_fits() -> None:
     assert delay.flags == "--delay"
 
 
-def test_only_what_can_be_set_is_advised() -> None:
-    made, replan = replanning(BALANCED)
-    advice = suggest(SETUP, made, rows=8, replan=replan, settable=("moments", "micro_batches"))
+def test_only_settable_changes_are_advised() -> None:
+    step, replan = replanning(BALANCED)
+    advice = suggest(SETUP, step, rows=8, replan=replan, settable=("moments", "micro_batches"))
     assert {name for a in advice for name in a.changes} <= {"moments", "micro_batches"}
 
 
