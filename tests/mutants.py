@@ -79,7 +79,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/slices": [SAVED, WAITS, RESUMED],
-    "checkpoint/read_plan": [
+    "checkpoint/reader": [
         ["tests/checkpoint/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"],
         RESUMED,
     ],

@@ -4,13 +4,13 @@ No torch and no State: what a rank would write of each parameter is told by the 
 """
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint.directory import UnfinishedCheckpoint
+from zfunc.checkpoint.directory import Checkpoint, UnfinishedCheckpoint
 from zfunc.checkpoint.manifest import (
     Manifest,
     ParameterEntry,
@@ -19,9 +19,8 @@ from zfunc.checkpoint.manifest import (
     TrainingPosition,
     state_kinds,
 )
-from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
-from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
+from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
 from zfunc.core.optimizer_state import Moments
@@ -57,6 +56,26 @@ def stored_slice(kind: StateKind, start: int, stop: int) -> tuple[int, int]:
     return start // kind.shared, -(-stop // kind.shared)
 
 
+def checksummed(path: Path, header: Header, contents: Mapping[str, bytes], chunk: int) -> Shard:
+    """What a manifest says of a file with these tensors."""
+    sums = {
+        name: [zlib.crc32(data[a:b]) for a, b in cut(0, len(data), chunk)] for name, data in contents.items()
+    }
+    return describe_shard(path.name, header, sums, chunk)
+
+
+def write_shard(path: Path, tensors: Mapping[TensorInfo, bytes], chunk: int) -> Shard:
+    """A complete file."""
+    writer = create_shard(path, list(tensors))
+    try:
+        for stored, data in tensors.items():
+            writer.write_at(stored.name, 0, data)
+        writer.finish()
+    finally:
+        writer.close()
+    return checksummed(path, writer.header, {t.name: data for t, data in tensors.items()}, chunk)
+
+
 def write_rank(
     folder: Path, layout: Layout, world: int, rank: int, moments: Moments, salt: int
 ) -> tuple[Shard, list[tuple[str, str, StateSlice]]]:
@@ -66,19 +85,13 @@ def write_rank(
         for span, start, stop in slices(layout, world, rank)
         for name, kind in state_kinds(moments).items()
     ]
-    tensors = [
-        TensorInfo(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
-        for span, name, kind, start, stop in placed
-    ]
-    writer = create_shard(folder / checkpoints.shard_name(rank, world), tensors, chunk=CHUNK)
-    try:
-        for span, name, kind, start, stop in placed:
-            item = BYTES[kind.dtypes[0]]
-            whole = content(span.name, name, kind.numel(span.stop - span.start) * item, salt)
-            writer.write_at(f"{span.name}/{name}", 0, whole[start * item : stop * item])
-        shard = writer.finish()
-    finally:
-        writer.close()
+    tensors = {}
+    for span, name, kind, start, stop in placed:
+        item = BYTES[kind.dtypes[0]]
+        whole = content(span.name, name, kind.numel(span.stop - span.start) * item, salt)
+        stored = TensorInfo(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
+        tensors[stored] = whole[start * item : stop * item]
+    shard = write_shard(folder / checkpoints.shard_name(rank, world), tensors, CHUNK)
     pieces = [
         (span.name, name, StateSlice(start, stop, rank, f"{span.name}/{name}", 0))
         for span, name, _, start, stop in placed
@@ -142,22 +155,10 @@ def write_all(
 
 def fill(path: Path, manifest: Manifest, wanted: list[WantedSlice]) -> list[bytearray]:
     """The bytes of the wanted slices, read from the shards."""
-    items = [BYTES[manifest.kinds(manifest.by_name[w.parameter])[w.kind].dtypes[0]] for w in wanted]
-    buffers = [bytearray((w.stop - w.start) * item) for w, item in zip(wanted, items, strict=True)]
-    readers: dict[int, ShardReader] = {}
-    try:
-        for read in plan_reads(manifest, wanted):
-            if read.shard not in readers:
-                shard = manifest.shards[read.shard]
-                readers[read.shard] = open_shard(path / shard.file, shard)
-            item = items[read.wanted]
-            into = memoryview(buffers[read.wanted])[
-                read.to * item : (read.to + read.stop - read.start) * item
-            ]
-            readers[read.shard].read_into(read.tensor, read.start, read.stop, into)
-    finally:
-        for reader in readers.values():
-            reader.close()
+    with CheckpointReader(Checkpoint(path, manifest)) as reader:
+        sizes = [(w.stop - w.start) * BYTES[reader.dtype(w.parameter, w.kind)] for w in wanted]
+        buffers = [bytearray(size) for size in sizes]
+        reader.read(list(zip(wanted, buffers, strict=True)))
     return buffers
 
 

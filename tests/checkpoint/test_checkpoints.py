@@ -215,7 +215,7 @@ def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
             pass
         assert_whole(open_checkpoint(tmp_path / (tmp_path / "latest").read_text().strip()))
         found_in(tmp_path)
-    assert step > 30
+    assert step > 20
     assert found_in(tmp_path) == f"step-{step:08d}"
 
 

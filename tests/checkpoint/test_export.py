@@ -27,7 +27,7 @@ from zfunc.checkpoint.directory import locate_checkpoint
 from zfunc.checkpoint.export import DType, ExportedWeights, export_weights
 from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo
-from zfunc.checkpoint.shard_writer import create_shard
+from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError
@@ -74,13 +74,10 @@ def by_hand(
 ) -> Path:
     """A checkpoint of any pieces."""
     pending = checkpoints.begin_checkpoint(folder, 1)
-    made = []
-    for rank, tensors in enumerate(shards):
-        path = pending.path / checkpoints.shard_name(rank, len(shards))
-        writer = create_shard(path, list(tensors), chunk=saved.CHUNK)
-        for stored, data in tensors.items():
-            writer.write_at(stored.name, 0, data)
-        made.append(writer.finish())
+    made = [
+        saved.write_shard(pending.path / checkpoints.shard_name(rank, len(shards)), tensors, saved.CHUNK)
+        for rank, tensors in enumerate(shards)
+    ]
     position = TrainingPosition(1, 1, 1, 0, LossScale())
     manifest = Manifest(len(shards), moments, tuple(made), tuple(kept), position, {}, {})
     return checkpoints.publish_checkpoint(pending, manifest)
@@ -256,17 +253,17 @@ def test_memory_does_not_grow_with_the_weights(
         (
             "fp16",
             65520.0,
-            "65520, expected less than 65520, from where on fp16 has inf alone: export as bf16",
+            "65520, expected less than 65520, the smallest that fp16 rounds to inf: export as bf16",
         ),
         (
             "fp16",
             3.4e38,
-            "3.4e+38, expected less than 65520, from where on fp16 has inf alone: export as fp32",
+            "3.4e+38, expected less than 65520, the smallest that fp16 rounds to inf: export as fp32",
         ),
         (
             "bf16",
             2.0**128 - 2.0**119,
-            "3.39618e+38, expected less than 3.39618e+38, from where on bf16 has inf",
+            "3.39618e+38, expected less than 3.39618e+38, the smallest that bf16 rounds to inf",
         ),
     ],
 )
@@ -313,11 +310,11 @@ def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: 
     (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
     (tmp_path / "unfinished-x.safetensors").write_text("another's")
     for name, told in {
-        "mine.safetensors": "which is there, expected a new file",
-        "dangling.safetensors": "which is there, expected a new file",
+        "mine.safetensors": "which exists, expected a new file",
+        "dangling.safetensors": "which exists, expected a new file",
         "x.bin": "expected the name of a file that ends in .safetensors",
-        "none/x.safetensors": "expected a file in a folder that is there: make .*none",
-        "x.safetensors": "of which there is unfinished-x.safetensors: another export is writing it or was killed",
+        "none/x.safetensors": "expected a file in an existing folder: make .*none",
+        "x.safetensors": "but unfinished-x.safetensors exists: another export is writing it or was killed",
     }.items():
         with pytest.raises(ValueError, match=f"out: got .*{name}, {told}"):
             export_weights(tmp_path / "no checkpoint", tmp_path / name)
@@ -380,10 +377,10 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
     path, out = save(tmp_path, moments=moments), tmp_path / "a.safetensors"
     shard = checkpoints.open_checkpoint(path).manifest.shards[1]
     file = path / shard.file
-    begins = exporting.open_shard(file, shard).header.begins
+    begins = open_shard(file, shard).header.begins
     whole = file.read_bytes()
     for tensor in shard.tensors:
-        name, kind = tensor.name.split("/")
+        kind = tensor.name.split("/")[1]
         broken = bytearray(whole)
         broken[begins[tensor.name]] ^= 1
         file.write_bytes(broken)
@@ -391,10 +388,11 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
             continue
         with pytest.raises(CheckpointError) as caught:
             export_weights(path, out)
-        told = str(caught.value)
-        assert told.startswith(f"'{name}', elements ")
-        assert f"{file}: got other bytes than were written in '{tensor.name}', elements 0 to " in told
-        assert f"(bytes {begins[tensor.name]} to " in told
+        message = str(caught.value)
+        assert message.startswith(
+            f"{file}: got other bytes than were written in '{tensor.name}', elements 0 to "
+        )
+        assert f"(bytes {begins[tensor.name]} to " in message
         assert nothing_left(out)
     export_weights(path, out)
     file.write_bytes(whole[:-1])
@@ -443,13 +441,14 @@ def test_stopped_before_any_operation_the_file_is_whole_or_not_there(
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-import zfunc.checkpoint.export as exporting
-written = exporting._write
+from zfunc.checkpoint.export import export_weights
+from zfunc.checkpoint.shard_writer import ShardWriter
+written = ShardWriter.write_at
 def killed(*args):
     written(*args)
     os.kill(os.getpid(), signal.SIGKILL)
-exporting._write = killed
-exporting.export_weights(Path(sys.argv[1]), Path(sys.argv[2]))
+ShardWriter.write_at = killed
+export_weights(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 
 
@@ -458,9 +457,7 @@ def test_killed_half_way_no_file_has_the_name(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(path), str(out)], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert not out.exists()
-    with pytest.raises(
-        ValueError, match="of which there is unfinished-a.safetensors: .* or was killed; delete that"
-    ):
+    with pytest.raises(ValueError, match="but unfinished-a.safetensors exists: .* or was killed; delete it"):
         export_weights(path, out)
     (tmp_path / "unfinished-a.safetensors").unlink()
     assert export_weights(path, out).parameters == 3

@@ -15,7 +15,7 @@ from table import layouts
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import manifest_json as manifest_file
 from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, check_model, state_kinds
-from zfunc.checkpoint.read_plan import WantedSlice, plan_reads
+from zfunc.checkpoint.reader import WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import STATE_FORMATS, Moments
@@ -164,6 +164,17 @@ def test_frozen_parameters_are_kept_as_they_are() -> None:
             CheckpointError, match="'stem': got the state frozen, expected master, exp_avg, exp"
         ):
             evolve(made, parameters=(evolve(kept, trainable=True),))
+
+
+def test_the_pieces_of_one_kind_have_one_type() -> None:
+    tensors = TensorInfo("x", "F32", (2,)), TensorInfo("y", "BF16", (3,))
+    shard = Shard("a", 1000, 0, 64, tensors, {"x": (0,), "y": (0,)})
+    pieces = StateSlice(0, 2, 0, "x", 0), StateSlice(2, 5, 0, "y", 0)
+    entry = ParameterEntry("stem", (5,), False, {FROZEN: pieces})
+    with pytest.raises(
+        CheckpointError, match="'stem', frozen: got elements of BF16 and F32, expected one type"
+    ):
+        evolve(EMPTY, shards=(shard,), parameters=(entry,))
 
 
 def test_a_parameter_of_no_elements_has_no_pieces() -> None:

@@ -25,6 +25,7 @@ import zfunc
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
+from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.engine import compile as compiling
 from zfunc.engine import restore as loading
 from zfunc.engine.program import Program
@@ -181,8 +182,8 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
 def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tmp_path: Path) -> None:
     path = checkpoint_of.save(tmp_path / "first", moments="8bit-1")
     assert json.loads((path / FILE).read_text())["moments"] == "8bit"
-    with loading.CheckpointFiles(open_checkpoint(path)) as files:
-        got = loading._unpacked(files, "embed.weight", 0, 130)
+    with CheckpointReader(open_checkpoint(path)) as reader:
+        got = loading._unpacked(reader, "embed.weight", 0, 130)
     sizes = {"exp_avg": 130, "exp_avg_sq": 130, "exp_avg_exponent": 3, "exp_avg_sq_exponent": 3}
     kept = (np.frombuffer(checkpoint_of.content("embed.weight", *x), np.uint8) for x in sizes.items())
     for mine, expected in zip(got[1:], unpack_first_codes(*kept), strict=True):
@@ -502,9 +503,9 @@ def test_a_slice_is_read_in_parts_into_another_type(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(loading, "PART", 64)
     program, _ = compiled("odd sizes", precision="fp32")
     path = zfunc.save(tmp_path, program, zfunc.init(program, seed=5))
-    wanted = loading.WantedSlice("master", "back.weight", 30, 200)
+    wanted = WantedSlice("master", "back.weight", 30, 200)
     straight, converted = torch.zeros(170), torch.zeros(170, dtype=torch.float64)
-    with loading.CheckpointFiles(open_checkpoint(path)) as files:
-        files.fill([(wanted, straight), (wanted, converted)])
+    with CheckpointReader(open_checkpoint(path)) as reader:
+        loading._fill(reader, [(wanted, straight), (wanted, converted)])
     assert straight.count_nonzero() > 100
     assert torch.equal(converted, straight.double())

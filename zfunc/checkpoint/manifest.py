@@ -13,8 +13,7 @@ from typing import Any, cast
 
 from attrs import frozen
 
-from zfunc.checkpoint.checksums import CHUNK_LIMIT, num_chunks
-from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
+from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, Shard, TensorInfo, num_chunks
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES
@@ -226,18 +225,22 @@ def _check_pieces(
         numel = kind.numel(kept.numel)
         if flaw := _flaw([(x.start, x.stop) for x in kept.pieces[name]], numel):
             raise _bad(where, flaw, f"pieces that tile its {numel}")
+        types = {_check_place(manifest, where, kind, piece) for piece in kept.pieces[name]}
+        if len(types) > 1:
+            raise _bad(where, f"elements of {' and '.join(sorted(types))}", "one type")
         for piece in kept.pieces[name]:
-            _check_place(manifest, where, kind, piece)
             ends = (piece.offset, piece.offset + piece.stop - piece.start)
             taken.setdefault((piece.shard, piece.tensor), []).append(ends)
 
 
-def _check_place(manifest: Manifest, where: str, kind: StateKind, piece: StateSlice) -> None:
+def _check_place(manifest: Manifest, where: str, kind: StateKind, piece: StateSlice) -> str:
+    """The type of the tensor that a piece lies in."""
     tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
     if (tensor := tensors.get(piece.tensor)) is None:
-        raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one that is there")
+        raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
     if tensor.dtype not in kind.dtypes:
         raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(kind.dtypes))
+    return tensor.dtype
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:

@@ -13,9 +13,8 @@ import attrs
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.checksums import CHUNK_LIMIT
 from zfunc.checkpoint.manifest import FILE, Manifest, ParameterEntry, StateSlice, TrainingPosition
-from zfunc.checkpoint.safetensors_file import Shard, read_shape, read_stored
+from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, Shard, read_shape, read_stored
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import ADAM_FORMATS, FORMER_FORMATS, STATE_FORMATS

@@ -1,14 +1,19 @@
 """A file of tensors in the safetensors format: which tensor, of what type and shape, lies where.
 
-The invariant: a Header is whole. Its tensors tile the data without gap or overlap, up to the end of the file, and
-every number in it is backed by bytes of that file.
+The tensors of a Header tile the data without gap or overlap, up to the end of the file.
 
 The format (github.com/huggingface/safetensors): 8 bytes, the length of the rest, little-endian; JSON that begins
-with `{` and may end in spaces: for every name its dtype, shape and [begin, end) in the data; then the data. Larger
-elements come first in what is written here, so that every tensor is aligned to the size of its elements.
+with `{` and may end in spaces: for every name its dtype, shape and [begin, end) in the data; then the data. Files
+written here have larger elements first, so that every tensor is aligned to the size of its elements.
+
+Checksums are CRC-32, which protects against disks and memory, not against an attacker, who would change the
+manifest too. It finds every error of up to 32 neighbouring bits and every three flipped bits in a chunk, and misses
+one in 2^32 of the others. It is as fast as a good disk (blake2b: a third of it) and needs no interpreter lock.
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -27,6 +32,8 @@ BYTES = {
     **dict.fromkeys(("I8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
 }
 """Bytes of an element, by the format's names; its types of less than a byte are not read."""
+CHUNK = 4 << 20  # bytes of a tensor that share a checksum: what a flipped byte is narrowed down to
+CHUNK_LIMIT = 64 << 20  # a reader keeps one chunk in memory
 HEADER_LIMIT = 16 << 20  # bytes; 100,000 tensors
 LENGTH = 8  # bytes before the JSON
 _ALIGNMENT = 64  # of the data in the file; the format wants 8
@@ -60,7 +67,7 @@ class TensorInfo:
 
 @frozen
 class Shard:
-    """A written file, as the manifest keeps it: whoever opens the file by it reads what was written, or an error.
+    """A checkpoint's file as the manifest describes it: a reader gets the bytes that were written, or an error.
 
     `header` is the CRC-32 of all that precedes the data; `checksums[name]` are those of a tensor's chunks, each of
     `chunk` bytes but the last.
@@ -72,6 +79,22 @@ class Shard:
     chunk: int
     tensors: tuple[TensorInfo, ...]
     checksums: Mapping[str, tuple[int, ...]]
+
+
+def num_chunks(nbytes: int, chunk: int) -> int:
+    """Chunks of a tensor of so many bytes."""
+    return -(-nbytes // chunk)
+
+
+def cut(start: int, stop: int, chunk: int) -> list[tuple[int, int]]:
+    """The bytes start to stop of a tensor, cut where chunks meet."""
+    edges = [start, *range((start // chunk + 1) * chunk, stop, chunk), stop]
+    return [(a, b) for a, b in pairwise(edges) if a < b]
+
+
+def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int, int]]:
+    """The elements start to stop, of `item` bytes each, cut where chunks meet."""
+    return [(a // item, b // item) for a, b in cut(start * item, stop * item, chunk)]
 
 
 @frozen
@@ -108,6 +131,18 @@ def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> H
         )
     raw = len(text).to_bytes(LENGTH, "little") + text
     return Header(raw, placed, {n: len(raw) + x for n, x in begins.items()}, len(raw) + end, metadata)
+
+
+def describe_shard(file: str, header: Header, checksums: Mapping[str, Sequence[int]], chunk: int) -> Shard:
+    """The Shard of a file that was written with this header, from the CRC-32 of its tensors' chunks."""
+    return Shard(
+        file=file,
+        size=header.size,
+        header=zlib.crc32(header.raw),
+        chunk=chunk,
+        tensors=tuple(header.tensors.values()),
+        checksums={name: tuple(checksums[name]) for name in header.tensors},
+    )
 
 
 def header_length(path: Path, first: bytes, size: int) -> int:

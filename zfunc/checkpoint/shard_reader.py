@@ -13,13 +13,14 @@ from typing import Any
 from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.checksums import CHUNK, cut
 from zfunc.checkpoint.safetensors_file import (
     BYTES,
+    CHUNK,
     LENGTH,
     Header,
     Shard,
     TensorInfo,
+    cut,
     find_tensor,
     header_length,
     read_header,

@@ -6,8 +6,8 @@ name, and those before it are as they were.
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,10 +18,10 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.checksums import CHUNK, cut
 from zfunc.checkpoint.manifest import TrainingPosition, check_plain
 from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
-from zfunc.checkpoint.safetensors_file import Shard
+from zfunc.checkpoint.parallel_io import in_parallel
+from zfunc.checkpoint.safetensors_file import CHUNK, Shard, cut_elements, describe_shard, num_chunks
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.slices import Slice, build_manifest, frozen_slices, slices_of
 from zfunc.core.layout import Layout
@@ -30,7 +30,6 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type
 
 T = TypeVar("T")
-THREADS = 2  # that compute checksums and write: with one, the disk would wait for the checksums
 log = logging.getLogger("zfunc")
 
 
@@ -94,6 +93,7 @@ class CheckpointWriter:
     _pending: checkpoints.UnfinishedCheckpoint | None  # rank 0 has it
     _writer: ShardWriter
     _slices: Mapping[int, list[Slice]]
+    _checksums: dict[str, list[int]]  # of every tensor's chunks
     _failure: str = ""
 
     def write(self, bucket: int, kept: Mapping[str, Tensor]) -> None:
@@ -110,7 +110,9 @@ class CheckpointWriter:
             self._failure = _told(error)
 
     def _put(self, name: str, start: int, values: Tensor) -> None:
-        self._writer.write_at(name, start, as_bytes(values.cpu()))
+        data = as_bytes(values.cpu())
+        self._checksums[name][start * values.element_size() // CHUNK] = zlib.crc32(data)
+        self._writer.write_at(name, start, data)
 
     def publish(self) -> SaveResult:
         """When all ranks have written everything: wait for the disk, and give the checkpoint its name."""
@@ -139,7 +141,8 @@ class CheckpointWriter:
     def _finish(self) -> Shard:
         if self._failure:
             raise CheckpointError(self._failure)
-        return self._writer.finish()
+        self._writer.finish()
+        return describe_shard(self._writer.path.name, self._writer.header, self._checksums, CHUNK)
 
     def _name(self, texts: list[str]) -> Path | None:
         """On rank 0: publish it, and return its folder."""
@@ -181,7 +184,8 @@ def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Checkpoint
     by_bucket: dict[int, list[Slice]] = {}
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
-    return CheckpointWriter(content, save, ranks, pending, writers[0], by_bucket)
+    checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, CHUNK) for x in slices}
+    return CheckpointWriter(content, save, ranks, pending, writers[0], by_bucket, checksums)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
@@ -203,35 +207,16 @@ def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
-    """Make the calls on THREADS threads; the first exception is raised when all that had begun have ended."""
-    calls = list(calls)
-    if len(calls) < 2:
-        for call in calls:
-            function(*call)
-        return
-    with ThreadPoolExecutor(THREADS) as pool:
-        futures = [pool.submit(function, *call) for call in calls]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
-
-
 def as_bytes(flat: Tensor) -> Any:
     """The bytes of a contiguous host tensor, not copied: NumPy has no bf16."""
     return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _parts(x: Slice, kept: Tensor) -> Iterator[tuple[str, int, Tensor]]:
-    """What of a slice to write where: no more at once than shares a checksum."""
+    """A slice's tensor, where to begin and what to write: a chunk at a time."""
     flat = kept[x.at : x.at + x.stop - x.start]
-    item = flat.element_size()
-    for begin_, end in cut(0, flat.nbytes, CHUNK):
-        yield x.stored.name, begin_ // item, flat[begin_ // item : end // item]
+    for start, stop in cut_elements(0, flat.numel(), flat.element_size(), CHUNK):
+        yield x.stored.name, start, flat[start:stop]
 
 
 def _told(error: Exception) -> str:

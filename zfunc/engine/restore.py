@@ -1,25 +1,22 @@
-"""The state of a checkpoint into a rank's buffers, whatever world, layout or state format it was written with.
+"""The state of a checkpoint into a rank's buffers, whatever world, layout or kind of moments it was written with.
 
-The invariant: only the slices this rank keeps are read, straight into its buffers where the formats are the same;
+The invariant: only the slices this rank keeps are read, straight into its buffers where moments are of one kind;
 where they are not, a bounded part at a time goes through fp32.
 """
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
-from attrs import define, field
+from attrs import evolve
 from torch import Tensor
 
-from zfunc.checkpoint.checksums import cut
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import FROZEN, PENDING, state_kinds
-from zfunc.checkpoint.read_plan import PlannedRead, WantedSlice, plan_reads
-from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.slices import slices_of
-from zfunc.checkpoint.writer import as_bytes, in_parallel
+from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import ADAM_FORMATS, stored_buffers
@@ -31,7 +28,6 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of temporaries
-OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
 FILE_DTYPES = {x.safetensors: TORCH_DTYPES[name] for name, x in DTYPES.items()}
 
 Target = tuple[WantedSlice, Tensor]  # a slice, and a contiguous host tensor of its size and type
@@ -44,15 +40,15 @@ def fill_state(
 
     Raises CheckpointError, naming file, parameter and offset, for bytes that are not what was written.
     """
-    with CheckpointFiles(checkpoint) as files:
+    with CheckpointReader(checkpoint) as reader:
         if checkpoint.manifest.state_format == state_format:
-            files.fill(list(_own(buffers, layout, state_format, ranks)))
+            _fill(reader, list(_own(buffers, layout, state_format, ranks)))
         else:
             _check_convertible(checkpoint.manifest.state_format, state_format)
-            _convert(files, buffers, layout, state_format, ranks)
+            _convert(reader, buffers, layout, state_format, ranks)
         if checkpoint.manifest.position.pending is not None:
-            files.fill(list(_pending(buffers, layout, state_format, ranks)))
-        _read_frozen(files, buffers, layout)
+            _fill(reader, list(_pending(buffers, layout, state_format, ranks)))
+        _read_frozen(reader, buffers, layout)
 
 
 def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
@@ -78,7 +74,7 @@ def _pending(buffers: Buffers, layout: Layout, state_format: str, ranks: RankGro
 
 
 def _convert(
-    files: "CheckpointFiles", buffers: Buffers, layout: Layout, state_format: str, ranks: RankGroup
+    reader: CheckpointReader, buffers: Buffers, layout: Layout, state_format: str, ranks: RankGroup
 ) -> None:
     """Through fp32. Moments are rounded as the step that was saved would have rounded them; weights are exact."""
     kinds, types = list(state_kinds(state_format).items()), _dtypes(state_format)
@@ -88,15 +84,17 @@ def _convert(
         wanted, _ = of_one[0]
         for start in range(wanted.start, wanted.stop, PART):
             stop = min(start + PART, wanted.stop)
-            converted = _packed(_unpacked(files, wanted.parameter, start, stop), state_format, files.step)
+            converted = _packed(
+                _unpacked(reader, wanted.parameter, start, stop), state_format, reader.manifest.position.step
+            )
             for (name, kind), (w, into), values in zip(kinds, of_one, converted, strict=True):
                 at = start // kind.shared - w.start
                 into[at : at + values.numel()].copy_(values.view(types[name]))
 
 
-def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -> tuple[Any, ...]:
+def _unpacked(reader: CheckpointReader, parameter: str, start: int, stop: int) -> tuple[Any, ...]:
     """Master, exp_avg and exp_avg_sq of elements start to stop, as fp32 arrays."""
-    state_format = files.checkpoint.manifest.state_format
+    state_format = reader.manifest.state_format
     types = _dtypes(state_format)
     targets = [
         (
@@ -105,7 +103,7 @@ def _unpacked(files: "CheckpointFiles", parameter: str, start: int, stop: int) -
         )
         for name, kind in state_kinds(state_format).items()
     ]
-    files.read(targets)
+    reader.read([(wanted, as_bytes(x)) for wanted, x in targets])
     if state_format == "fp32":
         return tuple(x.numpy() for _, x in targets)
     arrays = [_array(x) for _, x in targets]
@@ -140,74 +138,23 @@ def _array(x: Tensor) -> Any:
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def _read_frozen(files: "CheckpointFiles", buffers: Buffers, layout: Layout) -> None:
+def _read_frozen(reader: CheckpointReader, buffers: Buffers, layout: Layout) -> None:
     """All of them: every rank has them."""
     wanted = [WantedSlice(FROZEN, x.name, 0, x.stop - x.start) for x in layout.frozen]
-    files.fill([(x, buffers.views[x.parameter].view(-1)) for x in wanted])
+    _fill(reader, [(x, buffers.views[x.parameter].view(-1)) for x in wanted])
 
 
-@define(eq=False)
-class CheckpointFiles:
-    """The shards of a checkpoint, opened as they are needed, a few at a time."""
-
-    checkpoint: Checkpoint
-    _open: dict[int, ShardReader] = field(factory=dict[int, ShardReader])
-
-    def __enter__(self) -> "CheckpointFiles":
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        for n in list(self._open):
-            self._open.pop(n).close()
-
-    @property
-    def step(self) -> int:
-        """The step that the checkpoint is of."""
-        return self.checkpoint.manifest.position.step
-
-    def fill(self, targets: Sequence[Target]) -> None:
-        """Fill the targets: straight, or, where they are on the device or of another type, in bounded parts."""
-        straight = [t for t in targets if t[1].device.type == "cpu" and t[1].dtype == self._dtype(t[0])]
-        self.read(straight)
-        for wanted, into in targets:
-            if into.device.type == "cpu" and into.dtype == self._dtype(wanted):
-                continue
-            for start in range(wanted.start, wanted.stop, PART):
-                stop = min(start + PART, wanted.stop)
-                values = torch.empty(stop - start, dtype=self._dtype(wanted))
-                self.read([(WantedSlice(wanted.kind, wanted.parameter, start, stop), values)])
-                into[start - wanted.start : stop - wanted.start].copy_(values)
-
-    def _dtype(self, wanted: WantedSlice) -> torch.dtype:
-        """Of what is in the files."""
-        manifest = self.checkpoint.manifest
-        piece = next(iter(manifest.by_name[wanted.parameter].pieces[wanted.kind]), None)
-        name = manifest.tensors[piece.shard][piece.tensor].dtype if piece else "F32"
-        return FILE_DTYPES[name]
-
-    def read(self, targets: Sequence[Target]) -> None:
-        """Fill the targets, file by file; they are on the host, of the type that is in the files."""
-        reads = plan_reads(self.checkpoint.manifest, [wanted for wanted, _ in targets])
-        by_shard: dict[int, list[PlannedRead]] = {}
-        for read in reads:
-            by_shard.setdefault(read.shard, []).append(read)
-        for n, of_shard in by_shard.items():
-            reader = self._reader(n)
-            calls = [call for read in of_shard for call in self._calls(read, targets[read.wanted][1])]
-            in_parallel(reader.read_into, calls)
-
-    def _reader(self, n: int) -> ShardReader:
-        if n not in self._open:
-            while len(self._open) >= OPEN:
-                self._open.pop(next(iter(self._open))).close()
-            shard = self.checkpoint.manifest.shards[n]
-            self._open[n] = open_shard(self.checkpoint.path / shard.file, shard)
-        return self._open[n]
-
-    def _calls(self, read: PlannedRead, into: Tensor) -> Iterator[tuple[str, int, int, Any]]:
-        """One for each chunk, so that several threads have something to do."""
-        item, chunk = into.element_size(), self.checkpoint.manifest.shards[read.shard].chunk
-        for begin, end in cut(read.start * item, read.stop * item, chunk):
-            start, stop = begin // item, end // item
-            at = read.to + start - read.start
-            yield read.tensor, start, stop, as_bytes(into[at : at + stop - start])
+def _fill(reader: CheckpointReader, targets: Sequence[Target]) -> None:
+    """Fill the targets: directly, or, where they are on the device or of another type, in bounded parts."""
+    direct: list[tuple[WantedSlice, Any]] = []
+    for wanted, into in targets:
+        dtype = FILE_DTYPES[reader.dtype(wanted.parameter, wanted.kind)]
+        if into.device.type == "cpu" and into.dtype == dtype:
+            direct.append((wanted, as_bytes(into)))
+            continue
+        for start in range(wanted.start, wanted.stop, PART):
+            stop = min(start + PART, wanted.stop)
+            values = torch.empty(stop - start, dtype=dtype)
+            reader.read([(evolve(wanted, start=start, stop=stop), as_bytes(values))])
+            into[start - wanted.start : stop - wanted.start].copy_(values)
+    reader.read(direct)

@@ -1,0 +1,28 @@
+"""Reads and writes of a checkpoint's bytes on a few threads."""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+THREADS = 2  # with one, the disk would wait for the checksums
+
+
+def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
+    """Call `function` with each of the argument tuples on THREADS threads.
+
+    After an exception no further call starts; it is raised when those under way have ended.
+    """
+    calls = list(calls)
+    if len(calls) < 2:
+        for call in calls:
+            function(*call)
+        return
+    with ThreadPoolExecutor(THREADS) as pool:
+        futures = [pool.submit(function, *call) for call in calls]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
