@@ -13,7 +13,8 @@ import torch
 
 from zfunc.cli.draw_settings import DrawSettings
 from zfunc.engine.segment import Segment
-from zfunc.train.setup import gpt_segments
+from zfunc.models.gpt import gpt_segments
+from zfunc.train.setup import gpt_config
 
 
 def describe() -> dict[str, Any]:
@@ -48,4 +49,6 @@ def ratios(ours: list[float], theirs: list[float]) -> float:
 def gpt(args: argparse.Namespace) -> tuple[Segment, ...]:
     """The GPT of bytes that a benchmark's arguments describe: the model of `zfunc train`, not initialised yet."""
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    return gpt_segments(DrawSettings(vocab_size=256, **{name: getattr(args, name) for name in names}))
+    return gpt_segments(
+        gpt_config(DrawSettings(vocab_size=256, **{name: getattr(args, name) for name in names}))
+    )

@@ -17,7 +17,7 @@ from zfunc.core.bottleneck import bound_by, critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
-from zfunc.models.gpt import GPTConfig, modules, num_parameters
+from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile_toml import load_profile
 
@@ -123,10 +123,7 @@ def hardware(case: Case, world: int, network: str = "all ports") -> Hardware:
 @cache
 def segments(case: Case) -> tuple[zfunc.Segment, ...]:
     """The model on the meta device."""
-    with torch.device("meta"):
-        built = modules(case.config)
-    share = {"out.weight": "embed.tok.weight"}
-    return tuple(zfunc.segment(name, m, share=share if name == "head" else None) for name, m in built)
+    return gpt_segments(case.config)
 
 
 @cache

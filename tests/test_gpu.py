@@ -14,7 +14,7 @@ import zfunc
 from zfunc import schedules
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import specialize
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.runtime.executor import Jitter
 from zfunc.runtime.host_memory import alloc_host
 
@@ -100,12 +100,13 @@ def gpt(layers: int = 8, hidden: int = 1024, **settings: Any) -> tuple[Any, Any]
     config = GPTConfig(
         vocab_size=512, seq_length=512, num_layers=layers, hidden_size=hidden, num_attention_heads=16
     )
-    with torch.device("meta"):
-        parts = modules(config)
-    tied = {"out.weight": "embed.tok.weight"}
-    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in parts]
     program = zfunc.compile(
-        segments, device="cuda", precision="bf16", bucket_size=16 << 20, schedule="Overlapped", **settings
+        gpt_segments(config),
+        device="cuda",
+        precision="bf16",
+        bucket_size=16 << 20,
+        schedule="Overlapped",
+        **settings,
     )
     tokens = torch.randint(0, 512, (8, 513), generator=torch.Generator().manual_seed(0))
     return program, (tokens[:, :-1], tokens[:, 1:])

@@ -17,10 +17,11 @@ from zfunc.cli.catalogue import parser
 from zfunc.cli.draw_settings import DrawSettings
 from zfunc.cli.main import main
 from zfunc.cli.plan_settings import PlanSettings
+from zfunc.models.gpt import gpt_segments
 from zfunc.planner import memory_check as room
 from zfunc.planner.profile_toml import load_profile, profile_text
 from zfunc.train.settings import TRAIN, TrainSettings
-from zfunc.train.setup import gpt_segments, prepare_job
+from zfunc.train.setup import gpt_config, prepare_job
 
 TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]
@@ -106,7 +107,7 @@ def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None
     asked = PlanSettings(num_layers=65, batch_size=4, **size)
     tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
     made = zfunc.plan(
-        gpt_segments(asked), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False
+        gpt_segments(gpt_config(asked)), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False
     )
     assert made.fits
     assert made.memory["device"] < made.profile.value("bytes", "device")
@@ -243,7 +244,7 @@ def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> 
     flags: dict[str, Any] = {**more, "data": Path(data)}
     trained = prepare_job(TrainSettings(**flags, device="cpu"), cache=Path("cache")).program.segments
     for asked in (PlanSettings(**flags), DrawSettings(**flags)):
-        assert [s.parameters for s in gpt_segments(asked)] == [s.parameters for s in trained]
+        assert [s.parameters for s in gpt_segments(gpt_config(asked))] == [s.parameters for s in trained]
 
 
 # --- zfunc calibrate and zfunc train -------------------------------------------------------------------------

@@ -183,9 +183,9 @@ def test_each_module_has_a_pullback(dtype: torch.dtype, dropout: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_layers": 0}, "got num_layers=0; expected an integer of at least 1"),
-        ({"vocab_size": 2.5}, "got vocab_size=2.5; expected an integer"),
-        ({"seq_length": True}, "got seq_length=True; expected an integer"),
+        ({"num_layers": 0}, "num_layers: got 0, expected a whole number of at least 1"),
+        ({"vocab_size": 2.5}, "vocab_size: got 2.5, expected a whole number"),
+        ({"seq_length": True}, "seq_length: got True, expected a whole number"),
         ({"dropout": 1.0}, r"got dropout=1.0; expected a probability in \[0, 1\)"),
         ({"hidden_size": 30}, "got hidden_size=30 for num_attention_heads=4; .* try hidden_size=28 or 32"),
         ({"hidden_size": 3}, "try hidden_size=4$"),

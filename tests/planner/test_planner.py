@@ -14,7 +14,7 @@ import zfunc
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.hardware import ROUND
 from zfunc.errors import OutOfMemory
-from zfunc.models.gpt import GPTConfig, modules
+from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.planner import memory_check as room
 from zfunc.planner.memory_check import check_fits
 from zfunc.planner.plan_step import Planned, plan
@@ -152,9 +152,9 @@ def test_a_search_says_why_and_what_it_tried() -> None:
 
 def test_a_model_of_a_trillion_parameters_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zfunc.engine.segment._real_module", lambda *_: pytest.fail("made real"))
-    with torch.device("meta"):
-        built = modules(GPTConfig(50_000, 2048, num_layers=4, hidden_size=144_000, num_attention_heads=144))
-    segments = [zfunc.segment(name, m) for name, m in built]
+    segments = gpt_segments(
+        GPTConfig(50_000, 2048, num_layers=4, hidden_size=144_000, num_attention_heads=144)
+    )
     tokens = torch.empty(8, 2048, dtype=torch.int64, device="meta")
     p = zfunc.plan(segments, (tokens, tokens), hardware="gh200", world=64, advice=False)
     assert p.step.spec.layout.num_trainable > 1e12

@@ -17,7 +17,7 @@ from zfunc.core.settings import PRECISIONS, StepSettings
 from zfunc.options import AUTO, Option, count, flag, flag_fields, one_of, options_of, path, positive
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.profile_toml import profile_names as profiles
-from zfunc.train.settings import MODEL, PRECISION, STEP, TRAIN, ModelFlags, check_together
+from zfunc.train.settings import MODEL, PRECISION, STEP, TRAIN, GPTFlags, check_together
 
 FORMATS = ("text", "svg", "chrome", "html")
 UNDRAWN = ("compile_segments", "offload_ratio", "speculate", "delay_from")  # settings without a flag here
@@ -132,16 +132,7 @@ DRAW = {
 }
 
 
-@frozen(kw_only=True)
-class UnrunModel(ModelFlags):
-    """The model of a step that is not run."""
-
-    vocab_size: int | None = None
-    data: Path | None = None
-    tokenizer: Path | None = None
-
-
-DrawnStepFlags = flag_fields(StepSettings, UnrunModel, without=UNDRAWN, precision=AUTO, clip=1.0)
+DrawnStepFlags = flag_fields(StepSettings, GPTFlags, without=UNDRAWN, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)

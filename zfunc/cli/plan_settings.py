@@ -10,13 +10,12 @@ from zfunc.cli.draw_settings import (
     HARDWARE,
     UNRUN_PRECISION,
     VOCABULARY,
-    UnrunModel,
     check_precision,
     check_sizes,
 )
 from zfunc.core.settings import StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
-from zfunc.train.settings import MODEL, OFFLOAD_RATIO, STEP, check_rows
+from zfunc.train.settings import MODEL, OFFLOAD_RATIO, STEP, GPTFlags, check_rows
 
 UNPLANNED = ("compile_segments", "delay_from")  # settings without a flag here: `delay` is the second's
 
@@ -41,7 +40,7 @@ PLAN = {
 }
 
 
-PlannedStepFlags = flag_fields(StepSettings, UnrunModel, without=UNPLANNED, precision=AUTO, clip=1.0)
+PlannedStepFlags = flag_fields(StepSettings, GPTFlags, without=UNPLANNED, precision=AUTO, clip=1.0)
 
 
 @frozen(kw_only=True)

@@ -8,14 +8,14 @@ from attrs import evolve, frozen
 
 from zfunc.cli.plan_settings import PlanSettings
 from zfunc.core.hardware import Hardware
-from zfunc.models.gpt import num_parameters
+from zfunc.models.gpt import gpt_segments, num_parameters
 from zfunc.optim.adamw import AdamW
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.max_layers import max_layers
 from zfunc.planner.plan_step import Planned, plan_settings, search_start
 from zfunc.planner.profile import Profile
 from zfunc.train.settings import step_settings
-from zfunc.train.setup import gpt_config, gpt_segments
+from zfunc.train.setup import gpt_config
 
 
 @frozen(eq=False)
@@ -51,4 +51,4 @@ def plan_model(asked: PlanSettings) -> PlannedModel:
 def _cost_model(asked: PlanSettings, on: Profile | Hardware) -> CostModel:
     """The GPT of the flags, of a batch without data."""
     tokens = torch.empty((asked.rows, asked.seq_length), dtype=torch.int64, device="meta")
-    return CostModel(gpt_segments(asked), (tokens, tokens), on, AdamW(), asked.world)
+    return CostModel(gpt_segments(gpt_config(asked)), (tokens, tokens), on, AdamW(), asked.world)

@@ -13,11 +13,11 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
 from zfunc.core.simulator import simulate
 from zfunc.core.verifier import verify
-from zfunc.models.gpt import num_parameters
+from zfunc.models.gpt import gpt_segments, num_parameters
 from zfunc.planner.cost_model import precision_for, resolve_hardware
 from zfunc.schedules import make_schedule
 from zfunc.train.settings import step_settings
-from zfunc.train.setup import gpt_config, gpt_segments
+from zfunc.train.setup import gpt_config
 
 
 def draw_unrun_step(sketch: DrawSettings) -> dict[str, DrawnStep]:
@@ -39,7 +39,7 @@ def draw_unrun_step(sketch: DrawSettings) -> dict[str, DrawnStep]:
 def _graph(sketch: DrawSettings, precision: str) -> Graph:
     shape = sketch.batch_size, sketch.seq_length
     program = zfunc.compile(
-        gpt_segments(sketch),
+        gpt_segments(gpt_config(sketch)),
         step_settings(sketch, precision=precision, schedule="Serial"),
         device="cpu",
         example=(torch.empty(shape, dtype=torch.int64, device="meta"),) * 2,

@@ -1,49 +1,43 @@
-"""GPT-2 cut into modules that stand alone: the model of the command line and of the examples.
+"""GPT-2 as independent modules: the model of the command line and of the examples.
 
-A module of this file knows nothing of the others: the embedding, each block and the head are built,
-initialised and run one at a time, so that a model that does not fit anywhere can still be made segment
-by segment. One invariant: `reset_parameters` of such a module sets *every* parameter under it, in the
-same order of random numbers whether the module was just built or comes from the meta device.
+The embedding, each block and the head are built, initialised and run one at a time, so a model that fits nowhere as
+a whole can still be made segment by segment. `reset_parameters` of each sets *every* parameter under it, and draws
+the same random numbers whether the module was just built or comes from the meta device.
 """
 
 import math
 from typing import Any
 
-import attrs
 import torch
 import torch.nn.functional as F
+from attrs import field, frozen
 from torch import Tensor, nn
 
+from zfunc.engine.segment import Segment, segment
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import next_token_loss
-
-__all__ = ["Block", "Embed", "GPTConfig", "Head", "modules", "num_parameters"]
+from zfunc.values import whole
 
 _INIT_STD = 0.02
 
 
-def _check_count(_: Any, attribute: "attrs.Attribute[int]", value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(
-            f"got {attribute.name}={value!r}; expected an integer of at least 1; "
-            f"pass {attribute.name}=1 or more"
-        )
+def _count(_: Any, attribute: Any, value: Any) -> None:
+    whole(attribute.name, value, least=1)
 
 
-def _check_dropout(_: Any, __: "attrs.Attribute[float]", value: Any) -> None:
+def _probability(_: Any, __: Any, value: Any) -> None:
     if not 0.0 <= value < 1.0:
         raise ValueError(
             f"got dropout={value!r}; expected a probability in [0, 1); pass dropout=0.0 to leave it out"
         )
 
 
-@attrs.frozen
+@frozen
 class GPTConfig:
-    """The size of a GPT-2. The defaults read bytes and train in about two minutes on two CPU cores.
+    """The size of a GPT-2. The default reads bytes and trains in about two minutes on two CPU cores.
 
-    `vocab_size` in tokens, `seq_length` the longest sequence in tokens (it sizes the learned positions),
-    `dropout` a probability, `tied` whether the output projection is the token embedding. Raises
-    ValueError when a size is not a positive integer or the heads do not divide the hidden size.
+    `seq_length` is the longest sequence (it sizes the learned positions); if `tied`, the output projection is the
+    token embedding. Raises ValueError for a size below 1, and for heads that do not divide the hidden size.
 
     >>> GPTConfig(hidden_size=768, num_attention_heads=12).head_size
     64
@@ -52,12 +46,12 @@ class GPTConfig:
     ValueError: got hidden_size=100 for num_attention_heads=12; expected a multiple; try hidden_size=96 or 108
     """
 
-    vocab_size: int = attrs.field(default=256, validator=_check_count)
-    seq_length: int = attrs.field(default=128, validator=_check_count)
-    num_layers: int = attrs.field(default=4, validator=_check_count)
-    hidden_size: int = attrs.field(default=128, validator=_check_count)
-    num_attention_heads: int = attrs.field(default=4, validator=_check_count)
-    dropout: float = attrs.field(default=0.0, validator=_check_dropout)
+    vocab_size: int = field(default=256, validator=_count)
+    seq_length: int = field(default=128, validator=_count)
+    num_layers: int = field(default=4, validator=_count)
+    hidden_size: int = field(default=128, validator=_count)
+    num_attention_heads: int = field(default=4, validator=_count)
+    dropout: float = field(default=0.0, validator=_probability)
     tied: bool = True
 
     def __attrs_post_init__(self) -> None:
@@ -92,7 +86,7 @@ class Embed(nn.Module):
         nn.init.normal_(self.pos.weight, std=_INIT_STD)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Embed `tokens`, which follow those in `cache`. Raises ValueError for more than the learned positions."""
+        """Embed `tokens`, which follow those in `cache`. Raises ValueError beyond the learned positions."""
         first = 0 if cache is None else cache.advanced(tokens.shape[-1])
         seq = first + tokens.shape[-1]
         if seq > self.config.seq_length:
@@ -158,35 +152,42 @@ class Head(nn.Module):
         _materialise(self)
 
     def reset_parameters(self) -> None:
-        """Set every parameter; a tied `out.weight` is drawn too, and dropped by whoever ties it."""
+        """Set every parameter; a tied `out.weight` is drawn too, and dropped by the caller that ties it."""
         self.ln_f.reset_parameters()
         _reset_linear(self.out, _INIT_STD)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Give the scores of the next token: [batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
+        """[batch, seq, hidden] -> fp32 [batch, seq, vocab]."""
         return self.out(self.ln_f(x)).float()
 
     def forward(self, x: Tensor, targets: Tensor | tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Give the mean loss in nats, an fp32 scalar, or the logits when there are no targets.
+        """The mean loss in nats, an fp32 scalar; the logits without targets.
 
-        `targets` is int64 [batch, seq]; those of -100 are left out of the mean (a micro-batch where
-        all are has no mean: NaN). Or it is those and weights [batch], as `zfunc.hf.batch` makes them.
+        `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
+        labels and weights [batch], as `zfunc.hf.batch` makes them.
         """
         logits = self.logits(x)
         return logits if targets is None else next_token_loss(logits, targets)
 
 
 def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:
-    """Build the model as names and modules in the order they run; under `torch.device("meta")` it is free.
+    """Build the modules, with their names, in the order they run; under `torch.device("meta")` they take no memory.
 
-    The modules come untied: with `config.tied`, the "out.weight" of "head" is to be shared with
-    "embed.tok.weight".
+    They are untied: with `config.tied`, "out.weight" of "head" is to be shared with "embed.tok.weight".
 
     >>> [name for name, _ in modules(GPTConfig(num_layers=2))]
     ['embed', 'block0', 'block1', 'head']
     """
     blocks = ((f"block{index}", Block(config)) for index in range(config.num_layers))
     return (("embed", Embed(config)), *blocks, ("head", Head(config)))
+
+
+def gpt_segments(config: GPTConfig) -> tuple[Segment, ...]:
+    """The model on the meta device: it takes no memory until `zfunc.init` fills it."""
+    with torch.device("meta"):
+        built = modules(config)
+    tied = {"out.weight": "embed.tok.weight"} if config.tied else None
+    return tuple(segment(name, module, share=tied if name == "head" else None) for name, module in built)
 
 
 def num_parameters(config: GPTConfig) -> int:
@@ -209,14 +210,13 @@ def _reset_linear(linear: nn.Linear, std: float) -> None:
 
 
 def _embedding(rows: int, columns: int) -> nn.Embedding:
-    # Not nn.Embedding(rows, columns, device="meta"): it calls normal_, which on meta imports all of
-    # torch._dynamo (two seconds).
+    # nn.Embedding(rows, columns, device="meta") calls normal_, which on meta imports all of torch._dynamo: 2 s.
     return nn.Embedding.from_pretrained(torch.empty(rows, columns, device="meta"), freeze=False)
 
 
 def _materialise(module: nn.Module) -> None:
-    # Children are made on meta, so that PyTorch's own initialisation draws nothing from the generator:
-    # building here and materialising later give the same numbers.
+    # Children are made on meta, where torch's own initialisation draws nothing from the generator: building here
+    # and materialising later give the same numbers.
     device = torch.get_default_device()
     if device.type != "meta":
         module.to_empty(device=device)

@@ -201,7 +201,16 @@ class ModelFlags:
     batch_size: int = 8
 
 
-StepFlags = flag_fields(StepSettings, ModelFlags, precision=AUTO, clip=1.0, bucket_size=None)
+@frozen(kw_only=True)
+class GPTFlags(ModelFlags):
+    """With what decides its vocabulary."""
+
+    data: Path | None = None
+    tokenizer: Path | None = None
+    vocab_size: int | None = None
+
+
+StepFlags = flag_fields(StepSettings, GPTFlags, precision=AUTO, clip=1.0, bucket_size=None)
 
 
 @frozen(kw_only=True)
@@ -213,10 +222,7 @@ class TrainSettings(StepFlags):
     """
 
     config: Path | None = None
-    data: Path | None = None
     dtype: str = "uint16"
-    tokenizer: Path | None = None
-    vocab_size: int | None = None
     hf: Path | None = None
     dropout: float = 0.0
     lr: float = 4e-3

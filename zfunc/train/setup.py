@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import torch
@@ -20,9 +20,9 @@ from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.engine.compile import compile, pick_device
 from zfunc.engine.program import Program
-from zfunc.engine.segment import Segment, segment
+from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
-from zfunc.models.gpt import GPTConfig, modules, num_parameters
+from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.lr import linear_warmup, warmup_cosine
 from zfunc.planner.memory_check import check_fits
@@ -36,7 +36,14 @@ from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
 from zfunc.train.pretrained import PretrainedModel, pretrained, tokenizer
-from zfunc.train.settings import CPU_BUCKET_SIZE, GPU_BUCKET_SIZE, TrainSettings, check_rows, step_settings
+from zfunc.train.settings import (
+    CPU_BUCKET_SIZE,
+    GPU_BUCKET_SIZE,
+    GPTFlags,
+    TrainSettings,
+    check_rows,
+    step_settings,
+)
 
 FINAL_LR = 0.1  # of the highest
 LONGEST_WARMUP = 150  # steps, where none is asked for
@@ -52,25 +59,6 @@ FASTEST = {  # why a precision was chosen
 }
 
 log = logging.getLogger("zfunc")
-
-
-class ModelSettings(Protocol):
-    """What a GPT follows from, of the settings of any command; with `dropout`, where the command trains."""
-
-    @property
-    def num_layers(self) -> int: ...  # noqa: D102
-    @property
-    def hidden_size(self) -> int: ...  # noqa: D102
-    @property
-    def num_attention_heads(self) -> int: ...  # noqa: D102
-    @property
-    def seq_length(self) -> int: ...  # noqa: D102
-    @property
-    def vocab_size(self) -> int | None: ...  # noqa: D102
-    @property
-    def data(self) -> Path | None: ...  # noqa: D102
-    @property
-    def tokenizer(self) -> Path | None: ...  # noqa: D102
 
 
 @frozen(eq=False)
@@ -185,7 +173,7 @@ def _fast_precision() -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
-def gpt_config(settings: ModelSettings) -> GPTConfig:
+def gpt_config(settings: GPTFlags) -> GPTConfig:
     """The model of the settings."""
     return GPTConfig(
         vocab_size=settings.vocab_size or vocabulary(settings),
@@ -197,7 +185,7 @@ def gpt_config(settings: ModelSettings) -> GPTConfig:
     )
 
 
-def vocabulary(settings: ModelSettings) -> int:
+def vocabulary(settings: GPTFlags) -> int:
     """Tokens there are of data that was not read yet, which `prepare_job` finds there too: GPT-2's in a file of
     tokens, else those of the tokenizer, or bytes.
     """
@@ -206,18 +194,10 @@ def vocabulary(settings: ModelSettings) -> int:
     return BYTES.vocab_size if settings.tokenizer is None else open_tokenizer(settings.tokenizer).vocab_size
 
 
-def gpt_segments(settings: ModelSettings) -> tuple[Segment, ...]:
-    """The GPT of the settings, on the meta device: it takes no memory until `init` fills it."""
-    with torch.device("meta"):
-        built = modules(gpt_config(settings))
-    tied = {"out.weight": "embed.tok.weight"}
-    return tuple(segment(name, m, share=tied if name == "head" else None) for name, m in built)
-
-
 def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
     """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
     return compile(
-        gpt_segments(settings) if model is None else model,
+        gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings, **config_extras(settings).step),
         optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
