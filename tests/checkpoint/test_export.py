@@ -24,17 +24,18 @@ import zfunc.checkpoint.export as exporting
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import locate_checkpoint
-from zfunc.checkpoint.export import DType, ExportedWeights, export_weights
+from zfunc.checkpoint.export import ExportedWeights, export_weights
 from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.errors import CheckpointError
 from zfunc.optim.compact_reference import split
 from zfunc.optim.loss_scale import LossScale
 
-DTYPES: dict[DType, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 every_moments = pytest.mark.parametrize("moments", get_args(Moments))
 
@@ -114,7 +115,7 @@ def test_every_weight_is_exact_whoever_wrote_it(
 @every_moments
 @every_dtype
 def test_weights_are_rounded_as_torch_rounds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments, dtype: DType
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments, dtype: Precision
 ) -> None:
     """Subnormals, ties, infinities and NaN too; whichever they are, no value is lost to another one's."""
     rng = np.random.default_rng(0)
@@ -147,7 +148,7 @@ def test_one_of_2_to_the_17_differs_from_the_high_half(
 
 
 @every_dtype
-def test_what_is_not_trained_is_converted_from_what_it_is_kept_in(tmp_path: Path, dtype: DType) -> None:
+def test_what_is_not_trained_is_converted_from_what_it_is_kept_in(tmp_path: Path, dtype: Precision) -> None:
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     values = {k: torch.linspace(-3, 3, 150).to(t).view(5, 30) for k, t in kinds.items()}
     tensors = {TensorInfo(f"{k}/{FROZEN}", k, (5, 30)): as_bytes(x) for k, x in values.items()}
@@ -268,7 +269,7 @@ def test_memory_does_not_grow_with_the_weights(
     ],
 )
 def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, dtype: DType, over: float, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, dtype: Precision, over: float, told: str
 ) -> None:
     limit = np.float32(65520 if dtype == "fp16" else over)
     x = np.full(130, sign * np.nextafter(limit, np.float32(0)))

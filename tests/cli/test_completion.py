@@ -10,8 +10,9 @@ import pytest
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.completion import SHELLS, place
 from zfunc.cli.main import main
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.core.settings import PRECISIONS, RECOMPUTE
+from zfunc.core.settings import RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
 
 BASH = """

@@ -12,6 +12,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import Measured
 from zfunc.planner.profile import (
@@ -19,7 +20,6 @@ from zfunc.planner.profile import (
     NETWORKS,
     NONE_SENT,
     ORIGINS,
-    PRECISIONS,
     RATES,
     TABLES,
     Figure,

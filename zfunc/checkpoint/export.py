@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from attrs import frozen
@@ -23,16 +22,15 @@ from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.core.dtypes import DTYPES
+from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import did_you_mean
 from zfunc.optim.adam_reference import Array, round_to, to_float32
 from zfunc.optim.compact_reference import join
 
-DType = Literal["fp32", "bf16", "fp16"]
 SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
-OVERFLOW: dict[DType, float] = {  # the smallest magnitude that becomes inf
+OVERFLOW: dict[Precision, float] = {  # the smallest magnitude that becomes inf
     "fp32": math.inf,
     "bf16": 2.0**128 - 2.0**119,  # halfway to what would be the next value, as in fp16
     "fp16": 2.0**16 - 2.0**4,
@@ -49,10 +47,10 @@ class ExportedWeights:
     parameters: int
     bytes: int
     step: int
-    dtype: DType
+    dtype: Precision
 
 
-def export_weights(source: Path, out: Path, *, dtype: DType = "fp32") -> ExportedWeights:
+def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> ExportedWeights:
     """Write the weights of a checkpoint, each parameter by its full name and in its shape, as a new file.
 
     `source` is a checkpoint, a folder of them or a run, found by `directory.locate_checkpoint`. It must not be
@@ -146,7 +144,7 @@ def _largest(values: Array) -> float:
     return float(size.max(initial=0, where=size < math.inf))
 
 
-def _too_large(reader: CheckpointReader, entry: ParameterEntry, dtype: DType) -> ValueError:
+def _too_large(reader: CheckpointReader, entry: ParameterEntry, dtype: Precision) -> ValueError:
     largest = max(_largest(values) for _, _, values in _weights(reader, [entry]))
     other = "bf16" if largest < OVERFLOW["bf16"] else "fp32"
     return ValueError(

@@ -16,7 +16,7 @@ from attrs import frozen
 from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, Shard, TensorInfo, num_chunks
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
-from zfunc.core.dtypes import DTYPES
+from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.errors import CheckpointError, did_you_mean
@@ -47,7 +47,7 @@ def state_kinds(state_format: str) -> dict[str, StateKind]:
     return {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
 
 
-_FLOATS = StateKind(tuple(DTYPES[x].safetensors for x in ("fp32", "bf16", "fp16")))
+_FLOATS = StateKind(tuple(DTYPES[x].safetensors for x in PRECISIONS))
 _FROZEN_KINDS = {FROZEN: _FLOATS}
 
 

@@ -12,8 +12,9 @@ import attrs
 from attrs import evolve, frozen
 
 from zfunc import schedules
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import PRECISIONS, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.options import AUTO, Option, count, flag, flag_fields, one_of, options_of, path, positive
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.profile_toml import profile_names as profiles

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from attrs import frozen
 
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import Option, anything, check_each, one_of, path, positive
 
-WEIGHTS = ("fp32", "bf16", "fp16")
 _RUN = Option("run", "folder of the run, such as runs/DATE-TIME", anything, metavar="RUN", positional=True)
 
 REPORT = {
@@ -43,7 +43,9 @@ EXPORT = {
         path,
         metavar="FOLDER",
     ),
-    "dtype": Option("file", f"type of the weights: {', '.join(WEIGHTS)}; fp32 is exact", one_of(WEIGHTS)),
+    "dtype": Option(
+        "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
+    ),
 }
 
 DOCTOR = {"json": Option("output", "print one JSON object, for programs", anything)}

@@ -1,8 +1,12 @@
 """The types of elements, each with its size and its names elsewhere: the one table of them. No torch here."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 from attrs import frozen
+
+Precision = Literal["fp32", "bf16", "fp16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+"""What parameters and gradients have on the device, and weights in a file: a subset of DTYPES."""
 
 Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
 
@@ -25,3 +29,4 @@ DTYPES: dict[Dtype, DtypeInfo] = {
     "int16": DtypeInfo(2, "int16", "int16", "I16"),
     "uint8": DtypeInfo(1, "uint8", "uint8", "U8"),
 }
+SAFETENSORS_FLOATS: tuple[str, ...] = tuple(x.safetensors for x in DTYPES.values() if "float" in x.torch)

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from attrs import evolve, field, fields, fields_dict, frozen
 
+from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Layout, Parameter, make_layout, part_size, resident_buckets
 from zfunc.core.optimizer_state import MOMENTS, Moments
@@ -20,8 +21,6 @@ from zfunc.errors import did_you_mean
 from zfunc.options import AUTO, Check, Option, not_negative, one_of, ratio, share
 from zfunc.values import number, of_type, truth, whole
 
-Precision = Literal["fp32", "bf16", "fp16"]
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 Recompute = Literal["all", "none", "min-cut"]
 RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Schedule = Callable[[Graph], Plan]

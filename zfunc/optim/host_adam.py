@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import HIGH_HALF, MOMENTS, STATE_FORMATS, Moments
 from zfunc.optim.adam_reference import Coefficients, coefficients
 from zfunc.optim.buffer_checks import (
@@ -29,7 +30,7 @@ from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 Types = dict[torch.dtype, int]
-FLOATS: Types = {TORCH_DTYPES[x]: getattr(cpu_adam, x.upper()) for x in ("fp32", "bf16", "fp16")}
+FLOATS: Types = {TORCH_DTYPES[x]: getattr(cpu_adam, x.upper()) for x in PRECISIONS}
 
 
 def adam_update_(

@@ -10,9 +10,10 @@ from typing import Literal
 
 from attrs import field, frozen
 
+from zfunc.core.dtypes import Precision
 from zfunc.core.graph import KINDS, Kind
 from zfunc.planner.fit_rates import Costs, LatencyBandwidth
-from zfunc.planner.profile import Figure, Precision, Profile
+from zfunc.planner.profile import Figure, Profile
 
 NEEDED: tuple[Kind, ...] = ("compute", "host", "d2h", "h2d")
 RATE_OF: dict[Kind, str] = {

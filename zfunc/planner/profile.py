@@ -13,14 +13,13 @@ from typing import Any, Literal, get_args
 
 from attrs import field, frozen
 
+from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
 from zfunc.core.hardware import Hardware, Measured
 from zfunc.errors import did_you_mean
 
 Origin = Literal["source", "assumed", "measured"]
-Precision = Literal["fp32", "fp16", "bf16"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
-PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 RATES = ("device_memory", "host_memory", "d2h", "h2d", "disk")
 NETWORKS = ("network_in_node", "network_between_nodes")
@@ -144,7 +143,7 @@ class Profile:
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
     def hardware(self, precision: str, world: int = 1) -> Hardware:
-        """What one of `world` ranks gets, computing in `precision` ("fp32", "fp16" or "bf16").
+        """What one of `world` ranks gets, computing in `precision`.
 
         The ranks of a node share its host memory, bandwidth and disk evenly. Collectives go at the rate inside the
         node as long as all ranks are in one; between nodes at that of all ports of a node together, because rings

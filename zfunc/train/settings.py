@@ -11,7 +11,8 @@ import attrs
 from attrs import evolve, frozen
 
 from zfunc import schedules
-from zfunc.core.settings import PRECISIONS, StepSettings
+from zfunc.core.dtypes import PRECISIONS
+from zfunc.core.settings import StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,

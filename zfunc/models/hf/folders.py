@@ -16,11 +16,11 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.export import OVERFLOW, DType, ExportedWeights, export_weights
+from zfunc.checkpoint.export import OVERFLOW, ExportedWeights, export_weights
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
-from zfunc.core.dtypes import DTYPES
+from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.engine.program import Program, check_state
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
@@ -37,7 +37,7 @@ KEPT = (  # that go along from the folder the config is from
 
 
 def export_folder(
-    source: Path | str, out: Path | str, *, config: Any, dtype: DType = "fp32"
+    source: Path | str, out: Path | str, *, config: Any, dtype: Precision = "fp32"
 ) -> ExportedWeights:
     """Write a checkpoint of a program of `zfunc.hf` as a new folder that `from_pretrained` loads.
 
@@ -60,7 +60,7 @@ def export_folder(
 
 
 def save_folder(
-    out: Path | str, program: Program, state: State, *, config: Any, dtype: DType = "fp32"
+    out: Path | str, program: Program, state: State, *, config: Any, dtype: Precision = "fp32"
 ) -> Path:
     """Write the weights of a program of `zfunc.hf` as a new folder that `from_pretrained` loads, and return that.
 
@@ -96,7 +96,7 @@ class _Folder:
     shapes: dict[str, tuple[int, ...]]  # of the config's model, by name
 
     @classmethod
-    def begin(cls, out: Path, config: Any, dtype: DType) -> "_Folder":
+    def begin(cls, out: Path, config: Any, dtype: Precision) -> "_Folder":
         """Make it, with all but the weights. Raises ValueError for what cannot be a new folder."""
         if dtype not in OVERFLOW:
             raise ValueError(
@@ -160,7 +160,7 @@ class _Folder:
             shutil.rmtree(self.partial)
 
 
-def _write_config(folder: Path, config: Any, model: Any, dtype: DType) -> None:
+def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> None:
     """config.json, with the type of the weights beside it, or from_pretrained would round them."""
     copy = type(config).from_dict(config.to_dict())
     copy.dtype = TORCH_DTYPES[dtype]
@@ -174,11 +174,11 @@ class _Saving:
 
     folder: _Folder
     writer: ShardWriter
-    dtype: DType
+    dtype: Precision
     failure: Exception | None = None
 
     @classmethod
-    def begin(cls, out: Path, program: Program, config: Any, dtype: DType, step: int) -> "_Saving":
+    def begin(cls, out: Path, program: Program, config: Any, dtype: Precision, step: int) -> "_Saving":
         folder = _Folder.begin(out, config, dtype)
         try:
             shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
+from zfunc.core.dtypes import SAFETENSORS_FLOATS
 from zfunc.engine.segment import Segment, Values
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.cutting import check_transformers, cut_model
 from zfunc.models.hf.families import family_of, why_unsupported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F64", "F32", "BF16", "F16")
 INDEX_LIMIT = 64 << 20  # bytes
 _BUFFERS = re.compile(r"(^|\.)(attn\.(masked_)?bias|rotary_emb\.inv_freq)$")  # that older versions saved
 _NEXT = "use a folder that save_pretrained or zfunc.hf.save wrote for this config"
@@ -172,9 +172,10 @@ def _check(t: StoredTensor, name: str, shape: tuple[int, ...]) -> None:
         raise CheckpointError(
             f"{t.file}: got {t.name!r} of shape {t.shape}, expected {shape} of {name!r}: {_NEXT}"
         )
-    if t.dtype not in FLOATS:
+    if t.dtype not in SAFETENSORS_FLOATS:
         raise CheckpointError(
-            f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(FLOATS)}: use some that are not quantized"
+            f"{t.file}: got {t.name!r} in {t.dtype}, expected {', '.join(SAFETENSORS_FLOATS)}: use weights that "
+            "are not quantized"
         )
 
 
