@@ -1,21 +1,19 @@
 """Folders of datasets' save_to_disk as training data: which rows, which are learned, and what is refused."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from small_trainings import losses, train
+from text_data import loss_mask_of, opened, tokens_of
 
-from zfunc.cli.main import main
 from zfunc.train.data.arrow_dataset import Tokens, rows
-from zfunc.train.data.corpus import Corpus
-from zfunc.train.data.packing import holds_tokens, open_data
+from zfunc.train.data.packing import holds_tokens
 
 pa = pytest.importorskip("pyarrow", reason="pip install 'zfunc[datasets]'")
-TINY = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
 
 
 def save(path: Path, columns: dict[str, Any], *, files: int = 1, batch: int = 7) -> Path:
@@ -41,14 +39,7 @@ def splits(path: Path, **columns: dict[str, Any]) -> Path:
     return path
 
 
-def opened(path: Path, tmp_path: Path, **more: Any) -> Corpus:
-    return open_data(path, cache=tmp_path / "cache", **more)
-
-
-def everything(corpus: Corpus) -> list[int]:
-    return [*corpus.train.tolist(), *corpus.held_out.tolist()]
-
-
+FILE = "data-00000-of-00001.arrow"
 TEXTS = [f"line {n} of ü" for n in range(40)]
 IDS = [[(n * k) % 300 for k in range(n % 7)] for n in range(40)]
 
@@ -61,10 +52,10 @@ def test_texts_in_the_order_of_files_and_rows(kind: str, tmp_path: Path) -> None
     of_numbers = pa.dictionary(pa.int32(), pa.string())
     column = pa.array(TEXTS, of_numbers if kind == "dictionary" else getattr(pa, kind)())
     corpus = opened(save(tmp_path / "d", {"text": column, "id": range(40)}, files=3), tmp_path)
-    assert bytes(everything(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
+    assert bytes(tokens_of(corpus)) == b"".join(t.encode() + b"\0" for t in TEXTS)
     assert (corpus.train.dtype, corpus.loss_mask) == (np.uint8, None)
     assert corpus.train[-1] == 0, "whole rows are held out"
-    assert 0.05 < len(corpus.held_out) / len(everything(corpus)) <= 0.1
+    assert 0.05 < len(corpus.held_out) / len(tokens_of(corpus)) <= 0.1
     assert f"{tmp_path / 'd'}: 3 files, 40 documents" in str(corpus)
     assert "left out: the columns id" in str(corpus)
 
@@ -76,26 +67,23 @@ def test_pairs_and_the_split_that_is_held_out(tmp_path: Path) -> None:
     path = splits(tmp_path / "d", train=pairs(*range(20)), test=pairs(1), validation=pairs(7, 8))
     corpus = opened(path, tmp_path)
     assert bytes(corpus.held_out.tolist()) == b"7=14\x008=16\0"
-    assert corpus.held_out_loss_mask is not None
-    assert corpus.held_out_loss_mask.tolist() == [0, 0, 1, 1, 1] * 2
+    assert loss_mask_of(corpus)[-10:] == [0, 0, 1, 1, 1] * 2
     assert bytes(corpus.train.tolist()) == b"".join(b"%d=%d\0" % (n, 2 * n) for n in range(20))
     assert "held out: the split validation" in str(corpus)
     assert "left out: the splits test" in str(corpus)
     alone = opened(path / "train", tmp_path)
-    assert everything(alone) == corpus.train.tolist()
+    assert tokens_of(alone) == corpus.train.tolist()
     assert "held out: the end" in str(alone)
 
 
-@pytest.mark.parametrize(
-    "of", [lambda t: pa.list_(t), lambda t: pa.large_list(t)], ids=["list", "large_list"]
-)
 @pytest.mark.parametrize("number", ["int32", "int64", "uint16"])
-def test_tokens_are_taken_as_they_are(of: Callable[[Any], Any], number: str, tmp_path: Path) -> None:
-    column = pa.array(IDS, of(getattr(pa, number)()))
+@pytest.mark.parametrize("kind", ["list_", "large_list"])
+def test_tokens_are_taken_as_they_are(kind: str, number: str, tmp_path: Path) -> None:
+    column = pa.array(IDS, getattr(pa, kind)(getattr(pa, number)()))
     path = save(tmp_path / "d", {"input_ids": column, "text": TEXTS}, files=2)
     assert holds_tokens(path)
     corpus = opened(path, tmp_path, vocab_size=300)
-    assert everything(corpus) == [x for row in IDS for x in row]
+    assert tokens_of(corpus) == [x for row in IDS for x in row]
     assert (corpus.train.dtype, corpus.vocab_size, corpus.loss_mask) == (np.uint16, 300, None)
     assert len(corpus.train) in np.cumsum([len(row) for row in IDS]), "whole rows are held out"
     assert opened(path, tmp_path, vocab_size=70_000).train.dtype == np.uint32
@@ -104,7 +92,7 @@ def test_tokens_are_taken_as_they_are(of: Callable[[Any], Any], number: str, tmp
 def test_rows_of_one_length(tmp_path: Path) -> None:
     column = pa.array([[n, n + 1] for n in range(30)], pa.list_(pa.int32(), 2))
     corpus = opened(save(tmp_path / "d", {"input_ids": column}), tmp_path)
-    assert everything(corpus) == [x for n in range(30) for x in (n, n + 1)]
+    assert tokens_of(corpus) == [x for n in range(30) for x in (n, n + 1)]
 
 
 def test_labels_say_what_is_learned_and_the_mask_what_is_there(tmp_path: Path) -> None:
@@ -112,25 +100,22 @@ def test_labels_say_what_is_learned_and_the_mask_what_is_there(tmp_path: Path) -
     labels = [[-100, row[1], row[2], -100] for row in ids]
     columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
     corpus = opened(save(tmp_path / "d", columns), tmp_path)
-    assert everything(corpus) == [x for row in ids for x in row[:3]]
-    assert corpus.loss_mask is not None
-    assert corpus.held_out_loss_mask is not None
-    assert [*corpus.loss_mask.tolist(), *corpus.held_out_loss_mask.tolist()] == [0, 1, 1] * 30
+    assert tokens_of(corpus) == [x for row in ids for x in row[:3]]
+    assert loss_mask_of(corpus) == [0, 1, 1] * 30
     assert "learned: 60 tokens, the labels of the others, in 30 documents, are -100" in str(corpus)
 
 
 def test_it_is_packed_once_and_read_by_batches(tmp_path: Path) -> None:
     path = save(tmp_path / "d", {"input_ids": IDS}, batch=5)
-    found = list(rows(path / "data-00000-of-00001.arrow", ("input_ids",)))
-    assert all(isinstance(x, Tokens) for x in found)
+    assert all(isinstance(x, Tokens) for x in rows(path / FILE, ("input_ids",)))
     first = opened(path, tmp_path)
     files = sorted((tmp_path / "cache").iterdir())
     assert len(files) == 1
     assert isinstance(first.train.base, np.memmap) or isinstance(first.train, np.memmap)
-    assert everything(opened(path, tmp_path)) == everything(first)
+    assert tokens_of(opened(path, tmp_path)) == tokens_of(first)
     assert sorted((tmp_path / "cache").iterdir()) == files
     save(path, {"input_ids": [*IDS, [7]]}, batch=5)
-    assert everything(opened(path, tmp_path))[-1] == 7
+    assert tokens_of(opened(path, tmp_path))[-1] == 7
 
 
 def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
@@ -143,42 +128,32 @@ def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
 
 def test_what_datasets_itself_writes_is_read(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    made = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(40))})
-    made.save_to_disk(tmp_path / "d", num_shards=3)
-    assert bytes(everything(opened(tmp_path / "d", tmp_path))) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    both = datasets.DatasetDict({"train": made, "test": made.select([5, 3])})
+    texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(40))})
+    texts.save_to_disk(tmp_path / "d", num_shards=3)
+    assert bytes(tokens_of(opened(tmp_path / "d", tmp_path))) == b"".join(t.encode() + b"\0" for t in TEXTS)
+    both = datasets.DatasetDict({"train": texts, "test": texts.select([5, 3])})
     both.save_to_disk(tmp_path / "both")
-    assert (
-        bytes(opened(tmp_path / "both", tmp_path).held_out.tolist()).decode() == f"{TEXTS[5]}\0{TEXTS[3]}\0"
-    )
+    held_out = opened(tmp_path / "both", tmp_path).held_out
+    assert bytes(held_out.tolist()).decode() == f"{TEXTS[5]}\0{TEXTS[3]}\0"
     ids = datasets.Dataset.from_dict({"input_ids": IDS, "labels": IDS})
     ids.save_to_disk(tmp_path / "ids")
-    assert everything(opened(tmp_path / "ids", tmp_path)) == [x for row in IDS for x in row]
+    assert tokens_of(opened(tmp_path / "ids", tmp_path)) == [x for row in IDS for x in row]
 
 
 # --- trained on -------------------------------------------------------------------------------------------
 
 
-def losses(run: str) -> list[float]:
-    lines = Path(run, "metrics.jsonl").read_text().splitlines()
-    return [row["loss"] for row in map(json.loads, lines) if "loss" in row]
-
-
-def test_a_training_on_tokens_goes_on_where_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+@pytest.mark.usefixtures("own_folder")
+def test_a_training_on_tokens_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
     ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
     labels = [[-100] * 20 + row[20:] for row in ids]
     save(Path("d"), {"input_ids": ids, "labels": labels})
-    job = ["train", *TINY, "--data", "d", "--vocab-size", "300", "--batch-size", "4", "--steps", "6"]
-    assert main([*job, "--save-every", "3", "--out", "whole"]) == 0
-    assert main([*job, "--resume", "whole/checkpoints/step-00000003", "--out", "run"]) == 0
-    assert losses("run") == losses("whole")[3:]
+    job = ("--data", "d", "--vocab-size", 300, "--steps", 6)
+    assert train(*job, "--save-every", 3, "--out", "first") == 0
+    assert train(*job, "--resume", "first/checkpoints/step-00000003", "--out", "second") == 0
+    assert losses("second") == losses("first")[3:]
     assert "bits per token" in capsys.readouterr().out
-    assert main([*job, "--tokenizer", "tokenizer.json", "--out", "no"]) == 2
+    assert train(*job, "--tokenizer", "tokenizer.json", "--out", "no") == 2
 
 
 # --- what is refused --------------------------------------------------------------------------------------
@@ -230,42 +205,27 @@ def test_columns_that_will_not_do(name: str, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("cache/*"))
 
 
-FILE = "data-00000-of-00001.arrow"
-FLAWS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no file": (lambda d: d.joinpath(FILE).unlink(), f"without {FILE}, which its state.json lists"),
-    "no files": (
-        lambda d: d.joinpath("state.json").write_text('{"_data_files": []}'),
-        "without a file of rows",
-    ),
-    "broken JSON": (
-        lambda d: d.joinpath("state.json").write_text("{"),
-        "state.json: got what cannot be read",
-    ),
-    "another list": (
-        lambda d: d.joinpath("state.json").write_text('{"_data_files": [3]}'),
-        "for a list of names",
-    ),
-    "indices": (
-        lambda d: d.joinpath("state.json").write_text('{"_indices_data_files": [{"filename": "x"}]}'),
-        "call flatten_indices",
-    ),
+FLAWS: dict[str, tuple[str, bytes | None, str]] = {
+    "no file": (FILE, None, f"without {FILE}, which its state.json lists"),
+    "no files": ("state.json", b'{"_data_files": []}', "without a file of rows"),
+    "broken JSON": ("state.json", b"{", "state.json: got what cannot be read"),
+    "another list": ("state.json", b'{"_data_files": [3]}', "for a list of names"),
+    "indices": ("state.json", b'{"_indices_data_files": [{"filename": "x"}]}', "call flatten_indices"),
     "another schema": (
-        lambda d: d.joinpath("dataset_info.json").write_text('{"features": {"text": {}}}'),
+        "dataset_info.json",
+        b'{"features": {"text": {}}}',
         f"{FILE}: got what is no whole Arrow stream with text",
     ),
-    "no features": (lambda d: d.joinpath("dataset_info.json").write_text("{}"), "with the columns none"),
-    "no Arrow": (
-        lambda d: d.joinpath(FILE).write_bytes(b"words" + b"\xff\xff\xff\xff\0\0\0\0"),
-        f"{FILE}: got what is no whole Arrow stream",
-    ),
+    "no features": ("dataset_info.json", b"{}", "with the columns none"),
+    "no Arrow": (FILE, b"words" + b"\xff\xff\xff\xff\0\0\0\0", f"{FILE}: got what is no whole Arrow stream"),
 }
 
 
 @pytest.mark.parametrize("name", FLAWS)
 def test_a_broken_folder_is_refused(name: str, tmp_path: Path) -> None:
-    flaw, message = FLAWS[name]
+    file, content, message = FLAWS[name]
     path = save(tmp_path / "d", {"input_ids": IDS})
-    flaw(path)
+    path.joinpath(file).unlink() if content is None else path.joinpath(file).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         opened(path, tmp_path)
     assert not list(tmp_path.glob("cache/*"))
@@ -273,20 +233,20 @@ def test_a_broken_folder_is_refused(name: str, tmp_path: Path) -> None:
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
     path = save(tmp_path / "d", {"text": TEXTS}, batch=10)
-    whole = path.joinpath(FILE).read_bytes()
-    for size in (0, 1, 8, 100, *range(200, len(whole) - 8, 97), len(whole) - 8, len(whole) - 1):
-        path.joinpath(FILE).write_bytes(whole[:size])
+    content = path.joinpath(FILE).read_bytes()
+    for size in (0, 1, 8, 100, *range(200, len(content) - 8, 97), len(content) - 8, len(content) - 1):
+        path.joinpath(FILE).write_bytes(content[:size])
         with pytest.raises(ValueError, match=f"{FILE}: got {size:,} bytes without an end"):
             opened(path, tmp_path)
 
 
 def test_a_byte_changed_anywhere_is_text_or_an_error(tmp_path: Path) -> None:
     path = save(tmp_path / "d", {"text": TEXTS}, batch=10)
-    whole, columns = path.joinpath(FILE).read_bytes(), ("text",)
-    for at in range(0, len(whole), 11):
-        path.joinpath(FILE).write_bytes(whole[:at] + bytes([whole[at] ^ 0x5A]) + whole[at + 1 :])
+    content = path.joinpath(FILE).read_bytes()
+    for at in range(0, len(content), 11):
+        path.joinpath(FILE).write_bytes(content[:at] + bytes([content[at] ^ 0x5A]) + content[at + 1 :])
         with suppress(ValueError):
-            assert len(list(rows(path / FILE, columns))) <= len(TEXTS)
+            assert len(list(rows(path / FILE, ("text",)))) <= len(TEXTS)
 
 
 def test_splits_that_will_not_do(tmp_path: Path) -> None:
@@ -297,7 +257,7 @@ def test_splits_that_will_not_do(tmp_path: Path) -> None:
         opened(splits(tmp_path / "x", a=one, b=one), tmp_path)
     with pytest.raises(ValueError, match="with text in train and prompt, completion in test"):
         opened(splits(tmp_path / "y", train=one, test=other), tmp_path)
-    assert everything(opened(splits(tmp_path / "z", a=one), tmp_path))
+    assert tokens_of(opened(splits(tmp_path / "z", a=one), tmp_path))
 
 
 def test_a_missing_package_is_refused_with_the_command(

@@ -1,0 +1,45 @@
+"""Data to train on, written and read back: JSONL, tokenizers, corpora."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zfunc.train.data.corpus import Corpus
+from zfunc.train.data.packing import open_data
+
+
+def write_jsonl(path: Path, *records: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def save_tokenizer(path: Path, words: Sequence[str], special: Sequence[str] = ()) -> Path:
+    """A tokenizer.json of these words, numbered as they come, apart by spaces; the unknown one is <unk>."""
+    tokenizers = pytest.importorskip("tokenizers")
+    numbers = {word: n for n, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([*special])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(path))
+    return path
+
+
+def opened(path: Path | None, tmp_path: Path, **more: Any) -> Corpus:
+    return open_data(path, cache=tmp_path / "cache", **more)
+
+
+def tokens_of(corpus: Corpus) -> list[int]:
+    """Those trained on, then those held out."""
+    return [*corpus.train.tolist(), *corpus.held_out.tolist()]
+
+
+def loss_mask_of(corpus: Corpus) -> list[int]:
+    """Likewise, whether each is learned."""
+    assert corpus.loss_mask is not None
+    assert corpus.held_out_loss_mask is not None
+    return [*corpus.loss_mask.tolist(), *corpus.held_out_loss_mask.tolist()]
