@@ -2,17 +2,17 @@
 
     base                the `Optimizer` protocol: state by name, factors of a step, an update
     adamw               `AdamW`, as a value
-    lr                  learning rates as functions of the step
+    lr                  learning rate schedules: functions of the step
     loss_scale          fp16's loss scale, as a value
     host_adam           the update in host memory
     kernel_loader       loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_adam         the same update in torch operations
     device_formats      the compact formats in torch operations
     compact             moments in 16 and 8 bits; master weights split in two halves
-    buffer_checks       shapes, dtypes and overlaps that the kernel relies on
+    argument_checks     checks of buffers and factors, which the kernel relies on
     adam_reference      the NumPy reference that kernel and device match bit for bit
     compact_reference   the same for the compact formats
 
 A new optimizer: one file here that follows `base.Optimizer`, its row in `zfunc.core.optimizer_state`, and a kernel
-if it wants one. A new format of the moments: a row in that table, its reference, its kernel, its device version.
+if it needs one. A new format of the moments: a row in that table, its reference, its kernel, its device version.
 """

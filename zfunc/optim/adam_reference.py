@@ -1,8 +1,8 @@
-"""Adam in NumPy float32: what the kernel computes, operation by operation.
+"""Adam in NumPy float32: the definition of what the kernel computes, operation by operation.
 
-The invariant: `reference_update` and the kernel agree to the bit, because both do the same operations in
-the same order and round each one once (the payload of a NaN is not promised). Everything that depends on
-the step alone is computed in double by `coefficients`, for both, and rounded once to float32.
+The kernel agrees with `reference_update` to the bit (but for the payload of a NaN), because both do the same
+operations in the same order and round each one once. `coefficients` computes in double what depends on the step
+alone, for both; it is rounded once to float32.
 """
 
 import math
@@ -15,16 +15,16 @@ from zfunc.core.dtypes import DTYPES, Dtype
 
 Array = NDArray[Any]
 
-# Operands below the smallest normal float cost an assist each, and moments that no longer get gradients
-# decay into that range and stay. These floors keep every product of the steady state normal: g * g is at
-# least 2^-112, (1 - beta2) * g * g and beta * moment stay above 2^-126, sqrt(v) is at least 2^-60. Next to
-# eps = 1e-8 (2^-26.6) what they drop moves no weight. NaN is below no floor.
+# A subnormal operand costs the CPU a microcode assist, and moments without gradients decay into that range and
+# stay there. These floors keep every product of the steady state normal: g * g is at least 2^-112, (1 - beta2) *
+# g * g and beta * moment stay above 2^-126, sqrt(v) is at least 2^-60. Beside eps = 1e-8 (2^-26.6) what they drop
+# changes no weight. NaN is below no floor.
 GRAD_FLOOR, EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR = 2.0**-56, 2.0**-100, 2.0**-120
 SMALLEST_NORMAL = 2.0**-126
 
 
 class Coefficients(NamedTuple):
-    """What one step needs besides the buffers, in double; each is rounded once to float32 where used."""
+    """The scalars of one step, in double; each is rounded once to float32 where it is used."""
 
     grad_scale: float
     grad_floor: float
@@ -39,7 +39,7 @@ class Coefficients(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The result of a reference step; `out` is None where no copy was asked for."""
+    """The result of a reference step; `out` is None without a copy."""
 
     master: Array  # [n] fp32
     exp_avg: Array  # [n] fp32
@@ -56,7 +56,7 @@ def coefficients(
     decoupled: bool,
     grad_scale: float,
 ) -> Coefficients:
-    """The factors of one step, bias corrections included (Kingma & Ba 2015, section 3)."""
+    """The coefficients of one step, bias corrections included (Kingma & Ba 2015, section 3)."""
     beta1, beta2 = betas
     # |grad| is compared before it is scaled, so the product of a denormal is never computed.
     floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
@@ -91,8 +91,8 @@ def reference_update(
 ) -> Updated:
     """One Adam step (Kingma & Ba 2015), or AdamW when decoupled (Loshchilov & Hutter 2019), in float32.
 
-    master, exp_avg, exp_avg_sq: [n] float32. grad: [n] float32, float16, or uint16 holding bf16. `out`
-    asks for a rounded copy of the new weights: "fp32", "bf16" or "fp16". The inputs are left alone.
+    `master`, `exp_avg`, `exp_avg_sq`: [n] float32. `grad`: [n] float32, float16, or uint16 holding bf16. `out` is
+    the dtype of a rounded copy of the new weights ("fp32", "bf16", "fp16"), or None. The inputs are not changed.
 
     The order of operations, each rounded once to float32, lower case being float32 values:
 
@@ -130,7 +130,7 @@ def _flush(x: Array, floor: float) -> Array:
 
 
 def to_float32(x: Array) -> Array:
-    """Widen float16, or bf16 kept in uint16, to float32, exactly; float32 passes."""
+    """Convert float16, or bf16 in uint16, to float32, exactly; float32 stays."""
     if x.dtype == np.uint16:
         return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return x.astype(np.float32)
@@ -148,8 +148,8 @@ def round_to(x: Array, kind: Dtype) -> Array:
 def reference_square_sum(x: Array) -> float:
     """The sum of squares of x [n] in double, in the kernel's order.
 
-    Chunks of 16384 elements; inside a chunk element i goes to lane i % 16, in order; then the lanes in
-    order, then the chunks in order.
+    In chunks of 16384 elements: element i of a chunk is added to lane i % 16, in order; then the lanes are added in
+    order, then the chunks.
 
     >>> reference_square_sum(np.float32([3.0, 4.0]))
     25.0

@@ -1,4 +1,4 @@
-"""The optimizer as a value: what Adam is told, checked at birth. What a step computes is in adam_reference.py."""
+"""Adam and AdamW as a value with checked settings. `adam_reference` defines what an update computes."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,19 +9,19 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.buffer_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.argument_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
 from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.host_adam import host_adam_
 
 
 def decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Every parameter is decayed, as in torch."""
+    """Decay every parameter, as torch.optim.AdamW does."""
     del name, shape
     return True
 
 
 def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
-    """Decay matrices and embeddings, not the vectors of norms and biases.
+    """Decay matrices and embeddings, but not norms and biases, which are vectors.
 
     >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
     (True, False)
@@ -33,17 +33,17 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
 Betas = tuple[float, float]
 
 
-def _function(x: Any) -> bool:
-    """Whether it is called with the step: a tensor is not, and a class is not yet."""
+def _is_schedule(x: Any) -> bool:
+    """Whether `x` is a function of the step: neither a tensor nor a class."""
     return callable(x) and not isinstance(x, type)
 
 
 def _lr(lr: Any) -> Any:
-    return lr if _function(lr) else checked_finite("lr", lr, minimum=0.0)
+    return lr if _is_schedule(lr) else checked_finite("lr", lr, minimum=0.0)
 
 
 def _betas(betas: Any) -> Any:
-    return betas if _function(betas) else checked_betas(betas)
+    return betas if _is_schedule(betas) else checked_betas(betas)
 
 
 def _decay(weight_decay: Any) -> float:
@@ -54,16 +54,17 @@ def _decay(weight_decay: Any) -> float:
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
 
-    `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says which
-    parameters weight decay touches; `matrices_only` leaves out norms and biases. The moments are corrected for
-    their start at 0 by the betas of the step alone, as in torch: exact where these stay the same.
+    `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says whether
+    weight decay applies to a parameter; `matrices_only` leaves out norms and biases. Bias correction uses the betas
+    of the current step alone, as in torch: it is exact while they are constant.
 
-    `moments` says what the host keeps of a parameter between steps: "fp32", 12 bytes (master, exp_avg, exp_avg_sq);
-    "16bit", 8 bytes (the master in two halves, exact, and both moments in bf16); "8bit", 6 bytes (the same master,
-    both moments in 8 bits, with a scale for every 64). Arithmetic is fp32 always (`zfunc.optim.compact_reference`).
+    `moments` is the format of the optimizer state between steps, in bytes a parameter: "fp32", 12 (master, exp_avg,
+    exp_avg_sq); "16bit", 8 (the master in two exact halves, both moments in bf16); "8bit", 6 (the same master, both
+    moments in 8 bits, with a scale for every 64 elements). Arithmetic is always fp32
+    (`zfunc.optim.compact_reference`).
 
-    Numbers may be NumPy's or tensors of one element, and are kept as floats. Values out of range, and a learning
-    rate that overflows fp32 in the first step, raise ValueError or TypeError here, at birth.
+    NumPy scalars and tensors of one element become floats. Raises ValueError or TypeError for values out of range
+    and for a learning rate that overflows fp32 in the first step.
 
     >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
     0.0003
@@ -90,10 +91,10 @@ class AdamW:
                 TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
             )
         if not callable(self.lr) and not callable(self.betas):
-            self._check_factors(1, self.lr, self.betas)  # the largest of all steps
+            self._check_factors(1, self.lr, self.betas)  # of all steps the first has the largest
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 1, as a float; TypeError or ValueError for no such number."""
+        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
         lr = self.lr
         if callable(lr):
             lr = checked_finite(f"lr at step {step}", lr(step), minimum=0.0)
@@ -103,15 +104,15 @@ class AdamW:
 
     @property
     def state_format(self) -> str:
-        """What is kept of a parameter, by its name in `zfunc.core.optimizer_state`."""
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         return self.moments
 
     def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate and the betas of an update, counted from 1."""
+        """The learning rate and the betas of step `step`, counted from 1."""
         return {"lr": self.lr_at(step), "betas": self.betas_at(step)}
 
     def describe(self) -> dict[str, Any]:
-        """The settings that are the same at every step."""
+        """The settings that are constant over all steps."""
         return {name: getattr(self, name) for name in ("eps", "weight_decay", "decoupled", "moments")}
 
     def host_update(
@@ -124,7 +125,7 @@ class AdamW:
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """One sweep of the kernel (`zfunc.optim.host_adam`)."""
+        """The update by the compiled kernel (`zfunc.optim.host_adam`)."""
         host_adam_(state, grad, out=out, into=into, **self._arguments(decision, decayed))
 
     def device_update(
@@ -136,11 +137,11 @@ class AdamW:
         decayed: bool,
         out: Tensor | None = None,
     ) -> None:
-        """The same bits in torch operations (`zfunc.optim.device_adam`)."""
+        """The same update, to the bit, in torch operations (`zfunc.optim.device_adam`)."""
         device_adam_(state, grad, out=out, **self._arguments(decision, decayed))
 
     def device_workspace(self, numel: int) -> int:
-        """At most so many bytes does `device_update` of `numel` parameters allocate."""
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return workspace(numel, self.moments)
 
     def _arguments(self, decision: StepDecision, decayed: bool) -> dict[str, Any]:
@@ -158,7 +159,7 @@ class AdamW:
         check_factors(coefficients(step, lr, betas, self.eps, self.weight_decay, self.decoupled, 1.0))
 
     def betas_at(self, step: int) -> Betas:
-        """The decay rates of both moments in a step, counted from 1; ValueError where one is not in [0, 1)."""
+        """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
         if not callable(self.betas):
             return self.betas
         return checked_betas(self.betas(step), f"betas at step {step}")

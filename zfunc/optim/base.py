@@ -1,6 +1,6 @@
-"""What a training step asks of an optimizer: the state it keeps, the factors of a step, its update here and there.
+"""The `Optimizer` protocol: a state format, the factors of a step, and an update on the host and on the device.
 
-The invariant: state, gradient and decision determine the bits of an update, wherever it is made.
+State, gradient and decision determine the bits of an update, on the host and on the device alike.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from zfunc.core.decision import StepDecision
 
 @runtime_checkable
 class Optimizer(Protocol):
-    """Settings as a value, and what they mean. State comes by the names of its format's buffers, as flat slices."""
+    """Settings as a value. An update gets flat slices of the state by the names of the format's buffers."""
 
     @property
     def state_format(self) -> str:
-        """What is kept of a parameter: a row of `zfunc.core.optimizer_state.STATE_FORMATS`. It begins as zeros."""
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
         ...
 
     def decay(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether weight decay touches a parameter."""
+        """Whether weight decay applies to a parameter."""
         ...
 
     def factors(self, step: int) -> Mapping[str, Any]:
-        """What differs from update to update, counted from 1: numbers and tuples of them, `lr` among them."""
+        """What depends on the step, counted from 1: `lr`, and other numbers or tuples of numbers, by name."""
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """The settings that are the same at every step, in JSON's own types."""
+        """The settings that are constant over all steps, as JSON values."""
         ...
 
     def host_update(
@@ -42,9 +42,9 @@ class Optimizer(Protocol):
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """One update in host memory, in place or `into` other buffers; `out` receives the rounded new weights.
+        """Update in host memory, in place or `into` other buffers; `out` receives the rounded new weights.
 
-        The gradient, fp32 or 16-bit, is multiplied by the decision's `grad_scale` and not written.
+        `grad` (fp32 or 16-bit, read only) is to be multiplied by the decision's `grad_scale`.
         """
         ...
 
@@ -57,9 +57,9 @@ class Optimizer(Protocol):
         decayed: bool,
         out: Tensor | None = None,
     ) -> None:
-        """The same update, to the bit, in torch operations where the tensors are."""
+        """The same update, to the bit, in torch operations on the tensors' device."""
         ...
 
     def device_workspace(self, numel: int) -> int:
-        """At most so many bytes does `device_update` of `numel` parameters allocate."""
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         ...

@@ -1,7 +1,7 @@
-"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments, there and back.
+"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments.
 
-The invariant: these types only say what the bytes are. What they mean is in compact_reference.py, and converting
-goes through it; the kernel updates them in place.
+These classes hold the packed bytes; `compact_reference` defines and converts them, and the kernel updates them in
+place.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.core.optimizer_state import HIGH_HALF, Moments
-from zfunc.optim.buffer_checks import span_of
+from zfunc.optim.argument_checks import checked_span, numel_of
 from zfunc.optim.compact_reference import BLOCK, join, split
 
 
@@ -31,9 +31,8 @@ class SplitMaster:
 
     @classmethod
     def of(cls, weights: Tensor) -> "SplitMaster":
-        """The halves of fp32 weights [n] on the host; TypeError or ValueError for others."""
-        numel = weights.numel() if isinstance(weights, Tensor) else 0
-        span_of("weights", weights, numel, [torch.float32], written=False)
+        """Split contiguous fp32 weights [n] on the host; TypeError or ValueError for anything else."""
+        checked_span("weights", weights, numel_of(weights), [torch.float32], written=False)
         high, low = split(weights.detach().numpy())
         return cls(torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low))
 
@@ -45,9 +44,9 @@ class SplitMaster:
 
 @frozen(eq=False)
 class QuantizedMoment:
-    """exp_avg_sq [n] in 8 bits an element, and a scale for each block of 64 elements.
+    """exp_avg_sq [n] in 8 bits an element, with one scale for each block of 64 elements.
 
-    The exp_avg beside it is [n] uint8 and needs no scale: its codes count in units that follow from these.
+    The matching exp_avg is [n] uint8 without a scale: its unit follows from the element's exp_avg_sq.
     """
 
     codes: Tensor  # [n] uint8
@@ -60,28 +59,27 @@ class QuantizedMoment:
 
 
 def named_master(master: Any) -> dict[str, Any]:
-    """fp32 weights, whole or in halves, as the buffers of `zfunc.core.optimizer_state` by name."""
+    """fp32 weights, or a SplitMaster, as buffers by the names in `zfunc.core.optimizer_state`."""
     if isinstance(master, SplitMaster):
         return {HIGH_HALF: master.high, "master_low": master.low}
     return {"master": master}
 
 
 def named_state(master: Any, exp_avg: Any, exp_avg_sq: Any) -> dict[str, Any]:
-    """What `adam_update_` takes, as the buffers of `zfunc.core.optimizer_state` by name."""
-    weights = named_master(master)
-    if "master" in weights or not isinstance(exp_avg_sq, QuantizedMoment):
-        return {**weights, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    codes = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
-    return {**weights, **codes}
+    """The state arguments of `adam_update_` as buffers by the names in `zfunc.core.optimizer_state`."""
+    state = {**named_master(master), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if "master" not in state and isinstance(exp_avg_sq, QuantizedMoment):
+        state |= {"exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
+    return state
 
 
 def moments_of(state: Mapping[str, Any]) -> Moments:
-    """The format of Adam's state whose buffers have these names."""
+    """The format of an Adam state, from the names of its buffers."""
     return "fp32" if "master" in state else "8bit" if "exp_avg_sq_scale" in state else "16bit"
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
-    """The fp32 weights of parameters `start` to `stop` on the host, of any format: to be read only."""
+    """The fp32 weights `start` to `stop` of a state in any format, on the host; read only: maybe a view."""
     if "master" in state:
         return state["master"][start:stop].cpu()
     high, low = (state[name][start:stop].cpu() for name in (HIGH_HALF, "master_low"))

@@ -1,13 +1,12 @@
-"""Compact optimizer state in NumPy: the formats the kernel packs, and a step over them, bit by bit.
+"""Compact optimizer state in NumPy: the definition of the kernel's formats, and of an update over them.
 
-The invariant: a compact step is unpack, `adam_reference.reference_update`, pack. All arithmetic stays float32;
-only what is kept between two steps is rounded, and its errors even out over the steps: rounded to nearest, a
-moment that changes by less than half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %)
-would stand still for ever.
+A compact update is unpack, `adam_reference.reference_update`, pack. All arithmetic is float32; only the state
+between two steps is rounded, and without bias. Rounding to nearest would freeze a moment that changes by less than
+half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %).
 
 Three formats:
 
-- the split master: the weight's bfloat16 (the copy that goes to the device) and the 16 bits it lacks; exact.
+- the split master: the bfloat16 of the weight, which is the device's copy, and the remaining 16 bits; exact.
 - bfloat16 moments.
 - 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
   exp_avg_sq has codes and a scale for each block. Codes 1 to 254 are unsigned floats with as many mantissa bits as
@@ -18,10 +17,10 @@ Three formats:
   element. It holds up to 31 units; larger values are cut to that. With beta1^2 < beta2, exp_avg is at most
   (1 - beta1) / sqrt((1 - beta2) (1 - beta1^2 / beta2)) roots: 7.3 with the default betas.
 
-Rounding adds a dither below the last bit kept and cuts. The dither of element i of a block in step t is
-frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because any regular
-sequence would fall in step with some gradient or decay that is regular too. So rounding is unbiased, needs no state
-and no generator, and depends on nothing but i and t: not on threads, chunks, buckets or ranks.
+Rounding adds a dither below the last bit kept and truncates. The dither of element i of a block in step t is
+frac(i / golden ratio + h(t)): evenly spread over a block, and hashed from step to step, because a regular sequence
+could correlate with a gradient or a decay that is regular too. So rounding is unbiased, needs no state and no
+generator, and depends on i and t alone: not on threads, chunks, buckets or ranks.
 
 Sources: split master, in the spirit of Zamirai et al., "Revisiting BFloat16 Training" (2020); block-wise 8-bit
 moments over seven decades, Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022); a shared scale
@@ -36,14 +35,14 @@ from numpy.typing import NDArray
 from zfunc.optim.adam_reference import Array, reference_update
 
 BLOCK = 64  # elements that share a scale, and the period of the dither
-SPREAD = 0x9E3779B9  # from an element to the next: 2^32 / golden ratio
-EXP_AVG, EXP_AVG_SQ = 0, 1  # the moments have dithers of their own
+SPREAD = 0x9E3779B9  # between the dithers of neighbours: 2^32 / golden ratio
+EXP_AVG, EXP_AVG_SQ = 0, 1  # which moment: each has its own dithers
 
 # exp_avg_sq, as bits of a float32: a code counts units of 2^shift, the shift being MIN_SHIFT plus 0 to 3.
 MIN_SHIFT, NUM_SHIFTS = 18, 4
-SCALE_BITS = 0x7FF80000  # where a scale has the value of code 0; the number of the shift is in the bits below
+SCALE_BITS = 0x7FF80000  # of a scale: the value of code 0; the lower bits select the shift
 HIGHEST_CODE, INFINITE = 254, 255
-LIMIT = 0x7F600000  # 1.75 * 2^127: what is above counts as infinite
+LIMIT = 0x7F600000  # 1.75 * 2^127: larger values count as infinite
 
 # exp_avg, in its units: 2^-6 below 2^-2, then 4 mantissa bits up to 31.
 CUT = 19  # bits of a float32 below those mantissa bits
@@ -52,25 +51,24 @@ ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are nea
 
 
 class Compact(NamedTuple):
-    """The compact state of n elements; the scale is None where moments are bfloat16."""
+    """The compact state of n elements; the scale is None for bfloat16 moments."""
 
     high: Array  # [n] uint16, the bfloat16 half of the master
-    low: Array  # [n] int16, what it lacks
+    low: Array  # [n] int16, the remaining bits
     exp_avg: Array  # [n] uint16 holding bf16, or uint8 codes
     exp_avg_sq: Array  # [n] as exp_avg
     exp_avg_sq_scale: Array | None = None  # [ceil(n / 64)] int16
 
 
 def split(x: Array) -> tuple[Array, Array]:
-    """The bfloat16 nearest to x (ties away from zero), as uint16, and the int16 that `join` makes x of again.
+    """The bfloat16 nearest to x (ties away from zero) as uint16, and the int16 with which `join` restores x.
 
     >>> high, low = split(np.float32([1.0, -3.1415927]))
     >>> join(high, low)
     array([ 1.       , -3.1415927], dtype=float32)
     """
-    bits = np.where(
-        np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32)
-    )  # other NaNs could round over to a zero
+    # Other NaNs could round over to a zero.
+    bits = np.where(np.isnan(x), np.uint32(0x7FC00000), x.view(np.uint32))
     high = (bits + np.uint32(0x8000)) >> np.uint32(16)
     return high.astype(np.uint16), bits.astype(np.uint16).view(np.int16)
 
@@ -89,7 +87,7 @@ def first_dither(step: int, moment: int) -> int:
 
 
 def dither(n: int, step: int, moment: int) -> NDArray[np.uint32]:
-    """What rounding adds in one step: [n] fractions of 2^32, with the period of a block."""
+    """The dithers of one step: [n] fractions of 2^32, with the period of a block."""
     index = np.arange(n, dtype=np.uint32) % np.uint32(BLOCK)
     return index * np.uint32(SPREAD) + np.uint32(first_dither(step, moment))
 
@@ -148,7 +146,7 @@ def unpack_exp_avg(x: Array, codes: Array, scale: Array) -> Array:
 
 
 def _plain_bits(codes: Array, scale: Array) -> Array:
-    """The bits that codes [n] of exp_avg_sq would stand for if none of them was special."""
+    """The bits of the values of exp_avg_sq's codes [n], as if none were special (0 or infinity)."""
     bits = scale.view(np.uint16).astype(np.uint32) << np.uint32(16)
     base, choice = bits & np.uint32(SCALE_BITS), bits >> np.uint32(16) & np.uint32(NUM_SHIFTS - 1)
     base, shift = (y.repeat(BLOCK)[: codes.size] for y in (base, choice + np.uint32(MIN_SHIFT)))
@@ -163,7 +161,7 @@ def _unit_bits(codes: Array, scale: Array) -> Array:
 def unpack_first_codes(
     exp_avg: Array, exp_avg_sq: Array, exp_avg_exponent: Array, exp_avg_sq_exponent: Array
 ) -> tuple[Array, Array]:
-    """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit moments, which checkpoints may still hold.
+    """The float32 exp_avg and exp_avg_sq [n] of the first 8-bit format, which old checkpoints hold.
 
     Their codes [n] are floats of 4 mantissa bits below an exponent [ceil(n / 64)] for each block, which counts from
     the lowest there is. 3 exponent bits and a sign for exp_avg, 4 for exp_avg_sq; a block of exponent 255 is NaN.
@@ -208,9 +206,9 @@ def unpack(state: Compact) -> tuple[Array, Array, Array]:
 def reference_compact_update(
     state: Compact, grad: Array, *, step: int, out: str | None = None, **settings: Any
 ) -> tuple[Compact, Array | None]:
-    """One Adam step over compact state; arguments as `reference_update`. The inputs are left alone.
+    """One Adam step over compact state; arguments as `reference_update`. The inputs are not changed.
 
-    Returns the next state, and the copy where `out` asks for one beside the high half.
+    Returns the next state, and the rounded copy of the weights with `out`.
     """
     moments = "16bit" if state.exp_avg_sq_scale is None else "8bit"
     new = reference_update(*unpack(state), grad, step=step, out=out, **settings)

@@ -1,10 +1,10 @@
-"""The formats of compact_reference.py in torch operations: compact state to float32 and back, on any device.
+"""The compact formats in torch operations: compact state to float32 and back, on any device.
 
-The invariant: the bits are the reference's. Everything is int32 arithmetic that wraps or stays in range, exact, or
-one float32 sum rounded once; what is converted to fewer bits is in their range first. int32 because not every
-device computes with uint32: an arithmetic shift to the right stands for a logical one where the sign is cut off.
+The bits are those of `compact_reference`. Everything is exact int32 arithmetic that wraps or stays in range, or one
+float32 sum rounded once; values are brought into range before they are converted to fewer bits. int32, because not
+every device computes with uint32: where the sign is masked off, an arithmetic right shift equals a logical one.
 
-Floats here lie in scratch of whole blocks; what is there beyond the last element of a shorter tensor is 0.
+Floats are in scratch of whole blocks, which is 0 beyond the last element of a shorter tensor.
 """
 
 import struct
@@ -36,16 +36,16 @@ BINADE = 1 << 23  # from a float32's bits to those of its double
 
 
 class Scratch(NamedTuple):
-    """Buffers of one piece whose contents do not matter between two steps of a computation."""
+    """Temporaries for one piece; no function relies on what another left in them."""
 
     a: Tensor  # [n] fp32
     b: Tensor  # [n] fp32
-    wide: Tensor  # [n] fp64, in whose memory b is
+    wide: Tensor  # [n] fp64, shares memory with b
     mask: Tensor  # [n] bool
 
 
 def dithers(step: int, cuts: tuple[int, int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """What rounding adds to exp_avg and exp_avg_sq over a block: two [64] int32, of so many bits each."""
+    """The dithers of exp_avg and exp_avg_sq for one block: two [64] int32, of `cuts` bits each."""
     index = torch.arange(BLOCK, dtype=torch.int64, device=device) * SPREAD
     first, second = (
         ((index + first_dither(step, moment)) & 0xFFFFFFFF) >> (32 - cut)
@@ -55,13 +55,13 @@ def dithers(step: int, cuts: tuple[int, int], device: torch.device) -> tuple[Ten
 
 
 def load_(x: Tensor, values: Tensor) -> None:
-    """x [whole blocks] = values [n], converted; 0 beyond them."""
+    """x [whole blocks] = values [n], converted, then zeros."""
     x[: values.numel()].copy_(values)
     x[values.numel() :].zero_()
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The bits of float32 x as int32: the same memory."""
+    """float32 x viewed as int32."""
     return x.view(torch.int32)
 
 
@@ -69,7 +69,7 @@ def bits_of(x: Tensor) -> Tensor:
 
 
 def join_(x: Tensor, high: Tensor, low: Tensor, scratch: Scratch) -> None:
-    """x = the float32 whose halves these are: high [n] bf16, low [n] int16."""
+    """x = the float32 of the halves high [n] bf16 and low [n] int16."""
     bits, small = bits_of(x), bits_of(scratch.a)
     load_(bits, high.view(torch.int16))
     load_(small, low)
@@ -77,7 +77,7 @@ def join_(x: Tensor, high: Tensor, low: Tensor, scratch: Scratch) -> None:
 
 
 def split_(high: Tensor, low: Tensor, x: Tensor, scratch: Scratch) -> None:
-    """The halves of x, whose contents are lost: high [n] bf16, low [n] int16."""
+    """high [n] bf16, low [n] int16 = the halves of x, which is overwritten."""
     bits, up, n = bits_of(x), bits_of(scratch.a), high.numel()
     torch.ne(x, x, out=scratch.mask)
     bits.masked_fill_(scratch.mask, NAN)  # other NaNs could round over to a zero
@@ -90,7 +90,7 @@ def split_(high: Tensor, low: Tensor, x: Tensor, scratch: Scratch) -> None:
 
 
 def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
-    """to [n] bf16 = x, rounded up with the probability the dither gives; NaN stays NaN."""
+    """to [n] bf16 = x, rounded up with the probability of the dither; NaN stays NaN."""
     bits = bits_of(scratch.a)
     torch.add(_blocks(bits_of(x)), dither, out=_blocks(bits))
     torch.ne(x, x, out=scratch.mask)
@@ -99,15 +99,15 @@ def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
 
 
 # ---- 8-bit moments ------------------------------------------------------------------------------------
-# A code of exp_avg is subnormal or not. Both readings are computed, and which one holds is their order: below the
-# smallest normal value the linear scale lies above the logarithmic one when packing, and beneath it when unpacking.
-# Its unit follows from the code of exp_avg_sq, read as if none was special: so that one comes first both ways, and
-# its infinities and zeros last.
+# A code of exp_avg is subnormal (linear) or normal (logarithmic). Both are computed, and comparing them selects
+# one: below the smallest normal value the linear result is the larger one when packing, the smaller one when
+# unpacking. The unit of exp_avg follows from the code of exp_avg_sq as if that were not special, so exp_avg_sq
+# comes first both ways, and its infinities and zeros last.
 
 CODES_CUTS = (
     CUT,
     MIN_SHIFT + NUM_SHIFTS - 1,
-)  # of the dithers: exp_avg_sq's has the bits of its coarsest codes
+)  # bits of the dithers; exp_avg_sq's are those of its coarsest codes
 
 
 def unpack_codes_(
@@ -136,21 +136,25 @@ def pack_codes_(
     exp_avg: Tensor, exp_avg_sq: Tensor, scales: Tensor, m: Tensor, v: Tensor,
     dithers: tuple[Tensor, Tensor], scratch: Scratch,
 ) -> None:  # fmt: skip
-    """Codes [n] uint8 and the scales [ceil(n / 64)] int16 of exp_avg_sq = m and v, whose contents are lost."""
+    """Codes [n] uint8 and exp_avg_sq's scales [ceil(n / 64)] int16 = m and v, which are overwritten."""
     bits, log, linear = (_blocks(bits_of(y)) for y in (v, scratch.a, scratch.b))
     bits.bitwise_and_(SIZE)
     mask = _blocks(scratch.mask)
-    torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # what is infinite counts as 0
+    torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # infinite values count as 0
     coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
     top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
-    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)  # the smallest less 1: of 0, above all
+    below = (
+        log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)
+    )  # the smallest less 1, where 0 wraps to the largest
     choice = torch.zeros_like(top)
     for k in range(NUM_SHIFTS - 1):
         choice.add_(top - below - 1 > HIGHEST_CODE - 1 << MIN_SHIFT + k)
     shift = choice + MIN_SHIFT
     base = top.sub_(torch.full_like(shift, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
     torch.bitwise_right_shift(dithers[1], NUM_SHIFTS - 1 - choice, out=log)
-    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)  # above 0 stays above 0: it divides
+    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(
+        min=1
+    )  # a positive value stays positive: it is a divisor
     log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, LIMIT, out=mask), INFINITE)
     exp_avg_sq.copy_(log.view(-1)[: exp_avg_sq.numel()])
     scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])

@@ -1,14 +1,14 @@
-"""The compiled kernel, loaded so that it shares torch's OpenMP runtime.
-
-The invariant: whoever imports `cpu_adam` has a kernel that works, or an ImportError that says what to do.
-"""
+"""Loads the compiled kernel `zfunc._cpu_adam`, which shares torch's OpenMP runtime; ImportError if that fails."""
 
 import ctypes
 import importlib
 from types import ModuleType
 from typing import Any
 
-import torch as _torch  # noqa: F401  its OpenMP runtime has to be there before the kernel
+import torch  # its OpenMP runtime has to be loaded before the kernel
+
+from zfunc.core.dtypes import PRECISIONS
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 def _load() -> ModuleType:
@@ -29,3 +29,5 @@ def _load() -> ModuleType:
 
 
 cpu_adam: Any = _load()
+KERNEL_DTYPES: dict[torch.dtype, int] = {TORCH_DTYPES[x]: getattr(cpu_adam, x.upper()) for x in PRECISIONS}
+"""The dtypes of gradients and of copies of the weights, and the kernel's constants for them."""

@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16: the scale is a value, and an update is a pure function of it.
 
-The semantics are those users of DeepSpeed have in their files: halve on overflow once the hysteresis is used
-up, double after `window` steps without one, never below `minimum`.
+The semantics are DeepSpeed's: halve on overflow once the hysteresis is used up, double after `window` steps without
+one, never below `minimum`.
 """
 
 from functools import partial
@@ -25,11 +25,11 @@ def _whole(least: int) -> Any:
 
 @frozen
 class LossScale:
-    """The scale, how it moves, and its counters.
+    """The factor that multiplies the loss, and the settings and counters that change it.
 
-    `scale` multiplies the loss. `hysteresis` overflows are needed before it halves; the count is refilled when
-    the scale grows, and with `consecutive` after every step without one. The scale doubles after the first
-    `window` + 1 steps without an overflow in a row, and after every `window` more. A fixed scale has `window=0`.
+    The scale halves after `hysteresis` overflows. That count restarts when the scale grows, and with `consecutive`
+    after every step without an overflow. The scale doubles after the first `window` + 1 steps in a row without an
+    overflow, and after every `window` more. `window=0` fixes it. Raises ValueError or TypeError for bad settings.
 
     >>> LossScale(scale=4.0, hysteresis=1).update(overflow=True).scale
     2.0
@@ -40,8 +40,8 @@ class LossScale:
     hysteresis: int = field(default=2, validator=_whole(1))
     minimum: float = field(default=1.0, converter=_above_0("minimum"))
     left: int = field(default=-1, validator=_whole(-1))  # overflows until the scale halves
-    steps: int = field(default=0, validator=_whole(0))  # steps seen
-    last_overflow: int = field(default=-1, validator=_whole(-1))  # the step of the last one
+    steps: int = field(default=0, validator=_whole(0))  # steps so far
+    last_overflow: int = field(default=-1, validator=_whole(-1))  # the step of the last overflow
     consecutive: bool = field(default=False, validator=lambda _, a, x: truth(f"LossScale: {a.name}", x))
 
     def __attrs_post_init__(self) -> None:
@@ -49,7 +49,7 @@ class LossScale:
             object.__setattr__(self, "left", self.hysteresis)
 
     def update(self, *, overflow: bool) -> "LossScale":
-        """The scale after a step. Raises NonFiniteError for an overflow at the minimum: it cannot go lower."""
+        """The scale after a step. Raises NonFiniteError for an overflow when the scale is at its minimum."""
         steps = self.steps + 1
         if not overflow:
             stable = self.steps - self.last_overflow - 1
@@ -70,4 +70,4 @@ class LossScale:
 
 
 UNSCALED = LossScale(scale=1.0, window=0)
-"""What fp32 and bf16 train with: no scaling."""
+"""The loss scale of fp32 and bf16: none."""
