@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zfunc.cli.draw_settings import DrawSettings
+from zfunc.cli.commands.draw import DrawSettings
 from zfunc.engine.segment import Segment
 from zfunc.models.gpt import gpt_segments
 from zfunc.train.setup import gpt_config

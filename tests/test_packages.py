@@ -18,7 +18,13 @@ ORDER = (
     *("viz", "planner", "models", "train", "cli"),
 )  # from the ground up
 TORCH_FREE = (*GROUND, "core", "schedules", "viz")
-STARTS_WITHOUT_TORCH = ("--help", "train --help", "draw --compare runs/none", "report runs/none")
+STARTS_WITHOUT_TORCH = (
+    "--help",
+    "train --help",
+    "draw --compare runs/none",
+    "report runs/none",
+    "top runs/none",
+)
 INTERPRETERS = (
     *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),
     *(
@@ -26,7 +32,7 @@ INTERPRETERS = (
         "core.bottleneck",
         "runtime.executor",
         "cli.charts",
-        "cli.report",
+        "cli.report_page",
         "cli.report_tables",
     ),
 )

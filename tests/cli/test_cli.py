@@ -224,7 +224,7 @@ def test_a_failure_while_training_is_1_and_keeps_what_there_is(capsys: Out) -> N
     assert train("--steps", 20, "--lr", "1e30", "--warmup", 0, "--out", "run") == 1
     err = capsys.readouterr().err
     assert "expected finite numbers" in err
-    assert "What there is up to then: run" in err
+    assert "The run up to here is in run" in err
     assert "Traceback" not in err
     assert "expected finite" in summary("run")["error"]
     assert rows("run")[-1]["step"] >= 1

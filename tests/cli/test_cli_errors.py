@@ -273,7 +273,7 @@ OTHERS = [
     ("draw --host-gbs 0", "--host-gbs: got 0"),
     ("draw --compute-tflops nan", "--compute-tflops: got nan"),
     ("draw --out empty", "--out: got empty, which cannot be written"),
-    ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that is there"),
+    ("calibrate --out no/x.toml", "--out: got no/x.toml, expected a file in a folder that exists"),
     ("calibrate --out x.txt", "--out: got x.txt, expected a name that ends in .toml"),
     ("calibrate --folder short.txt", "--folder: got short.txt, expected a folder"),
     ("calibrate --turns 0", "--turns: got 0, expected a whole number of at least 1"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import zfunc
-from zfunc.cli import plan_report, planning
-from zfunc.cli.calibrate import CalibrateSettings
-from zfunc.cli.catalogue import parser
-from zfunc.cli.draw_settings import DrawSettings
+from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.commands.calibrate import CalibrateSettings
+from zfunc.cli.commands.draw import DrawSettings
+from zfunc.cli.commands.plan import PlanSettings, plan_model, plan_text
 from zfunc.cli.main import main
-from zfunc.cli.plan_settings import PlanSettings
+from zfunc.cli.parser import make_parser
 from zfunc.models.gpt import gpt_segments
 from zfunc.planner import memory_check as room
 from zfunc.planner.profile_toml import load_profile, profile_text
@@ -185,19 +185,15 @@ def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path:
 def test_what_was_found_can_be_typed_wherever_a_line_ends(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = planning.plan_model(
-        PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100)
-    )
+    made = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
     settings = attrs.evolve(made.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
     planned = attrs.evolve(made.planned, step=attrs.evolve(made.planned.step, settings=settings))
-    found = attrs.evolve(made, asked=attrs.evolve(made.asked, schedule="auto"), planned=planned)
+    found = attrs.evolve(made, settings=attrs.evolve(made.settings, schedule="auto"), planned=planned)
     for width in range(40, 130):
-        monkeypatch.setattr(plan_report, "WIDTH", width)
-        paragraph = next(
-            x for x in plan_report.plan_text(found).split("\n\n") if x.startswith("as options of")
-        )
+        monkeypatch.setattr("zfunc.cli.commands.plan.WIDTH", width)
+        paragraph = next(x for x in plan_text(found).split("\n\n") if x.startswith("as options of"))
         lead, _, options = paragraph.partition(":")
-        typed = parser()[1]["train"].parse_args(options.split())
+        typed = make_parser(COMMANDS)[1]["train"].parse_args(options.split())
         assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
         assert (typed.speculate, typed.bucket_size) == (3, 50_000_000)
         assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zfunc.cli.catalogue import COMMANDS
-from zfunc.cli.completion import SHELLS, place
+from zfunc.cli.commands.completion import SHELLS, place
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import STATE_FORMATS

@@ -10,8 +10,9 @@ import attrs
 import pytest
 
 import zfunc
-from zfunc.cli.catalogue import COMMANDS, parser
+from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
+from zfunc.cli.parser import make_parser
 from zfunc.options import GROUPS
 
 Out = pytest.CaptureFixture[str]
@@ -116,8 +117,8 @@ def test_the_list_of_commands(capsys: Out) -> None:
     assert main(["--help"]) == 0
     assert capsys.readouterr().out == told
     for name, command in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(command.told)}$", told, re.MULTILINE), "a line each"
-    assert list(parser()[1]) == list(COMMANDS)
+        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", told, re.MULTILINE), "a line each"
+    assert list(make_parser(COMMANDS)[1]) == list(COMMANDS)
 
 
 def test_versions(capsys: Out) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from small_trainings import losses, rows, train
 
-from zfunc.cli.console import PlainOutput
 from zfunc.cli.deepspeed_lines import DeepSpeedLines, overflow_line, time_line
+from zfunc.cli.train_lines import PlainOutput
 from zfunc.core.timeline import Event, Timeline
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.events import Overflowed, Stepped, Timed

@@ -20,7 +20,7 @@ from table import plan_of
 
 from zfunc.cli.charts import PLACES, axis_ticks, placed, smoothed
 from zfunc.cli.main import main
-from zfunc.cli.report import ENDED, report_page
+from zfunc.cli.report_page import ENDED, report_page
 from zfunc.train.history import RunHistory, read_history, rows_of
 from zfunc.viz.timeline_html import part
 

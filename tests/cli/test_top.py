@@ -19,9 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from run_folders import STEPS, row, written
 
+from zfunc.cli.commands.top import TopView
 from zfunc.cli.main import main
 from zfunc.cli.sensors import GPU, Cores, cores, gpus, host_memory, process_of
-from zfunc.cli.top import TopView
 from zfunc.train.history import METRICS, LiveHistory, typical
 
 CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
@@ -55,8 +55,8 @@ def test_once_prints_a_frame(tmp_path: Path, capsys: Out) -> None:
 def test_host_bandwidth_is_planned_bytes_over_host_seconds(tmp_path: Path) -> None:
     run = written(tmp_path, STEPS, step=True)
     top = TopView(run)
-    assert top.follow.step is not None
-    nbytes = sum(op.nbytes for op in top.follow.step.plan.graph if op.kind == "host")
+    assert top.history.step is not None
+    nbytes = sum(op.nbytes for op in top.history.step.plan.graph if op.kind == "host")
     assert f"at {nbytes / 0.05 / 1e9:.1f} GB/s" in frame(run)["optimizer"]
     (run / "timeline.json").unlink()
     assert "known once a step was measured" in frame(run)["optimizer"]

@@ -10,10 +10,11 @@ from attrs import Attribute, evolve, fields, fields_dict, frozen
 from small_models import Loss
 
 import zfunc
-from zfunc.cli.calibrate import CALIBRATE, CalibrateSettings
-from zfunc.cli.catalogue import parser
-from zfunc.cli.draw_settings import DRAW, DrawSettings
-from zfunc.cli.plan_settings import PLAN, PlanSettings
+from zfunc.cli import catalogue
+from zfunc.cli.commands.calibrate import CALIBRATE, CalibrateSettings
+from zfunc.cli.commands.draw import DRAW, DrawSettings
+from zfunc.cli.commands.plan import PLAN, PlanSettings
+from zfunc.cli.parser import make_parser
 from zfunc.core import settings as module
 from zfunc.core.settings import HELP, OPTION, StepSettings, settings_with
 from zfunc.options import flag_fields, options_of, values_of_flags
@@ -97,7 +98,7 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
     own = fields_dict(settings)
     assert own.keys() == options.keys()
     typed = settings()
-    help_text = " ".join(parser()[1][command].format_help().split())
+    help_text = " ".join(make_parser(catalogue.COMMANDS)[1][command].format_help().split())
     for flag, field in FLAGS.items():
         if flag in own:
             assert field.metadata[OPTION].help.partition(":")[0] in help_text
@@ -113,7 +114,7 @@ def test_a_command_has_its_flags_with_default_and_help(command: str) -> None:
 @every_flag
 def test_zfunc_train_has_every_flag(flag: str) -> None:
     assert flag in fields_dict(TrainSettings)
-    assert f"--{flag.replace('_', '-')}" in parser()[1]["train"].format_help()
+    assert f"--{flag.replace('_', '-')}" in make_parser(catalogue.COMMANDS)[1]["train"].format_help()
 
 
 def test_a_new_field_is_a_flag_at_once() -> None:

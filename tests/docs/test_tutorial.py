@@ -27,9 +27,8 @@ sys.path.append(str(ROOT / "docs"))
 import make_tutorial  # noqa: E402
 from make_tutorial import CODES, CONFIG, OUTPUTS, blocks, commands, filled, form, here, program, shown  # noqa: E402
 
+from zfunc.cli.commands.plan import PlanSettings, plan_model  # noqa: E402
 from zfunc.cli.main import main  # noqa: E402
-from zfunc.cli.plan_settings import PlanSettings  # noqa: E402
-from zfunc.cli.planning import plan_model  # noqa: E402
 from zfunc.planner.profile_toml import load_profile  # noqa: E402
 from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes  # noqa: E402
 

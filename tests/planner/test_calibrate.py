@@ -15,7 +15,7 @@ from table import graph_of, hardware, plan_of
 
 import zfunc
 from zfunc import schedules
-from zfunc.cli.calibrate import CALIBRATE, CalibrateSettings, measure_machine
+from zfunc.cli.commands.calibrate import CALIBRATE, CalibrateSettings, measure_machine
 from zfunc.cli.main import main
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import ROUND, Hardware, Measured

@@ -9,8 +9,8 @@ import torch
 from attrs import evolve
 
 import zfunc
-from zfunc.cli.console import PlainOutput
 from zfunc.cli.main import main
+from zfunc.cli.train_lines import PlainOutput
 from zfunc.train.events import (
     INTERRUPT,
     TERMINATED,
@@ -159,7 +159,7 @@ def test_a_pipe_is_told_of_what_takes_long_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])
-    monkeypatch.setattr("zfunc.cli.console.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("zfunc.cli.train_lines.time.monotonic", lambda: next(now))
     plain: Any = PlainOutput(None, "byte")  # type: ignore[arg-type]
     for what, parts in (("evaluation", 6), ("sample", 2)):
         for n in range(parts):

@@ -94,7 +94,7 @@ def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any, capsys: A
     for number in failing:
         at_step(number, fail)
         assert train(*more, "--out", number) == 1
-        assert f"got this in the middle\nWhat there is up to then: {number}" in capsys.readouterr().err
+        assert f"got this in the middle\nThe run up to here is in {number}" in capsys.readouterr().err
         assert summary(str(number))["ended"] == "failed"
         assert train(*more, "--out", number, "--resume", "auto") == 0
         assert measured(str(number)) == measured("whole")

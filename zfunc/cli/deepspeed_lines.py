@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from attrs import define, field
 
-from zfunc.cli import console
+from zfunc.cli import train_lines
 from zfunc.core.timeline import Timeline
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
@@ -29,7 +29,7 @@ RANK = "[Rank 0] "
 class DeepSpeedLines:
     """A Screen: its lines for steps, overflows and times; those of `plain` for all else."""
 
-    plain: console.PlainOutput
+    plain: train_lines.PlainOutput
     adam: AdamW = field(factory=AdamW)  # for its betas
     every: int = LOG_EVERY
     samples: int = 0  # of a step
@@ -78,7 +78,7 @@ class DeepSpeedLines:
             yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{mom}]"
             yield RANK + self._speed(event)
         if event.held_out is not None:
-            yield f"step {event.step}  {console.held_out_line(event.held_out, self.plain.unit)}"
+            yield f"step {event.step}  {train_lines.held_out_line(event.held_out, self.plain.unit)}"
 
     def _speed(self, event: Stepped) -> str:
         """Memory is the device's; the process's where the host is the device, as there."""

@@ -14,6 +14,7 @@ from attrs import frozen
 
 import zfunc
 from zfunc.optim.kernel_loader import cpu_adam
+from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
 from zfunc.runtime.host_memory import available_host_bytes
@@ -24,6 +25,7 @@ from zfunc.units import format_bytes
 
 UNKNOWN = "unknown"
 CROWDED = 0.3  # CPUs that have to be shared before it is worth a word
+SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something else
 
 
 @frozen
@@ -153,3 +155,24 @@ def _small_pages(mode: str | None, share: float | None) -> tuple[str, str] | Non
         why += "memory is in small pieces"
         return why, "free memory, then as root: echo 1 > /proc/sys/vm/compact_memory"
     return None
+
+
+def bandwidth_checks(measured: Bandwidth | str) -> Iterator[Check]:
+    """What was measured, or why nothing could be."""
+    if isinstance(measured, str):
+        yield Check("host bandwidth", "memory", f"{UNKNOWN}: {measured}")
+        return
+    note = "" if measured.beyond_caches else ", which the caches hold"
+    yield Check(
+        "host bandwidth",
+        "memory",
+        f"{measured.gigabytes:.1f} GB/s, sweeping over {format_bytes(measured.nbytes)}{note}",
+    )
+    slow = measured.reached < SLOW
+    yield Check(
+        "host bandwidth",
+        "Adam kernel",
+        f"{measured.reached:.0%} of that",
+        "the update waits for arithmetic or for a core, not for memory" if slow else None,
+        "see that nothing else runs on these cores, then run this again" if slow else None,
+    )

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from zfunc import errors
-from zfunc.cli.catalogue import COMMANDS, Command, parser
-from zfunc.cli.commands import EXIT_FAILED, EXIT_OK, TrainingFailed
-from zfunc.cli.parser import ALIKE, REFUSED, as_typed, given_fields, shortened, unknown
+from zfunc.cli.catalogue import COMMANDS
+from zfunc.cli.command import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_USAGE, Command
+from zfunc.cli.commands.train import TrainingFailed
+from zfunc.cli.parser import ALIKE, as_typed, given_fields, make_parser, shortened, unknown
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
 from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 
-EXIT_INTERRUPTED = 130
 LINES, LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
 NO_MEMORY = "got no memory for it from the system, expected some: make the model or the batch smaller"
 FAULT = "\nThis is a fault of zfunc itself: please report it, with what --debug shows"
@@ -45,9 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrainingFailed as error:
         return _complain(args, str(error), EXIT_FAILED)
     except MemoryError as error:
-        return _complain(args, str(error) or NO_MEMORY, REFUSED)
+        return _complain(args, str(error) or NO_MEMORY, EXIT_USAGE)
     except (ValueError, OSError, ImportError) as error:
-        return _complain(args, _told(error), EXIT_FAILED if _of_no_file(error) else REFUSED)
+        return _complain(args, _told(error), EXIT_FAILED if _of_no_file(error) else EXIT_USAGE)
     except Exception as error:
         fault = (
             "" if type(error).__module__ == errors.__name__ else FAULT
@@ -67,10 +67,10 @@ def _run(words: list[str], args: argparse.Namespace) -> int:
 
 def _parse(words: list[str], args: argparse.Namespace) -> None:
     """Into `args`. Exits for help, and for what is no command line."""
-    top, made = parser()
+    top, made = make_parser(COMMANDS)
     if not words:
         top.print_help()
-        raise SystemExit(REFUSED)
+        raise SystemExit(EXIT_USAGE)
     name = next((word for word in words if not word.startswith("-")), None)
     if name is not None and name not in made:
         hint = did_you_mean(name, list(made), cutoff=ALIKE)

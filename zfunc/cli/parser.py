@@ -7,6 +7,7 @@ No torch: help answers at once.
 import argparse
 import re
 import shutil
+import sys
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import Any, NoReturn, get_args
 
 import attrs
 
+import zfunc
+from zfunc.cli.command import EXIT_USAGE, Command
 from zfunc.options import GROUPS, Option, flag
 
-REFUSED = 2  # the exit code
 WIDEST = 120  # columns of help; longer lines are hard to read
 ALIKE = 0.6  # how much an unknown option has to be like a known one to be told
 SHOWN = 120  # characters of a word that are repeated in an error
@@ -69,7 +71,7 @@ class Parser(argparse.ArgumentParser):
             message, found = re.subn(f"^{said}$", meant, message, flags=re.DOTALL)
             if found:
                 break
-        self.exit(REFUSED, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
+        self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
 
 
 def add_options(to: Parser, settings: type[Any], options: Mapping[str, Option]) -> None:
@@ -179,3 +181,56 @@ READERS: dict[Any, Callable[[str], Any]] = {
     Path: _path,
 }
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
+
+
+class _Version(argparse.Action):
+    """Prints versions, and ends. torch's is read from what pip has noted: importing torch takes seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib import metadata
+
+        try:
+            torch = f"torch {metadata.version('torch')}"
+        except metadata.PackageNotFoundError:
+            torch = "no torch"
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"zfunc {zfunc.__version__} ({torch}, Python {python})")
+        parser.exit()
+
+
+def make_parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `zfunc`, and those of its commands by name."""
+    top = Parser(
+        "zfunc",
+        usage="zfunc COMMAND [options]",
+        description="Train models that are too big for their GPU; plan, draw, watch and report how a step runs.",
+        epilog="zfunc COMMAND --help tells the options of a command, with examples; --debug may stand before "
+        "COMMAND or after it.",
+        formatter_class=Help,
+        add_help=False,
+    )
+    parsers = top.add_subparsers(metavar="COMMAND", title="commands", prog="zfunc")
+    made = {name: _subparser(parsers, name, command) for name, command in commands.items()}
+    common = top.add_argument_group("help")
+    common.add_argument(
+        "--version", action=_Version, nargs=0, help="show versions of zfunc, torch and Python, and end"
+    )
+    add_common(common)
+    return top, made
+
+
+def _subparser(to: Any, name: str, command: Command) -> Parser:
+    words = [o.metavar for o in command.options.values() if o.positional]
+    made = to.add_parser(
+        name,
+        help=command.summary,
+        description=command.description,
+        usage=" ".join(["zfunc", name, *words, "[options]"]),
+        epilog=command.epilog,
+        formatter_class=Help,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    add_options(made, command.settings, command.options)
+    made.set_defaults(command=name, prog=made.prog)
+    return made

@@ -1,17 +1,22 @@
-"""What surrounds a command: signals that end it gently, its log as lines, and what a terminal may be shown."""
+"""What surrounds a command: signals that end it gently, its log as lines, and text that a terminal can show."""
 
 import logging
 import os
 import signal
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
+from math import isfinite
+from statistics import fmean
 from typing import Any
 
 from attrs import define
 
 from zfunc.train.events import INTERRUPT, TERMINATED
+
+BARS = "▁▂▃▄▅▆▇█"
 
 
 def printable(text: str) -> str:
@@ -22,6 +27,21 @@ def printable(text: str) -> str:
     """
     shown = text.replace("\t", "    ")
     return "".join(repr(c)[1:-1] if unicodedata.category(c)[0] == "C" else c for c in shown)
+
+
+def sparkline(points: Sequence[float], width: int) -> str:
+    """The points as bars, at most `width`, each the mean of its share of them.
+
+    >>> sparkline([4.0, 3.0, 2.0, 1.0], 2)
+    '█▁'
+    """
+    points = [p for p in points if isfinite(p)]
+    count = min(width, len(points))
+    edges = [i * len(points) // count for i in range(count + 1)] if count else []
+    means = [fmean(points[a:b]) for a, b in pairwise(edges)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((m - low) * scale)] for m in means)
 
 
 @define

@@ -13,6 +13,7 @@ from zfunc.optim.loss_scale import LossScale
 from zfunc.train.settings import TrainSettings
 
 INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal ends a training
+TEMPERATURE = 0.8  # of the sample
 
 
 @frozen

@@ -30,6 +30,7 @@ from zfunc.runtime.fault_injection import Fault, from_environment
 from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.events import (
     INTERRUPT,
+    TEMPERATURE,
     TERMINATED,
     Evaluated,
     Event,
@@ -50,7 +51,7 @@ from zfunc.train.settings import LOG_EVERY
 from zfunc.train.setup import Batch, TrainingJob, machine_record, with_total_steps
 
 TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
-SAMPLE_TOKENS, TEMPERATURE = 320, 0.8
+SAMPLE_TOKENS = 320
 Stop = Callable[[], str]  # how to end: "" not at all, INTERRUPT, or TERMINATED
 FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")

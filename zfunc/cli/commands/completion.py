@@ -14,6 +14,8 @@ from typing import Any
 
 from attrs import frozen
 
+from zfunc.cli.command import EXIT_OK, Command
+from zfunc.cli.parser import make_parser
 from zfunc.options import Option, check_each, one_of
 
 SHELLS = ("bash", "zsh", "fish")
@@ -32,7 +34,7 @@ COMPLETION = {
 
 
 @frozen(kw_only=True)
-class Completion:
+class CompletionSettings:
     """A shell to print a script for."""
 
     shell: str
@@ -49,7 +51,7 @@ def script(shell: str, top: argparse.ArgumentParser, offered: Mapping[str, Mappi
     import shtab
 
     one_of(SHELLS)("--shell", shell)
-    for name, parser in commands(top).items():
+    for name, parser in _subparsers(top).items():
         for action in parser._actions:
             option = offered[name].get(action.dest)
             if option is not None and isinstance(action.metavar, str):
@@ -57,7 +59,7 @@ def script(shell: str, top: argparse.ArgumentParser, offered: Mapping[str, Mappi
     return shtab.complete(top, shell=shell)
 
 
-def commands(top: argparse.ArgumentParser) -> dict[str, Any]:
+def _subparsers(top: argparse.ArgumentParser) -> dict[str, Any]:
     """The parsers of its commands, by name."""
     return next(dict(a.choices) for a in top._actions if isinstance(a, argparse._SubParsersAction))
 
@@ -111,3 +113,25 @@ def _either(words: Sequence[str], where: str) -> dict[str, Any]:
             "zsh": f"{name}() {{\n  _alternative 'words:word:({listed})' 'paths:path:{zsh}'\n}}\n",
         },
     }
+
+
+def command_of(others: Mapping[str, Command]) -> Command:
+    """The command itself, which completes the `others`, and itself once it is among them."""
+
+    def run_completion(settings: CompletionSettings) -> int:
+        offered = {name: command.options for name, command in others.items()}
+        print(script(settings.shell, make_parser(others)[0], offered))
+        return EXIT_OK
+
+    return Command(
+        "print a script that completes zfunc's commands in a shell",
+        "Commands, options, values to choose from, files and folders. Where to put it is below.",
+        CompletionSettings,
+        COMPLETION,
+        run_completion,
+        (
+            ("bash, in ~/.bashrc", "source <(zfunc completion bash)"),
+            ("zsh, in ~/.zshrc, below compinit", 'eval "$(zfunc completion zsh)"'),
+            ("fish, once", "zfunc completion fish > ~/.config/fish/completions/zfunc.fish"),
+        ),
+    )

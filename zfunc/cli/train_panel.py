@@ -1,10 +1,8 @@
 """What a person watches on a terminal: a panel redrawn in place, with lines scrolling by above it."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
-from math import isfinite
 from statistics import fmean
 
 from attrs import define, field
@@ -15,8 +13,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from zfunc.cli import console as words
-from zfunc.cli.terminal import printable
+from zfunc.cli.terminal import printable, sparkline
+from zfunc.cli.train_lines import (
+    adam_share,
+    ending,
+    introduction,
+    job_title,
+    sample_title,
+    saved_line,
+    summary_lines,
+    working_line,
+)
 from zfunc.train.events import (
     TERMINATED,
     Evaluated,
@@ -32,7 +39,6 @@ from zfunc.train.events import (
 from zfunc.train.run_folder import RunFolder, sample_text
 from zfunc.units import format_bytes, format_clock
 
-BARS = "▁▂▃▄▅▆▇█"
 CURVE = 16  # bars of the loss curve
 KEPT = 40 * CURVE  # points it is made from
 WIDEST, NARROW = 100, 72  # columns: of the panel; in which two figures do not fit side by side
@@ -64,7 +70,7 @@ class LivePanel:
         self.working = event if isinstance(event, Working) else None
         match event:
             case Started():
-                for text in words.introduction(event, self.run):
+                for text in introduction(event, self.run):
                     self.line(text)
                 self.started = event
             case Evaluated():
@@ -76,7 +82,7 @@ class LivePanel:
                     self.held_out = event.held_out
             case Saved():
                 if event.path is not None:  # else it is in the log
-                    self.line(f"step {event.step:,}: {words.saved_line(event, self.run)}")
+                    self.line(f"step {event.step:,}: {saved_line(event, self.run)}")
             case Notice():
                 self.line(event.line)
             case Finished():
@@ -91,7 +97,7 @@ class LivePanel:
         if self.started is None:
             return Text("")
         parts = self._progress(), Text(""), self._figures()
-        return _panel(self.console, words.name(self.started), *parts)
+        return _panel(self.console, job_title(self.started), *parts)
 
     def end(self) -> None:
         """The summary and the sample, once the panel rests."""
@@ -99,13 +105,13 @@ class LivePanel:
         if event is None:
             return
         table = Table.grid(padding=(0, 3))
-        for what, value in words.summary_lines(event, self.run, self.unit):
+        for what, value in summary_lines(event, self.run, self.unit):
             table.add_row(Text(what, "dim"), Text(printable(value), overflow="fold"))
-        self.console.print(_panel(self.console, words.ending(event), table))
+        self.console.print(_panel(self.console, ending(event), table))
         if self.sampled is not None:
             lines = map(printable, sample_text(self.sampled, self.unit).split("\n"))
             sample = Text("\n".join(lines), overflow="fold")
-            self.console.print(_panel(self.console, words.sample_title(self.sampled, self.unit), sample))
+            self.console.print(_panel(self.console, sample_title(self.sampled, self.unit), sample))
 
     def _progress(self) -> RenderableType:
         step = self.stepped.step if self.stepped else self.started.step if self.started else 0
@@ -123,7 +129,7 @@ class LivePanel:
 
     def _status(self) -> Text:
         """What it is doing, and until when; the clock runs on between two steps."""
-        working = self.working and words.working_line(self.working)
+        working = self.working and working_line(self.working)
         if self.finished is not None and working is None:
             return Text("done", "green")
         if (how := self.stopping()) == TERMINATED:
@@ -159,7 +165,7 @@ class LivePanel:
         def value(text: str, unit: str = "") -> Text:
             return Text.assemble((text, "bold"), (f" {unit}" if unit else "", "dim"))
 
-        bars = "" if self.console.options.ascii_only else curve(self.losses, CURVE)
+        bars = "" if self.console.options.ascii_only else sparkline(self.losses, CURVE)
         loss = Text.assemble((f"{s.loss:.4f} ", "bold"), (bars, "cyan")) if s else unknown
         if s and s.skipped:
             loss = Text("overflow: step skipped", "yellow")
@@ -169,7 +175,7 @@ class LivePanel:
         yield "held out", value(f"{held_out:.4f}", f"bits per {self.unit}") if held_out else unknown
         yield "gradient norm", value(f"{s.grad_norm:.3f}") if s else unknown
         yield "speed", value(f"{s.tokens_per_second:,.0f}", "tokens/s") if s else unknown
-        yield "host Adam", value(f"{words.adam_share(s):.1%}", "of a step") if s else unknown
+        yield "host Adam", value(f"{adam_share(s):.1%}", "of a step") if s else unknown
         on_device = bool(s and s.device_bytes)
         yield (
             "device memory",
@@ -207,18 +213,3 @@ def _thinned(points: tuple[float, ...]) -> tuple[float, ...]:
     if len(points) <= KEPT:
         return points
     return tuple(fmean(points[i : i + 2]) for i in range(0, len(points), 2))
-
-
-def curve(points: Sequence[float], width: int) -> str:
-    """The points as bars, at most `width`, each the mean of its share of them.
-
-    >>> curve([4.0, 3.0, 2.0, 1.0], 2)
-    '█▁'
-    """
-    points = [p for p in points if isfinite(p)]
-    count = min(width, len(points))
-    edges = [i * len(points) // count for i in range(count + 1)] if count else []
-    means = [fmean(points[a:b]) for a, b in pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((m - low) * scale)] for m in means)

@@ -14,6 +14,7 @@ from zfunc.checkpoint.directory import FOLDER
 from zfunc.cli.terminal import printable
 from zfunc.train.events import (
     INTERRUPT,
+    TEMPERATURE,
     TERMINATED,
     Evaluated,
     Event,
@@ -25,7 +26,6 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.loop import TEMPERATURE
 from zfunc.train.run_folder import RunFolder, sample_text
 from zfunc.units import format_bytes, format_clock
 
@@ -142,7 +142,7 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         yield f"resumed: {event.checkpoint}; goes on after step {event.step:,}"
 
 
-def name(event: Started) -> str:
+def job_title(event: Started) -> str:
     """The job in a few words."""
     s = event.settings
     model = attrs.asdict(s) | event.sizes

@@ -1,0 +1,132 @@
+"""`zfunc calibrate`: measure this machine into a hardware profile, by training a few steps."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import attrs
+from attrs import frozen
+
+from zfunc.cli.command import EXIT_OK, Command, write_files
+from zfunc.cli.terminal import logged
+from zfunc.core.settings import StepSettings
+from zfunc.options import AUTO, Option, anything, count, flag_fields, options_of, path
+from zfunc.train.settings import MODEL, TRAIN, ModelFlags, TrainSettings, check_rows, check_together
+
+if TYPE_CHECKING:
+    from zfunc.planner.profile import Profile
+
+# Settings that change nothing of what is measured
+UNMEASURED = (
+    "schedule",
+    "compile_segments",
+    "grad_slots",
+    "host_slots",
+    "offload_ratio",
+    "speculate",
+    "delay_from",
+)
+
+CALIBRATE = {
+    **MODEL,
+    **{name: TRAIN[name] for name in options_of(StepSettings, without=UNMEASURED)},
+    "vocab_size": Option("model", "tokens in the vocabulary", count),
+    "device": TRAIN["device"],
+    "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
+    "folder": Option(
+        "measurement", "folder on the disk that is measured, with 64 MB of room", anything, metavar="FOLDER"
+    ),
+    "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path, metavar="FILE"),
+}
+
+
+MeasuredStepFlags = flag_fields(
+    StepSettings, ModelFlags, without=UNMEASURED, precision=AUTO, clip=1.0, bucket_size=None
+)
+
+
+@frozen(kw_only=True)
+class CalibrateSettings(MeasuredStepFlags):
+    """A model to measure with, by default that of `zfunc train`: choose the one you want to plan for."""
+
+    vocab_size: int = 256
+    device: str = "auto"
+    turns: int = 20
+    folder: Path = Path(".")
+    out: Path = Path("machine.toml")
+
+    def __attrs_post_init__(self) -> None:
+        """Check values alone and together. Raises ValueError."""
+        check_together(self, CALIBRATE)
+        if self.out.suffix != ".toml":
+            raise ValueError(
+                f"--out: got {self.out}, expected a name that ends in .toml: pass such as machine.toml"
+            )
+        if not self.out.parent.is_dir():  # refused before minutes of measuring
+            raise ValueError(
+                f"--out: got {self.out}, expected a file in a folder that exists: make {self.out.parent}"
+            )
+        if not self.folder.is_dir():
+            raise ValueError(
+                f"--folder: got {self.folder}, expected a folder that exists: make it, or name another"
+            )
+
+    def training(self) -> TrainSettings:
+        """The training whose steps are measured; under Serial, and slow to learn, so that nothing overflows."""
+        names = attrs.fields_dict(TrainSettings).keys() & attrs.fields_dict(CalibrateSettings).keys() - {
+            "out"
+        }
+        model = {name: getattr(self, name) for name in names}
+        return TrainSettings(**model, schedule="Serial", lr=1e-5, warmup=0)
+
+
+def run_calibrate(settings: CalibrateSettings) -> int:
+    """`zfunc calibrate`: all ranks measure, rank 0 writes."""
+    from zfunc.planner.profile_toml import profile_text
+    from zfunc.runtime.launch import process_group
+
+    with process_group() as ranks, logged():
+        profile = measure_machine(settings)
+        if not ranks.rank:
+            write_files({settings.out: profile_text(profile)})
+            print(f"next: zfunc plan --hardware {settings.out}")
+    return EXIT_OK
+
+
+def measure_machine(settings: CalibrateSettings) -> "Profile":
+    """The Profile of this machine, by a GPT as `zfunc train` would run it. All ranks call it together.
+
+    Raises what `zfunc.planner.calibrate.calibrate` does, and ValueError for a batch that cannot be dealt out to the
+    ranks.
+    """
+    import torch
+
+    from zfunc.planner.calibrate import calibrate
+    from zfunc.runtime.collectives import RankGroup
+    from zfunc.train.setup import check_size, compile_job, resolve_settings
+
+    resolved = resolve_settings(settings.training())
+    ranks = RankGroup.of()
+    check_rows(resolved.batch_size, ranks.world, resolved.micro_batches)
+    check_size(resolved, ranks)
+    shape = resolved.batch_size // ranks.world, resolved.seq_length
+    tokens = torch.randint(0, settings.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    batch = tokens, tokens
+    return calibrate(compile_job(resolved, batch), batch, turns=settings.turns, folder=settings.folder)
+
+
+COMMAND = Command(
+    "measure this machine into a hardware profile",
+    "It trains a few steps of the model of the options, so choose one like yours; zfunc plan and zfunc draw "
+    "take the profile as --hardware.",
+    CalibrateSettings,
+    CALIBRATE,
+    run_calibrate,
+    (
+        (
+            "with a model of 12 layers",
+            "zfunc calibrate --num-layers 12 --hidden-size 768 --num-attention-heads 12",
+        ),
+        ("with the disk that checkpoints go to", "zfunc calibrate --folder runs --out machine.toml"),
+        ("the network too, between two GPUs", "torchrun --nproc-per-node 2 -m zfunc calibrate"),
+    ),
+)

@@ -1,0 +1,293 @@
+"""`zfunc draw`: pictures of a step under one schedule or all; or, with --compare, of the step that a run measured.
+
+A step that was not run is planned from shapes and simulated: no parameter is allocated and no GPU is needed. Of a
+run, the plan that ran is simulated beside the measured step, on the hardware of the flags.
+"""
+
+import shutil
+import sys
+from collections.abc import Collection
+from pathlib import Path
+
+import attrs
+from attrs import evolve, frozen
+
+from zfunc import schedules
+from zfunc.cli.command import EXIT_OK, Command, write_files
+from zfunc.cli.simulated_step import (
+    HARDWARE,
+    SIMULATED_PRECISION,
+    VOCABULARY,
+    check_precision,
+    check_sizes,
+)
+from zfunc.cli.terminal import printable
+from zfunc.core.graph import Kind
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.plan import Plan
+from zfunc.core.settings import StepSettings
+from zfunc.core.simulator import lower_bound, simulate
+from zfunc.core.timeline import Timeline
+from zfunc.core.verifier import verify
+from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, path, positive
+from zfunc.planner.profile_toml import load_profile
+from zfunc.schedules import make_schedule
+from zfunc.train.history import read_recorded_step
+from zfunc.train.settings import MODEL, STEP, GPTFlags, check_together, step_settings
+from zfunc.viz.compare import table
+from zfunc.viz.draw import chrome_trace, svg, text
+from zfunc.viz.timeline_html import page
+
+FORMATS = ("text", "svg", "chrome", "html")
+SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
+UNDRAWN = ("compile_segments", "offload_ratio", "speculate", "delay_from")  # settings without a flag here
+
+DRAW = {
+    **MODEL,
+    **options_of(StepSettings, without=UNDRAWN),
+    **VOCABULARY,
+    "precision": SIMULATED_PRECISION,
+    "schedule": STEP["schedule"].offering((*schedules.__all__, "all")),
+    "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
+    "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
+    "device_gbs": Option("hardware", "device memory, in GB/s", positive),
+    "d2h_gbs": Option("hardware", "device to host, in GB/s", positive),
+    "h2d_gbs": Option("hardware", "host to device, in GB/s", positive),
+    "host_gbs": Option("hardware", "host memory, in GB/s", positive),
+    "format": Option(
+        "picture",
+        f"{', '.join(FORMATS)} (default: by the suffix of --out, .svg, .html or .json; else text, or html with "
+        "--compare)",
+        one_of(FORMATS),
+    ),
+    "compare": Option(
+        "picture",
+        "folder of a run: the step that it measured, beside what its plan would take on the hardware above "
+        "(default: draw a step that was not run)",
+        path,
+        metavar="RUN",
+    ),
+    "out": Option(
+        "picture",
+        "file to write, or to write anew (default: print the picture; of --compare: RUN/compare.html or .svg)",
+        path,
+        metavar="FILE",
+    ),
+}
+
+DrawnStepFlags = flag_fields(StepSettings, GPTFlags, without=UNDRAWN, precision=AUTO, clip=1.0)
+
+
+@frozen(kw_only=True)
+class DrawSettings(DrawnStepFlags):
+    """A step to draw, by default on round-number hardware."""
+
+    hardware: str | None = None
+    compute_tflops: float = ROUND.flops / 1e12
+    device_gbs: float = ROUND.rates["compute"] / 1e9
+    d2h_gbs: float = ROUND.rates["d2h"] / 1e9
+    h2d_gbs: float = ROUND.rates["h2d"] / 1e9
+    host_gbs: float = ROUND.rates["host"] / 1e9
+    format: str | None = None
+    compare: Path | None = None
+    out: Path | None = None
+
+    def __attrs_post_init__(self) -> None:
+        check_together(self, DRAW)
+        check_sizes(self)
+        check_precision(self.hardware, self.precision)
+        if self.hardware is not None:
+            self._check_alone("hardware", ("hardware",), "which has these figures")
+        if self.compare is not None:
+            groups = "data", "model", "step", "how it runs", "offload"
+            self._check_alone("compare", groups, "which draws the run's own plan")
+
+    def _check_alone(self, name: str, groups: Collection[str], why: str) -> None:
+        """Refuse options of `groups` that would be ignored beside option `name`."""
+        for f in attrs.fields(DrawSettings):
+            given = getattr(self, f.name) != f.default
+            if given and f.name != name and DRAW[f.name].group in groups:
+                raise ValueError(
+                    f"{flag(f.name)}: got it with {flag(name)}, {why}, expected one of them: leave one out"
+                )
+
+
+def run_draw(settings: DrawSettings) -> int:
+    """`zfunc draw`."""
+    form, out = _format_of(settings), settings.out
+    if settings.compare is None:
+        steps = draw_simulated_step(settings)
+    else:
+        steps = {"": _compared_step(settings, settings.compare)}
+        print("\n".join(map(printable, comparison_rows(steps[""]).splitlines())))
+        if form != "text" and out is None:
+            out = settings.compare / f"compare{next(s for s, f in SUFFIXES.items() if f == form)}"
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 100
+    pictures = {name: picture(step, form, width=max(60, columns)) for name, step in steps.items()}
+    if out is None:
+        print("\n".join(pictures.values()), end="")
+        return EXIT_OK
+    if form == "text":
+        pictures = {"": "\n".join(pictures.values())}
+    one = len(pictures) == 1
+    write_files(
+        {out if one else out.with_stem(f"{out.stem}-{n.lower()}"): image for n, image in pictures.items()}
+    )
+    return EXIT_OK
+
+
+def _format_of(settings: DrawSettings) -> str:
+    """The format of the flags, of the suffix of --out, or the default."""
+    suffix = settings.out.suffix if settings.out else ""
+    if settings.format is None and suffix not in ("", ".txt", ".md", *SUFFIXES):
+        raise ValueError(
+            f"--out: got {settings.out}, expected a name that ends in {', '.join(SUFFIXES)} or .txt: or add "
+            "--format"
+        )
+    default = "html" if settings.compare and not suffix else "text"
+    form = settings.format or SUFFIXES.get(suffix, default)
+    if settings.schedule == "all" and settings.out is None and form != "text":
+        raise ValueError(
+            f"--schedule all: got --format {form} without --out, expected a file: add --out FILE"
+        )
+    return form
+
+
+# --- the step --------------------------------------------------------------------------------------------
+
+
+@frozen
+class DrawnStep:
+    """A plan, the hardware, and the step simulated on it; `measured` is the same step as a run measured it."""
+
+    heading: str
+    plan: Plan
+    hardware: Hardware
+    timeline: Timeline
+    measured: Timeline | None = None
+
+    @property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Those that are drawn."""
+        return (self.timeline, *([] if self.measured is None else [self.measured]))
+
+
+def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
+    """The step under the schedule of the settings, or under each, slowest first; by name."""
+    import torch
+
+    from zfunc.engine.compile import compile
+    from zfunc.models.gpt import gpt_segments, num_parameters
+    from zfunc.planner.cost_model import precision_for, resolve_hardware
+    from zfunc.train.setup import gpt_config
+
+    profile = ROUND if settings.hardware is None else resolve_hardware(settings.hardware)
+    precision = precision_for(profile, settings.precision)
+    tokens = torch.empty((settings.batch_size, settings.seq_length), dtype=torch.int64, device="meta")
+    graph = compile(
+        gpt_segments(gpt_config(settings)),
+        step_settings(settings, precision=precision, schedule="Serial"),
+        device="cpu",
+        example=(tokens, tokens),
+    ).plan.graph
+    on = _hardware(settings, precision)
+    names = schedules.__all__ if settings.schedule == "all" else [settings.schedule]
+    job = (
+        f"one step of a GPT of {settings.num_layers} x {settings.hidden_size} "
+        f"({num_parameters(gpt_config(settings)):,} parameters), batch {settings.batch_size} x "
+        f"{settings.seq_length}"
+    )
+    plans = {name: verify(make_schedule(name, on)(graph)) for name in names}
+    steps = {name: DrawnStep(f"{name}: {job}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
+    return dict(sorted(steps.items(), key=lambda item: -item[1].timeline.seconds))
+
+
+def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
+    try:
+        step = read_recorded_step(run)
+        on = _hardware(settings, step.setting.precision, step.setting.world)
+        simulated = simulate(step.plan, on)
+    except ValueError as error:
+        raise ValueError(f"--compare: {error}") from error
+    how = step.setting
+    heading = f"A step of {run}: {how.schedule} in {how.precision}, world {how.world}"
+    return DrawnStep(heading, step.plan, on, simulated, step.timeline)
+
+
+def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
+    """That of the profile, or round numbers with the figures of the flags."""
+    if settings.hardware is not None:
+        return load_profile(settings.hardware).hardware(precision, world)
+    rates: dict[Kind, float] = {
+        **ROUND.rates,
+        "compute": settings.device_gbs * 1e9,
+        "d2h": settings.d2h_gbs * 1e9,
+        "h2d": settings.h2d_gbs * 1e9,
+        "host": settings.host_gbs * 1e9,
+    }
+    flops = settings.compute_tflops * 1e12
+    if (flops, rates) == (ROUND.flops, ROUND.rates):
+        return ROUND
+    return evolve(ROUND, name="the figures given", flops=flops, rates=rates)
+
+
+# --- the picture -----------------------------------------------------------------------------------------
+
+
+def picture(step: DrawnStep, form: str, *, width: int) -> str:
+    """The picture: "text" of so many columns, "svg", "html", or a "chrome" trace."""
+    title = f"{step.heading}, on {step.hardware.name}"
+    match form:
+        case "svg":
+            return svg(step.timelines, plan=step.plan, title=title)
+        case "html":
+            return page(step.timelines, plan=step.plan, title=title)
+        case "chrome":
+            return chrome_trace(step.timelines) + "\n"
+        case _:
+            return _text_picture(step, width)
+
+
+def _text_picture(step: DrawnStep, width: int) -> str:
+    peaks = (f"{p.nbytes / 1e9:,.2f} GB {tier}" for tier, p in peak_memory(step.plan).items() if p.nbytes)
+    shortest = lower_bound(step.plan.graph, step.hardware)
+    return "\n".join(
+        [
+            step.heading,
+            f"on {_hardware_line(step.hardware)}",
+            text(step.timelines, width),
+            f"longest chain of dependencies: {shortest:.3g} s; memory at most: {', '.join(peaks)}",
+            "",
+        ]
+    )
+
+
+def comparison_rows(step: DrawnStep) -> str:
+    """Predicted and measured, in rows."""
+    assert step.measured is not None
+    return f"predicted for {_hardware_line(step.hardware)}\n{table(step.timeline, step.measured, step.plan)}"
+
+
+def _hardware_line(h: Hardware) -> str:
+    """Name and figures, in one line."""
+    rates = ", ".join(f"{kind} {h.rates[kind] / 1e9:,.6g} GB/s" for kind in ("d2h", "h2d", "host"))
+    device = f"{h.flops / 1e12:,.6g} TFLOP/s, device {h.rates['compute'] / 1e9:,.6g} GB/s"
+    return f"{h.name}: {device}, {rates}"
+
+
+COMMAND = Command(
+    "draw one step: when each operation runs, on which lane",
+    "Nothing is allocated and no GPU is needed. With --compare, the step that a run measured.",
+    DrawSettings,
+    DRAW,
+    run_draw,
+    (
+        ("as text, under every schedule", "zfunc draw --schedule all"),
+        ("as a page to look into, on a V100", "zfunc draw --hardware v100-32gb --out step.html"),
+        (
+            "what a run measured, beside what was planned for this machine",
+            "zfunc draw --compare run --hardware machine.toml",
+        ),
+    ),
+)

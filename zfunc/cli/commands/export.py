@@ -1,0 +1,96 @@
+"""`zfunc export`."""
+
+from pathlib import Path
+
+from attrs import frozen
+
+from zfunc.cli.command import EXIT_OK, Command
+from zfunc.cli.terminal import logged
+from zfunc.core.dtypes import PRECISIONS
+from zfunc.options import Option, anything, check_each, one_of, path
+from zfunc.units import format_bytes
+
+EXPORT = {
+    "checkpoint": Option(
+        "file",
+        "folder of a checkpoint; or of several, or of a run, whose newest complete one is taken",
+        anything,
+        metavar="CHECKPOINT",
+        positional=True,
+    ),
+    "out": Option(
+        "file", "new file to write, which ends in .safetensors; with --hf a new folder; to be given", path
+    ),
+    "hf": Option(
+        "file",
+        "folder of the Hugging Face model that training began with: write one like it (default: one file)",
+        path,
+        metavar="FOLDER",
+    ),
+    "dtype": Option(
+        "file", f"type of the weights: {', '.join(PRECISIONS)}; fp32 is exact", one_of(PRECISIONS)
+    ),
+}
+
+
+@frozen(kw_only=True)
+class ExportSettings:
+    """A checkpoint, and what to write of it."""
+
+    checkpoint: Path
+    out: Path | None = None
+    hf: Path | None = None
+    dtype: str = "fp32"
+
+    def __attrs_post_init__(self) -> None:
+        check_each(self, EXPORT)
+        if self.hf is not None and not (self.hf / "config.json").is_file():
+            raise ValueError(
+                f"--hf: got {self.hf} with no config.json in it, expected the folder of a Hugging Face model: name "
+                "the one that training began with"
+            )
+        if self.out is None:
+            kind, example = ("file", "weights.safetensors") if self.hf is None else ("folder", "trained")
+            raise ValueError(f"--out: got none, expected a new {kind} to write: pass such as --out {example}")
+
+
+def run_export(settings: ExportSettings) -> int:
+    """`zfunc export`."""
+    from zfunc.checkpoint.export import export_weights
+
+    with logged():
+        if settings.hf is None:
+            exported = export_weights(settings.checkpoint, settings.out, dtype=settings.dtype)
+        else:
+            from zfunc.models import hf
+
+            try:
+                exported = hf.export(
+                    settings.checkpoint, settings.out, config=settings.hf, dtype=settings.dtype
+                )
+            except ValueError as error:
+                if not str(error).startswith("config: "):
+                    raise
+                raise ValueError(f"--hf: {str(error).removeprefix('config: ')}") from error
+    print(
+        f"written: {exported.path}: {exported.parameters} parameters of step {exported.step} as {exported.dtype}, "
+        f"{format_bytes(exported.bytes)}"
+    )
+    return EXIT_OK
+
+
+COMMAND = Command(
+    "write a checkpoint's weights for other programs",
+    "As one safetensors file; or, with --hf, as a folder that from_pretrained loads.",
+    ExportSettings,
+    EXPORT,
+    run_export,
+    (
+        ("the newest checkpoint of a run", "zfunc export run --out weights.safetensors"),
+        (
+            "one of them, in bf16",
+            "zfunc export run/checkpoints/step-00001000 --dtype bf16 \\\n      --out weights.safetensors",
+        ),
+        ("a fine-tuned Hugging Face model", "zfunc export run --hf model --out tuned"),
+    ),
+)
