@@ -124,7 +124,7 @@ TRAIN = [
     ("--resume auto --out broken", ["got no checkpoint that is complete"]),
     ("--resume auto --out empty", ["in which another process is at work"]),
     ("--config nowhere", ["--config: nowhere: No such file"]),
-    ("--config empty.json", ["--config: empty.json: got nothing"]),
+    ("--config empty.json", ["--config: empty.json: got a text that json5 cannot read"]),
     ("--config bytes.json", ["--config: bytes.json: got bytes"]),
     ("--config empty", ["--config: empty: Is a directory"]),
     ("--config list.json", ["--config: list.json: got a list"]),

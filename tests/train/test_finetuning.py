@@ -227,7 +227,7 @@ REFUSED: dict[str, tuple[list[object], str, Callable[[], object]]] = {
     "no model": (["--hf", "nowhere"], r"nowhere: got no config\.json", lambda: None),
     "broken line": (
         [],
-        "texts.jsonl, line 2: got no JSON",
+        "texts.jsonl, line 2: got invalid JSON",
         lambda: Path("texts.jsonl").write_text('{"text": "w1"}\n{"text\n'),
     ),
 }

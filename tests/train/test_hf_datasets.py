@@ -165,7 +165,7 @@ COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "text that is none": ({"text": [1, 2]}, "got text of type int64, expected text"),
     "chats": (
         {"prompt": [[{"role": "user", "content": "a"}]], "completion": ["b"]},
-        "got prompt of type list<.*struct<.*>>, expected text: apply the chat template of the model first",
+        "got prompt of type list<.*struct<.*>>, expected text: apply the model.s chat template first",
     ),
     "lists of text": ({"text": [["a", "b"]]}, "got text of type list<.*>, expected text: map it to text"),
     "nested tokens": (
@@ -207,17 +207,17 @@ def test_columns_that_will_not_do(name: str, tmp_path: Path) -> None:
 
 FLAWS: dict[str, tuple[str, bytes | None, str]] = {
     "no file": (FILE, None, f"without {FILE}, which its state.json lists"),
-    "no files": ("state.json", b'{"_data_files": []}', "without a file of rows"),
-    "broken JSON": ("state.json", b"{", "state.json: got what cannot be read"),
+    "no files": ("state.json", b'{"_data_files": []}', "without data files"),
+    "broken JSON": ("state.json", b"{", "state.json: got a file that cannot be read"),
     "another list": ("state.json", b'{"_data_files": [3]}', "for a list of names"),
     "indices": ("state.json", b'{"_indices_data_files": [{"filename": "x"}]}', "call flatten_indices"),
     "another schema": (
         "dataset_info.json",
         b'{"features": {"text": {}}}',
-        f"{FILE}: got what is no whole Arrow stream with text",
+        f"{FILE}: got no complete Arrow stream with text",
     ),
     "no features": ("dataset_info.json", b"{}", "with the columns none"),
-    "no Arrow": (FILE, b"words" + b"\xff\xff\xff\xff\0\0\0\0", f"{FILE}: got what is no whole Arrow stream"),
+    "no Arrow": (FILE, b"words" + b"\xff\xff\xff\xff\0\0\0\0", f"{FILE}: got no complete Arrow stream"),
 }
 
 
@@ -265,5 +265,5 @@ def test_a_missing_package_is_refused_with_the_command(
 ) -> None:
     path = save(tmp_path / "d", {"text": TEXTS})
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"expected pyarrow: pip install 'zfunc\[datasets\]'"):
+    with pytest.raises(ValueError, match=r"needs pyarrow .*: pip install 'zfunc\[datasets\]'"):
         opened(path, tmp_path)

@@ -52,7 +52,7 @@ def test_of_a_pair_the_completion_and_its_end_are_learned(tmp_path: Path) -> Non
     assert loss_mask_of(corpus) == expected + [1] * 5
     text = "".join(p["prompt"] + p["completion"] + "\0" for p in pairs) + "free\0"
     assert bytes(tokens_of(corpus)).decode() == text
-    assert f"learned: {sum(expected) + 5} bytes, completions and texts; the prompts of 40" in str(corpus)
+    assert f"learned: {sum(expected) + 5} bytes, without the prompts of 40 documents" in str(corpus)
 
 
 def test_labels_of_prompts_do_not_count_in_any_batch(tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_a_single_object_is_a_record_and_other_json_in_a_folder_is_text(tmp_path
 # --- what is refused --------------------------------------------------------------------------------------
 
 BROKEN = {
-    "cut off": ('{"text": "a', r"got no JSON \(Invalid control character at, column 12\)"),
-    "no UTF-8": (b'{"text": "\xff"}', "got no JSON .*utf-8"),
+    "cut off": ('{"text": "a', r"got invalid JSON \(Invalid control character at, column 12\)"),
+    "no UTF-8": (b'{"text": "\xff"}', "got invalid JSON .*utf-8"),
     "a list": ("[1]", r"got \[1\], expected"),
     "another key": ('{"txt": "a"}', "got an object with txt, expected .*rename its keys"),
     "half a pair": ('{"prompt": "a"}', "got an object with prompt, expected"),
@@ -178,7 +178,7 @@ BROKEN = {
     "twice": ('{"text": "a", "text": "b"}', "the name 'text' twice in one object"),
     "half a surrogate pair": ('{"text": "a\\ud800"}', "half a surrogate pair at character 1"),
     "two on a line": ('{"text": "a"} {"text": "b"}', "Extra data"),
-    "deep": ("[" * 100_000, "got no JSON"),
+    "deep": ("[" * 100_000, "got invalid JSON"),
 }
 
 
@@ -194,17 +194,20 @@ def test_a_broken_line_is_refused_with_file_and_line(name: str, tmp_path: Path) 
 
 
 BROKEN_JSON = {
-    "text": ("so it goes", "record 1: got no JSON .*Expecting value.*name it .txt"),
-    "numbers": ("[1, 2]", "record 1: got 1, expected .*write an object for each document"),
+    "text": ("so it goes", "record 1: got invalid JSON .*Expecting value.*name it .txt"),
+    "numbers": ("[1, 2]", "record 1: got 1, expected .*write one object a document"),
     "another key": ('[{"text": "a"}, {"txt": "a"}]', "record 2: got an object with txt, expected"),
-    "cut off": ('[{"text": "a"}, {"text": "b"', "record 2: got no JSON"),
-    "no end": ('[{"text": "a"}', r"record 2: got no JSON \(the array has no end\)"),
-    "no comma": ('[{"text": "a"} {"text": "b"}]', "record 2: got no JSON .*where a comma"),
-    "comma": ('[{"text": "a"},]', "record 2: got no JSON"),
-    "two arrays": ('[{"text": "a"}][{"text": "b"}]', "record 2: got no JSON .*something after the array"),
+    "cut off": ('[{"text": "a"}, {"text": "b"', "record 2: got invalid JSON"),
+    "no end": ('[{"text": "a"}', r"record 2: got invalid JSON \(the array has no end\)"),
+    "no comma": ('[{"text": "a"} {"text": "b"}]', "record 2: got invalid JSON .*where a comma"),
+    "comma": ('[{"text": "a"},]', "record 2: got invalid JSON"),
+    "two arrays": (
+        '[{"text": "a"}][{"text": "b"}]',
+        "record 2: got invalid JSON .*something after the array",
+    ),
     "twice": ('[{"text": "a", "text": "b"}]', "record 1: .*the name 'text' twice in one object"),
-    "deep": ("[" * 100_000, "record 1: got no JSON"),
-    "no UTF-8": (b'[{"text": "\xff"}]', "record 1: got no JSON .*utf-8"),
+    "deep": ("[" * 100_000, "record 1: got invalid JSON"),
+    "no UTF-8": (b'[{"text": "\xff"}]', "record 1: got invalid JSON .*utf-8"),
 }
 
 
@@ -238,7 +241,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no end": (lambda path: path.write_text(path.read_text().replace("</s>", "<z>")), "without an end token"),
     "bad configuration": (
         lambda path: path.with_name("tokenizer_config.json").write_text("[]"),
-        "tokenizer_config.json: got what cannot be read",
+        "tokenizer_config.json: got a file that cannot be read",
     ),
 }
 
@@ -259,5 +262,5 @@ def test_who_knows_the_end_token_may_say_it(tokenizer_file: Path) -> None:
 def test_text_that_is_no_utf8_is_refused_by_name(tokenizer_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"w1 \xe9")
-    with pytest.raises(ValueError, match=f"got {path}, which is no UTF-8 at byte 3"):
+    with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):
         opened(path, tmp_path, tokenizer=open_tokenizer(tokenizer_file))

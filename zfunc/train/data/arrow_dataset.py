@@ -1,8 +1,8 @@
 """Folders that Hugging Face's `datasets` wrote with `save_to_disk`: their splits, and their rows as documents.
 
-A row is a document, or an error that names file and row; a batch of rows is in memory at a time, out of mapped
-files. They are in Arrow's own format, which pyarrow reads: pip install "zfunc[datasets]". `datasets` itself would
-replace only the reading of its small JSON files, and bring pandas; columns, splits and rows are checked anyway.
+A row is a document, or an error with file and row. Files are memory-mapped, and read a record batch at a time with
+pyarrow: pip install "zfunc[datasets]". The `datasets` library itself would replace only the reading of its small
+JSON files, and brings pandas; columns, splits and rows have to be checked either way.
 """
 
 import json
@@ -25,7 +25,7 @@ _END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
 
 @frozen(eq=False)
 class Tokens:
-    """A document that is tokenized already: `ids` and `loss_mask` [tokens], false where no loss is counted.
+    """A document that is tokenized already: `ids` [tokens], and a `loss_mask` that is false where no loss counts.
 
     Without a mask, the loss of every token counts.
     """
@@ -36,18 +36,18 @@ class Tokens:
 
 @frozen
 class SavedDataset:
-    """A folder's files by split, those of `held_out` if it has such a split, the `columns` that are read, and what
-    else there is.
+    """The files of the split to train on and of the one held out (none without such a split), and the `columns`
+    that are read. `notes` say what is left out.
     """
 
     train: tuple[Path, ...]
     held_out: tuple[Path, ...]
     columns: tuple[str, ...]
-    lines: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
-    def tokens(self) -> bool:
-        """Whether its rows are tokenized already."""
+    def tokenized(self) -> bool:
+        """Whether its rows are tokens."""
         return IDS in self.columns
 
 
@@ -57,10 +57,10 @@ def is_saved_dataset(path: Path) -> bool:
 
 
 def open_saved(path: Path) -> SavedDataset:
-    """Raises ValueError for a folder with other columns or splits, or without files it should have."""
+    """The files to read of a folder. Raises ValueError for other columns or splits, and for missing files."""
     if not (path / DICT).is_file():
         columns, unused = _columns(path)
-        return SavedDataset(_files(path), (), columns, tuple(_left_out(unused, ())))
+        return SavedDataset(_files(path), (), columns, tuple(_left_out(unused, [])))
     splits = _strings(_object(path / DICT).get("splits"), path / DICT)
     train = TRAIN if TRAIN in splits else splits[0] if len(splits) == 1 else None
     if train is None:
@@ -80,25 +80,25 @@ def open_saved(path: Path) -> SavedDataset:
     return SavedDataset(_files(path / train), files, columns, tuple(_left_out(unused, rest)))
 
 
-def _left_out(columns: tuple[str, ...], splits: "list[str] | tuple[str, ...]") -> Iterator[str]:
-    for what, names in (("columns", columns), ("splits", splits)):
+def _left_out(columns: tuple[str, ...], splits: list[str]) -> Iterator[str]:
+    for kind, names in (("columns", columns), ("splits", splits)):
         if names:
-            yield f"left out: the {what} {', '.join(names)}"
+            yield f"left out: the {kind} {', '.join(names)}"
 
 
 def _columns(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Of a Dataset: the columns that are read, and the others."""
+    """The columns of a Dataset that are read, and the others."""
     features = _object(path / INFO).get("features")
     names = tuple(features) if isinstance(features, dict) else ()
-    given = {"text", "prompt", "completion"} & set(names)
+    texts = {"text", "prompt", "completion"} & set(names)
     if IDS in names:
         read = tuple(name for name in (IDS, LABELS, MASK) if name in names)
-    elif given in ({"text"}, {"prompt", "completion"}):
-        read = tuple(name for name in ("prompt", "completion", "text") if name in given)
+    elif texts in ({"text"}, {"prompt", "completion"}):
+        read = tuple(name for name in ("prompt", "completion", "text") if name in texts)
     else:
         got = ", ".join(names) or "none"
         raise ValueError(
-            f"--data: got {path} with the columns {got:.300}, {_EXPECTED}: rename_column does it"
+            f"--data: got {path} with the columns {got:.300}, {_EXPECTED}: rename them with rename_column"
         )
     return read, tuple(name for name in names if name not in read)
 
@@ -107,8 +107,8 @@ def _files(path: Path) -> tuple[Path, ...]:
     state = _object(path / STATE)
     if state.get("_indices_data_files"):
         raise ValueError(
-            f"--data: got {path}, whose rows are chosen by a table of indices, as old versions of datasets kept "
-            "them, expected the rows alone: call flatten_indices and save it anew"
+            f"--data: got {path}, whose rows are selected by an indices table, as old versions of datasets stored "
+            "it, expected the rows alone: call flatten_indices and save it again"
         )
     listed = state.get("_data_files")
     names = [x.get("filename") if isinstance(x, dict) else None for x in listed or ()]
@@ -119,9 +119,7 @@ def _files(path: Path) -> tuple[Path, ...]:
                 f"--data: got {path} without {file.name}, which its {STATE} lists: copy it there"
             )
     if not files:
-        raise ValueError(
-            f"--data: got {path} without a file of rows, expected one row at least: name other data"
-        )
+        raise ValueError(f"--data: got {path} without data files, expected one row at least: name other data")
     return files
 
 
@@ -129,7 +127,7 @@ def _files(path: Path) -> tuple[Path, ...]:
 
 
 def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Tokens]:
-    """The rows of one file, of which `columns` are read. Raises ValueError, with file and row, and OSError."""
+    """The rows of one file, of which `columns` are read. Raises OSError, and ValueError with file and row."""
     number = 0
     for batch in _batches(path, columns):
         for row in _tokens(batch, path, number) if IDS in batch else _documents(batch, path, number):
@@ -138,13 +136,13 @@ def rows(path: Path, columns: tuple[str, ...]) -> Iterator[Document | Tokens]:
 
 
 def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Its record batches, each as the Arrow arrays of `columns`, which are checked through and through."""
+    """Its record batches: the Arrow arrays of `columns`, fully validated."""
     try:
         import pyarrow as pa
     except ImportError as error:
         raise ValueError(
-            f"--data: got {path.parent}, a saved dataset, and no package that reads it ({error}), expected "
-            "pyarrow: pip install 'zfunc[datasets]'"
+            f"--data: {path.parent} is a saved dataset, and reading it needs pyarrow ({error}): "
+            "pip install 'zfunc[datasets]'"
         ) from error
     _check_end(path)
     try:
@@ -156,8 +154,8 @@ def _batches(path: Path, columns: tuple[str, ...]) -> Iterator[dict[str, Any]]:
                 yield arrays
     except (pa.ArrowException, OSError, KeyError) as error:
         raise ValueError(
-            f"{path}: got what is no whole Arrow stream with {', '.join(columns)} ({error}), expected what "
-            "save_to_disk writes: save or copy it again"
+            f"{path}: got no complete Arrow stream with {', '.join(columns)} ({error}), expected what save_to_disk "
+            "writes: save or copy it again"
         ) from error
 
 
@@ -167,7 +165,7 @@ def _check_end(path: Path) -> None:
         file.seek(max(0, size - len(_END)))
         if file.read() != _END:
             raise ValueError(
-                f"{path}: got {size:,} bytes without an end, expected a whole file: copy it again"
+                f"{path}: got {size:,} bytes without an end of stream, expected a complete file: copy it again"
             )
 
 
@@ -180,7 +178,7 @@ def _documents(batch: dict[str, Any], path: Path, first: int) -> Iterator[Docume
 def _texts(column: Any, name: str, path: Path, first: int) -> list[str]:
     if not _is_text(column.type):
         chat = "struct" in str(column.type)
-        action = "apply the chat template of the model first" if chat else "map it to text"
+        action = "apply the model's chat template first" if chat else "map it to text"
         raise ValueError(f"{path}: got {name} of type {column.type!s:.200}, expected text: {action}")
     texts = column.to_pylist()
     if None in texts:
@@ -195,7 +193,7 @@ def _is_text(kind: Any) -> bool:
 
     if types.is_dictionary(kind):
         kind = kind.value_type
-    return str(kind) in ("string", "large_string", "string_view")  # of which pyarrow 15 has no is_string_view
+    return str(kind) in ("string", "large_string", "string_view")  # pyarrow 15 has no is_string_view
 
 
 def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
@@ -205,37 +203,37 @@ def _tokens(batch: dict[str, Any], path: Path, first: int) -> Iterator[Tokens]:
         if (bad := np.flatnonzero(other != lengths)).size:
             raise ValueError(
                 f"{path}, row {first + int(bad[0])}: got {other[bad[0]]} {name} for {lengths[bad[0]]} {IDS}, "
-                "expected as many: tokenize it anew"
+                "expected as many: tokenize it again"
             )
     ids, ends = flat[IDS][0], np.cumsum(lengths)
-    kept = flat[MASK][0] != 0 if MASK in flat else None  # padding goes
+    attended = flat[MASK][0] != 0 if MASK in flat else None  # padding is dropped
     loss_mask = flat[LABELS][0] != IGNORE_INDEX if LABELS in flat else None
     if loss_mask is not None and (bad := np.flatnonzero(loss_mask & (flat[LABELS][0] != ids))).size:
         row = first + int(np.searchsorted(ends, bad[0], side="right"))
         raise ValueError(
             f"{path}, row {row}: got the label {flat[LABELS][0][bad[0]]} for the token {ids[bad[0]]}, expected the "
-            f"token itself, or {IGNORE_INDEX} where it is not learned: labels are not to be shifted"
+            f"token itself, or {IGNORE_INDEX} where no loss counts: do not shift labels"
         )
     for start, end in zip(ends - lengths, ends, strict=True):
-        chosen = slice(start, end) if kept is None else start + np.flatnonzero(kept[start:end])
-        yield Tokens(ids[chosen], None if loss_mask is None else loss_mask[chosen])
+        kept = slice(start, end) if attended is None else start + np.flatnonzero(attended[start:end])
+        yield Tokens(ids[kept], None if loss_mask is None else loss_mask[kept])
 
 
 def _numbers(column: Any, name: str, path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """A column of lists as all their numbers, and how many each has."""
+    """All numbers of a column of lists, one after another, and the length of each list."""
     import pyarrow.compute as pc
     from pyarrow import types
 
     lists = types.is_list(column.type) or types.is_large_list(column.type)
     lists = lists or types.is_fixed_size_list(column.type)
-    whole = lists and types.is_integer(column.type.value_type)
-    values = column.flatten() if whole else None
+    integers = lists and types.is_integer(column.type.value_type)
+    values = column.flatten() if integers else None
     if values is None or column.null_count or values.null_count:
         counts = {"rows": column.null_count, "numbers": 0 if values is None else values.null_count}
-        empty = " and ".join(f"{n:,} empty {what}" for what, n in counts.items() if n)
+        empty = " and ".join(f"{n:,} empty {kind}" for kind, n in counts.items() if n)
         raise ValueError(
             f"{path}: got {name} of type {column.type!s:.200}{empty and ' with '}{empty}, expected lists of whole "
-            "numbers: tokenize it anew"
+            "numbers: tokenize it again"
         )
     return values.to_numpy(), pc.list_value_length(column).to_numpy().astype(np.int64)
 
@@ -247,11 +245,11 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict):
-            raise ValueError("no object")
+            raise ValueError("not an object")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"{path}: got what cannot be read ({reason}), expected what save_to_disk writes: save it anew"
+            f"{path}: got a file that cannot be read ({reason}), expected what save_to_disk writes: save it again"
         ) from error
     return content
 

@@ -1,9 +1,8 @@
 """Corpora and batches: where tokens come from and the order in which they are trained on.
 
-A corpus is one memory map, so its size is bounded by the disk and not by memory, and a batch is a pure
-function of (seed, position): nothing is iterated, so nothing has to be saved but one integer. Position
-counts sequences since the start of training; it knows neither steps nor ranks, so a run resumed with
-another batch size or on another number of GPUs goes on where it stopped.
+A corpus is a memory map, so the disk bounds its size and not memory. A batch is a pure function of (seed,
+position): nothing is iterated, so a checkpoint needs one integer. Position counts sequences since the start of
+training, not steps, so a run resumed with another batch size or number of ranks continues where it stopped.
 """
 
 import hashlib
@@ -31,27 +30,27 @@ _HELD_OUT_PERCENT = 8
 _CHUNK = 1 << 20  # bytes read at a time
 PRIVATE = 0o600  # of a cached copy of somebody's data
 _ROUNDS = 3  # of the Feistel network; each mixes both halves
-# Left out of the standard library: tests (half of the bytes, and many distributions ship without them),
-# packages that distributions split off or newer versions dropped, and generated tables, which are not
-# programs. What remains is nearly the same on every machine with the same version of Python.
+# Left out of the standard library: tests (half of the bytes, and many distributions ship without them), packages
+# that distributions split off or newer versions dropped, and generated tables, which are not programs. The rest is
+# nearly the same on every machine with the same version of Python.
 _NOT_IN_STDLIB = frozenset(
     {"test", "tests", "idlelib", "tkinter", "turtledemo", "lib2to3", "distutils", "ensurepip"}
     | {"encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
 )
 
-Source = tuple[str, Path]  # a name that is the same on every machine, and where the file is on this one
+Source = tuple[str, Path]  # a name, the same on every machine, and the path on this one
 
 
 @attrs.frozen(eq=False)
 class Corpus:
-    """Tokens to train on and tokens held out, both memory-mapped, and a few lines on what was read."""
+    """Tokens to train on and tokens held out, both memory-mapped, and a description of what was read."""
 
     name: str
     train: np.ndarray  # [tokens] uint8, uint16 or uint32
     held_out: np.ndarray  # [tokens] of the same dtype
     vocab_size: int
-    description: tuple[str, ...]  # for the log: counts, what was held out and how, what was left out
-    loss_mask: np.ndarray | None = None  # [tokens of `train`] uint8: 0 for one that is given; None: no 0
+    description: tuple[str, ...]  # lines for the log: counts, what is held out and how, what is left out
+    loss_mask: np.ndarray | None = None  # [tokens of `train`] uint8: 0 where no loss counts; None: all 1
     held_out_loss_mask: np.ndarray | None = None
 
     def __str__(self) -> str:
@@ -65,21 +64,19 @@ def open_corpus(
     dtype: str = "uint16",
     vocab_size: int = 50257,
 ) -> Corpus:
-    """Open what is at `path` for training; without a path, the sources of Python's standard library.
+    """Open the data at `path`; without a path, the sources of Python's standard library.
 
-    - A `.bin` file, or a folder with a `train.bin`: little-endian tokens, as nanoGPT writes them, mapped
-      and neither loaded nor scanned. `dtype` is "uint16" or "uint32"; `vocab_size` is taken on trust here,
-      and checked in each batch that is read with it. A `val.bin` beside `train.bin` is held out; without
-      one, the last 10 % are.
-    - Any other file: its bytes, mapped in place; the last 10 % are held out, by position.
-    - Any other folder, and the standard library: the bytes of its text files, a zero byte after each.
-      About 8 % of the files are held out, by a hash of their names; where the files are so few that this
-      leaves under 1 % or over half of the bytes, the last 10 % are. Hidden, empty and binary files (with
-      a zero byte) are left out. The bytes are gathered once into a file in the folder `cache`, and again
-      when a name, a size or a modification time has changed.
+    - A `.bin` file, or a folder with a `train.bin`: little-endian tokens, as nanoGPT writes them, mapped and not
+      scanned. `dtype` is "uint16" or "uint32"; tokens are compared with `vocab_size` batch by batch. A `val.bin`
+      beside `train.bin` is held out; without one, the last 10 % are.
+    - Any other file: its bytes, mapped in place; the last 10 % are held out.
+    - Any other folder, and the standard library: the bytes of its text files, a zero byte after each. About 8 % of
+      the files are held out, by a hash of their names, or the last 10 % of the bytes where that would be under 1 %
+      or over half of them. Hidden, empty and binary files (with a zero byte) are left out. The bytes are gathered
+      into a file in the folder `cache` once, and again when a name, a size or a modification time changes.
 
-    Bytes are tokens of a vocabulary of 256. Raises FileNotFoundError when there is nothing at `path`,
-    ValueError when it holds no text, is not a whole number of tokens or cannot be read.
+    Bytes are tokens of a vocabulary of 256. Raises FileNotFoundError if `path` does not exist, ValueError if it
+    holds no text, is not a whole number of tokens or cannot be read.
     """
     if path is None:
         return _open_files("Python standard library", stdlib_files(), Path(cache))
@@ -105,13 +102,12 @@ def batch_at(
     vocab_size: int | None = None,
     loss_mask: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Give the `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
+    """The `batch_size` sequences from `position` on: inputs and targets, int64 [batch, seq].
 
-    The target of a token that is 0 in `loss_mask` is -100.
-
-    A pure function. An epoch visits all non-overlapping windows once, in an order of its own and cut at
-    an offset of its own. Rank r of n reads its part of a batch at `position + r * batch_size // n`.
-    Raises ValueError for data shorter than `seq_length + 1` and for a token of `vocab_size` or more.
+    The target of a token that is 0 in `loss_mask` is -100. An epoch visits all non-overlapping windows once; each
+    has its own order and its own offset of the windows. Rank r of n reads its part of a batch at `position + r *
+    batch_size // n`. Raises ValueError for data shorter than `seq_length + 1` and for a token of `vocab_size` or
+    more.
 
     >>> tokens = np.arange(1000, dtype=np.uint16)
     >>> inputs, targets = batch_at(tokens, 10, batch_size=4, seq_length=8, seed=0)
@@ -138,19 +134,17 @@ def held_out_batches(
     vocab_size: int | None = None,
     loss_mask: np.ndarray | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give at most `limit` evenly spaced windows in batches like those of `batch_at`.
+    """At most `limit` evenly spaced windows, in batches like those of `batch_at`.
 
-    The windows are the same for any `batch_size`, so that losses of trainings cut in other ways can be
-    compared. The last batch has what is left: weigh losses by rows. Raises as `batch_at` does.
+    The windows are the same for any `batch_size`, so held-out losses compare across batch sizes. The last batch may
+    be smaller: weight losses by rows. Raises what `batch_at` raises.
 
     >>> [len(x) for x, _ in held_out_batches(np.zeros(100, np.uint8), batch_size=4, seq_length=9, limit=10)]
     [4, 4, 2]
     """
     _check_request(tokens, batch_size, seq_length)
     if limit < 1:
-        raise ValueError(
-            f"got limit={limit} windows; expected 1 or more; pass how many are to be read at most"
-        )
+        raise ValueError(f"got limit={limit} windows; expected 1 or more; pass the most to read")
     windows = (len(tokens) - 1) // seq_length
     count = min(limit, windows)
     starts = [index * windows // count * seq_length for index in range(count)]
@@ -159,10 +153,9 @@ def held_out_batches(
 
 
 def stdlib_files() -> tuple[Source, ...]:
-    """List the .py sources of the standard library as (relative name, path), sorted by name.
+    """The .py sources of the standard library as (relative name, path), sorted by name.
 
-    Tests, GUI and packaging tools are left out, for they are not installed everywhere, and so are
-    generated tables.
+    Tests, GUI and packaging tools, which are not installed everywhere, and generated tables are left out.
     """
     files = walk(Path(sysconfig.get_paths()["stdlib"]), _NOT_IN_STDLIB.__contains__)
     generated = ("_sysconfigdata", "config-")  # the build of this machine's Python
@@ -172,7 +165,7 @@ def stdlib_files() -> tuple[Source, ...]:
 
 
 def is_held_out(name: str) -> bool:
-    """Tell whether a file of this relative name is held out: 8 % of names are, the same on every machine.
+    """Whether a file of this relative name is held out: 8 % of names are, the same on every machine.
 
     >>> is_held_out("turtle.py"), is_held_out("ast.py")
     (True, False)
@@ -189,12 +182,12 @@ def _open_tokens(path: Path, dtype: str, vocab_size: int) -> Corpus:
     little = np.dtype(dtype).newbyteorder("<")
     tokens, beside = memory_map(path, little), path.with_name("val.bin")
     if path.name == "train.bin" and beside.is_file():
-        train, held_out, how = tokens, memory_map(beside, little), str(beside)
+        train, held_out, where = tokens, memory_map(beside, little), str(beside)
     else:
-        (train, held_out), how = split_by_position(tokens), "the end"
+        (train, held_out), where = split_by_position(tokens), "the end"
     first = f"{path}: {len(train):,} {dtype} tokens to train on, vocabulary {vocab_size:,}"
     return Corpus(
-        str(path), train, held_out, vocab_size, (first, f"held out: {how}, {len(held_out):,} tokens")
+        str(path), train, held_out, vocab_size, (first, f"held out: {where}, {len(held_out):,} tokens")
     )
 
 
@@ -208,7 +201,7 @@ def _open_bytes(path: Path) -> Corpus:
 
 @attrs.frozen
 class _Gathered:
-    """The footer of a gathered file: its bytes are first those to train on, then those held out."""
+    """The footer of a gathered file, which has the bytes to train on, then those held out."""
 
     num_files: int
     num_held_out: int  # 0: split by position
@@ -228,14 +221,14 @@ def _open_files(name: str, sources: Sequence[Source], cache: Path) -> Corpus:
     if not path.is_file():
         _gather(name, sources, path)
     tokens = memory_map(path, np.dtype(np.uint8))
-    got = _Gathered(*_FOOTER.unpack(tokens[-_FOOTER.size :].tobytes()))
-    train, held_out = tokens[: got.train_bytes], tokens[got.train_bytes : got.num_bytes]
-    by_name = f"{got.num_held_out:,} of the files, by a hash of their names"
-    how = by_name if got.num_held_out else "the end (too few files to hold whole ones out)"
+    footer = _Gathered(*_FOOTER.unpack(tokens[-_FOOTER.size :].tobytes()))
+    train, held_out = tokens[: footer.train_bytes], tokens[footer.train_bytes : footer.num_bytes]
+    by_name = f"{footer.num_held_out:,} of the files, by a hash of their names"
+    where = by_name if footer.num_held_out else "the end (too few files to hold whole ones out)"
     lines = (
-        f"{name}: {got.num_files:,} files, {got.num_bytes:,} bytes",
-        f"held out: {how}, {len(held_out):,} bytes",
-        f"left out: {got.num_empty:,} empty and {got.num_binary:,} binary files",
+        f"{name}: {footer.num_files:,} files, {footer.num_bytes:,} bytes",
+        f"held out: {where}, {len(held_out):,} bytes",
+        f"left out: {footer.num_empty:,} empty and {footer.num_binary:,} binary files",
     )
     return Corpus(name, train, held_out, _BYTE_VOCAB_SIZE, lines)
 
@@ -277,7 +270,7 @@ def _append(out: BinaryIO, path: Path) -> str:
 
 
 def walk(root: Path, skipped: Callable[[str], bool]) -> list[Source]:
-    """List the regular files under `root` by name; links to files are followed, links to folders are not."""
+    """The regular files under `root`, sorted by name. Links to files are followed, links to folders are not."""
 
     def fail(error: OSError) -> None:
         raise unreadable(Path(error.filename), error)

@@ -1,8 +1,8 @@
-"""Documents packed into one file: tokens one after another with an end token after each, and their loss mask.
+"""Documents packed into one file: their tokens, an end token after each document, and the loss mask.
 
-The file is mapped, so a batch of it is a pure function of seed and position, as of any other data
-(`zfunc.train.data.corpus`), however many documents there are; at most a few are in memory while it is written. It
-is written once, and again when a document's file, the tokenizer or the form of the file has changed.
+The file is memory-mapped, so a batch is a pure function of seed and position, as from any other data
+(`zfunc.train.data.corpus`). It is written once, a few documents in memory at a time, and again when a source file,
+the tokenizer or the file's format changes.
 """
 
 import hashlib
@@ -37,18 +37,18 @@ from zfunc.train.data.corpus import (
 from zfunc.train.data.documents import Document, holds_records, records, text_of_file
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, Vocabulary
 
-FORM = 2  # of the file, and of what is read as records
-_AT_ONCE = 64  # documents that are tokenized together
+FORMAT = 2  # of the file, and of what is read as records
+_DOCUMENTS = 64  # tokenized in one call
 _CHUNK = 1 << 20  # tokens
 _FOOTER = struct.Struct("<8Q")
 
 
 @frozen
-class Reading:
-    """How sources are read: their `documents`, and which are `held_out`, by name.
+class SourceReader:
+    """How source files are read: their `documents`, and which files are `held_out`, by name.
 
-    `vocabulary` is that of their tokens, a tokenizer where there is text. `splits`: the data says itself what is
-    held out. Else it is the end, where those files are too few or too many.
+    `vocabulary` is a Tokenizer where there is text. With `splits`, the data itself says what is held out; else it
+    is the end of the data where the held-out files are too few or too many.
     """
 
     vocabulary: Vocabulary
@@ -59,22 +59,23 @@ class Reading:
 
 @frozen
 class PackedTokens:
-    """The footer of a packed file: first its tokens, those held out last; then, if there are pairs, a byte for each
-    token, 1 where it is learned.
+    """The footer of a packed file.
+
+    The file has its tokens, those held out last; then, if there are pairs, the loss mask, a byte a token.
     """
 
     files: int
     held_out_files: int  # 0: split by documents
     left_out: int  # empty and binary files
     documents: int
-    pairs: int
-    unused: int  # keys of records, counted where they are
+    pairs: int  # documents of which some tokens are not learned
+    unused: int  # keys of records that are not read, each time they occur
     tokens: int
-    train: int
+    train: int  # tokens of them
 
     @classmethod
     def of(cls, content: np.ndarray) -> "PackedTokens":
-        """That at the end of a file, [bytes]."""
+        """Read it from the end of a file, [bytes]."""
         return cls(*_FOOTER.unpack(content[-_FOOTER.size :].tobytes()))
 
 
@@ -86,37 +87,37 @@ def open_data(
     dtype: str = "uint16",
     vocab_size: int = 50257,
 ) -> Corpus:
-    """Open what is at `path` for training: what `zfunc.train.data.corpus.open_corpus` takes, and JSONL or a folder
-    that `datasets.save_to_disk` wrote, with a tokenizer or as bytes.
+    """Open the data at `path`: what `zfunc.train.data.corpus.open_corpus` takes, JSON records, or a folder that
+    `datasets.save_to_disk` wrote, tokenized or as bytes.
 
     - A `.jsonl` or `.ndjson` file has a document a line: `{"text": ...}`, or `{"prompt": ..., "completion": ...}`,
-      joined as they are. Of a prompt no token is learned: its labels are -100. A `.json` has an array of such
-      records, or one after another. A folder may have such files and text files; a `.json` in it that does not
-      begin with a record is text.
-    - With a `tokenizer`, text files and records are its tokens; a text file is one document, in UTF-8. A `.bin`
-      has tokens already and takes none.
-    - A saved dataset has the columns of JSONL; or `input_ids`, tokens below `vocab_size`, as they are, but for
-      those where `attention_mask` is 0; `labels` are the same tokens, or -100 where they are not learned. Of a
-      DatasetDict the split train is read, and its validation or test is held out.
+      joined without a separator. The labels of a prompt are -100. A `.json` has an array of such records, or one
+      after another. A folder may mix such files with text files; a `.json` in it that does not begin with a record
+      is text.
+    - A `tokenizer` makes tokens of text files (one document each, in UTF-8) and records. A `.bin` has tokens
+      already and takes none.
+    - A saved dataset has the columns of JSONL; or `input_ids` below `vocab_size`, of which those with an
+      `attention_mask` of 0 are dropped, and `labels`, the same tokens or -100. Of a DatasetDict, the split train is
+      read, and validation or test is held out.
 
-    Documents follow one another in the order of the files, with the tokenizer's end token after each (zero, for
-    bytes), and are cut into sequences wherever those end. Held out are whole files, about 8 %, where that leaves
-    neither under 1 % nor over half of the tokens; else whole documents at the end, about 10 %.
+    Documents are concatenated in the order of the files, with the tokenizer's end token (zero, for bytes) after
+    each; sequences are cut from that regardless of documents. About 8 % of the files are held out where that is 1
+    to 50 % of the tokens; else the last documents, about 10 %.
 
-    Raises ValueError, with file and line, for what is no document, and as `open_corpus` does.
+    Raises ValueError, with file and line, for what is not a document, and what `open_corpus` raises.
     """
     path = None if path is None else Path(path)
     saved = open_saved(path) if path is not None and is_saved_dataset(path) else None
-    tokens = path is not None and (holds_tokens(path) if saved is None else saved.tokens)
-    if tokens and tokenizer is not None:
+    tokenized = path is not None and (holds_tokens(path) if saved is None else saved.tokenized)
+    if tokenized and tokenizer is not None:
         raise ValueError(
-            f"--tokenizer: got it for {path}, which holds tokens, expected text or JSONL: leave it out"
+            f"--tokenizer: got one for {path}, which holds tokens, expected text or JSONL: leave it out"
         )
     if saved is not None:
-        below = Vocabulary(f"below {vocab_size}", vocab_size)
-        reading = _reading_rows(below if saved.tokens else tokenizer or BYTES, saved)
-        return _open(str(path), _rows_of(saved), Path(cache), reading, saved)
-    if tokens or (path is not None and not path.exists()):
+        given = Vocabulary(f"below {vocab_size}", vocab_size)
+        reader = _row_reader(given if saved.tokenized else tokenizer or BYTES, saved)
+        return _open(str(path), _rows_of(saved), Path(cache), reader, saved)
+    if tokenized or (path is not None and not path.exists()):
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
     sources = _sources(path)
     named = path is not None and path.is_file()
@@ -124,13 +125,13 @@ def open_data(
         return open_corpus(path, cache=cache, dtype=dtype, vocab_size=vocab_size)
     name = "Python standard library" if path is None else str(path)
     read = partial(_documents, named=named)
-    return _open(name, sources, Path(cache), Reading(tokenizer or BYTES, read, is_held_out))
+    return _open(name, sources, Path(cache), SourceReader(tokenizer or BYTES, read, is_held_out))
 
 
 def holds_tokens(path: Path) -> bool:
     """Whether `path` is a `.bin`, a folder with a `train.bin`, or a saved dataset that is tokenized."""
     if is_saved_dataset(path):
-        return open_saved(path).tokens
+        return open_saved(path).tokenized
     return path.suffix == ".bin" or (path / "train.bin").is_file()
 
 
@@ -144,17 +145,17 @@ def _rows_of(saved: SavedDataset) -> list[Source]:
     return [(f"{path.parent.name}/{path.name}", path) for path in (*saved.train, *saved.held_out)]
 
 
-def _reading_rows(vocabulary: Vocabulary, saved: SavedDataset) -> Reading:
+def _row_reader(vocabulary: Vocabulary, saved: SavedDataset) -> SourceReader:
     held_out = {path.parent.name for path in saved.held_out}
     read = partial(_rows, columns=saved.columns, vocab_size=vocabulary.vocab_size)
-    return Reading(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
+    return SourceReader(vocabulary, read, lambda name: name.partition("/")[0] in held_out, bool(held_out))
 
 
 def _documents(path: Path, unused: Counter[str], named: bool) -> Iterator[Document]:
     if holds_records(path, named=named):
         yield from records(path, unused)
-    elif (one := text_of_file(path)) is not None:
-        yield one
+    elif (document := text_of_file(path)) is not None:
+        yield document
 
 
 def _rows(
@@ -170,15 +171,17 @@ def _rows(
 
 
 def _open(
-    name: str, sources: list[Source], cache: Path, reading: Reading, saved: SavedDataset | None = None
+    name: str, sources: list[Source], cache: Path, reader: SourceReader, saved: SavedDataset | None = None
 ) -> Corpus:
-    vocabulary = reading.vocabulary
+    vocabulary = reader.vocabulary
     stats = [(relative, path.stat().st_size, path.stat().st_mtime_ns) for relative, path in sources]
-    read_as = () if saved is None else (saved.columns, len(saved.held_out))
-    key = hashlib.sha256(repr((FORM, vocabulary.digest, stats, *read_as)).encode("utf-8", "surrogateescape"))
+    dataset = () if saved is None else (saved.columns, len(saved.held_out))
+    key = hashlib.sha256(
+        repr((FORMAT, vocabulary.digest, stats, *dataset)).encode("utf-8", "surrogateescape")
+    )
     path = cache / f".packed-{key.hexdigest()[:16]}.bin"  # hidden: `cache` may lie in the folder that is read
     if not path.is_file():
-        pack_documents(name, sources, path, reading)
+        pack_documents(name, sources, path, reader)
     content = memory_map(path, np.dtype(np.uint8))
     packed = PackedTokens.of(content)
     size = vocabulary.dtype.itemsize * packed.tokens
@@ -189,13 +192,13 @@ def _open(
         tokens[: packed.train],
         tokens[packed.train :],
         vocabulary.vocab_size,
-        tuple(_lines(name, packed, vocabulary, loss_mask, saved)),
+        tuple(_notes(name, packed, vocabulary, loss_mask, saved)),
         None if loss_mask is None else loss_mask[: packed.train],
         None if loss_mask is None else loss_mask[packed.train :],
     )
 
 
-def _lines(
+def _notes(
     name: str,
     packed: PackedTokens,
     vocabulary: Vocabulary,
@@ -205,25 +208,25 @@ def _lines(
     unit = "bytes" if vocabulary is BYTES else "tokens"
     yield f"{name}: {packed.files:,} files, {packed.documents:,} documents, {packed.tokens:,} {unit}"
     if not isinstance(vocabulary, Tokenizer):
-        yield f"tokens as they are, below {vocabulary.vocab_size:,}; nothing is put between documents"
+        yield f"tokens below {vocabulary.vocab_size:,}, as they are, without end tokens"
     elif vocabulary is not BYTES:
         yield f"tokenizer: {vocabulary.name}, vocabulary {vocabulary.vocab_size:,}, end token {vocabulary.end}"
     if loss_mask is not None:
         count = f"{np.count_nonzero(loss_mask):,} {unit}"
         of_ids = f"the labels of the others, in {packed.pairs:,} documents, are {IGNORE_INDEX}"
-        pairs = f"completions and texts; the prompts of {packed.pairs:,} are given"
-        yield f"learned: {count}, {of_ids if saved is not None and saved.tokens else pairs}"
-    how = f"{packed.held_out_files:,} of the files, by a hash of their names"
+        pairs = f"without the prompts of {packed.pairs:,} documents"
+        yield f"learned: {count}, {of_ids if saved is not None and saved.tokenized else pairs}"
+    held_out = f"{packed.held_out_files:,} of the files, by a hash of their names"
     if saved is not None:
-        how = f"the split {saved.held_out[0].parent.name}" if saved.held_out else "the end"
+        held_out = f"the split {saved.held_out[0].parent.name}" if saved.held_out else "the end"
     elif not packed.held_out_files:
-        how = "the end (too few files to hold whole ones out)"
-    yield f"held out: {how}, {packed.tokens - packed.train:,} {unit}"
+        held_out = "the end (too few files to hold whole ones out)"
+    yield f"held out: {held_out}, {packed.tokens - packed.train:,} {unit}"
     if packed.left_out:
         yield f"left out: {packed.left_out:,} empty or binary files"
     if packed.unused:
-        yield f"left out: {packed.unused:,} keys of records that are neither text, nor prompt and completion"
-    yield from () if saved is None else saved.lines
+        yield f"left out: {packed.unused:,} keys of records other than text, prompt and completion"
+    yield from () if saved is None else saved.notes
 
 
 # --- the file ---------------------------------------------------------------------------------------------
@@ -231,9 +234,9 @@ def _lines(
 
 @define(eq=False)
 class _Packing:
-    """Documents on their way into three files: tokens, which are learned, and where each document ends."""
+    """Documents being written to three files: tokens, loss mask, and where each document ends."""
 
-    reading: Reading
+    reader: SourceReader
     tokens: BinaryIO
     loss_mask: BinaryIO
     ends: BinaryIO
@@ -243,46 +246,48 @@ class _Packing:
     unused: Counter[str] = field(factory=Counter[str])
 
     def add(self, path: Path) -> bool:
-        """Append a file; whether there was a document in it."""
-        before, rows_of_file = self.documents, self.reading.documents(path, self.unused)
+        """Append a file. Returns whether it had a document."""
+        before, rows_of_file = self.documents, self.reader.documents(path, self.unused)
         try:
-            while documents := list(islice(rows_of_file, _AT_ONCE)):
+            while documents := list(islice(rows_of_file, _DOCUMENTS)):
                 self._append(documents)
         except OSError as error:
             raise unreadable(path, error) from error
         return self.documents > before
 
     def _append(self, documents: list[Document | Tokens]) -> None:
-        for one in documents:
-            if isinstance(one, Tokens) and len(one.ids):
-                loss_mask = one.loss_mask if one.loss_mask is not None else np.ones(len(one.ids), bool)
-                self._write(one.ids, loss_mask.tobytes(), given=not loss_mask.all())
+        for document in documents:
+            if isinstance(document, Tokens) and len(document.ids):
+                mask = (
+                    document.loss_mask if document.loss_mask is not None else np.ones(len(document.ids), bool)
+                )
+                self._write(document.ids, mask.tobytes(), pair=not mask.all())
         self._encode([x for x in documents if isinstance(x, Document) and (x.text or x.prompt)])
 
     def _encode(self, documents: list[Document]) -> None:
         if not documents:
             return
-        tokenizer = self.reading.vocabulary
+        tokenizer = self.reader.vocabulary
         assert isinstance(tokenizer, Tokenizer)
         prompts = tokenizer.encode([x.prompt for x in documents])
         texts = tokenizer.encode([x.text for x in documents])
-        for one, prompt, text in zip(documents, prompts, texts, strict=True):
-            joined = np.concatenate([prompt, text, [tokenizer.end]])
-            self._write(joined, bytes(len(prompt)) + b"\1" * (len(text) + 1), given=one.prompt != "")
+        for document, prompt, text in zip(documents, prompts, texts, strict=True):
+            tokens = np.concatenate([prompt, text, [tokenizer.end]])
+            self._write(tokens, bytes(len(prompt)) + b"\1" * (len(text) + 1), pair=document.prompt != "")
 
-    def _write(self, tokens: np.ndarray, loss_mask: bytes, *, given: bool) -> None:
-        self.tokens.write(tokens.astype(self.reading.vocabulary.dtype).tobytes())
+    def _write(self, tokens: np.ndarray, loss_mask: bytes, *, pair: bool) -> None:
+        self.tokens.write(tokens.astype(self.reader.vocabulary.dtype).tobytes())
         self.loss_mask.write(loss_mask)
         self.total += len(tokens)
         self.documents += 1
-        self.pairs += given
+        self.pairs += pair
         self.ends.write(self.total.to_bytes(8, "little"))
 
 
-def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: Reading) -> None:
+def pack_documents(name: str, sources: Sequence[Source], target: Path, reader: SourceReader) -> None:
     """Write the documents of `sources` into one file.
 
-    Raises ValueError, by `name`, where there is nothing in them, and what reading them raises.
+    Raises ValueError, with `name`, if they are all empty, and what reading them raises.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -290,17 +295,17 @@ def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: 
         tempfile.TemporaryFile(dir=target.parent) as loss_mask,
         tempfile.NamedTemporaryFile(dir=target.parent) as ends,
     ):
-        packing = _Packing(reading, out, loss_mask, ends)
-        used = sum(packing.add(path) for relative, path in sources if not reading.held_out(relative))
+        packing = _Packing(reader, out, loss_mask, ends)
+        used = sum(packing.add(path) for relative, path in sources if not reader.held_out(relative))
         train = packing.total
-        held_out = sum(packing.add(path) for relative, path in sources if reading.held_out(relative))
+        held_out = sum(packing.add(path) for relative, path in sources if reader.held_out(relative))
         total = packing.total
         if not total:
             raise ValueError(
                 f"got no text in {name} ({len(sources):,} files), expected at least one document: name other "
                 "data, or a .bin of tokens"
             )
-        if not reading.splits and not 0.01 <= (total - train) / total <= 0.5:
+        if not reader.splits and not 0.01 <= (total - train) / total <= 0.5:
             ends.flush()
             train, used, held_out = _split(Path(ends.name), total), used + held_out, 0
         if packing.pairs:
@@ -312,7 +317,7 @@ def pack_documents(name: str, sources: Sequence[Source], target: Path, reading: 
 
 
 def _split(path: Path, total: int) -> int:
-    """Tokens up to the first end of a document after nine tenths of them; of a long document, up to that."""
+    """Tokens to train on: nine tenths, and the rest of that document unless it is long."""
     ends, least = memory_map(path, np.dtype("<u8")), total - max(1, total // 10)
     end = int(ends[np.searchsorted(ends, least)])
     return end if end <= least + min(total // 20, _CHUNK) else least

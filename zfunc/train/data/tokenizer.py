@@ -1,7 +1,7 @@
-"""Tokenizers: text to tokens and back, by a local `tokenizer.json`, or bytes.
+"""Tokenizers: text to tokens and back, by a local `tokenizer.json`, or as bytes.
 
-The invariant: a tokenizer that is opened has an end token, below `vocab_size` as all it gives, and `digest` tells
-any two apart that would give other tokens. `tokenizers` is imported when a file is opened: pip install "zfunc[hf]".
+Every tokenizer has an end token; all its tokens are below `vocab_size`; and two that would give different tokens
+have different digests. `tokenizers` is imported when a file is opened: pip install "zfunc[hf]".
 """
 
 import hashlib
@@ -14,13 +14,13 @@ import numpy as np
 from attrs import frozen
 
 CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
-ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-"""Names that tokenizers have for the end of a document, where nothing beside them says which it is."""
+END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+"""What tokenizers call the end of a document, in the order in which they are tried."""
 
 
 @frozen(eq=False)
 class Vocabulary:
-    """What tokens are told by: they are below `vocab_size`. Alone of data that is tokens already, as they are.
+    """Tokens below `vocab_size`. By itself, that of data that is tokenized already.
 
     >>> Vocabulary("below 50257", 50257).dtype
     dtype('uint16')
@@ -31,7 +31,7 @@ class Vocabulary:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """The type its tokens are kept in: 8 bits for bytes alone, which tells them from tokens.
+        """The type its tokens are stored in. Only bytes take 8 bits: that is how they are told from tokens.
 
         >>> BYTES.dtype
         dtype('uint8')
@@ -49,61 +49,59 @@ class Tokenizer(Vocabulary):
     decode: Callable[[Sequence[int]], str]
 
 
-def _of_bytes(texts: Sequence[str]) -> list[np.ndarray]:
+def _encode_bytes(texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
 
-def _to_text(tokens: Sequence[int]) -> str:
+def _decode_bytes(tokens: Sequence[int]) -> str:
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
-BYTES = Tokenizer("bytes", 256, "bytes", 0, _of_bytes, _to_text)
-"""The one without a file: UTF-8, and zero after a document."""
+BYTES = Tokenizer("bytes", 256, "bytes", 0, _encode_bytes, _decode_bytes)
+"""UTF-8, with zero after a document."""
 
 
 def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
-    """The tokenizer of a local `tokenizer.json`; nothing is added to a text but the end token after a document.
+    """The tokenizer of a local `tokenizer.json`. Nothing is added to a text but the end token after a document.
 
-    The end token is what a `tokenizer_config.json` beside it calls `eos_token`, else `end`, else the first of ENDS
-    that it has. Raises ValueError for a file that is no tokenizer or has no end token, ImportError without the
-    library.
+    The end token is the `eos_token` in a `tokenizer_config.json` beside it, else `end`, else the first of
+    END_TOKENS that it has. Raises ValueError for a file that is not a tokenizer or has no end token, ImportError
+    without the library.
     """
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError(
-            "--tokenizer: got no library for it, expected tokenizers: pip install 'zfunc[hf]'"
-        ) from error
+        raise ImportError("--tokenizer: it needs the library tokenizers: pip install 'zfunc[hf]'") from error
     try:
         content = path.read_bytes()
-        made = tokenizers.Tokenizer.from_str(content.decode())
+        loaded = tokenizers.Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises Exception itself
         raise ValueError(
             f"--tokenizer: got {path}, which cannot be read ({error}), expected a tokenizer.json, as "
             "save_pretrained writes it: name that file"
         ) from error
-    made.no_padding()
-    made.no_truncation()
-    size = max(made.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-    stop = _end(path, made, end)
-    digest = hashlib.sha256(content).hexdigest()[:16] + f"-{stop}"
+    loaded.no_padding()
+    loaded.no_truncation()
+    size = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    end = _end_token(path, loaded, end)
+    digest = hashlib.sha256(content).hexdigest()[:16] + f"-{end}"
 
     def encode(texts: Sequence[str]) -> list[np.ndarray]:
-        found = made.encode_batch(list(texts), add_special_tokens=False)
-        return [np.array(one.ids, np.int64) for one in found]
+        encodings = loaded.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.int64) for encoding in encodings]
 
-    return Tokenizer(digest, max(size, stop + 1), str(path), stop, encode, made.decode)
+    return Tokenizer(digest, max(size, end + 1), str(path), end, encode, loaded.decode)
 
 
-def _end(path: Path, made: Any, given: int | None) -> int:
+def _end_token(path: Path, tokenizer: Any, default: int | None) -> int:
     name = _configured(path.with_name(CONFIG))
-    if name is not None and (found := made.token_to_id(name)) is not None:
-        return found
-    if given is not None:
-        return given
-    for known in ENDS:
-        if (found := made.token_to_id(known)) is not None:
-            return found
+    if name is not None and (token := tokenizer.token_to_id(name)) is not None:
+        return token
+    if default is not None:
+        return default
+    for known in END_TOKENS:
+        if (token := tokenizer.token_to_id(known)) is not None:
+            return token
     raise ValueError(
         f"--tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
         f"eos_token in a {CONFIG} beside it"
@@ -111,14 +109,14 @@ def _end(path: Path, made: Any, given: int | None) -> int:
 
 
 def _configured(path: Path) -> str | None:
-    """The eos_token of a configuration, a name or an object with one; None if there is no such file or entry."""
+    """The eos_token of a configuration, a name or an object with one; None without the file or the entry."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
+        entry = json.loads(path.read_text(encoding="utf-8")).get("eos_token")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{path}: got what cannot be read ({error}), expected an object in JSON: mend it"
+            f"{path}: got a file that cannot be read ({error}), expected a JSON object: correct it"
         ) from error
-    name = told.get("content") if isinstance(told, dict) else told
+    name = entry.get("content") if isinstance(entry, dict) else entry
     return name if isinstance(name, str) else None
