@@ -32,10 +32,10 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.draw import svg

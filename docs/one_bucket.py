@@ -15,10 +15,10 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import ROUND
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.simulator import simulate
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event
 from zfunc.core.verifier import verify
 from zfunc.units import format_seconds

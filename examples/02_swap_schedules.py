@@ -16,9 +16,9 @@ from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import lower_bound, simulate
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.viz.draw import text
 
 torch.set_num_threads(1)  # the tensors here are small

@@ -12,10 +12,11 @@ from zfunc import schedules
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.ops import OpBuilder, SegmentCost, StepSpec
+from zfunc.core.ops import OpBuilder
 from zfunc.core.plan import Plan, PlanError, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.viz.draw import text
 

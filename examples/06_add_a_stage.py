@@ -16,9 +16,9 @@ from torch.nn import functional as F
 import zfunc
 from zfunc.core.graph import Op, Region
 from zfunc.core.hardware import Hardware
-from zfunc.core.ops import StepSpec
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
+from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program
 from zfunc.viz.draw import text
 

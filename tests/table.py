@@ -18,9 +18,9 @@ from zfunc import schedules
 from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, delayed, flush_recipe, zero_offload
+from zfunc.core.spec import SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
 

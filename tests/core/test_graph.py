@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import RECIPES, SPECS, TRAINING, every_graph, graphs, specs
 
+from zfunc.core.decision import ops_before_decision
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.ops import StepSpec
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.core.regions import Regions, ops_before_decision
+from zfunc.core.regions import Regions
+from zfunc.core.spec import StepSpec
 
 Recipe = Callable[[StepSpec], Iterator[Op]]
 

@@ -9,8 +9,8 @@ from small_models import MODELS
 
 import zfunc
 from zfunc.core.graph import Op, Region
-from zfunc.core.ops import StepSpec
 from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program, steadily_delayed
 
 

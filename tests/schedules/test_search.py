@@ -14,8 +14,8 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
 from zfunc.core.memory_model import peak_memory, persistent_bytes
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import (
     PlannedStep,
     gains_and_costs,

@@ -5,7 +5,8 @@
     optimizer_state   which buffers the optimizer keeps of a parameter, for each format
     settings          `StepSettings`: every setting of a step, once
     graph             `Region`, `Op`, `Graph`: who reads and writes what, and the order that follows
-    regions           `StepSpec`; how large each region of a step is, and where it lives
+    spec              `StepSpec`: what a recipe knows of a step
+    regions           how large each region of a step is, and where it lives
     ops               one constructor for each operation
     recipes           a training step as operations, in the paper's order
     decision          what a step decided: skip it, or clip by what factor

@@ -7,9 +7,8 @@ is handed exactly these regions; every interpreter derives the rest from them.
 from attrs import frozen
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.regions import ALLOCATION, FP64, Regions, SegmentCost, StepSpec
-
-__all__ = ["OpBuilder", "SegmentCost", "StepSpec"]
+from zfunc.core.regions import FP64, Regions
+from zfunc.core.spec import ALLOCATION
 
 
 @frozen

@@ -10,7 +10,8 @@ from attrs import evolve
 
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
-from zfunc.core.ops import OpBuilder, StepSpec
+from zfunc.core.ops import OpBuilder
+from zfunc.core.spec import StepSpec
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
-from zfunc.core.regions import ALLOCATION
+from zfunc.core.spec import ALLOCATION
 from zfunc.runtime.rng import is_draw
 
 T = TypeVar("T")

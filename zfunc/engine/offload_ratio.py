@@ -12,7 +12,7 @@ from attrs import evolve
 
 from zfunc.core.layout import resident_buckets
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.regions import StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program, ProgramCache, batch_key, make_plan, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from zfunc.core.graph import Graph, Op, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak, peak_memory
-from zfunc.core.ops import SegmentCost, StepSpec
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
+from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
-from zfunc.core.regions import Regions, StepSpec
+from zfunc.core.regions import Regions
+from zfunc.core.spec import StepSpec
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.host_memory import alloc_host

@@ -13,11 +13,11 @@ from attrs import evolve, frozen
 from zfunc.core.graph import Graph, Op, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, peak_memory
-from zfunc.core.ops import StepSpec
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import delayed, zero_offload
 from zfunc.core.settings import StepSettings, in_buckets, lay_out, settings_with
 from zfunc.core.simulator import simulate
+from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
 from zfunc.schedules import make_schedule

@@ -12,8 +12,8 @@ from attrs import evolve, field, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.hardware import Hardware
-from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile, with_moments
 from zfunc.engine.program import Program, ProgramCache, split_batch, traced_spec
 from zfunc.engine.segment import Segment

@@ -10,8 +10,8 @@ from attrs import evolve
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import simulate_choice
 
 MOST = 400  # middle segments that are planned; each takes operations and time
@@ -55,7 +55,7 @@ def _guess(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
 def with_layers(spec: StepSpec, count: int) -> StepSpec:
     """`spec`, of a first segment, one in the middle and a last, with `count` of the middle one.
 
-    >>> from zfunc.core.ops import SegmentCost
+    >>> from zfunc.core.spec import SegmentCost
     >>> parameters = [[Parameter("in.w", (64,))], [Parameter("mid0.w", (64,))], [Parameter("out.w", (64,))]]
     >>> costs = [SegmentCost(flops=n) for n in (1, 2, 3)]
     >>> spec = StepSpec(make_layout(parameters, bucket_size=64), costs, [True] * 3)

@@ -16,8 +16,8 @@ from attrs import define, evolve, field, frozen
 from zfunc.core.graph import Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import persistent_bytes
-from zfunc.core.ops import StepSpec
 from zfunc.core.settings import StepSettings
+from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import (
     PlannedStep,
     gains_and_costs,
@@ -60,7 +60,7 @@ def search(
     Varies what `space` allows, from `start` on, whose values stay where others gain nothing. Takes seconds for a
     model of 50 layers.
 
-    >>> from zfunc.core.ops import SegmentCost
+    >>> from zfunc.core.spec import SegmentCost
     >>> from zfunc.core.hardware import ROUND
     >>> from zfunc.core.layout import Parameter, make_layout
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
