@@ -11,13 +11,15 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+import torch
 from small_trainings import ON_DATA, config, train
 
 from zfunc.checkpoint.durable_files import locked
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
 from zfunc.cli.parser import as_typed, shortened
-from zfunc.train.setup import _fast_precision, resolve_settings
+from zfunc.runtime.accelerator import best_precision
+from zfunc.train.setup import resolve_settings
 
 Out = pytest.CaptureFixture[str]
 FILES: dict[str, str | bytes] = {
@@ -220,7 +222,7 @@ def test_why_a_gpu_computes_in_16_bits(
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda **_: has_bf16)
     monkeypatch.setattr(
         "zfunc.train.setup.resolve_settings",
-        lambda s: attrs.evolve(resolve_settings(s), precision=_fast_precision()),
+        lambda s: attrs.evolve(resolve_settings(s), precision=best_precision(torch.device("cuda"))),
     )
     assert train("--device", "cpu", "--steps", 1, "--save-every", 0) == 0
     out = capsys.readouterr().out

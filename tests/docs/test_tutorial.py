@@ -30,7 +30,8 @@ from make_tutorial import CODES, CONFIG, OUTPUTS, blocks, commands, filled, form
 from zfunc.cli.commands.plan import PlanSettings, plan_model  # noqa: E402
 from zfunc.cli.main import main  # noqa: E402
 from zfunc.planner.profile_toml import load_profile  # noqa: E402
-from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes  # noqa: E402
+from zfunc.runtime.accelerator import available_bytes  # noqa: E402
+from zfunc.runtime.host_memory import available_host_bytes  # noqa: E402
 
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = blocks(PAGE)
@@ -236,7 +237,7 @@ def test_links_and_pictures_of_the_page_are_there() -> None:
 
 def moments_that_fit() -> str:
     """The widest with which the job of the page fits into this machine; skips the test where none does."""
-    device, host = available_device_bytes(torch.device("cuda")), 0.9 * available_host_bytes()
+    device, host = available_bytes(torch.device("cuda")), 0.9 * available_host_bytes()
     if device < 30e9:
         pytest.skip(f"needs 30 GB of free device memory, {device / 1e9:.1f} are there")
     size = {

@@ -254,7 +254,7 @@ def test_a_gpu_has_memory_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     segments, batch = tied_gpt()
     program = zfunc.compile(segments, device="cpu", example=batch(0))
     monkeypatch.setattr(room, "available_host_bytes", lambda: 1000)
-    monkeypatch.setattr(room, "available_device_bytes", lambda device: 500)
+    monkeypatch.setattr(room, "available_bytes", lambda device: 500)
     on = room.local_hardware(evolve(program, device=torch.device("cuda", 0)))
     assert (on.memory, on.unified) == ({"host": 1000, "device": 500}, False)
 

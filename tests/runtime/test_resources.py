@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import threading
+from contextlib import nullcontext
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -47,14 +48,14 @@ def test_a_control_group_limits_it(tmp_path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("numel", [0, 1, 1001, (1 << 20) + 3])
 def test_a_buffer_has_exactly_its_size_and_zeros(numel: int) -> None:
-    buffer = alloc_host(numel, torch.bfloat16, pinned=False)
+    buffer = alloc_host(numel, torch.bfloat16)
     assert buffer.shape == (numel,)
     assert buffer.untyped_storage().nbytes() == 2 * numel
     assert not buffer.any()
 
 
 def test_a_buffer_begins_at_a_page_of_its_own() -> None:
-    buffers = [alloc_host(3000 + n, torch.float32, pinned=False) for n in range(4)]
+    buffers = [alloc_host(3000 + n, torch.float32) for n in range(4)]
     spans = sorted((b.data_ptr(), b.data_ptr() + b.nbytes) for b in buffers)
     assert all(start % PAGE == 0 for start, _ in spans)
     assert all(-(-stop // PAGE) * PAGE <= start for (_, stop), (start, _) in pairwise(spans))
@@ -63,8 +64,8 @@ def test_a_buffer_begins_at_a_page_of_its_own() -> None:
 def test_huge_pages_are_asked_for_from_some_size_on() -> None:
     """ "hg" is the kernel's word that MADV_HUGEPAGE was said of a mapping."""
     large, small = (
-        alloc_host(HUGE_MIN, torch.uint8, pinned=False),
-        alloc_host(PAGE * 3, torch.uint8, pinned=False),
+        alloc_host(HUGE_MIN, torch.uint8),
+        alloc_host(PAGE * 3, torch.uint8),
     )
     told = [mapping_of(buffer.data_ptr()).get("VmFlags", "").split() for buffer in (large, small)]
     if huge_page_mode() is None or not told[0]:
@@ -148,25 +149,35 @@ def test_pages_are_released_once_nothing_views_them() -> None:
     assert released == [True]
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_pinned_buffers_are_registered_at_their_size_and_kept_from_forks(
-    monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+class Cudart:
     """A stand-in for CUDA's registration: which bytes it is given, and when they are given back."""
-    calls: list[tuple[Any, ...]] = []
-    cudart = SimpleNamespace(
-        cudaHostRegister=lambda *given: calls.append(given) or code,
-        cudaHostUnregister=lambda *given: calls.append(given),
-    )
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    if code:
+
+    def __init__(self, code: int) -> None:
+        self.calls: list[tuple[int, ...]] = []
+        self.cudaHostRegister = lambda *given: self.calls.append(given) or code
+        self.cudaHostUnregister = lambda *given: self.calls.append(given)
+
+
+@pytest.fixture(params=[0, 2])
+def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    fake = Cudart(request.param)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: fake)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    return fake
+
+
+def test_pinned_buffers_are_registered_at_their_size_and_kept_from_forks(cudart: Cudart) -> None:
+    device = torch.device("cuda", 1)
+    if cudart.cudaHostRegister():
         with pytest.raises(RuntimeError, match=r"CUDA error 2 when pinning 3,000 bytes.*ulimit -l"):
-            alloc_host(1500, torch.bfloat16, pinned=True)
+            alloc_host(1500, torch.bfloat16, pinned_for=device)
         return
-    buffer = alloc_host(1500, torch.bfloat16, pinned=True)
+    cudart.calls.clear()
+    buffer = alloc_host(1500, torch.bfloat16, pinned_for=device)
     address = buffer.data_ptr()
     flags = mapping_of(address).get("VmFlags", "dc").split()
     assert "dc" in flags  # not copied by a fork, which would leave the device the child's pages
     del buffer
     gc.collect()
-    assert calls == [(address, 3000, resources.PORTABLE), (address,)]
+    portable = 1  # pinned for every device
+    assert cudart.calls == [(address, 3000, portable), (address,)]

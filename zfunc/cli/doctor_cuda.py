@@ -44,7 +44,7 @@ def pinned(limit: int | None, *, cuda: bool, pin: Callable[[], object] | None = 
 
 
 def _pin_example() -> None:
-    alloc_host(EXAMPLE, torch.uint8, pinned=True)
+    alloc_host(EXAMPLE, torch.uint8, pinned_for=torch.device("cuda", torch.cuda.current_device()))
 
 
 def locked_limit() -> int | None:

@@ -7,6 +7,7 @@ import torch
 from zfunc.core.graph import Op
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.errors import NonFiniteError
+from zfunc.runtime.accelerator import on_accelerator, synchronize
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
@@ -63,5 +64,6 @@ def _refuse_step(step: StepContext, loss: float, norm: float) -> None:
 
 def _wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
-    if step.ranks.world > 1 and step.device.type == "cuda":
-        torch.cuda.current_stream(step.device).synchronize()
+    if step.ranks.world > 1 and on_accelerator(step.device):
+        stream = torch.accelerator.current_stream(step.device)
+        synchronize(stream, step.patience, "copies to the host")

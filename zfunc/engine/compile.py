@@ -39,6 +39,7 @@ from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
+from zfunc.runtime.accelerator import on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
@@ -103,7 +104,7 @@ def compile(
         raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
     where = pick_device(device)
     default_threads()  # decided, and said in the log, before any lane runs
-    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=where.type == "cuda")
+    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(where))
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
@@ -159,29 +160,6 @@ def with_moments(optimizer: Optimizer, moments: Moments) -> Optimizer:
             f"{optimizer.state_format!r}, expected AdamW for a choice of moments: leave it out"
         )
     return optimizer
-
-
-def pick_device(device: torch.device | str | None) -> torch.device:
-    """The device to train on: the one asked for, else CUDA where there is one; what was chosen is logged."""
-    if device is None:
-        found = "cuda" if torch.cuda.is_available() else "cpu"
-        log.info("device: %s, because torch %s", found, "sees a GPU" if found == "cuda" else "sees no GPU")
-        return torch.device(found, torch.cuda.current_device()) if found == "cuda" else torch.device("cpu")
-    try:
-        where = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(
-            f"device: got {device!r}, expected 'cpu' or 'cuda'{did_you_mean(str(device), ['cpu', 'cuda'])}"
-        ) from None
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {str(device)!r}, expected 'cpu' or 'cuda'")
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device: got {str(device)!r}, but torch sees no GPU: use device='cpu', or install CUDA"
-        )
-    if where.type == "cuda" and where.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return where
 
 
 def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:

@@ -16,7 +16,8 @@ from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program, ProgramCache, batch_key, make_plan, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
-from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.accelerator import available_bytes
+from zfunc.runtime.host_memory import available_host_bytes
 
 STEPS = 32  # ratios that are tried
 HEADROOM = 0.05  # of what is free, left free: an allocator cannot use every byte
@@ -32,7 +33,7 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     """
     spec = specialize(program, example).spec
     on_cpu = program.device.type == "cpu"
-    there = available_host_bytes() if on_cpu else available_device_bytes(program.device)
+    there = available_host_bytes() if on_cpu else available_bytes(program.device)
 
     def needed(spec: StepSpec) -> int:
         peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))

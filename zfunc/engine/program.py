@@ -34,9 +34,10 @@ from zfunc.engine.state import State, allocate_regions
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
+from zfunc.runtime.accelerator import available_bytes, on_accelerator, unplanned_bytes
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
-from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
@@ -307,10 +308,11 @@ def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier,
     """Raise OutOfMemory if `needed`, less what is `held` already, is more than there is."""
     want = {tier: peak.nbytes - held.get(tier, 0) for tier, peak in needed.items()}
     host = want["host"] + want["pinned"]
-    on_cpu = program.device.type == "cpu"
+    on_cpu = not on_accelerator(program.device)
     checks = [("host", host + (want["device"] if on_cpu else 0), available_host_bytes())]
     if not on_cpu:
-        checks.append(("device", want["device"], available_device_bytes(program.device)))
+        free = available_bytes(program.device) - unplanned_bytes(program.device)
+        checks.append(("device", want["device"], free))
     for what, bytes_needed, there in checks:
         if bytes_needed > there:
             at = needed["device"].op if what == "device" or on_cpu else ""

@@ -57,6 +57,7 @@ class StepContext:
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
     applies_pending: bool  # the gradient of the step before
+    patience: float = 600.0  # seconds to wait for the device
 
     def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
         """What is decided of this step, which clips by `factor`."""

@@ -20,6 +20,7 @@ from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepConte
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
 from zfunc.engine.vjp import SegmentWeights
 from zfunc.optim.host_adam import accumulate_, square_sum
+from zfunc.runtime.accelerator import on_accelerator
 
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
@@ -87,7 +88,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     """Sum the squares of this rank's slice of a complete bucket, where it is."""
     (b,) = op.index
     grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
-    if grad.is_cuda:
+    if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         mem[op.write("squares")].copy_(norm.double().square_())

@@ -19,6 +19,7 @@ from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -173,5 +174,5 @@ def _flat(r: Region, ends: list[int], kind: torch.dtype, device: torch.device) -
     swept = r.role == "state" and device.type == "cpu"  # by the host's kernel, wherever it is
     if r.tier == "device" and not swept:
         return torch.zeros(ends[-1], dtype=kind, device=device)
-    pinned = r.tier == "pinned" and device.type == "cuda"
-    return alloc_host(ends[-1], kind, pinned=pinned, sweeps=[*pairwise(ends)])
+    pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None
+    return alloc_host(ends[-1], kind, pinned_for=pinned_for, sweeps=[*pairwise(ends)])

@@ -206,7 +206,8 @@ def _checked(
     held: dict[Tier, int] = {tier: peak.kept for tier, peak in special.memory.items()}
     check_memory(program, special.memory, held=held, action="train_step")
     check_ranks_agree(program, special, state, batch)
-    return evolve(options, faults=faults_at(options.faults, program.ranks.rank, number))
+    watch = program.ranks.watch if program.ranks.world > 1 else None
+    return evolve(options, faults=faults_at(options.faults, program.ranks.rank, number), watch=watch)
 
 
 def _leave(program: Program, state: State, batch: tuple[Any, Any], error: BaseException) -> None:
@@ -294,6 +295,7 @@ def _step(program: Program, special: ShapedProgram, state: State, number: int) -
         randomness=randomness,
         ranks=ranks,
         applies_pending=state.pending is not None,
+        patience=program.executor.patience,
     )
 
 

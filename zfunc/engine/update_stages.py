@@ -11,6 +11,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.regions import SHADOW
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
+from zfunc.runtime.accelerator import on_accelerator
 
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
@@ -68,7 +69,7 @@ def _update(
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
-    update = optimizer.device_update if grad.is_cuda else optimizer.host_update
+    update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     for first, last, decayed in step.layout.buckets[b].runs_within(mine.start, mine.stop):
         start, stop = first - mine.start, last - mine.start
         update(

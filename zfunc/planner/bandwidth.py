@@ -67,8 +67,8 @@ def _measure(seconds: float) -> Bandwidth:
             f"got {available_host_bytes():,} bytes available, expected {2 * nbytes:,}: stop what else uses memory"
         )
     n = nbytes // BYTES
-    kept = [alloc_host(n, torch.float32, pinned=False) for _ in range(3)]
-    grad, out = (alloc_host(n, torch.bfloat16, pinned=False) for _ in range(2))
+    kept = [alloc_host(n, torch.float32) for _ in range(3)]
+    grad, out = (alloc_host(n, torch.bfloat16) for _ in range(2))
     before = clocks()
     skeleton, adam = _turns(_skeleton(kept, grad, out), _adam(kept, grad, out), seconds=seconds)
     return Bandwidth(

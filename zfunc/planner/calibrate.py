@@ -31,8 +31,9 @@ from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
 from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, fit_line, handoff, middle_half
 from zfunc.planner.profile import Profile
+from zfunc.runtime.accelerator import available_bytes, device_count, device_name, on_accelerator
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
-from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import allowed_cpus, default_threads, local_ranks
 from zfunc.schedules import Overlapped
 
@@ -121,21 +122,21 @@ def _written(path: Path, data: bytes, nbytes: int) -> float:
 
 def machine_facts(program: Program, folder: Path) -> MachineFacts:
     """What the operating system tells of this machine, before the program takes any memory."""
-    device, cuda = program.device, program.device.type == "cuda"
+    device, has_own_memory = program.device, on_accelerator(program.device)
     cores, host = physical_cores(allowed_cpus()), available_host_bytes()
-    gpu = torch.cuda.get_device_name(device) if cuda else None
+    gpu = device_name(device)
     return MachineFacts(
         title=", ".join(str(x) for x in (gpu, cpu_model() or platform.machine(), f"{cores} cores") if x),
         precision=program.settings.precision,
-        devices=torch.cuda.device_count() if cuda else cores,
+        devices=device_count(device) if has_own_memory else cores,
         cores=cores,
         memory={
-            "device": available_device_bytes(device) if cuda else host,
+            "device": available_bytes(device) if has_own_memory else host,
             "host": host,
             "disk": shutil.disk_usage(folder).free,
         },
-        unified=not cuda,
-        threads={} if cuda else _threads(),
+        unified=not has_own_memory,
+        threads={} if has_own_memory else _threads(),
         world=program.ranks.world,
         local_ranks=min(local_ranks(), program.ranks.world),
     )

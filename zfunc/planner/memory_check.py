@@ -18,7 +18,8 @@ from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
-from zfunc.runtime.host_memory import available_device_bytes, available_host_bytes
+from zfunc.runtime.accelerator import available_bytes
+from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.units import format_gigabytes
 
@@ -31,7 +32,7 @@ def local_hardware(program: Program) -> Hardware:
     room = {"host": max(1, available_host_bytes() // ranks)}
     if program.device.type == "cpu":
         return evolve(ROUND, name="this machine", memory=room, unified=True)
-    device = max(1, available_device_bytes(program.device))
+    device = max(1, available_bytes(program.device))
     return evolve(ROUND, name="this machine", memory={**room, "device": device})
 
 

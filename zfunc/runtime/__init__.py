@@ -1,6 +1,7 @@
 """The machine: it runs a plan here, and knows no layer and no optimizer.
 
     executor            a plan's lanes as threads and streams
+    accelerator         the device that computes: which one, waiting for it, its memory
     access_guard        debug mode: operations touch only the regions they declare
     fault_injection     failures on purpose, at a rank, step and operation
     rng                 random numbers as a function of key, pass and draw

@@ -7,14 +7,16 @@ which `zfunc.engine.rank_agreement` compares, and only the network lane issues c
 A collective that a rank does not come to fails on all others with RankError, which names it
 (`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,
 else when the group's time-out is over. The roll call adds SETTLE seconds at most, after a time-out SETTLE_LATE, and
-a little if the store fails. That is so for tensors on the host. One on a GPU is only issued here, and it is NCCL's
-watchdog that ends the process after the same time-out.
+a little if the store fails. A collective of tensors on an accelerator is only issued here; whoever waits for the
+device asks `RankGroup.watch`, which notices the same, and aborts the group so that the device gets free.
 """
 
 import hashlib
 import logging
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -26,6 +28,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zfunc.errors import RankError
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom
 
 log = logging.getLogger("zfunc")
@@ -65,6 +68,8 @@ class RankGroup:
     members: tuple[int, ...] = (0,)  # number in the job of each rank of the group
     store: Any = None  # torch.distributed.Store of the group
     process: int = field(factory=os.getpid)
+    queued: deque[tuple[str, float, Any]] = field(factory=deque)  # what, since when, torch.distributed.Work
+    _watching: threading.Lock = field(factory=threading.Lock)
 
     @classmethod
     def of(cls, group: Any = None) -> "RankGroup":
@@ -101,8 +106,10 @@ class RankGroup:
         What the rest of `full` becomes is not said. `mine` may be a view of it.
         """
         self.sent += (self.world - 1) * mine.nbytes
-        if full.is_cuda:
-            self._issue("reduce_scatter", lambda: _reduce_scatter(mine, full, group=self.group))
+        if on_accelerator(full.device):
+            self._queue(
+                "reduce_scatter", lambda: _reduce_scatter(mine, full, group=self.group, async_op=True)
+            )
             return
         # gloo's own is this all-reduce too, of a copy, as a work that cannot be waited for piece by piece.
         self._wait_for("reduce_scatter", lambda: dist.all_reduce(full, group=self.group, async_op=True))
@@ -113,8 +120,8 @@ class RankGroup:
     def all_gather(self, full: Tensor, mine: Tensor) -> None:
         """`full` [world * mine.numel()] becomes the slices of all ranks, of which `mine` is this one's."""
         self.sent += (self.world - 1) * mine.nbytes
-        if full.is_cuda:
-            self._issue("all_gather", lambda: _all_gather(full, mine, group=self.group))
+        if on_accelerator(full.device):
+            self._queue("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
         else:
             self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
 
@@ -122,13 +129,13 @@ class RankGroup:
         """The sums of these numbers over the ranks, in double; the same bits on each."""
         if self.world == 1:
             return list(values)
-        total = torch.tensor(values, dtype=torch.float64)
+        total = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._all_reduce(total)
         return total.tolist()
 
     def same(self, number: int) -> bool:
         """Whether all ranks pass the same number, below 2^62; the same answer on each."""
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device="cpu")
         self._all_reduce(extremes, dist.ReduceOp.MAX)
         highest, lowest = extremes.tolist()
         return highest == -lowest
@@ -140,9 +147,9 @@ class RankGroup:
         data = text.encode(errors="surrogatepass")
         sizes = self._sizes(len(data))
         longest = max(1, *sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
+        mine = torch.zeros(longest, dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else mine[:0]
-        full = torch.empty(self.world * longest, dtype=torch.uint8)
+        full = torch.empty(self.world * longest, dtype=torch.uint8, device="cpu")
         self._wait_for("all_gather", lambda: _all_gather(full, mine, group=self.group, async_op=True))
         rows = full.view(self.world, longest)
         return [
@@ -152,8 +159,8 @@ class RankGroup:
 
     def _sizes(self, size: int) -> list[int]:
         """The sizes of all ranks, each sent with its complement: what is no size is not taken for one."""
-        sizes = torch.zeros(self.world, 2, dtype=torch.int64)
-        sizes[self.rank] = torch.tensor([size, ~size])
+        sizes = torch.zeros(self.world, 2, dtype=torch.int64, device="cpu")
+        sizes[self.rank] = torch.tensor([size, ~size], device="cpu")
         self._all_reduce(sizes)
         for rank, (n, complement) in enumerate(sizes.tolist()):
             if complement != ~n or not 0 <= n <= MOST_TEXT:
@@ -224,6 +231,51 @@ class RankGroup:
             self._give_up(what, begun, "late" if "timed out" in str(error).lower() else "broken", error)
         if not finished:
             self._give_up(what, begun, "told")
+
+    def _queue(self, what: str, issue: Callable[[], Any]) -> None:
+        """Issue a collective of an accelerator's tensors on its current stream, and remember it for `watch`."""
+        work = self._issue(what, issue)
+        work.wait()  # of the stream, not of the host
+        self.queued.append((what, time.monotonic(), work))
+
+    def watch(self) -> bool:
+        """Whether a collective is under way on the device, asked by those who wait for the device.
+
+        Raises RankError, after aborting the group, where another rank has given up, where the time-out is over, or
+        where the collective failed.
+        """
+        if not self._watching.acquire(blocking=False):
+            return True  # another lane asks just now
+        try:
+            return self._watch()
+        finally:
+            self._watching.release()
+
+    def _watch(self) -> bool:
+        try:
+            while self.queued and self.queued[0][2].is_completed():
+                self.queued.popleft()
+        except RuntimeError as error:
+            self._abort("broken", error)
+        if not self.queued:
+            return False
+        _, begun, _ = self.queued[0]
+        try:
+            if self.store is not None and self.roll.failed():
+                self._abort("told")
+        except StoreLost as lost:
+            self._abort("broken", lost)
+        if self.store is not None and time.monotonic() - begun > self.store.timeout / timedelta(seconds=1):
+            self._abort("late")
+        return True
+
+    def _abort(self, sign: Symptom, error: Exception | None = None) -> NoReturn:
+        what, begun, _ = self.queued[0]
+        try:
+            self._give_up(what, begun, sign, error)
+        finally:
+            self.queued.clear()
+            (self.group or dist.group.WORLD).abort()
 
     def _issue(self, what: str, issue: Callable[[], Any]) -> Any:
         if self.process != os.getpid():

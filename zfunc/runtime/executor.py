@@ -1,12 +1,14 @@
-"""Run a plan: lanes as threads and, on CUDA, one persistent stream each.
+"""Run a plan: lanes as threads and, on an accelerator, one persistent stream each.
 
 The policy:
 
 - The lane that holds the compute runs on the calling thread; each other has a thread, made once.
-- An operation of kind "host" or "disk" is finished when its stage returns. Any other, on CUDA, is only issued
-  then: it runs on its lane's stream and is finished when the event recorded after it is.
-- A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream blocks
-  its thread; a wait for the host is a flag between threads.
+- An operation of kind "host" or "disk" is finished when its stage returns. Any other, on an accelerator, is only
+  issued then: it runs on its lane's stream and is finished when the event recorded after it is.
+- A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream polls its
+  event, until `patience` ends; a wait for the host is a flag between threads.
+- A device reports an error late, to whichever operation looks next. In debug mode every operation is finished
+  before the next of its lane, so the error names the operation it came from.
 - A region that is not kept is dropped after its last access, so memory is what `zfunc.core.memory_model` counts.
 
 The invariant: the executor knows no verb. What it may not reorder, it takes from the plan.
@@ -30,7 +32,8 @@ from attrs import define, field, frozen
 from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
-from zfunc.errors import ExecutionError, LaneTimeout
+from zfunc.errors import ExecutionError, LaneTimeout, RankError
+from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, work_on
 from zfunc.runtime.access_guard import AccessGuard, tensors
 from zfunc.runtime.fault_injection import Fault
 from zfunc.runtime.team_binding import bind_default_team
@@ -71,7 +74,7 @@ class PreparedPlan:
     main: int
     sweeping: frozenset[int]  # lanes of host operations without compute beside them
     accesses: dict[Region, int]
-    events: dict[int, torch.cuda.Event]
+    events: dict[int, torch.Event]
 
 
 @define(eq=False)
@@ -87,20 +90,26 @@ class RunningStep:
     left: dict[Region, int]
     started: set[int]
     lock: threading.Lock = field(factory=threading.Lock)
+    one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
     running: dict[str, str] = field(factory=dict)  # lane -> operation
     spans: list[tuple[int, float, float]] = field(factory=list)  # position, seconds since the origin
-    timed: dict[int, tuple[torch.cuda.Event, torch.cuda.Event]] = field(factory=dict)
+    timed: dict[int, tuple[torch.Event, torch.Event]] = field(factory=dict)
 
 
 @frozen
 class RunOptions:
-    """How to run: with delays, with only declared regions, with device times, with faults (all happen)."""
+    """How to run: with delays, with only declared regions, with device times, with faults (all happen).
+
+    `watch` is asked now and then while the host waits for the device: it raises where that is in vain, and says
+    whether a collective is under way, for which the wait is as long again.
+    """
 
     jitter: Jitter | None = None
     debug: bool = False
     trace: bool = False
     faults: tuple[Fault, ...] = ()  # of this rank and step
+    watch: Callable[[], bool] | None = None
 
 
 @frozen
@@ -120,7 +129,7 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
             f"got operations {missing} in the plan, expected verbs with a stage: {sorted(stages)}. Add a "
             "function for each to the table of stages"
         )
-    cuda = device.type == "cuda"
+    streams = on_accelerator(device)
     awaited = {n for waits in plan.waits for n in waits}
     accesses: dict[Region, int] = {}
     lanes: list[tuple[IssuedOp, ...]] = []
@@ -131,13 +140,13 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
             drops = tuple(r for r in op.regions if not r.kept)
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
-            on_stream = cuda and op.kind not in HOST_CODE
+            on_stream = streams and op.kind not in HOST_CODE
             items.append(IssuedOp(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
         lanes.append(tuple(items))
     kinds = [{x.op.kind for x in items} for items in lanes]
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
     sweeping = frozenset(n for n, of in enumerate(kinds) if "host" in of and "compute" not in of)
-    events = {i: torch.cuda.Event() for i in awaited if cuda and plan.graph.ops[i].kind not in HOST_CODE}
+    events = {i: torch.Event(device) for i in awaited if streams and plan.graph.ops[i].kind not in HOST_CODE}
     return PreparedPlan(plan, tuple(lanes), compute[0] if compute else 0, sweeping, accesses, events)
 
 
@@ -151,7 +160,7 @@ class Executor:
         self.device = device
         self.patience = patience
         self._process = 0  # that has made a step
-        self._streams: dict[str, torch.cuda.Stream] = {}
+        self._streams: dict[str, torch.Stream] = {}
         self._threads: dict[str, SimpleQueue[Any]] = {}
         # The first call in a process turns MKL's dynamic teams off, for every thread: the bits of a product
         # change with it. Made here, it has happened before any step, whatever lanes come later.
@@ -193,9 +202,7 @@ class Executor:
             self._fail(run, error)
             for n in handed:  # what is running may still write: the caller must not look before it has ended
                 done[n].wait(0 if isinstance(error, LaneTimeout) else self.patience)
-            raise
-        finally:
-            self._synchronize()
+        self._finish(run)
         if run.failure is not None:
             raise run.failure
         host = sum(end - start for i, start, end in run.spans if plan.graph.ops[i].kind == "host")
@@ -210,23 +217,28 @@ class Executor:
                 'the first step, or start the child with multiprocessing.get_context("spawn")'
             )
 
-    def _begin(self, plan: Plan, options: RunOptions) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
+    def _begin(self, plan: Plan, options: RunOptions) -> torch.Event | None:
+        if not on_accelerator(self.device):
             return None
-        here = torch.cuda.current_stream(self.device)
+        caller = torch.accelerator.current_stream(self.device)
         for lane in plan.lanes:
-            stream = self._stream(lane.name)
-            stream.wait_stream(here)  # what the caller has issued comes first
+            self.stream(lane.name).wait_stream(caller)  # what the caller has queued comes first
         if not options.trace:
             return None
-        base = torch.cuda.Event(enable_timing=True)
-        base.record(here)
-        base.synchronize()
+        base = torch.Event(self.device, enable_timing=True)
+        base.record(caller)
+        if not poll(base.query, self.patience):
+            raise LaneTimeout(
+                f"the device has not done what was queued before the step in {self.patience:g} s"
+            )
         return base
 
-    def _stream(self, lane: str) -> torch.cuda.Stream:
+    def stream(self, lane: str) -> torch.Stream | None:
+        """The stream of a lane; None on the CPU."""
+        if not on_accelerator(self.device):
+            return None
         if lane not in self._streams:
-            self._streams[lane] = torch.cuda.Stream(self.device)
+            self._streams[lane] = torch.Stream(self.device)
         return self._streams[lane]
 
     def _thread(self, lane: str) -> "SimpleQueue[Any]":
@@ -243,15 +255,50 @@ class Executor:
                 self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
             raise run.failure or AssertionError
 
-    def _synchronize(self) -> None:
-        for stream in self._streams.values():
-            stream.synchronize()
+    def _finish(self, run: RunningStep) -> None:
+        """Wait until the streams are done, and note what goes wrong; a failure of before is the one that counts."""
+        for lane in run.prepared.plan.lanes:
+            stream = self._streams.get(lane.name)
+            if stream is None or isinstance(run.failure, LaneTimeout | RankError):
+                continue  # the device hangs, or its collectives do
+            try:
+                self._wait_for_device(run, stream.query, "the end of the step", f"lane {lane.name}")
+            except BaseException as error:
+                self._fail(run, _device_error(error, "the end of the step", self.device))
+
+    def _wait_for_device(self, run: RunningStep, done: Callable[[], bool], waiter: str, awaited: str) -> None:
+        """Poll until `done()`. Raises LaneTimeout when patience ends, and what `options.watch` raises."""
+        collective = False
+
+        def in_vain() -> bool:
+            nonlocal collective
+            collective = run.options.watch is not None and run.options.watch()
+            return run.failure is not None
+
+        finished = poll(done, self.patience, in_vain) or (collective and poll(done, self.patience, in_vain))
+        if not finished and run.failure is None:
+            raise LaneTimeout(
+                f"{waiter} waited {self.patience:g} s for {awaited}, which the device has been given and has not "
+                f"finished{self._unfinished(run)}: the step was stopped. The device hangs, or needs more patience"
+            )
+
+    def _unfinished(self, run: RunningStep) -> str:
+        """The first operation of every lane that the device has not finished, of those that others wait for."""
+        names = (
+            next((x.op.name for x in items if x.position in run.started and self._pending(run, x)), "")
+            for items in run.prepared.lanes
+        )
+        listed = ", ".join(x for x in names if x)
+        return f" (unfinished: {listed})" if listed else ""
+
+    def _pending(self, run: RunningStep, item: IssuedOp) -> bool:
+        event = run.prepared.events.get(item.position)
+        return event is not None and run.flags[item.position].is_set() and not event.query()
 
     def _drive(self, run: RunningStep, n: int) -> None:
         """Issue the operations of one lane in order; on an exception stop every lane."""
         lane = run.prepared.plan.lanes[n].name
-        cuda = self.device.type == "cuda"
-        stream = self._stream(lane) if cuda else None
+        stream = self.stream(lane)
         random = Random(f"{run.options.jitter.seed} {lane}") if run.options.jitter else None
         previous: IssuedOp | None = None
         item: IssuedOp | None = None
@@ -260,23 +307,34 @@ class Executor:
                 n in run.prepared.sweeping and n != run.prepared.main
             ):  # the caller's thread is not ours to bind
                 bind_default_team()
-            with torch.no_grad(), torch.cuda.stream(stream) if stream else nullcontext():
+            with torch.no_grad(), work_on(stream):
                 for item in run.prepared.lanes[n]:
                     self._await(run, item, lane, stream)
+                    if (
+                        stream is not None
+                        and previous is not None
+                        and previous.on_stream
+                        and not item.on_stream
+                    ):
+                        self._wait_for_device(run, stream.query, item.op.name, previous.op.name)  # FIFO
                     if run.failure is not None:
                         return
-                    if previous is not None and previous.on_stream and not item.on_stream:
-                        stream.synchronize()  # type: ignore[union-attr]  # FIFO: the one before has to finish
                     if random is not None:
-                        time.sleep(random.random() * run.options.jitter.seconds)  # type: ignore[union-attr]
+                        self._delay(item, random, run.options.jitter)  # type: ignore[arg-type]
                     if n != run.prepared.main:
                         self._size_team(item)
                     self._issue(run, item, lane, stream)
                     previous = item
         except BaseException as error:  # also an interrupt: no lane may be left running
-            self._fail(run, _named(error, item, lane))
+            self._fail(run, _named(error, item, lane, self.device, run.options.debug))
         finally:
             run.running.pop(lane, None)
+
+    def _delay(self, item: IssuedOp, random: Random, jitter: Jitter) -> None:
+        """Of the host before it issues the operation, and of the device before it begins it."""
+        time.sleep(random.random() * jitter.seconds)
+        if item.on_stream:
+            delay_stream(self.device, random.random() * jitter.seconds)
 
     def _size_team(self, item: IssuedOp) -> None:
         """The OpenMP team of a lane's thread: on any lane compute has the caller's, or the bits of a product
@@ -291,7 +349,7 @@ class Executor:
         if torch.get_num_threads() != wanted:
             torch.set_num_threads(wanted)
 
-    def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
         for i in item.waits:
             if self._in_vain(run, run.flags[i]):
                 other, _ = run.prepared.plan.place[i]
@@ -301,8 +359,12 @@ class Executor:
                     _waiting(what, run.prepared.plan.lanes[other].name, run, self.patience, name)
                 )
             event = run.prepared.events.get(i)
-            if event is not None and run.failure is None:
-                stream.wait_event(event) if item.on_stream else event.synchronize()  # type: ignore[union-attr]
+            if event is None or run.failure is not None or run.options.debug:  # in debug mode it is finished
+                continue
+            if item.on_stream:
+                stream.wait_event(event)  # type: ignore[union-attr]
+            else:
+                self._wait_for_device(run, event.query, item.op.name, run.prepared.plan.graph.ops[i].name)
 
     def _in_vain(self, run: RunningStep, flag: threading.Event) -> bool:
         """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
@@ -319,14 +381,14 @@ class Executor:
         graph = run.prepared.plan.graph
         return {graph.ops[graph.position[name]].kind for name in list(run.running.values())}
 
-    def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.cuda.Stream | None) -> None:
+    def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
         run.running[lane] = item.op.name
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
         if item.on_stream:
             _share(run.mem, item, stream)
         if timed:
-            pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            pair = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
             run.timed[item.position] = pair
             pair[0].record(stream)
         start = time.perf_counter()
@@ -334,9 +396,12 @@ class Executor:
             if fault.op == item.op.name:
                 fault.happen()
         if run.options.debug:
-            guard = AccessGuard(item.op, run.mem)
-            item.stage(item.op, guard, run.step)
-            guard.check()
+            with run.one_at_a_time if item.on_stream else nullcontext():
+                guard = AccessGuard(item.op, run.mem)
+                item.stage(item.op, guard, run.step)
+                if item.on_stream:
+                    self._wait_for_device(run, stream.query, "debug mode", item.op.name)  # type: ignore[union-attr]
+                guard.check()
         else:
             item.stage(item.op, run.mem, run.step)
         run.spans.append((item.position, start - run.origin, time.perf_counter() - run.origin))
@@ -379,18 +444,42 @@ def _share(mem: Mapping[Region, Any], item: IssuedOp, stream: Any) -> None:
     """Tell the allocator about tensors that come and go and are used on a stream they were not made on."""
     for r in item.drops:
         for t in tensors(mem.get(r)):
-            if t.is_cuda:
+            if on_accelerator(t.device):
                 t.record_stream(stream)
 
 
-def _named(error: BaseException, item: IssuedOp | None, lane: str) -> BaseException:
+def _named(
+    error: BaseException, item: IssuedOp | None, lane: str, device: torch.device, debug: bool
+) -> BaseException:
     """The error as train_step raises it: zfunc's own and interrupts as they are, the rest with the operation."""
     own = type(error).__module__.startswith("zfunc.") or not isinstance(error, Exception)
     if own or item is None:
         return error
+    if isinstance(error, torch.AcceleratorError) and not debug:
+        return _device_error(error, f"{item.op.name} on lane {lane}", device)
     named = ExecutionError(f"{item.op.name} on lane {lane}: {type(error).__name__}: {error}")
     named.__cause__ = error
     return named
+
+
+def _device_error(error: BaseException, noticed: str, device: torch.device) -> BaseException:
+    """An error that the device reported some time after its operation."""
+    if not isinstance(error, torch.AcceleratorError):
+        return error
+    late = ExecutionError(
+        f"{noticed}: the device reports {str(error).strip()}. It does so late: an earlier operation may be the "
+        f"cause. zfunc.train_step(..., debug=True) finds which{_recovery(device)}"
+    )
+    late.__cause__ = error
+    return late
+
+
+def _recovery(device: torch.device) -> str:
+    try:
+        torch.accelerator.current_stream(device).query()
+    except RuntimeError:
+        return ", in a new process: this one cannot use the device any more"
+    return ""
 
 
 def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
@@ -402,7 +491,7 @@ def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = 
     )
 
 
-def _timeline(run: RunningStep, base: torch.cuda.Event | None) -> Timeline:
+def _timeline(run: RunningStep, base: torch.Event | None) -> Timeline:
     plan = run.prepared.plan
     times = {i: (start, end) for i, start, end in run.spans}
     if base is not None:

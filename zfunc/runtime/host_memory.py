@@ -1,19 +1,17 @@
-"""What this machine has: free memory, and the one allocator of the buffers the host sweeps over."""
+"""Host memory: how much is free, and the one allocator of the buffers the host sweeps over."""
 
 import mmap
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from zfunc.runtime.host_pages import PAGE, HostPages, map_pages, touch
+from zfunc.runtime.accelerator import pin
+from zfunc.runtime.host_pages import PAGE, map_pages, touch
 from zfunc.runtime.numa import first_touches
 from zfunc.runtime.thread_budget import default_numa_slots, default_threads
 
-PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device, whichever is current
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -30,45 +28,37 @@ def available_host_bytes() -> int:
     return max(0, min(available, limit - used + int(cached.get("inactive_file", 0))))
 
 
-def available_device_bytes(device: torch.device) -> int:
-    """Memory of a CUDA device this process may still take, in bytes; what torch has cached and not used counts."""
-    free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
 def alloc_host(
-    numel: int, dtype: torch.dtype, *, pinned: bool, sweeps: Sequence[tuple[int, int]] = ()
+    numel: int,
+    dtype: torch.dtype,
+    *,
+    pinned_for: torch.device | None = None,
+    sweeps: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """A zeroed host tensor [numel] for what the host sweeps over, in pages of its own, at its exact size.
 
     Its pages are there when it returns: each touched first from the NUMA node whose thread will sweep over it.
-    `sweeps` are the elements (start, stop) one call of the kernel covers, ascending; () is one over all. Pinned
-    buffers are registered with CUDA: torch's caching pinned allocator would round the size up to a power of two,
-    nearly doubling a large one. Raises MemoryError where there is no room, RuntimeError if CUDA refuses.
+    `sweeps` are the elements (start, stop) one call of the kernel covers, ascending; () is one over all. With
+    `pinned_for` an accelerator, the pages are locked in place for its copies. Where its driver has no call for
+    that, the memory is of torch's pinned allocator, which rounds up to a power of two and knows no NUMA nodes.
+    Raises MemoryError where there is no room, RuntimeError if the driver refuses.
 
-    >>> alloc_host(3, torch.float32, pinned=False)
+    >>> alloc_host(3, torch.float32)
     tensor([0., 0., 0.])
     """
     nbytes = numel * dtype.itemsize
-    if not numel or (nbytes < PAGE and not pinned):
+    if not numel or (nbytes < PAGE and pinned_for is None):
         return torch.zeros(numel, dtype=dtype, device="cpu")
     pages, slots = map_pages(nbytes), default_numa_slots()
     threads = default_threads()
     touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), slots)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
-    if pinned:
-        _pin(pages)
-    return tensor
-
-
-def _pin(pages: HostPages) -> None:
+    if pinned_for is None:
+        return tensor
     # A fork would leave this process copies of pages it writes to, and the device the ones it knows.
     pages.madvise(mmap.MADV_DONTFORK)
-    runtime: Any = torch.cuda.cudart()
-    code = int(runtime.cudaHostRegister(pages.address, len(pages), PORTABLE))
-    if code:
-        raise RuntimeError(
-            f"got CUDA error {code} when pinning {len(pages):,} bytes, expected room for them: raise the limit of "
-            "locked memory (ulimit -l), or lower bucket_size"
-        )
-    pages.release = partial(runtime.cudaHostUnregister, pages.address)
+    release = pin(pinned_for, pages.address, len(pages))
+    if release is None:
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
+    pages.release = release
+    return tensor

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zfunc.errors import RankError
+from zfunc.runtime.accelerator import accelerator_type
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.rendezvous import fresh_store
 from zfunc.runtime.thread_budget import local_rank, world_size
@@ -26,8 +27,6 @@ VARIABLE = "ZFUNC_TIMEOUT"
 
 def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
     """How long a collective waits: ZFUNC_TIMEOUT seconds, or TIMEOUT. Raises ValueError for what is no such time.
-
-    gloo raises then; NCCL's watchdog ends the process.
 
     >>> timeout({"ZFUNC_TIMEOUT": "90"})
     datetime.timedelta(seconds=90)
@@ -50,24 +49,30 @@ def timeout(environment: Mapping[str, str] = os.environ) -> timedelta:
 def process_group() -> Iterator[RankGroup]:
     """The ranks of this job: those of the default process group, made from torchrun's environment.
 
-    On GPUs a rank uses the device numbered LOCAL_RANK; NCCL moves what is there, gloo what is on the host.
+    With accelerators a rank uses the device numbered LOCAL_RANK, or the only one its launcher shows it. Collectives
+    on the device are of its own backend (NCCL on CUDA), those on the host gloo's. One on the device that waits in
+    vain is given up by `RankGroup.watch`, not by NCCL's watchdog, which would end the process without a word:
+    TORCH_NCCL_ASYNC_ERROR_HANDLING is 0 unless it is set.
     """
     if world_size() == 1:
         yield RankGroup()
         return
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(local_rank())
+    device, backend = _own_device(), "gloo"
+    if device is not None:
+        torch.accelerator.set_device_index(device.index)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     patience = timeout()
     try:
         store, rank, world = next(dist.rendezvous("env://", timeout=patience))
         store.set_timeout(patience)
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            backend,
             store=fresh_store(store, rank, world),
             rank=rank,
             world_size=world,
             timeout=patience,
+            device_id=device if device is not None and device.type == "cuda" else None,  # NCCL connects now
         )
     except dist.DistError as error:
         raise RankError(
@@ -78,3 +83,17 @@ def process_group() -> Iterator[RankGroup]:
         yield RankGroup.of()
     finally:
         dist.destroy_process_group()
+
+
+def _own_device() -> torch.device | None:
+    """This rank's accelerator, or None. A launcher may show each rank all of the machine's, or one of its own."""
+    kind = accelerator_type()
+    if kind is None:
+        return None
+    seen, wanted = torch.accelerator.device_count(), local_rank()
+    if wanted >= seen > 1:
+        raise RankError(
+            f"got LOCAL_RANK={wanted}, expected one below {seen}, the {kind} devices this rank sees: start no more "
+            "ranks than devices"
+        )
+    return torch.device(kind, wanted if seen > 1 else 0)

@@ -26,6 +26,7 @@ from zfunc.engine.state import State
 from zfunc.engine.train_step import Metrics, flush, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.kv_cache import KVCache
+from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
 from zfunc.runtime.fault_injection import Fault, from_environment
 from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.events import (
@@ -66,8 +67,7 @@ def train_events(
     CheckpointError if what is to be loaded cannot be, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = host_bytes()
-    if job.program.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(job.program.device)
+    reset_peak(job.program.device)
     loop = _Loop(job, stop, start)
     yield from loop.begin()
     while not loop.ended:
@@ -145,7 +145,6 @@ class _Loop:
         elapsed = yield from self._settle(number)
         if metrics.skipped:
             yield Overflowed(number, scale, self.state.loss_scale)
-        cuda = self.program.device.type == "cuda"
         yield Stepped(
             step=number,
             total=self.progress.budget.total,
@@ -157,7 +156,7 @@ class _Loop:
             tokens_per_second=settings.batch_size * settings.seq_length / seconds,
             seconds=metrics.seconds,
             host_seconds=metrics.host_seconds,
-            device_bytes=torch.cuda.memory_allocated(self.program.device) if cuda else 0,
+            device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
             seconds_left=self.progress.budget.left(number, elapsed),
             held_out=self.held_out,
@@ -377,6 +376,6 @@ def _peaks(program: Program, before: int) -> dict[str, int]:
     """Measured: of the process what it took since `before`, in which torch itself had its part already."""
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = {"process": highest, "host": max(0, highest - before)}
-    if program.device.type == "cuda":
-        peaks["device"] = torch.cuda.max_memory_allocated(program.device)
+    if on_accelerator(program.device):
+        peaks["device"] = peak_bytes(program.device)
     return peaks

@@ -33,7 +33,7 @@ from zfunc.options import (
     zero_or_more,
 )
 
-DEVICES = ("auto", "cpu", "cuda")
+DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 LOG_STYLES = ("zfunc", "deepspeed")
 LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
 TOKEN_TYPES = ("uint16", "uint32")
@@ -45,10 +45,11 @@ SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that 
 
 def _device(name: str, value: Any) -> None:
     kind, colon, index = value.partition(":")
-    if kind not in DEVICES or (colon and not (kind == "cuda" and index.isdecimal())):
-        hint = did_you_mean(kind, list(DEVICES)) or ": choose one of them"
+    hint = "" if kind in DEVICES else did_you_mean(kind, list(DEVICES))
+    if hint or not kind.isidentifier() or (colon and (kind in ("auto", "cpu") or not index.isdecimal())):
         raise ValueError(
-            f"{name}: got {value!r}, expected {', '.join(DEVICES)}, or cuda:N for one of several{hint}"
+            f"{name}: got {value!r}, expected {', '.join(DEVICES)}, another device of torch, or cuda:N for one of "
+            f"several{hint or ': choose one of them'}"
         )
 
 

@@ -18,14 +18,16 @@ from attrs import evolve, field, frozen
 from zfunc._version import __version__
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import STATE_FORMATS
-from zfunc.engine.compile import compile, pick_device
+from zfunc.engine.compile import compile
 from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.lr import linear_warmup, warmup_cosine
+from zfunc.options import AUTO
 from zfunc.planner.memory_check import check_fits
+from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.cpu_topology import cpu_model
 from zfunc.runtime.host_memory import available_host_bytes
@@ -157,20 +159,10 @@ def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
 
 def resolve_settings(settings: TrainSettings) -> TrainSettings:
     """The settings with device, precision and bucket size chosen for this machine."""
-    device = pick_device(None if settings.device == "auto" else settings.device)
-    cuda = device.type == "cuda"
-    if cuda and settings.device in ("auto", "cuda"):
-        device = torch.device("cuda", torch.cuda.current_device())  # that of this rank
-    precision = settings.precision
-    if precision == "auto":
-        precision = _fast_precision() if cuda else "fp32"
-    bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if cuda else CPU_BUCKET_SIZE)
+    device = pick_device(settings.device)
+    precision = best_precision(device) if settings.precision == AUTO else settings.precision
+    bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if on_accelerator(device) else CPU_BUCKET_SIZE)
     return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
-
-
-def _fast_precision() -> str:
-    """The 16 bits that the GPU computes in; torch would emulate bf16 on an older one."""
-    return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
 def gpt_config(settings: GPTFlags) -> GPTConfig:
@@ -236,7 +228,7 @@ def machine_record(device: torch.device) -> dict[str, Any]:
         "cpu": cpu_model() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": device_name(device),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "zfunc": __version__,

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from zfunc.models.kv_cache import KVCache
+from zfunc.runtime.accelerator import fuses_grouped_queries
 
 NAME = "zfunc"  # by which transformers knows it
 _FUSED_GQA = 256  # features of a head, at most, for flash attention
@@ -91,7 +92,7 @@ def attend(
 
 def _takes_groups(key: Tensor) -> bool:
     """Whether a kernel that keeps no scores takes fewer heads of keys than of queries."""
-    return key.shape[-1] <= _FUSED_GQA and (not key.is_cuda or key.dtype.itemsize == 2)
+    return key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
 
 
 def _seen(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:

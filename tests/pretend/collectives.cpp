@@ -1,0 +1,84 @@
+// Ranks with pretend devices: a c10d backend that queues gloo's collectives on the caller's current stream, as NCCL
+// does with its own. A collective is issued, not done, when it returns, and waits for missing ranks for ever unless
+// the group is aborted.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/extension.h>
+
+#include "memory.h"
+
+namespace pretend {
+
+class QueuedWork final : public c10d::Work {
+ public:
+  explicit QueuedWork(Event done, c10::DeviceIndex device) : done_(std::move(done)), device_(device) {}
+  bool isCompleted() override { return done_->query(); }
+  bool wait(std::chrono::milliseconds) override {  // of the current stream, not of the host
+    current_stream(device_)->wait_for(done_);
+    return true;
+  }
+  void synchronize() override { wait(kNoTimeout); }
+
+ private:
+  Event done_;
+  c10::DeviceIndex device_;
+};
+
+class Collectives final : public c10d::Backend {
+ public:
+  explicit Collectives(c10::intrusive_ptr<c10d::Backend> gloo)
+      : Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)), aborted_(std::make_shared<std::atomic<bool>>(false)) {}
+  const std::string getBackendName() const override { return "pretend"; }
+  void abort() override { *aborted_ = true; }
+
+  c10::intrusive_ptr<c10d::Work> _allgather_base(at::Tensor& out, at::Tensor& in,
+                                                 const c10d::AllgatherOptions& options) override {
+    return queue(out, [gloo = gloo_, y = on_host(out), x = on_host(in), options]() mutable {
+      return gloo->_allgather_base(y, x, options);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                                                      const c10d::ReduceScatterOptions& options) override {
+    return queue(out, [gloo = gloo_, y = on_host(out), x = on_host(in), options]() mutable {
+      return gloo->_reduce_scatter_base(y, x, options);
+    });
+  }
+  c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
+                                           const c10d::AllreduceOptions& options) override {
+    std::vector<at::Tensor> host;
+    for (auto& t : tensors) host.push_back(on_host(t));
+    return queue(tensors.at(0), [gloo = gloo_, host, options]() mutable { return gloo->allreduce(host, options); });
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  std::shared_ptr<std::atomic<bool>> aborted_;
+
+  static at::Tensor on_host(const at::Tensor& t) {
+    return at::from_blob(stream_view(t.const_data_ptr()), t.sizes(), t.strides(), t.options().device(c10::kCPU));
+  }
+  template <class F>
+  c10::intrusive_ptr<c10d::Work> queue(const at::Tensor& t, F collective) {
+    auto* stream = current_stream(t.device().index());
+    ++launches;
+    stream->put([collective, aborted = aborted_]() mutable {
+      if (*aborted) return fail("the group was aborted");
+      auto work = collective();
+      while (!work->isCompleted()) {
+        if (*aborted) return fail("the group was aborted");
+        StreamQueue::sleep(1e-4);
+      }
+      work->wait();  // raises what went wrong
+    });
+    auto done = std::make_shared<EventState>();
+    stream->record(done);
+    return c10::make_intrusive<QueuedWork>(done, t.device().index());
+  }
+};
+
+}  // namespace pretend
+
+void bind_collectives(py::module_& m) {
+  using pretend::Collectives;
+  py::class_<Collectives, c10::intrusive_ptr<Collectives>, c10d::Backend>(m, "Collectives")
+      .def(py::init<c10::intrusive_ptr<c10d::Backend>>());
+}

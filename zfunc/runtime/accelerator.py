@@ -1,0 +1,258 @@
+"""The device that computes: the CPU, or whatever accelerator torch has (CUDA and ROCm, XPU, others).
+
+Written against `torch.accelerator`, `torch.Stream` and `torch.Event`. What torch has no neutral call for is in
+`VENDORS`, a table by device type; a type without a row gets the stated fallback. No other module asks what type a
+device is, beyond `on_accelerator`, but the launcher and doctor.
+"""
+
+import ctypes
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import torch
+from attrs import frozen
+
+from zfunc.core.settings import Precision
+from zfunc.errors import LaneTimeout, did_you_mean
+from zfunc.options import AUTO
+
+log = logging.getLogger("zfunc")
+
+CPU = torch.device("cpu")
+SPIN = 20e-6  # seconds that a wait for the device spins before it sleeps
+LONGEST_SLEEP = 1e-3  # seconds
+CHECK_EVERY = 0.5  # seconds between two looks at what else may have failed
+LIBRARIES = (
+    256 << 20
+)  # bytes that BLAS workspaces, collectives and lazily loaded kernels take outside of any plan
+
+# ---- which device ----------------------------------------------------------------------------------
+
+
+def on_accelerator(device: torch.device) -> bool:
+    """Whether work on `device` is queued on streams: on any but the CPU."""
+    return device.type != "cpu"
+
+
+def accelerator_type() -> str | None:
+    """The type of the accelerator that torch sees here ("cuda" for ROCm, too), or None."""
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None  # type: ignore[union-attr]
+
+
+def device_types() -> tuple[str, ...]:
+    """The device types a program can be compiled for here."""
+    found = accelerator_type()
+    return ("cpu", found) if found else ("cpu",)
+
+
+def pick_device(device: torch.device | str | None = None) -> torch.device:
+    """The device to train on, with its index: the one given, else the current accelerator, else the CPU.
+
+    What was chosen for None is logged. Raises ValueError for a device that is not on this machine, and for an
+    accelerator without streams.
+    """
+    types = device_types()
+    if device is None or device == AUTO:
+        kind = types[-1]
+        log.info("device: %s, because torch sees %s", kind, "one" if types[1:] else "no accelerator")
+        return pick_device(kind)
+    expected = f"expected {' or '.join(map(repr, types))}"
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        hint = did_you_mean(str(device), list(types))
+        raise ValueError(f"device: got {device!r}, {expected}{hint}") from None
+    if chosen.type not in types:
+        instead = "use device='cpu', or install a torch for this machine's accelerator"
+        raise ValueError(f"device: got {str(device)!r}, {expected}, which torch has here: {instead}")
+    if chosen.type == "cpu":
+        return CPU
+    count = torch.accelerator.device_count()
+    if chosen.index is None:
+        chosen = torch.device(chosen.type, torch.accelerator.current_device_index())
+    if chosen.index >= count:
+        raise ValueError(
+            f"device: got {str(chosen)!r}, expected {chosen.type}:0 to {chosen.type}:{count - 1}"
+        )
+    try:
+        torch.Stream(chosen)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"device: got {str(chosen)!r}, which has no streams ({error}), expected an accelerator with streams: "
+            "use device='cpu'"
+        ) from error
+    return chosen
+
+
+def device_name(device: torch.device) -> str | None:
+    """What the maker calls the device, such as "NVIDIA H200"; None for the CPU, the type where nobody says."""
+    if not on_accelerator(device):
+        return None
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return name(device) if name else device.type
+
+
+def device_count(device: torch.device) -> int:
+    """How many devices of its type this process sees."""
+    return torch.accelerator.device_count() if on_accelerator(device) else 1
+
+
+def best_precision(device: torch.device) -> Precision:
+    """The fastest precision that `device` computes in: "fp32" on a CPU, "fp16" where bf16 would be emulated."""
+    if not on_accelerator(device):
+        return "fp32"
+    supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return "bf16" if supported is None or supported(including_emulation=False) else "fp16"
+
+
+def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether attention takes fewer key heads than query heads without making the product of all in memory."""
+    if not on_accelerator(device) or device.type != "cuda" or torch.version.hip:
+        return not on_accelerator(device)
+    return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+# ---- streams and events ----------------------------------------------------------------------------
+
+
+@contextmanager
+def work_on(stream: torch.Stream | None) -> Iterator[None]:
+    """A context in which this thread's work is queued on `stream`, of its device; None changes nothing."""
+    with nullcontext() if stream is None else stream:
+        yield
+
+
+@contextmanager
+def in_turn(stream: torch.Stream | None) -> Iterator[None]:
+    """`work_on(stream)`, after what the caller's stream has queued before and before what it queues next."""
+    if stream is None:
+        yield
+        return
+    outer = torch.accelerator.current_stream(stream.device)
+    stream.wait_stream(outer)
+    with stream:
+        yield
+    outer.wait_stream(stream)
+
+
+def poll(
+    done: Callable[[], bool],
+    seconds: float,
+    given_up: Callable[[], object] = lambda: False,
+) -> bool:
+    """Wait until `done()`; False after `seconds`, or when `given_up()` says so, which is asked now and then.
+
+    A query a millisecond instead of a blocking call of the driver: a device that hangs can be given up, an
+    interrupt gets through, and no core spins.
+    """
+    begun = asked = time.monotonic()
+    while not done():
+        now = time.monotonic()
+        if now - begun > seconds:
+            return False
+        if now - asked > CHECK_EVERY:
+            asked = now
+            if given_up():
+                return False
+        if now - begun > SPIN:
+            time.sleep(min(LONGEST_SLEEP, (now - begun) / 8))
+    return True
+
+
+def synchronize(stream: torch.Stream, seconds: float, what: str) -> None:
+    """Wait until `stream` has done what it was given. Raises LaneTimeout, which names `what`, after `seconds`."""
+    if not poll(stream.query, seconds):
+        raise LaneTimeout(f"{what}: the device has not finished after {seconds:g} s")
+
+
+# ---- memory ----------------------------------------------------------------------------------------
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory of an accelerator this process may still take, in bytes; what torch has cached and not used counts."""
+    info = getattr(torch.accelerator, "get_memory_info", None) or torch.get_device_module(device).mem_get_info
+    free, _ = info(device)
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Memory that tensors have on an accelerator now; 0 on the CPU, where nobody counts."""
+    return torch.accelerator.memory_allocated(device) if on_accelerator(device) else 0
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most since `reset_peak`; 0 on the CPU."""
+    return torch.accelerator.max_memory_allocated(device) if on_accelerator(device) else 0
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin to count the peak anew."""
+    if on_accelerator(device):
+        torch.accelerator.reset_peak_memory_stats(device)
+
+
+def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], object] | None:
+    """Page-lock host memory in place for copies of `device`; returns what undoes it.
+
+    None where the type has no such call: the caller takes memory of torch's pinned allocator then, which rounds up
+    to a power of two. Raises RuntimeError if the driver refuses.
+    """
+    vendor = VENDORS.get(device.type)
+    return vendor.pin(device, address, nbytes) if vendor and vendor.pin else None
+
+
+def unplanned_bytes(device: torch.device) -> int:
+    """Device memory to leave free for what no plan counts: libraries' workspaces."""
+    return getattr(VENDORS.get(device.type), "unplanned", LIBRARIES) if on_accelerator(device) else 0
+
+
+# ---- what torch has no neutral call for ------------------------------------------------------------
+
+
+@frozen
+class Vendor:
+    """One device type's own calls. None: there is none, and the fallback holds."""
+
+    pin: Callable[[torch.device, int, int], Callable[[], object]] | None = None  # see `pin`
+    delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
+    unplanned: int = LIBRARIES
+
+
+def delay_stream(device: torch.device, seconds: float) -> None:
+    """Keep the current stream busy; without such a call only the host is delayed."""
+    vendor = VENDORS.get(device.type)
+    if vendor and vendor.delay:
+        vendor.delay(device, seconds)
+
+
+def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
+    portable = 1  # for every device, whichever is current
+    with torch.cuda.device(device):  # or the driver makes a context, of half a GB, on device 0
+        runtime: Any = torch.cuda.cudart()
+        code = int(runtime.cudaHostRegister(address, nbytes, portable))
+        if code:
+            _forget_cuda_error()
+            raise RuntimeError(
+                f"got CUDA error {code} when pinning {nbytes:,} bytes, expected room for them: lower bucket_size, "
+                "or raise the limit of locked memory (ulimit -l)"
+            )
+    return lambda: runtime.cudaHostUnregister(address)
+
+
+def _forget_cuda_error() -> None:
+    """Or the next kernel launch would report what has been handled."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(
+            f"libcudart.so.{torch.version.cuda.split('.')[0]}"
+        ).cudaGetLastError()  # the one torch loaded
+
+
+def _delay_cuda(device: torch.device, seconds: float) -> None:
+    kilohertz: int = getattr(torch.cuda.get_device_properties(device), "clock_rate", 1_500_000)
+    torch.cuda._sleep(int(seconds * kilohertz * 1e3))
+
+
+VENDORS: dict[str, Vendor] = {"cuda": Vendor(pin=_pin_cuda, delay=_delay_cuda)}
