@@ -63,11 +63,13 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
     try:
         chosen = torch.device(device)
     except (RuntimeError, TypeError):
-        hint = did_you_mean(str(device), list(types))
+        hint = did_you_mean(str(device), sorted({*types, "cuda"}))
         raise ValueError(f"device: got {device!r}, {expected}{hint}") from None
     if chosen.type not in types:
-        instead = "use device='cpu', or install a torch for this machine's accelerator"
-        raise ValueError(f"device: got {str(device)!r}, {expected}, which torch has here: {instead}")
+        raise ValueError(
+            f"device: got {str(device)!r}, {expected}, of which torch sees devices here: use device='cpu', or install "
+            "a torch built for this machine's accelerator"
+        )
     if chosen.type == "cpu":
         return CPU
     count = torch.accelerator.device_count()
