@@ -31,7 +31,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"precision": "fp61"}, ValueError, "precision: got 'fp61'.*did you mean 'fp16'"),
     ({"precision": None}, ValueError, "precision: got None, expected one of fp32, bf16, fp16"),
     ({"device": "cuad"}, ValueError, "device: got 'cuad'.*did you mean 'cuda'"),
-    ({"device": "meta"}, ValueError, "device: got 'meta', expected 'cpu'uda'"),
+    ({"device": "meta"}, ValueError, "device: got 'meta', expected 'cpu'"),
     ({"bucket_size": 0}, ValueError, "bucket_size: got 0, expected a whole number of at least 1"),
     ({"bucket_size": 1.5}, ValueError, "bucket_size: got 1.5"),
     ({"micro_batches": 0}, ValueError, "micro_batches: got 0"),
@@ -57,7 +57,7 @@ def test_bad_settings(settings: dict[str, Any], kind: type[Exception], message: 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there() -> None:
-    with pytest.raises(ValueError, match="device: got 'cuda', expected 'cpu', of which torch sees"):
+    with pytest.raises(ValueError, match="device: got 'cuda', expected 'cpu', the types of this machine"):
         compiled(device="cuda")
 
 

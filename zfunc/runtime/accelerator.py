@@ -67,8 +67,8 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
         raise ValueError(f"device: got {device!r}, {expected}{hint}") from None
     if chosen.type not in types:
         raise ValueError(
-            f"device: got {str(device)!r}, {expected}, of which torch sees devices here: use device='cpu', or install "
-            "a torch built for this machine's accelerator"
+            f"device: got {str(device)!r}, {expected}, the types of this machine: use device='cpu', or install a "
+            "torch built for its accelerator"
         )
     if chosen.type == "cpu":
         return CPU
