@@ -9,6 +9,9 @@ from typing import Any
 import attrs
 import pytest
 import torch
+from small_trainings import TINY as ONE_LAYER
+from small_trainings import train
+from text_data import save_tokenizer
 
 import zfunc
 from zfunc.cli.catalogue import COMMANDS
@@ -30,12 +33,7 @@ TUTORIAL = [*TUTORIAL, "--seq-length", "1024", "--vocab-size", "50257", "--batch
 KEYS = {"fits", "step_seconds", "tflops", "tokens_per_second", "memory", "lanes", "bound", "advice"}
 
 Out = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_folder")
 
 
 def with_room(path: Path, **nbytes: float) -> Path:
@@ -59,7 +57,7 @@ def answer(capsys: Out, *args: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def told(capsys: Out, *args: object) -> tuple[int, str]:
+def text_of(capsys: Out, *args: object) -> tuple[int, str]:
     code = main(["plan", *TINY, *map(str, args)])
     out, err = capsys.readouterr()
     assert err == ""
@@ -70,23 +68,23 @@ def told(capsys: Out, *args: object) -> tuple[int, str]:
 
 
 def test_json_has_what_is_promised(capsys: Out) -> None:
-    code, said = answer(capsys)
+    code, result = answer(capsys)
     assert code == 0
-    assert said.keys() >= KEYS
-    assert said["fits"] is True
-    assert said["memory"].keys() == {"device", "pinned", "host", "disk"}
-    assert said["tokens_per_second"] == pytest.approx(4 * 32 / said["step_seconds"])
-    assert all(0 <= share <= 1 for share in said["lanes"].values())
-    assert re.fullmatch(r"(\w+ \d+%(, )?)+", said["bound"])
-    for tier, peak in said["peaks"].items():
-        assert sum(peak["holds"].values()) == said["memory"][tier]
+    assert result.keys() >= KEYS
+    assert result["fits"] is True
+    assert result["memory"].keys() == {"device", "pinned", "host", "disk"}
+    assert result["tokens_per_second"] == pytest.approx(4 * 32 / result["step_seconds"])
+    assert all(0 <= share <= 1 for share in result["lanes"].values())
+    assert re.fullmatch(r"(\w+ \d+%(, )?)+", result["bound"])
+    for tier, peak in result["peaks"].items():
+        assert sum(peak["holds"].values()) == result["memory"][tier]
 
 
 def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
-    code, said = told(capsys)
+    code, result = text_of(capsys)
     as_json = answer(capsys)[1]
     assert code == 0
-    lines = said.splitlines()
+    lines = result.splitlines()
     assert len(lines) <= 40
     assert max(map(len, lines)) <= 130
     for words in (
@@ -97,9 +95,9 @@ def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
         "assumed of the profile's peaks: fp16 46%",
         "TFLOP/s counts forward, and twice as much for backward",
     ):
-        assert words in " ".join(said.split())
+        assert words in " ".join(result.split())
     for tier in ("device", "pinned", "host", "disk"):
-        assert re.search(rf"^  {tier} ", said, re.MULTILINE)
+        assert re.search(rf"^  {tier} ", result, re.MULTILINE)
 
 
 def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None:
@@ -116,28 +114,28 @@ def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None
 def test_the_tutorials_job_is_answered(capsys: Out) -> None:
     began = time.process_time()
     code = main(["plan", *TUTORIAL, "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert (code, said["fits"]) == (0, True), "as in DeepSpeed's own tutorial"
-    assert said["parameters"] == 10_279_047_168
-    assert said["settings"]["precision"] == "fp16", "a V100 has no bf16"
-    assert 20.5e9 < said["memory"]["device"] < 40e9, "2 bytes a parameter, and activations"
-    assert 12 * 10.2e9 < said["memory"]["host"] < 14 * 10.3e9
-    assert 10 < said["tflops"] < 125
-    assert said["advice"]
+    result = json.loads(capsys.readouterr().out)
+    assert (code, result["fits"]) == (0, True), "as in DeepSpeed's own tutorial"
+    assert result["parameters"] == 10_279_047_168
+    assert result["settings"]["precision"] == "fp16", "a V100 has no bf16"
+    assert 20.5e9 < result["memory"]["device"] < 40e9, "2 bytes a parameter, and activations"
+    assert 12 * 10.2e9 < result["memory"]["host"] < 14 * 10.3e9
+    assert 10 < result["tflops"] < 125
+    assert result["advice"]
     assert time.process_time() - began < 30
 
 
 def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_path: Path) -> None:
     needed = answer(capsys, "--hardware", "h100")[1]["memory"]
     tight = with_room(tmp_path / "tight.toml", device=needed["device"] - 5000)
-    code, said = answer(capsys, "--hardware", tight)
-    assert (code, said["fits"], said["lacking"]) == (1, False, {"device": 5000})
-    assert said["advice"]
-    code, words = told(capsys, "--hardware", tight)
+    code, result = answer(capsys, "--hardware", tight)
+    assert (code, result["fits"], result["lacking"]) == (1, False, {"device": 5000})
+    assert result["advice"]
+    code, words = text_of(capsys, "--hardware", tight)
     assert code == 1
     assert "it does not fit: 5.0 kB of device memory short" in words
     assert "to make it fit, each planned:" in words
-    flags = re.match(r"(--\S+ \S+): fits, ", said["advice"][0])
+    flags = re.match(r"(--\S+ \S+): fits, ", result["advice"][0])
     assert flags
     assert answer(capsys, "--hardware", tight, *flags[1].split())[0] == 0, "what is advised can be typed"
 
@@ -157,28 +155,28 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
     ids=lambda x: " ".join(x) if isinstance(x, list) else "",
 )
 def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, capsys: Out) -> None:
-    code, said = told(capsys, *args)
+    code, result = text_of(capsys, *args)
     assert code == 0
-    assert words in " ".join(said.split())
+    assert words in " ".join(result.split())
 
 
 def test_the_most_layers_fit_and_one_more_does_not(capsys: Out, tmp_path: Path) -> None:
     room_for = with_room(tmp_path / "small.toml", host=12e6)
-    code, said = answer(capsys, "--hardware", room_for, "--max")
+    code, result = answer(capsys, "--hardware", room_for, "--max")
     assert code == 0
-    assert said["fits"]
-    most = said["num_layers"]
+    assert result["fits"]
+    most = result["num_layers"]
     assert most > 2
     assert answer(capsys, "--hardware", room_for, "--num-layers", most + 1)[0] == 1
-    words = told(capsys, "--hardware", room_for, "--max")[1]
+    words = text_of(capsys, "--hardware", room_for, "--max")[1]
     assert f"the most that fits with these settings: {most} layers" in words
 
 
 def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:
-    code, said = answer(
+    code, result = answer(
         capsys, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
     )
-    assert (code, said["fits"], said["num_layers"]) == (1, False, 1)
+    assert (code, result["fits"], result["num_layers"]) == (1, False, 1)
 
 
 @pytest.mark.parametrize("schedule", ["Interleaved", "CriticalPath"])
@@ -228,11 +226,7 @@ def test_without_options_the_model_and_the_step_are_those_of_zfunc_train(kind: A
     ids=str,
 )
 def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> None:
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {"<unk>": 0, "<|endoftext|>": 1, "so": 2, "it": 3, "goes": 4}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.save("tokenizer.json")
+    save_tokenizer(Path("tokenizer.json"), ["<unk>", "<|endoftext|>", "so", "it", "goes"])
     Path("texts").mkdir()
     Path("texts/a.txt").write_text("so it goes " * 500)
     Path("records.jsonl").write_text('{"text": "so it goes so it goes"}\n' * 300)
@@ -247,23 +241,19 @@ def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> 
 
 
 def test_what_is_calibrated_can_be_planned_for(capsys: Out) -> None:
-    model = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16"]
-    assert main(["calibrate", *model, "--turns", "4", "--out", "here.toml"]) == 0
+    assert main(["calibrate", *ONE_LAYER, "--turns", "4", "--out", "here.toml"]) == 0
     assert "zfunc plan --hardware here.toml" in capsys.readouterr().out
-    code, said = answer(capsys, *model, "--hardware", "here.toml")
+    code, result = answer(capsys, *ONE_LAYER, "--hardware", "here.toml")
     assert code == 0
-    assert said["step_seconds"] > 0
+    assert result["step_seconds"] > 0
 
 
 def test_train_refuses_what_does_not_fit_with_the_planners_advice(
     capsys: Out, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Path("texts").mkdir()
-    Path("texts/a.txt").write_text("so it goes. " * 500)
-    args = [*TINY[:8], "--batch-size", "4", "--data", "texts", "--steps", "1", "--out", "run"]
     monkeypatch.setattr(room, "available_host_bytes", lambda: 3_000_000)
     monkeypatch.setattr("zfunc.engine.state.allocate", lambda *_: pytest.fail("allocated"), raising=False)
-    assert main(["train", *args]) == 2
+    assert train(*TINY[:8], "--steps", 1, "--out", "run") == 2
     err = capsys.readouterr().err
     assert "a step needs more memory than is free: " in err
     assert "nothing was allocated" in err
@@ -274,10 +264,6 @@ def test_train_refuses_what_does_not_fit_with_the_planners_advice(
 
 
 def test_asking_for_room_takes_no_time_to_speak_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    from zfunc.train.settings import TrainSettings
-    from zfunc.train.setup import prepare_job
-
-    Path("a.txt").write_text("so it goes. " * 5000)
     took: list[float] = []
     ask = room.check_fits
 
@@ -287,6 +273,6 @@ def test_asking_for_room_takes_no_time_to_speak_of(monkeypatch: pytest.MonkeyPat
         took.append(time.process_time() - began)
 
     monkeypatch.setattr("zfunc.train.setup.check_fits", timed)
-    prepare_job(TrainSettings(data=Path("a.txt")), cache=Path("cache"))
+    prepare_job(TrainSettings(data=Path("data.txt")), cache=Path("cache"))
     assert took
     assert took[0] < 0.5

@@ -1,3 +1,5 @@
+"""Corpora, their batches in any order, and what is held out."""
+
 import os
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zfunc.train.data.corpus import Corpus, batch_at, held_out_batches, is_held_out, open_corpus, stdlib_files
+from zfunc.train.data.corpus import batch_at, held_out_batches, is_held_out, open_corpus, stdlib_files
 
 
 def write(path: Path, content: bytes) -> Path:
@@ -48,12 +50,12 @@ def test_position_is_all_there_is_to_resume_from(
 ) -> None:
     seq, num_tokens = sizes
     tokens = np.arange(num_tokens, dtype=np.uint16)
-    whole, _ = batch_at(tokens, position, batch_size=sum(batch_sizes), seq_length=seq, seed=seed)
+    once, _ = batch_at(tokens, position, batch_size=sum(batch_sizes), seq_length=seq, seed=seed)
     parts = []
     for size in batch_sizes:
         parts.append(batch_at(tokens, position, batch_size=size, seq_length=seq, seed=seed)[0])
         position += size
-    assert torch.equal(whole, torch.cat(parts))
+    assert torch.equal(once, torch.cat(parts))
 
 
 def test_batches_are_the_same_on_every_machine() -> None:
@@ -305,10 +307,3 @@ def test_an_unknown_dtype_says_which_are_known(tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", b"abcd")
     with pytest.raises(ValueError, match='got dtype=\'int64\'; expected "uint16" or "uint32"'):
         open_corpus(path, cache=tmp_path, dtype="int64")
-
-
-def test_a_corpus_is_frozen_and_prints_what_was_read() -> None:
-    corpus = Corpus("name", np.zeros(2), np.zeros(1), 256, ("one", "two"))
-    assert str(corpus) == "one\ntwo"
-    with pytest.raises(AttributeError):
-        corpus.name = "other"  # type: ignore[misc]

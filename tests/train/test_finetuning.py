@@ -1,6 +1,5 @@
 """`zfunc train --hf`: a local model trained on JSONL, stopped, gone on with, and written back."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
+from small_trainings import config, measured, summary
+from text_data import save_tokenizer, write_jsonl
 
 import zfunc
 import zfunc.models.hf
@@ -22,7 +23,7 @@ from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
 
 transformers = pytest.importorskip("transformers")
-tokenizers = pytest.importorskip("tokenizers")
+pytest.importorskip("tokenizers")
 
 WORDS = ["<unk>", "</s>", *(f"w{n}" for n in range(45))]
 SIZE: dict[str, Any] = {
@@ -31,38 +32,27 @@ SIZE: dict[str, Any] = {
     **{"bos_token_id": 1, "eos_token_id": 1, "tie_word_embeddings": True},
 }
 TINY = ["--seq-length", "12", "--batch-size", "4", "--eval-every", "3"]
+GPT = {"hf": None, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2}
 
 
 @pytest.fixture(autouse=True)
-def a_place_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("zfunc.train.loop.SAMPLE_TOKENS", 5)
+def a_model_and_data(own_folder: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZE)
-    transformers.LlamaForCausalLM(config).save_pretrained("model")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: n for n, w in enumerate(WORDS)}, unk_token="<unk>")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)).save_pretrained("model")
+    save_tokenizer(Path("model/tokenizer.json"), WORDS)
+    write_jsonl(
+        Path("texts.jsonl"), *({"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40))
     )
-    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.save("model/tokenizer.json")
-    texts = [{"text": " ".join(f"w{(n + k) % 45}" for k in range(9))} for n in range(40)]
-    Path("texts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in texts))
-    pairs = [
-        {"prompt": " ".join(["w1"] * (n % 4 + 1)), "completion": " ".join(["w2"] * (n * n % 7))}
-        for n in range(80)
-    ]
-    Path("pairs.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
+    pairs = ((["w1"] * (n % 4 + 1), ["w2"] * (n * n % 7)) for n in range(80))
+    write_jsonl(Path("pairs.jsonl"), *({"prompt": " ".join(a), "completion": " ".join(b)} for a, b in pairs))
 
 
 def train(*more: object) -> int:
     return main(["train", "--hf", "model", *TINY, *map(str, more)])
 
 
-def measured(run: str) -> list[dict[str, Any]]:
-    names = ("step", "loss", "grad_norm", "lr", "held_out_bits_per_token")
-    rows = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-    return [{k: row[k] for k in names if k in row} for row in rows]
+def pretrained(folder: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def job(**given: Any) -> TrainingJob:
@@ -71,62 +61,57 @@ def job(**given: Any) -> TrainingJob:
 
 
 def test_it_trains_stops_goes_on_and_is_loaded_by_from_pretrained(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--data", "pairs.jsonl", "--lr", 1e-2, "--micro-batches", 2, "--save-every", 2)
-    assert train(*given, "--steps", 6, "--out", "whole") == 0
+    given = ("--data", "pairs.jsonl", "--lr", 1e-2, "--micro-batches", 2, "--save-every", 2, "--steps", 6)
+    assert train(*given, "--out", "first") == 0
     out, err = capsys.readouterr()
     assert err == ""
-    for told in (
+    for words in (
         "model: LlamaForCausalLM of model: 2 blocks of 16 features with 2 heads, sequences of 12 tokens",
         "80 documents",
         "tokenizer: model/tokenizer.json",
         "learned: ",
         "held out",
     ):
-        assert told in out
-    rows = measured("whole")
+        assert words in out
+    rows = measured("first")
     assert rows[-1]["held_out_bits_per_token"] < rows[0]["held_out_bits_per_token"]
-    config = json.loads(Path("whole/config.json").read_text())
-    assert (config["architecture"], config["settings"]["num_layers"]) == ("LlamaForCausalLM", 2)
-    assert config["unit"] == "token"
-    assert "w" in json.loads(Path("whole/summary.json").read_text())["sample"]
+    assert config("first")["architecture"] == "LlamaForCausalLM"
+    assert (config("first")["settings"]["num_layers"], config("first")["unit"]) == (2, "token")
+    assert "w" in summary("first")["sample"]
 
-    assert train(*given, "--steps", 6, "--out", "part", "--resume", "whole/checkpoints/step-00000004") == 0
+    assert train(*given, "--out", "part", "--resume", "first/checkpoints/step-00000004") == 0
     assert "other settings" not in capsys.readouterr().err
     assert measured("part")[-2:] == rows[-2:], "a resume is the training that was not interrupted"
 
     assert main(["export", "part", "--hf", "model", "--out", "trained"]) == 0
-    trained = transformers.AutoModelForCausalLM.from_pretrained("trained").eval()
+    trained = pretrained("trained").eval()
     assert Path("trained/tokenizer.json").read_text() == Path("model/tokenizer.json").read_text()
-    done = job()
-    state = zfunc.load("part/checkpoints", done.program)
-    x = done.batch(0)[0]
-    assert torch.allclose(zfunc.apply(done.program, state, x), trained(x).logits, atol=1e-5)
-    before = transformers.AutoModelForCausalLM.from_pretrained("model").state_dict()
+    same = job()
+    state, x = zfunc.load("part/checkpoints", same.program), same.batch(0)[0]
+    assert torch.allclose(zfunc.apply(same.program, state, x), trained(x).logits, atol=1e-5)
+    before = pretrained("model").state_dict()
     assert not torch.equal(before["lm_head.weight"], trained.state_dict()["lm_head.weight"])
 
 
-def test_first_loss_and_step_are_the_models_own_however_the_batch_is_cut() -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained("model")
-    for parts in (1, 2, 4):
-        made = job(micro_batches=parts)
-        ids, (labels, weights) = made.batch(8)
-        counts = (labels != IGNORE_INDEX).sum(1)
-        assert len(set(counts.tolist())) > 1, "rows hold unequally many"
-        own = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
-        gradients = torch.autograd.grad(own, list(model.parameters()))
-        norm = float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
-        _, metrics = zfunc.train_step(made.program, zfunc.init(made.program), (ids, (labels, weights)))
-        assert abs(metrics.loss - float(own.detach())) < 1e-5
-        assert abs(metrics.grad_norm - norm) < 1e-4 * norm
+def test_the_first_loss_is_the_models_own() -> None:
+    """A batch of a job is weighed as zfunc.hf.batch weighs it, whose laws are in tests/models/test_hf.py."""
+    pairs = job(micro_batches=4)
+    ids, (labels, weights) = pairs.batch(8)
+    assert len(set((labels != IGNORE_INDEX).sum(1).tolist())) > 1, "rows hold unequally many"
+    assert torch.equal(weights, zfunc.hf.batch(ids, labels)[1][1])
+    own = torch.nn.functional.cross_entropy(pretrained("model")(ids).logits.flatten(0, 1), labels.flatten())
+    _, metrics = zfunc.train_step(pairs.program, zfunc.init(pairs.program), pairs.batch(8))
+    assert abs(metrics.loss - float(own.detach())) < 1e-5
+
+
+def rank_of_two(rank: int) -> Any:
+    return cast("Any", SimpleNamespace(rank=rank, world=2))
 
 
 def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
-    made = job()
-    inputs, (labels, weights) = made.batch(4)
-    parts = [
-        rank_batch(made.settings, made.corpus, 4, cast("Any", SimpleNamespace(rank=r, world=2)))
-        for r in (0, 1)
-    ]
+    pairs = job()
+    inputs, (labels, weights) = pairs.batch(4)
+    parts = [rank_batch(pairs.settings, pairs.corpus, 4, rank_of_two(rank)) for rank in (0, 1)]
     assert torch.equal(torch.cat([x for x, _ in parts]), inputs)
     assert torch.equal(torch.cat([x for _, (x, _) in parts]), labels)
     assert torch.equal(torch.cat([x for _, (_, x) in parts]), weights)
@@ -134,68 +119,56 @@ def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
 
 
 def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
-    pairs = [{"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40)]
-    Path("long.jsonl").write_text("".join(json.dumps(x) + "\n" for x in pairs))
-    made = job(data=Path("long.jsonl"), batch_size=1)
-    at = next(n for n in range(50) if (made.batch(n)[1][0] == IGNORE_INDEX).all())
-    assert zfunc.evaluate(made.program, zfunc.init(made.program), made.batch(at)) == 0
+    pairs = ({"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40))
+    long = job(data=write_jsonl(Path("long.jsonl"), *pairs), batch_size=1)
+    at = next(n for n in range(50) if (long.batch(n)[1][0] == IGNORE_INDEX).all())
+    assert zfunc.evaluate(long.program, zfunc.init(long.program), long.batch(at)) == 0
 
 
 def held_out(made: TrainingJob) -> float | None:
-    going = evaluate_held_out(made, made.program, zfunc.init(made.program))
+    evaluation = evaluate_held_out(made, made.program, zfunc.init(made.program))
     while True:
         try:
-            next(going)
+            next(evaluation)
         except StopIteration as end:
             return end.value
 
 
 def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
-    made, model = job(batch_size=1), transformers.AutoModelForCausalLM.from_pretrained("model")
-    assert len(made.held_out) > 1
+    pairs, model = job(batch_size=1), pretrained("model")
+    assert len(pairs.held_out) > 1
     total = count = 0.0
     with torch.no_grad():
-        for ids, (labels, _) in made.held_out:
+        for ids, (labels, _) in pairs.held_out:
             logits = model(ids).logits.flatten(0, 1)
             total += float(torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="sum"))
             count += int((labels != IGNORE_INDEX).sum())
-    found = held_out(made)
-    assert found == pytest.approx(total / count / np.log(2), rel=1e-5)
+    assert held_out(pairs) == pytest.approx(total / count / np.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize("data", ["pairs.jsonl", "text.txt"])
-def test_held_out_loss_is_the_same_however_the_batch_is_cut(data: str) -> None:
+def test_losses_of_a_new_gpt_are_the_same_however_the_batch_is_cut(data: str) -> None:
     Path("text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(1200)))
-    sizes = {"hf": None, "num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "batch_size": 8}
-    jobs = [job(data=Path(data), micro_batches=parts, **sizes) for parts in (1, 2, 4)]
+    jobs = [job(data=Path(data), micro_batches=parts, batch_size=8, **GPT) for parts in (1, 2, 4)]
+    assert {x.unit for x in jobs} == {"byte"}
+    steps = [zfunc.train_step(x.program, zfunc.init(x.program), x.batch(0))[1].loss for x in jobs]
+    assert steps == pytest.approx(steps[:1] * len(steps), rel=1e-5)
     for rank in (0, 1):
-        of_two = held_out_parts(
-            jobs[0].settings, jobs[0].corpus, cast("Any", SimpleNamespace(rank=rank, world=2))
-        )
-        jobs.append(evolve(jobs[0], held_out=of_two))
-    windows = [torch.cat([ids for ids, _ in made.held_out]) for made in jobs]
+        parts = held_out_parts(jobs[0].settings, jobs[0].corpus, rank_of_two(rank))
+        jobs.append(evolve(jobs[0], held_out=parts))
+    windows = [torch.cat([ids for ids, _ in x.held_out]) for x in jobs]
     assert len(windows[0]) % 8, "the last batch is a smaller one"
     assert all(torch.equal(x, windows[0]) for x in windows)
-    losses = [held_out(made) for made in jobs]
+    losses = [held_out(x) for x in jobs]
     assert losses == pytest.approx(losses[:1] * len(jobs), rel=1e-6)
 
 
-def test_a_new_gpt_learns_from_pairs_too() -> None:
-    losses: list[float] = []
-    for parts in (1, 4):
-        made = job(hf=None, num_layers=1, hidden_size=16, num_attention_heads=2, micro_batches=parts)
-        assert made.unit == "byte"
-        losses.append(zfunc.train_step(made.program, zfunc.init(made.program), made.batch(0))[1].loss)
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
 def test_a_new_gpt_learns_the_tokens_of_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
-    gpt = ["--num-layers", 1, "--hidden-size", 16, "--num-attention-heads", 2, *TINY]
-    more = ["--data", "texts.jsonl", "--tokenizer", "model/tokenizer.json", "--steps", 2]
-    assert main(["train", *map(str, (*gpt, *more, "--out", "run"))]) == 0
-    settings = json.loads(Path("run/config.json").read_text())["settings"]
-    assert settings["vocab_size"] == len(WORDS)
-    assert main(["train", *map(str, (*gpt, *more, "--vocab-size", 10))]) == 2
+    gpt = ["--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", *TINY]
+    given = ["train", *gpt, "--data", "texts.jsonl", "--tokenizer", "model/tokenizer.json", "--steps", "2"]
+    assert main([*given, "--out", "run"]) == 0
+    assert config("run")["settings"]["vocab_size"] == len(WORDS)
+    assert main([*given, "--vocab-size", "10"]) == 2
     assert "got 10 for model/tokenizer.json, expected its 47 or more" in capsys.readouterr().err
 
 
@@ -203,30 +176,25 @@ def test_a_bin_of_its_tokens_needs_no_tokenizer_and_the_rate_is_low() -> None:
     (np.arange(2000) % 50).astype("<u2").tofile("a.bin")
     Path("model/tokenizer.json").unlink()
     assert train("--data", "a.bin", "--steps", 1, "--out", "run") == 0
-    settings = json.loads(Path("run/config.json").read_text())["settings"]
+    settings = config("run")["settings"]
     assert (settings["lr"], settings["vocab_size"]) == (FINE_TUNING_LR, 50)
 
 
-def without_tokenizer() -> None:
-    Path("model/tokenizer.json").unlink()
-
-
-def larger_vocabulary() -> None:
-    told = json.loads(Path("model/tokenizer.json").read_text())
-    told["model"]["vocab"] |= {f"x{n}": 47 + n for n in range(9)}
-    Path("model/tokenizer.json").write_text(json.dumps(told))
-
-
-REFUSED: dict[str, tuple[list[object], str, Callable[[], object]]] = {
-    "sizes": (["--num-layers", 3], "--num-layers: got it with --hf", lambda: None),
-    "dropout": (["--dropout", 0.5], "--dropout: got it with --hf", lambda: None),
-    "length": (["--seq-length", 33], "expected at most the 32 positions.*pass --seq-length 32", lambda: None),
-    "vocabulary": (["--vocab-size", 9], "--vocab-size: got 9 for model, expected its 50", lambda: None),
-    "no tokenizer": ([], "got none, and no tokenizer.json in model", without_tokenizer),
-    "larger vocabulary": ([], "with 56 tokens, expected at most the 50", larger_vocabulary),
-    "no model": (["--hf", "nowhere"], r"nowhere: got no config\.json", lambda: None),
+TOKENIZER = Path("model/tokenizer.json")
+REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
+    "sizes": ("--num-layers 3", "--num-layers: got it with --hf", lambda: None),
+    "dropout": ("--dropout 0.5", "--dropout: got it with --hf", lambda: None),
+    "length": ("--seq-length 33", "expected at most the 32 positions.*pass --seq-length 32", lambda: None),
+    "vocabulary": ("--vocab-size 9", "--vocab-size: got 9 for model, expected its 50", lambda: None),
+    "no tokenizer": ("", "got none, and no tokenizer.json in model", TOKENIZER.unlink),
+    "larger vocabulary": (
+        "",
+        "with 56 tokens, expected at most the 50",
+        lambda: save_tokenizer(TOKENIZER, [*WORDS, *(f"x{n}" for n in range(9))]),
+    ),
+    "no model": ("--hf nowhere", r"nowhere: got no config\.json", lambda: None),
     "broken line": (
-        [],
+        "",
         "texts.jsonl, line 2: got invalid JSON",
         lambda: Path("texts.jsonl").write_text('{"text": "w1"}\n{"text\n'),
     ),
@@ -235,9 +203,9 @@ REFUSED: dict[str, tuple[list[object], str, Callable[[], object]]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_go_with_the_model_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    given, message, happen = REFUSED[name]
+    flags, message, happen = REFUSED[name]
     happen()
-    assert train("--data", "texts.jsonl", "--steps", 2, *given) == 2
+    assert train("--data", "texts.jsonl", "--steps", 2, *flags.split()) == 2
     err = " ".join(capsys.readouterr().err.split())
     assert "Traceback" not in err
     assert re.search(message, err)
