@@ -246,7 +246,7 @@ def test_a_run_that_was_over_is_left_as_it_is(capsys: pytest.CaptureFixture[str]
     assert train("--out", "run") == 0
     before = files("run")
     assert train("--out", "run", "--resume", "auto") == 0
-    assert "it was over at step 10: nothing is left to train" in capsys.readouterr().out
+    assert "it ended at step 10: nothing is left to train" in capsys.readouterr().out
     assert files("run") == before
     assert train("--out", "run", "--resume", "auto", "--steps", 12) == 0  # but for who wants more
     assert "other settings than were trained with: steps 10 is now 12" in capsys.readouterr().out
@@ -258,7 +258,7 @@ def test_auto_leaves_a_finished_run_without_a_checkpoint_as_it_is(capsys: pytest
     assert train("--out", "run", "--save-every", 0) == 0
     before = files("run")
     assert train("--out", "run", "--save-every", 0, "--resume", "auto") == 2
-    assert "whose training is over and left no checkpoint" in capsys.readouterr().err
+    assert "whose training ended without a checkpoint" in capsys.readouterr().err
     assert files("run") == before
 
 
@@ -313,7 +313,7 @@ def test_auto_begins_where_there_is_nothing(capsys: pytest.CaptureFixture[str]) 
     Path("killed/.config.json.77.partial").write_text('{"sett')
     for out in ("empty", "killed"):
         assert train("--out", out, "--resume", "auto", "--steps", 2) == 0
-        assert f"no checkpoint in {out} yet: it begins at the first step" in capsys.readouterr().out
+        assert f"no checkpoint in {out} yet: starting at the first step" in capsys.readouterr().out
         assert [row["step"] for row in rows(out)] == [0, 1, 2]
         assert config(out)["resumed_from"] is None
 

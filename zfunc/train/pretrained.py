@@ -1,7 +1,6 @@
-"""`zfunc train --hf`: the model in a local folder, and what data has to be to train it.
+"""`zfunc train --hf`: the model in a local folder, and its tokenizer.
 
-The invariant: what does not go with the model, its vocabulary, length or tokenizer, is refused by the flag that
-said it, before the data is read.
+A flag that does not go with the model, for its vocabulary, length or tokenizer, is refused before the data is read.
 """
 
 from pathlib import Path
@@ -20,7 +19,7 @@ TOKENIZER = "tokenizer.json"
 
 @frozen(eq=False)
 class PretrainedModel:
-    """A model of a folder: its weights are read when a State is made."""
+    """A model in a folder. Its weights are read by `zfunc.init`."""
 
     folder: Path
     config: Any
@@ -28,24 +27,24 @@ class PretrainedModel:
 
     @property
     def architecture(self) -> str:
-        """The name of its class, or of its kind where the config does not say it."""
+        """Its class, or its model type where the config does not name the class."""
         return next(iter(self.config.architectures or ()), self.config.model_type)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Its layers, features and heads, by the names `TrainSettings` has for them."""
+        """Its layers, features and heads, by the names of `TrainSettings`."""
         layers, heads = self.config.num_hidden_layers, self.config.num_attention_heads
         return {"num_layers": layers, "hidden_size": self.config.hidden_size, "num_attention_heads": heads}
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it has embeddings of."""
+        """Rows of its embedding."""
         return int(self.config.vocab_size)
 
 
-def pretrained(settings: TrainSettings) -> PretrainedModel | None:
-    """The model of `settings.hf`. Raises ValueError for other settings than it can be trained with, and what
-    `zfunc.hf.load` raises.
+def pretrained_model(settings: TrainSettings) -> PretrainedModel | None:
+    """The model of `settings.hf`. Raises ValueError for settings that it cannot be trained with, and for a folder
+    that `zfunc.hf.load` refuses.
     """
     if settings.hf is None:
         return None
@@ -53,54 +52,56 @@ def pretrained(settings: TrainSettings) -> PretrainedModel | None:
         config, segments = hf.load(settings.hf)
     except (ValueError, OSError) as error:
         raise ValueError(f"--hf: {error}") from error
-    found = PretrainedModel(settings.hf, config, segments)
+    model = PretrainedModel(settings.hf, config, segments)
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and settings.seq_length > longest:
         raise ValueError(
             f"--seq-length: got {settings.seq_length} for {settings.hf}, expected at most the {longest} positions "
             f"it has: pass --seq-length {longest}"
         )
-    if settings.vocab_size not in (None, found.vocab_size):
+    if settings.vocab_size not in (None, model.vocab_size):
         raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {settings.hf}, expected its {found.vocab_size}: leave "
+            f"--vocab-size: got {settings.vocab_size} for {settings.hf}, expected its {model.vocab_size}: leave "
             "it out"
         )
-    return found
+    return model
 
 
-def tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:
-    """The tokenizer that was asked for, or the model's own; None for data that needs none.
+def choose_tokenizer(settings: TrainSettings, model: PretrainedModel | None) -> Tokenizer | None:
+    """The tokenizer of --tokenizer, or the model's own; None for data that needs none.
 
-    Raises ValueError where a model has none and the data is text, or it has more tokens than the model.
+    Raises ValueError for text without a tokenizer, and for a tokenizer with more tokens than the model.
     """
     path, end = settings.tokenizer, None
     if model is not None:
-        end = _end(model.config)
+        end = _end_token(model.config)
         if path is None:
-            path = _own(settings, model)
+            path = _own_tokenizer(settings, model)
     if path is None:
         return None
-    made = open_tokenizer(path, end=end)
-    if model is not None and made.vocab_size > model.vocab_size:
+    opened = open_tokenizer(path, end=end)
+    if model is not None and opened.vocab_size > model.vocab_size:
         raise ValueError(
-            f"--tokenizer: got {path} with {made.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "
+            f"--tokenizer: got {path} with {opened.vocab_size:,} tokens, expected at most the {model.vocab_size:,} "
             f"of {model.folder}: name the one the model was trained with"
         )
-    return made
+    return opened
 
 
-def _own(settings: TrainSettings, model: PretrainedModel) -> Path | None:
+def _own_tokenizer(settings: TrainSettings, model: PretrainedModel) -> Path | None:
     if settings.data is not None and holds_tokens(settings.data):
         return None
     if not (model.folder / TOKENIZER).is_file():
         raise ValueError(
-            f"--tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one, for text: name one, or "
-            "give a .bin of its tokens"
+            f"--tokenizer: got none, and no {TOKENIZER} in {model.folder}, expected one for text: name one, or "
+            "pass a .bin of its tokens"
         )
     return model.folder / TOKENIZER
 
 
-def _end(config: Any) -> int | None:
-    """The end token in a config, of several the first."""
-    told = getattr(config, "eos_token_id", None)
-    return told[0] if isinstance(told, list) and told else told if isinstance(told, int) else None
+def _end_token(config: Any) -> int | None:
+    """The end token of a config; of several, the first."""
+    end = getattr(config, "eos_token_id", None)
+    if isinstance(end, list) and end:
+        return end[0]
+    return end if isinstance(end, int) else None

@@ -1,6 +1,6 @@
-"""Where a training begins: at step 0, or from which checkpoint. Decided once, before anything is computed.
+"""Where a training starts: at step 0, or from which checkpoint. Decided once, before anything is computed.
 
-Rank 0 decides and broadcasts; if it raises, no rank begins.
+Rank 0 decides and broadcasts; if it raises, no rank starts.
 """
 
 import json
@@ -20,23 +20,19 @@ from zfunc.train.history import CONFIG, SUMMARY
 from zfunc.train.pacing import restored_clock
 from zfunc.train.settings import AUTO, TrainSettings
 
-COMPLETE = ("steps", "seconds")  # how a training ended that has nothing left to do
+COMPLETE = ("steps", "seconds")  # endings after which nothing is left to train
 
 
 @frozen
 class ResumePoint:
-    """`origin`, a checkpoint or a folder of them, is what to load; `own` if it is in the run's own folder.
+    """What to load and where to save; by default nothing."""
 
-    `folder` is for new checkpoints; without one there are none. `extra` is that of the checkpoint. `line` is for
-    the log; `over`: there is nothing left to train.
-    """
-
-    folder: Path | None = None
-    origin: Path | None = None
-    own: bool = False
-    extra: dict[str, Any] = field(factory=dict[str, Any])
-    line: str = ""
-    over: bool = False
+    folder: Path | None = None  # of new checkpoints
+    origin: Path | None = None  # a checkpoint, or a folder of them
+    own: bool = False  # whether `origin` is in the run's own folder
+    extra: dict[str, Any] = field(factory=dict[str, Any])  # of the checkpoint
+    line: str = ""  # for the log
+    over: bool = False  # nothing is left to train
 
 
 def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
@@ -46,7 +42,7 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
         return ResumePoint(folder)
     try:
         if settings.resume == AUTO:
-            return _go_on(run, folder, settings)
+            return _continue_run(run, folder, settings)
         checkpoint = _open(Path(settings.resume).expanduser().absolute())
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
@@ -61,7 +57,7 @@ def broadcast(ranks: RankGroup, start: ResumePoint) -> None:
 
 @contextmanager
 def broadcasting_errors(ranks: RankGroup) -> Generator[None, None, None]:
-    """On rank 0: an error raised in this context is broadcast, and keeps the other ranks from beginning."""
+    """On rank 0: broadcast an error raised in this context, so that no other rank starts."""
     try:
         yield
     except Exception as error:
@@ -70,17 +66,17 @@ def broadcasting_errors(ranks: RankGroup) -> Generator[None, None, None]:
 
 
 def receive(ranks: RankGroup) -> ResumePoint:
-    """On any other rank: what rank 0 says. Raises ValueError if it refuses."""
+    """On any other rank: rank 0's resume point. Raises ValueError with rank 0's error."""
     message = ranks.texts("")[0]
     if message.startswith("\n"):
-        raise ValueError(f"rank 0 cannot begin: {message[1:]}")
+        raise ValueError(f"rank 0 cannot start: {message[1:]}")
     fields = json.loads(message)
     folder, origin = (fields.pop(name) for name in ("folder", "origin"))
     return ResumePoint(folder and Path(folder), origin and Path(origin), **fields)
 
 
 def resumed_from(run: Path) -> str | None:
-    """The checkpoint that a run's `config.json` says it began from, if it did from one."""
+    """The checkpoint that a run started from, by its `config.json`."""
     try:
         origin = json.loads((run / CONFIG).read_text())["resumed_from"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -88,24 +84,22 @@ def resumed_from(run: Path) -> str | None:
     return cast("str | None", origin)
 
 
-def _go_on(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
-    """From the run's newest checkpoint; or from the one it began from, or at the beginning."""
+def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
+    """From the run's newest checkpoint, or the one it started from, or the beginning."""
     checkpoint = checkpoints.find_checkpoint(folder)
     if checkpoint is not None:
         over = _over(run, checkpoint, settings)
-        line = (
-            f"{run}: it was over at step {checkpoint.manifest.position.batches:,}: nothing is left to train"
-        )
+        line = f"{run}: it ended at step {checkpoint.manifest.position.batches:,}: nothing is left to train"
         return ResumePoint(folder, folder, True, dict(checkpoint.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(
-            f"--resume {AUTO}: got {run}, whose training is over and left no checkpoint, expected one to go on "
-            "from: name another --out"
+            f"--resume {AUTO}: got {run}, whose training ended without a checkpoint, expected one to "
+            "continue from: name another --out"
         )
     if (before := resumed_from(run)) is not None:
         checkpoint = _open(Path(before))
         return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
-    return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: it begins at the first step")
+    return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: starting at the first step")
 
 
 def _open(path: Path) -> Checkpoint:
@@ -113,14 +107,14 @@ def _open(path: Path) -> Checkpoint:
 
 
 def _over(run: Path, checkpoint: Checkpoint, settings: TrainSettings) -> bool:
-    """Whether all of it was done, the summary too, and the settings ask for no more."""
+    """Whether the run ended, with its summary, and the settings ask for no more steps."""
     step = checkpoint.manifest.position.batches
     progress = restored_clock(checkpoint.manifest.extra, settings, step)
     return _ended(run) in COMPLETE and progress.budget.ended(step, progress.elapsed) != ""
 
 
 def _ended(run: Path) -> str:
-    """How the run ended, by its summary; "" without one."""
+    """How the run ended, by its summary; "" without a summary."""
     try:
         return str(json.loads((run / SUMMARY).read_text())["ended"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""Settings of `zfunc train` as a value, what each option means, and the options that other commands have too.
+"""Settings of `zfunc train`, what each option means, and the options that other commands share.
 
-The invariant: the fields' defaults are the command line's, and a value that exists can be run, as far as that can
-be told without the data and the machine. No torch here: `zfunc --help` answers at once.
+The fields' defaults are the command line's. A value that exists can be run, as far as that can be checked without
+the data and the machine. No torch here: `zfunc --help` answers at once.
 """
 
 from pathlib import Path
@@ -35,12 +35,12 @@ from zfunc.options import (
 
 DEVICES = ("auto", "cpu", "cuda", "xpu")  # the usual ones; any other that torch has is taken, too
 LOG_STYLES = ("zfunc", "deepspeed")
-LOG_EVERY = 10  # steps from one of deepspeed's lines to the next where no configuration says, as there
+LOG_EVERY = 10  # steps between lines of `--log-style deepspeed` without steps_per_print, as in DeepSpeed
 TOKEN_TYPES = ("uint16", "uint32")
 FINE_TUNING_LR = 2e-5
-LARGEST_SEED = 2**63 - 1  # which a checkpoint can hold
+LARGEST_SEED = 2**63 - 1  # that a checkpoint can hold
 CPU_BUCKET_SIZE, GPU_BUCKET_SIZE = 1 << 18, 50_000_000  # elements, where none is set
-SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # that the model of --hf has itself
+SIZES = ("num_layers", "hidden_size", "num_attention_heads", "dropout")  # which the config of --hf has
 
 
 def _device(name: str, value: Any) -> None:
@@ -81,7 +81,7 @@ PRECISION, BUCKET_SIZE, OFFLOAD_RATIO = STEP["precision"], STEP["bucket_size"], 
 TRAIN = {
     "config": Option(
         "configuration",
-        f"a DeepSpeed configuration, JSON. What it says holds; flags do where it says nothing or {AUTO} "
+        f"a DeepSpeed configuration, JSON. It decides; flags set what it leaves out or has as {AUTO} "
         "(default: none)",
         path,
         metavar="FILE",
@@ -100,13 +100,13 @@ TRAIN = {
         path,
         metavar="FILE",
     ),
-    "dtype": Option("data", f"type of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
+    "dtype": Option("data", f"dtype of the tokens in a .bin: {_names(TOKEN_TYPES)}", one_of(TOKEN_TYPES)),
     "vocab_size": Option(
-        "data", "tokens there are in a .bin (default: 50257, GPT-2's; of bytes there are 256)", count
+        "data", "size of the vocabulary of a .bin (default: 50257, GPT-2's; bytes have 256)", count
     ),
     "hf": Option(
         "model",
-        "folder of a Hugging Face model to begin with: its config, safetensors and tokenizer (default: a new GPT)",
+        "folder of a Hugging Face model to fine-tune: its config, safetensors and tokenizer (default: a new GPT)",
         path,
         metavar="FOLDER",
     ),
@@ -116,14 +116,14 @@ TRAIN = {
     "schedule": STEP["schedule"].offering(schedules.__all__),
     "bucket_size": evolve(
         BUCKET_SIZE,
-        help=f"{BUCKET_SIZE.help} (default: {CPU_BUCKET_SIZE} on a CPU, for its caches; {GPU_BUCKET_SIZE} on a "
+        help=f"{BUCKET_SIZE.help} (default: {CPU_BUCKET_SIZE} on a CPU, to fit its caches; {GPU_BUCKET_SIZE} on a "
         "GPU)",
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
-    "dropout": Option("model", "probability to drop an activation", probability),
+    "dropout": Option("model", "probability of dropping an activation", probability),
     "lr": Option(
         "step",
-        f"highest learning rate, {FINE_TUNING_LR:g} with --hf; it falls to a tenth of it along a cosine",
+        f"peak learning rate, {FINE_TUNING_LR:g} with --hf; it decays to a tenth along a cosine",
         positive,
     ),
     "warmup": Option(
@@ -131,38 +131,39 @@ TRAIN = {
         "steps in which the learning rate rises to --lr (default: a tenth of all, at most 150)",
         zero_or_more,
     ),
-    "weight_decay": Option("step", "decay of matrices and embeddings, not of norms and biases", not_negative),
-    "steps": Option("how long", "steps to train; without limit if only --seconds is given", count),
+    "weight_decay": Option(
+        "step", "weight decay of matrices and embeddings, not of norms and biases", not_negative
+    ),
+    "steps": Option("how long", "steps to train; no limit if only --seconds is given", count),
     "seconds": Option(
         "how long",
-        "seconds to train, evaluations included; without limit if only --steps is given. If all steps "
-        "will not fit, there will be fewer: the learning rate comes down either way",
+        "seconds to train, evaluations included; no limit if only --steps is given. If they are too short for all "
+        "steps, fewer are taken, and the learning rate still decays to its end",
         positive,
     ),
     "eval_every": Option(
         "how long",
-        "steps from one held-out evaluation to the next, beside those before the first step and after the last; 0: "
-        "none at all",
+        "steps between held-out evaluations, beside those before the first step and after the last; 0: none at all",
         zero_or_more,
     ),
-    "no_sample": Option("how long", "end without a sample of what the model writes", anything),
+    "no_sample": Option("how long", "do not sample from the model at the end", anything),
     "save_every": Option(
         "run folder",
-        "steps from one checkpoint to the next, and one of the last step; 0 saves none at all (default: the last "
-        "step alone)",
+        "steps between checkpoints, beside that of the last step; 0 saves none at all (default: the last step "
+        "alone)",
         zero_or_more,
     ),
-    "keep": Option("run folder", "the newest checkpoints that stay; older ones are deleted", count),
+    "keep": Option("run folder", "how many checkpoints to keep; older ones are deleted", count),
     "resume": Option(
         "run folder",
-        f"go on from a checkpoint, from the newest in a folder of them, or from a run's; {AUTO}: in --out itself, "
-        "from its newest, or from the beginning if it has none (default: from the beginning)",
+        f"continue from a checkpoint, or from the newest in a folder of them or in a run; {AUTO}: from the newest "
+        "in --out, or from the beginning if it has none (default: from the beginning)",
         _resume,
         metavar=f"PATH|{AUTO}",
     ),
     "device": Option(
         "how it runs",
-        f"{_names(DEVICES)}, or cuda:N; auto: a GPU where there is one",
+        f"{_names(DEVICES)}, or cuda:N; auto: a GPU if there is one",
         _device,
         words=DEVICES,
     ),
@@ -170,16 +171,16 @@ TRAIN = {
     "log_style": Option(
         "log",
         f"what is printed: {_names(LOG_STYLES)}. zfunc: a live panel on a terminal, whatever steps_per_print says, "
-        "else lines, every steps_per_print steps if --config has it; deepspeed: its lines, for programs that read "
-        f"those, every {LOG_EVERY} steps or steps_per_print, each of which is measured",
+        "else lines, every steps_per_print steps if --config has it; deepspeed: its log lines, for programs that "
+        f"parse them, every {LOG_EVERY} steps or steps_per_print, with times measured in each of those steps",
         one_of(LOG_STYLES),
     ),
     "tensorboard": Option(
-        "log", "write every step for TensorBoard too, to RUN/tensorboard; needs zfunc[tensorboard]", anything
+        "log", "log every step to TensorBoard too, in RUN/tensorboard; needs zfunc[tensorboard]", anything
     ),
     "wandb": Option(
         "log",
-        "write every step for Weights & Biases too, to RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
+        "log every step to Weights & Biases too, in RUN/wandb; offline unless WANDB_MODE says otherwise; needs "
         "zfunc[wandb]",
         anything,
     ),
@@ -194,7 +195,7 @@ TRAIN = {
 
 @frozen(kw_only=True)
 class ModelFlags:
-    """The GPT of a command and the size of its batch."""
+    """The size of a command's GPT and of its batch."""
 
     num_layers: int = 4
     hidden_size: int = 128
@@ -205,7 +206,7 @@ class ModelFlags:
 
 @frozen(kw_only=True)
 class GPTFlags(ModelFlags):
-    """With what decides its vocabulary."""
+    """A GPT whose vocabulary is that of its data, unless it is given."""
 
     data: Path | None = None
     tokenizer: Path | None = None
@@ -217,10 +218,10 @@ StepFlags = flag_fields(StepSettings, GPTFlags, precision=AUTO, clip=1.0, bucket
 
 @frozen(kw_only=True)
 class TrainSettings(StepFlags):
-    """A training job. The defaults are that of `zfunc train`, made to end within 3 minutes on two cores.
+    """A training. The defaults end within 3 minutes on two cores.
 
-    None stands for what is only known when the job starts; the help of the option tells. Raises ValueError for
-    values that cannot be run, alone or together.
+    None stands for a default that depends on the machine or the data; the option's help says which. Raises
+    ValueError for values that cannot be run, alone or together.
     """
 
     config: Path | None = None
@@ -248,7 +249,7 @@ class TrainSettings(StepFlags):
         check_together(self, TRAIN)
         if self.resume == AUTO and self.out is None:
             raise ValueError(
-                f"--resume {AUTO}: got no --out, expected the run's folder, new at first: add such as --out run"
+                f"--resume {AUTO}: got no --out, expected the run's folder, which may be new: add such as --out run"
             )
         if self.steps is None and self.seconds is None:
             raise ValueError(
@@ -262,13 +263,13 @@ class TrainSettings(StepFlags):
             for f in attrs.fields(TrainSettings):
                 if f.name in SIZES and getattr(self, f.name) != f.default:
                     raise ValueError(
-                        f"{flag(f.name)}: got it with --hf, whose config has it, expected one of them: leave one "
+                        f"{flag(f.name)}: got it with --hf, whose config sets it, expected one of them: leave one "
                         "out"
                     )
 
 
 def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
-    """Raise ValueError unless the batch can be dealt out to `world` ranks in so many micro-batches each.
+    """Raise ValueError unless the batch divides into `micro_batches` on each of `world` ranks.
 
     >>> check_rows(10, 4, 2)
     Traceback (most recent call last):
@@ -284,12 +285,12 @@ def check_rows(batch_size: int, world: int, micro_batches: int) -> None:
 
 
 def step_settings(flags: Any, **changes: Any) -> StepSettings:
-    """The settings of the step that a command was given, with `changes` by their names there."""
+    """The settings of the step from a command's flags, with `changes`, by the names of StepSettings."""
     return StepSettings(**{**values_of_flags(StepSettings, flags), **changes})
 
 
 def check_together(settings: Any, options: dict[str, Option]) -> None:
-    """Check every field, what excludes what, and what has to divide what."""
+    """Check every field, alone and with the others."""
     check_each(settings, options)
     given = values_of_flags(StepSettings, settings)
     StepSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})

@@ -1,7 +1,7 @@
-"""From settings to a job: what is open is chosen, the data is opened, the GPT is compiled. Nothing is trained.
+"""Settings to a job: open choices are made, the data is opened, the model is compiled. Nothing is trained.
 
-The invariant: after `prepare_job`, everything that can be wrong with settings, data and machine has been said, and
-no memory has been taken for the model.
+After `prepare_job`, everything that can be wrong with settings, data and machine has been raised, and no memory has
+been allocated for the model.
 """
 
 import logging
@@ -37,7 +37,7 @@ from zfunc.train.data.corpus import Corpus
 from zfunc.train.data.packing import holds_tokens, open_data
 from zfunc.train.data.tokenizer import BYTES, Tokenizer, open_tokenizer
 from zfunc.train.deepspeed.convert import config_extras, startup_notes
-from zfunc.train.pretrained import PretrainedModel, pretrained, tokenizer
+from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained_model
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
     GPU_BUCKET_SIZE,
@@ -47,14 +47,12 @@ from zfunc.train.settings import (
     step_settings,
 )
 
-FINAL_LR = 0.1  # of the highest
-LONGEST_WARMUP = 150  # steps, where none is asked for
+FINAL_LR = 0.1  # of the peak
+LONGEST_WARMUP = 150  # steps, where --warmup is not given
 GPT2_VOCAB_SIZE = 50_257
-PLANNED = (
-    400  # layers, at most, of a model that is planned although it surely does not fit, to say what would
-)
-FAR_TOO_LARGE = 100  # times the host's free memory: nothing that could be advised would help
-FASTEST = {  # why a precision was chosen
+PLANNED_LAYERS = 400  # up to which a model that cannot fit is planned nevertheless, to suggest what would
+FAR_TOO_LARGE = 100  # times the host's free memory: no suggestion would help
+REASONS = {  # for the precision of "auto"
     "fp32": "a CPU computes fastest in it",
     "bf16": "a GPU computes fastest in it",
     "fp16": "a GPU computes fastest in 16 bits, and this one has no bf16",
@@ -65,24 +63,24 @@ log = logging.getLogger("zfunc")
 
 @frozen(eq=False)
 class TrainingJob:
-    """A program and its data, with the settings it was made from: nothing in them is open any more."""
+    """A program and its data, with the resolved settings."""
 
     settings: TrainSettings
     corpus: Corpus
     held_out: tuple[Batch, ...]
     program: Program
     tokenizer: Tokenizer | None = None
-    architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
+    architecture: str = ""  # of --hf, with its `sizes` by the names of the settings
     sizes: dict[str, int] = field(factory=dict[str, int])
 
     @property
     def ranks(self) -> RankGroup:
-        """Those that train this job together."""
+        """The ranks that train together."""
         return self.program.ranks
 
     @property
     def unit(self) -> str:
-        """What the data is made of: "byte" or "token"."""
+        """What a token of the data is: "byte" or "token"."""
         return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
 
     def batch(self, position: int) -> Batch:
@@ -91,47 +89,49 @@ class TrainingJob:
 
 
 def prepare_job(settings: TrainSettings, *, cache: Path) -> TrainingJob:
-    """Choose, open, compile. `cache` is a folder for gathered sources.
+    """Resolve the settings, open the data, compile the model. `cache` is a folder for gathered and packed data.
 
-    Raises ValueError or FileNotFoundError for settings and data that cannot work together or on this machine.
+    Raises ValueError or FileNotFoundError for settings and data that do not work together or on this machine.
     """
-    settings, chosen = resolve_settings(settings), settings.precision == "auto"
-    model = pretrained(settings)
-    words = tokenizer(settings, model)
-    corpus = _corpus(settings, model, words, cache)
-    vocab_size = corpus.vocab_size if words is None else settings.vocab_size or corpus.vocab_size
+    ranks = RankGroup.of()
+    settings, automatic = resolve_settings(settings), settings.precision == "auto"
+    model = pretrained_model(settings)
+    tokenizer = choose_tokenizer(settings, model)
+    corpus = _corpus(settings, model, tokenizer, cache)
+    vocab_size = corpus.vocab_size if tokenizer is None else settings.vocab_size or corpus.vocab_size
     settings = evolve(settings, vocab_size=vocab_size if model is None else model.vocab_size)
     if model is None:
-        check_size(settings, RankGroup.of())
-    ranks = RankGroup.of()
+        check_size(settings, ranks)
+    level = logging.DEBUG if ranks.rank else logging.INFO
     for line in startup_notes(settings, ranks.world, learning_rate(settings, settings.steps)):
-        log.log(logging.DEBUG if ranks.rank else logging.INFO, "%s", line)
+        log.log(level, "%s", line)
     check_rows(settings.batch_size, ranks.world, settings.micro_batches)
     example = rank_batch(settings, corpus, 0, ranks)
     held_out = held_out_parts(settings, corpus, ranks)
     program = compile_job(settings, example, None if model is None else model.segments)
-    settable = attrs.fields_dict(TrainSettings)
-    check_fits(program, example, settable=settable)
-    reason = f", because {FASTEST[settings.precision]}" if chosen else ""
-    log.log(logging.DEBUG if ranks.rank else logging.INFO, "precision: %s%s", settings.precision, reason)
-    known = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
-    return TrainingJob(settings, corpus, held_out, program, words, **known)
+    check_fits(program, example, settable=attrs.fields_dict(TrainSettings))
+    reason = f", because {REASONS[settings.precision]}" if automatic else ""
+    log.log(level, "precision: %s%s", settings.precision, reason)
+    source = {} if model is None else {"architecture": model.architecture, "sizes": model.sizes}
+    return TrainingJob(settings, corpus, held_out, program, tokenizer, **source)
 
 
 def _corpus(
-    settings: TrainSettings, model: PretrainedModel | None, words: Tokenizer | None, cache: Path
+    settings: TrainSettings, model: PretrainedModel | None, tokenizer: Tokenizer | None, cache: Path
 ) -> Corpus:
-    most = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
+    vocab_size = settings.vocab_size or (GPT2_VOCAB_SIZE if model is None else model.vocab_size)
     try:
-        corpus = open_data(settings.data, cache=cache, tokenizer=words, dtype=settings.dtype, vocab_size=most)
+        corpus = open_data(
+            settings.data, cache=cache, tokenizer=tokenizer, dtype=settings.dtype, vocab_size=vocab_size
+        )
     except (ValueError, OSError) as error:
         raise ValueError(f"--data: {error}") from error
-    if words is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
+    if tokenizer is not None and settings.vocab_size is not None and settings.vocab_size < corpus.vocab_size:
         raise ValueError(
-            f"--vocab-size: got {settings.vocab_size} for {words.name}, expected its {corpus.vocab_size} or "
+            f"--vocab-size: got {settings.vocab_size} for {tokenizer.name}, expected its {corpus.vocab_size} or "
             "more: leave it out"
         )
-    if words is None and settings.vocab_size not in (None, corpus.vocab_size):
+    if tokenizer is None and settings.vocab_size not in (None, corpus.vocab_size):
         raise ValueError(
             f"--vocab-size: got {settings.vocab_size} for {corpus.name}, which is read as bytes, expected "
             f"{corpus.vocab_size}: leave it out, or give a .bin of tokens"
@@ -140,25 +140,29 @@ def _corpus(
 
 
 def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
-    """Raise OutOfMemory, by arithmetic, for what is too large to be planned, before a model is built of it."""
-    parameters, there = num_parameters(gpt_config(settings)), available_host_bytes()
+    """Raise OutOfMemory for a model or batch too large to be worth planning, before it is built."""
+    parameters, available = num_parameters(gpt_config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
-    here = min(local_ranks(), ranks.world) / ranks.world  # of the state: what this machine's ranks keep
-    kept = here * sum(x.nbytes(ALIGNMENT) for x in STATE_FORMATS[settings.moments]) / ALIGNMENT
-    bound = there if settings.num_layers > PLANNED else FAR_TOO_LARGE * there
-    for what, needed, most in (
-        (f"a model of {parameters:,} parameters (--num-layers, --hidden-size)", parameters * kept, bound),
-        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8, there),
+    share = min(local_ranks(), ranks.world) / ranks.world  # of the state on this machine
+    state_bytes = share * sum(x.nbytes(ALIGNMENT) for x in STATE_FORMATS[settings.moments]) / ALIGNMENT
+    limit = available if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE * available
+    for subject, needed, most in (
+        (
+            f"a model of {parameters:,} parameters (--num-layers, --hidden-size)",
+            parameters * state_bytes,
+            limit,
+        ),
+        (f"a batch of {tokens:,} tokens (--batch-size, --seq-length)", tokens * 8, available),
     ):
         if needed > most:
             raise OutOfMemory(
-                f"{what} needs {needed:,.0f} bytes of host memory, {there:,} are there; nothing was allocated. "
-                "Make it smaller"
+                f"{subject} needs {needed:,.0f} bytes of host memory, {available:,} are available; nothing was "
+                "allocated. Make it smaller"
             )
 
 
 def resolve_settings(settings: TrainSettings) -> TrainSettings:
-    """The settings with device, precision and bucket size chosen for this machine."""
+    """The settings with the device, precision and bucket size for this machine."""
     device = pick_device(settings.device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
     bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if on_accelerator(device) else CPU_BUCKET_SIZE)
@@ -166,7 +170,7 @@ def resolve_settings(settings: TrainSettings) -> TrainSettings:
 
 
 def gpt_config(settings: GPTFlags) -> GPTConfig:
-    """The model of the settings."""
+    """The GPT of the settings."""
     return GPTConfig(
         vocab_size=settings.vocab_size or vocabulary(settings),
         seq_length=settings.seq_length,
@@ -178,8 +182,8 @@ def gpt_config(settings: GPTFlags) -> GPTConfig:
 
 
 def vocabulary(settings: GPTFlags) -> int:
-    """Tokens there are of data that was not read yet, which `prepare_job` finds there too: GPT-2's in a file of
-    tokens, else those of the tokenizer, or bytes.
+    """The vocabulary size that `prepare_job` will find, without reading the data: GPT-2's for a file of tokens,
+    else the tokenizer's, or bytes.
     """
     if settings.data is not None and holds_tokens(settings.data):
         return GPT2_VOCAB_SIZE
@@ -187,7 +191,7 @@ def vocabulary(settings: GPTFlags) -> int:
 
 
 def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, ...] | None = None) -> Program:
-    """The program of resolved settings, planned for batches like `example`: of the GPT, or of another model."""
+    """The program of resolved settings for batches like `example`; without `model`, of the GPT."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings, **config_extras(settings).step),
@@ -203,8 +207,9 @@ def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, .
 
 
 def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int], float]:
-    """Warm-up, then a cosine down to a tenth at step `total`; while that is not known, only the warm-up. Where the
-    settings' configuration has a scheduler, that.
+    """The configuration's scheduler if it has one; else warm-up, then a cosine down to a tenth at step `total`.
+
+    While `total` is not known, nothing decays.
     """
     warmup = settings.warmup
     if warmup is None:
@@ -217,13 +222,13 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
 
 
 def with_total_steps(program: Program, settings: TrainSettings, total: int | None) -> Program:
-    """The program with the learning rate of so many steps; the same in all else, so it takes the same State."""
+    """The program with the learning rate for `total` steps; it takes the same State."""
     rate = learning_rate(settings, total)
     return evolve(program, optimizer=evolve(program.optimizer, lr=rate))
 
 
 def machine_record(device: torch.device) -> dict[str, Any]:
-    """What this runs on and with, for the record."""
+    """Machine and versions, for the record."""
     return {
         "cpu": cpu_model() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
