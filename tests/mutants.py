@@ -78,7 +78,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "core/layout": [["zfunc/core/layout.py", "tests/core/test_layout.py"]],
     "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
-    "checkpoint/slices": [SAVED, WAITS, RESUMED],
+    "checkpoint/snapshot": [SAVED, WAITS, RESUMED],
     "checkpoint/reader": [
         ["tests/checkpoint/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"],
         RESUMED,

@@ -1,29 +1,24 @@
 """A small checkpoint to read, break and compare: any model, cut by any layout, its bytes known from names alone.
 
-No torch and no State: what a rank would write of each parameter is told by the layout.
+No torch and no State.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint, UnfinishedCheckpoint
-from zfunc.checkpoint.manifest import (
-    Manifest,
-    ParameterEntry,
-    StateKind,
-    StateSlice,
-    TrainingPosition,
-    state_kinds,
-)
+from zfunc.checkpoint.manifest import Manifest, TrainingPosition
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
 from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.core.layout import ALIGNMENT, Layout, Parameter, Span, make_layout
-from zfunc.core.optimizer_state import Moments
+from zfunc.checkpoint.snapshot import Snapshot
+from zfunc.core.dtypes import DTYPES
+from zfunc.core.layout import Layout, Parameter, make_layout
+from zfunc.core.optimizer_state import Moments, stored_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 
@@ -37,23 +32,6 @@ MODEL = [
 def content(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
     """The bytes of a parameter's state: any, but always the same."""
     return np.random.default_rng([zlib.crc32(f"{name} {kind}".encode()), salt]).bytes(nbytes)
-
-
-def slices(layout: Layout, world: int, rank: int) -> Iterator[tuple[Span, int, int]]:
-    """What a rank has: (span, start, stop), in elements of the parameter."""
-    for bucket in layout.buckets:
-        size = bucket.numel // world
-        begin = bucket.start + rank * size
-        for span in bucket.spans:
-            start, stop = max(begin, span.start), min(begin + size, span.stop)
-            if start < stop:
-                yield span, start - span.start, stop - span.start
-
-
-def stored_slice(kind: StateKind, start: int, stop: int) -> tuple[int, int]:
-    """The elements of a kind that belong to elements start to stop of the parameter."""
-    assert start % ALIGNMENT == 0
-    return start // kind.shared, -(-stop // kind.shared)
 
 
 def checksummed(path: Path, header: Header, contents: Mapping[str, bytes], chunk: int) -> Shard:
@@ -74,29 +52,6 @@ def write_shard(path: Path, tensors: Mapping[TensorInfo, bytes], chunk: int) -> 
     finally:
         writer.close()
     return checksummed(path, writer.header, {t.name: data for t, data in tensors.items()}, chunk)
-
-
-def write_rank(
-    folder: Path, layout: Layout, world: int, rank: int, moments: Moments, salt: int
-) -> tuple[Shard, list[tuple[str, str, StateSlice]]]:
-    """One rank's file, and the pieces in it as (parameter, kind, piece)."""
-    placed = [
-        (span, name, kind, *stored_slice(kind, start, stop))
-        for span, start, stop in slices(layout, world, rank)
-        for name, kind in state_kinds(moments).items()
-    ]
-    tensors = {}
-    for span, name, kind, start, stop in placed:
-        item = BYTES[kind.dtypes[0]]
-        whole = content(span.name, name, kind.numel(span.stop - span.start) * item, salt)
-        stored = TensorInfo(f"{span.name}/{name}", kind.dtypes[0], (stop - start,))
-        tensors[stored] = whole[start * item : stop * item]
-    shard = write_shard(folder / checkpoints.shard_name(rank, world), tensors, CHUNK)
-    pieces = [
-        (span.name, name, StateSlice(start, stop, rank, f"{span.name}/{name}", 0))
-        for span, name, _, start, stop in placed
-    ]
-    return shard, pieces
 
 
 def save(
@@ -127,36 +82,26 @@ def write_all(
     pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: Moments, salt: int
 ) -> Manifest:
     """The files of all ranks, and the manifest of them."""
-    ranks = [write_rank(pending.path, layout, world, rank, moments, salt) for rank in range(world)]
-    placed = [x for _, pieces in ranks for x in pieces]
-    return Manifest(
-        world=world,
-        state_format=moments,
-        shards=tuple(shard for shard, _ in ranks),
-        parameters=tuple(
-            ParameterEntry(
-                span.name,
-                span.shape,
-                True,
-                {
-                    kind: tuple(x for n, k, x in placed if (n, k) == (span.name, kind))
-                    for kind in state_kinds(moments)
-                },
-            )
-            for span in layout.spans
-        ),
-        position=TrainingPosition(
-            pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0)
-        ),
-        optimizer={"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True},
-        extra={"salt": salt},
-    )
+    position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
+    optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
+    snapshot = Snapshot(layout, moments, "fp32", position, optimizer, {})
+    numels = {span.name: span.stop - span.start for span in layout.spans}
+    shards: list[Shard] = []
+    for rank in range(world):
+        tensors: dict[TensorInfo, bytes] = {}
+        for x in snapshot.slices(rank, world):
+            (buffer,) = (b for b in stored_buffers(moments) if b.name == x.kind)
+            item = BYTES[x.stored.dtype]
+            complete = content(x.parameter, x.kind, buffer.numel(numels[x.parameter]) * item, salt)
+            tensors[x.stored] = complete[x.start * item : x.stop * item]
+        shards.append(write_shard(pending.path / checkpoints.shard_name(rank, world), tensors, CHUNK))
+    return snapshot.manifest(shards, {"salt": salt})
 
 
 def fill(path: Path, manifest: Manifest, wanted: list[WantedSlice]) -> list[bytearray]:
     """The bytes of the wanted slices, read from the shards."""
     with CheckpointReader(Checkpoint(path, manifest)) as reader:
-        sizes = [(w.stop - w.start) * BYTES[reader.dtype(w.parameter, w.kind)] for w in wanted]
+        sizes = [(w.stop - w.start) * DTYPES[reader.dtype(w.parameter, w.kind)].nbytes for w in wanted]
         buffers = [bytearray(size) for size in sizes]
         reader.read(list(zip(wanted, buffers, strict=True)))
     return buffers

@@ -9,19 +9,22 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved import MODEL, assert_whole, content, everything, fill, save, slices, stored_slice
+from saved import MODEL, assert_whole, content, everything, fill, save
 from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, check_model, state_kinds
+from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, check_model
 from zfunc.checkpoint.reader import WantedSlice, plan_reads
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo
+from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
+from zfunc.checkpoint.snapshot import state_slices
+from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import STATE_FORMATS, Moments
 from zfunc.errors import CheckpointError
 
 MOMENTS: list[Moments] = ["fp32", "16bit", "8bit"]
+KINDS = ["master", "exp_avg", "exp_avg_sq"]
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +34,8 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
 
 def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[WantedSlice]:
     return [
-        WantedSlice(name, span.name, *stored_slice(kind, start, stop))
-        for span, start, stop in slices(layout, world, rank)
-        for name, kind in state_kinds(moments).items()
+        WantedSlice(x.kind, x.parameter, x.start, x.stop)
+        for x in state_slices(layout, moments, rank, world, {})
     ]
 
 
@@ -52,31 +54,32 @@ def test_what_any_ranks_wrote_any_others_read(
         for rank in range(readers):
             wanted = wanted_by(layout, readers, rank, moments)
             for w, got in zip(wanted, fill(path, manifest, wanted), strict=True):
-                kind = state_kinds(moments)[w.kind]
-                item = BYTES[kind.dtypes[0]]
-                whole = content(w.parameter, w.kind, kind.numel(sizes[w.parameter]) * item)
+                (buffer,) = (x for x in STATE_FORMATS[moments] if x.name == w.kind)
+                item = DTYPES[buffer.dtype].nbytes
+                whole = content(w.parameter, w.kind, buffer.nbytes(sizes[w.parameter]))
                 assert got == whole[w.start * item : w.stop * item]
 
 
 def partition(layout: Layout, world: int) -> Manifest:
     """A manifest of fp32 state, no file behind it: a rank's pieces of all parameters share a tensor."""
-    kinds = state_kinds("fp32")
-    pieces: dict[tuple[str, str], list[StateSlice]] = {(s.name, k): [] for s in layout.spans for k in kinds}
+    pieces: dict[str, dict[str, list[StateSlice]]] = {}
+    for span in layout.spans:
+        pieces[span.name] = {kind: [] for kind in KINDS}
     shards = []
     for rank in range(world):
-        end = 0
-        for span, start, stop in slices(layout, world, rank):
-            for kind in kinds:
-                pieces[span.name, kind].append(StateSlice(start, stop, rank, kind, end))
-            end += stop - start
-        tensors = tuple(TensorInfo(kind, "F32", (end,)) for kind in kinds)
-        sums = dict.fromkeys(kinds, (0,) if end else ())
+        ends = dict.fromkeys(KINDS, 0)
+        for x in state_slices(layout, "fp32", rank, world, {}):
+            pieces[x.parameter][x.kind].append(StateSlice(x.start, x.stop, rank, x.kind, ends[x.kind]))
+            ends[x.kind] += x.stop - x.start
+        end = ends["master"]
+        tensors = tuple(TensorInfo(kind, "F32", (end,)) for kind in KINDS)
+        sums = dict.fromkeys(KINDS, (0,) if end else ())
         shards.append(Shard(f"rank{rank}", end * 12 + 64, 0, 1 << 20, tensors, sums))
-    kept = tuple(
-        ParameterEntry(s.name, s.shape, True, {k: tuple(pieces[s.name, k]) for k in kinds})
+    entries = tuple(
+        ParameterEntry(s.name, s.shape, True, {k: tuple(x) for k, x in pieces[s.name].items()})
         for s in layout.spans
     )
-    return evolve(EMPTY, world=world, shards=tuple(shards), parameters=kept)
+    return evolve(EMPTY, world=world, shards=tuple(shards), parameters=entries)
 
 
 EMPTY = manifest_file.from_json(
@@ -97,7 +100,7 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
         wanted = wanted_by(layout, readers, rank, "fp32")
         reads = plan_reads(manifest, wanted)
         assert [(r.shard, r.tensor) for r in reads] == sorted(
-            [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], [*state_kinds("fp32")].index(x[1]))
+            [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], KINDS.index(x[1]))
         )
         for n, w in enumerate(wanted):
             filled = sorted((r.to, r.to + r.stop - r.start, r) for r in reads if r.wanted == n)
@@ -178,9 +181,7 @@ def test_the_pieces_of_one_kind_have_one_type() -> None:
 
 
 def test_a_parameter_of_no_elements_has_no_pieces() -> None:
-    made = evolve(
-        EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(state_kinds("fp32"), ())),)
-    )
+    made = evolve(EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(KINDS, ())),))
     assert manifest_file.from_json(manifest_file.to_json(made)) == made
     assert plan_reads(made, [WantedSlice("master", "none", 0, 0)]) == ()
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve, frozen
-from small_models import MODELS, bits
+from small_models import MODELS, bits, flats
 from torch import Tensor
 
 import zfunc
@@ -66,6 +66,13 @@ class Momentum:
 
     def device_workspace(self, numel: int) -> int:
         return 16 * numel
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int
+    ) -> Mapping[str, Tensor]:
+        if state_format != "fp32":
+            raise CheckpointError(f"step {step}: no momentum from {state_format}")
+        return {"master": state["master"], "buf": -state["exp_avg"]}
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +153,17 @@ def test_its_state_is_no_other_optimizers(tmp_path: Path) -> None:
         CheckpointError, match="got optimizer state in the format 'momentum', expected 'fp32'"
     ):
         zfunc.load(path, compiled(zfunc.AdamW())[0])
+
+
+def test_it_converts_the_state_of_others_itself(tmp_path: Path) -> None:
+    adam, data = compiled(zfunc.AdamW(), bucket_size=200)
+    state, _ = zfunc.train_step(adam, zfunc.init(adam, seed=1), data(0))
+    program, _ = compiled()
+    loaded = zfunc.load(zfunc.save(tmp_path / "fp32", adam, state), program)
+    weights = zfunc.params(adam, state)
+    assert all(torch.equal(x, weights[name]) for name, x in zfunc.params(program, loaded).items())
+    assert flats(loaded, "state")["buf"].norm() == flats(state, "state")["exp_avg"].norm() > 0
+    compact, _ = compiled(zfunc.AdamW(moments="16bit"))
+    path = zfunc.save(tmp_path / "16bit", compact, zfunc.init(compact))
+    with pytest.raises(CheckpointError, match="step 0: no momentum from 16bit"):
+        zfunc.load(path, program)

@@ -26,6 +26,8 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
+from zfunc.checkpoint.snapshot import state_slices
+from zfunc.core.optimizer_state import stored_buffers
 from zfunc.engine import compile as compiling
 from zfunc.engine import restore as loading
 from zfunc.engine.program import Program
@@ -173,21 +175,22 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
     """What all ranks together have of every parameter, by its name and the kind of its state."""
     pieces: dict[tuple[str, str], list[Tensor]] = {}
     for program, state in loaded:
-        moments = program.optimizer.moments
-        for wanted, x in loading._own(state.buffers, program.layout, moments, program.ranks):
-            pieces.setdefault((wanted.parameter, wanted.kind), []).append(x)
+        ranks, layout = program.ranks, program.layout
+        for x in state_slices(layout, program.optimizer.state_format, ranks.rank, ranks.world, {}):
+            pieces.setdefault((x.parameter, x.kind), []).append(loading.slice_memory(state.buffers, x))
     return {what: torch.cat(x) for what, x in pieces.items()}
 
 
 def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tmp_path: Path) -> None:
     path = checkpoint_of.save(tmp_path / "first", moments="8bit-1")
     assert json.loads((path / FILE).read_text())["moments"] == "8bit"
-    with CheckpointReader(open_checkpoint(path)) as reader:
-        got = loading._unpacked(reader, "embed.weight", 0, 130)
     sizes = {"exp_avg": 130, "exp_avg_sq": 130, "exp_avg_exponent": 3, "exp_avg_sq_exponent": 3}
-    kept = (np.frombuffer(checkpoint_of.content("embed.weight", *x), np.uint8) for x in sizes.items())
-    for mine, expected in zip(got[1:], unpack_first_codes(*kept), strict=True):
-        np.testing.assert_array_equal(mine, expected)
+    wanted = [WantedSlice(x.name, "embed.weight", 0, x.numel(130)) for x in stored_buffers("8bit-1")]
+    with CheckpointReader(open_checkpoint(path)) as reader:
+        state = zfunc.AdamW().convert_state(loading._read(reader, wanted), "8bit-1", step=3)
+    stored = (np.frombuffer(checkpoint_of.content("embed.weight", *x), np.uint8) for x in sizes.items())
+    for name, expected in zip(("exp_avg", "exp_avg_sq"), unpack_first_codes(*stored), strict=True):
+        np.testing.assert_array_equal(state[name].numpy(), expected)
     path = checkpoint_of.save(tmp_path / "now", moments="8bit")
     assert json.loads((path / FILE).read_text())["moments"] == "8bit-2"
 

@@ -8,7 +8,7 @@
     shard_reader       reads slices of a shard
     manifest           which state is kept of which parameter, and where
     manifest_json      the manifest as a file
-    slices             which rank keeps what
+    snapshot           what a checkpoint contains, and which rank writes it
     directory          a folder of checkpoints: publishes, finds the newest complete one, deletes old ones
     reader             reads slices of a checkpoint, whatever ranks and buckets wrote it
     writer             a checkpoint being written

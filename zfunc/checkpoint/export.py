@@ -35,7 +35,6 @@ OVERFLOW: dict[Precision, float] = {  # the smallest magnitude that becomes inf
     "bf16": 2.0**128 - 2.0**119,  # halfway to what would be the next value, as in fp16
     "fp16": 2.0**16 - 2.0**4,
 }
-_NUMPY = {x.safetensors: np.dtype(x.numpy) for x in DTYPES.values()}
 log = logging.getLogger("zfunc")
 
 
@@ -125,7 +124,7 @@ def _weights(
 
 
 def _read(reader: CheckpointReader, name: str, kinds: Sequence[str], start: int, stop: int) -> list[Array]:
-    halves = [np.empty(stop - start, _NUMPY[reader.dtype(name, kind)]) for kind in kinds]
+    halves = [np.empty(stop - start, DTYPES[reader.dtype(name, kind)].numpy) for kind in kinds]
     reader.read([(WantedSlice(kind, name, start, stop), x) for kind, x in zip(kinds, halves, strict=True)])
     return halves
 

@@ -26,29 +26,8 @@ FILE = "manifest.json"
 FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
 PENDING = "pending"  # the gradient of a parameter that is still to be applied to it
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
+_FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 _NEXT = "use another checkpoint"
-
-
-@frozen
-class StateKind:
-    """A kind of state: the dtypes it may be stored in, and how many elements of a parameter share one of its."""
-
-    dtypes: tuple[str, ...]
-    shared: int = 1
-
-    def numel(self, parameter: int) -> int:
-        """Elements for a parameter of so many."""
-        return -(-parameter // self.shared)
-
-
-def state_kinds(state_format: str) -> dict[str, StateKind]:
-    """The kinds kept of a trained parameter, by name: the buffers of `zfunc.core.optimizer_state`."""
-    buffers = stored_buffers(state_format)
-    return {x.name: StateKind((DTYPES[x.dtype].safetensors,), x.shared) for x in buffers}
-
-
-_FLOATS = StateKind(tuple(DTYPES[x].safetensors for x in PRECISIONS))
-_FROZEN_KINDS = {FROZEN: _FLOATS}
 
 
 @frozen
@@ -138,16 +117,17 @@ class Manifest:
         """For every shard which of its tensors comes when."""
         return tuple({t.name: n for n, t in enumerate(shard.tensors)} for shard in self.shards)
 
-    def kinds(self, kept: ParameterEntry) -> dict[str, StateKind]:
-        """The kinds of state there are of a parameter."""
-        if not kept.trainable:
-            return _FROZEN_KINDS
-        waits = self.position.pending is not None and PENDING in kept.pieces
-        return self._trained_kinds | ({PENDING: _FLOATS} if waits else {})
-
-    @cached_property
-    def _trained_kinds(self) -> dict[str, StateKind]:
-        return state_kinds(self.state_format)
+    def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
+        """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
+        if not entry.trainable:
+            return {FROZEN: (entry.numel, _FLOATS)}
+        buffers = stored_buffers(self.state_format)
+        kinds: dict[str, tuple[int, tuple[str, ...]]] = {
+            x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers
+        }
+        if self.position.pending is not None and PENDING in entry.pieces:
+            kinds[PENDING] = entry.numel, _FLOATS
+        return kinds
 
     @property
     def pending(self) -> frozenset[str]:
@@ -214,33 +194,28 @@ def _check_shard(shard: Shard) -> None:
 
 
 def _check_pieces(
-    manifest: Manifest, kept: ParameterEntry, taken: dict[tuple[int, str], list[tuple[int, int]]]
+    manifest: Manifest, entry: ParameterEntry, taken: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """The pieces of each kind tile it and lie in tensors of its dtype; adds the ranges they take there."""
-    kinds = manifest.kinds(kept)
-    if set(kept.pieces) != set(kinds):
-        raise _bad(repr(kept.name), f"the state {', '.join(kept.pieces) or 'nothing'}", ", ".join(kinds))
-    for name, kind in kinds.items():
-        where = f"{kept.name!r}, {name}"
-        numel = kind.numel(kept.numel)
-        if flaw := _flaw([(x.start, x.stop) for x in kept.pieces[name]], numel):
+    """The pieces of each kind tile it and lie in tensors of one type; adds the ranges they take there."""
+    kinds = manifest.kinds(entry)
+    if set(entry.pieces) != set(kinds):
+        raise _bad(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
+    for kind, (numel, dtypes) in kinds.items():
+        where = f"{entry.name!r}, {kind}"
+        if flaw := _flaw([(x.start, x.stop) for x in entry.pieces[kind]], numel):
             raise _bad(where, flaw, f"pieces that tile its {numel}")
-        types = {_check_place(manifest, where, kind, piece) for piece in kept.pieces[name]}
-        if len(types) > 1:
-            raise _bad(where, f"elements of {' and '.join(sorted(types))}", "one type")
-        for piece in kept.pieces[name]:
+        stored: set[str] = set()
+        for piece in entry.pieces[kind]:
+            tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
+            if (tensor := tensors.get(piece.tensor)) is None:
+                raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
+            if tensor.dtype not in dtypes:
+                raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(dtypes))
+            stored.add(tensor.dtype)
             ends = (piece.offset, piece.offset + piece.stop - piece.start)
             taken.setdefault((piece.shard, piece.tensor), []).append(ends)
-
-
-def _check_place(manifest: Manifest, where: str, kind: StateKind, piece: StateSlice) -> str:
-    """The type of the tensor that a piece lies in."""
-    tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
-    if (tensor := tensors.get(piece.tensor)) is None:
-        raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
-    if tensor.dtype not in kind.dtypes:
-        raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(kind.dtypes))
-    return tensor.dtype
+        if len(stored) > 1:
+            raise _bad(where, f"elements of {' and '.join(sorted(stored))}", "one type")
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:

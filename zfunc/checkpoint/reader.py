@@ -15,8 +15,10 @@ from zfunc.checkpoint.manifest import Manifest
 from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import BYTES, cut_elements
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
+from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.errors import did_you_mean
 
+_DTYPES: dict[str, Dtype] = {x.safetensors: name for name, x in DTYPES.items()}
 MAX_OPEN = 4  # files: a slice seldom lies in more, and each keeps a chunk in memory
 
 
@@ -93,10 +95,10 @@ class CheckpointReader:
         """What is in the checkpoint."""
         return self.checkpoint.manifest
 
-    def dtype(self, parameter: str, kind: str) -> str:
-        """The type of the stored elements, in safetensors' terms; "F32" for a parameter without any."""
+    def dtype(self, parameter: str, kind: str) -> Dtype:
+        """The type of the stored elements; "fp32" for a parameter without any."""
         pieces = self.manifest.by_name[parameter].pieces[kind]
-        return self.manifest.tensors[pieces[0].shard][pieces[0].tensor].dtype if pieces else "F32"
+        return _DTYPES[self.manifest.tensors[pieces[0].shard][pieces[0].tensor].dtype] if pieces else "fp32"
 
     def read(self, targets: Sequence[tuple[WantedSlice, Any]]) -> None:
         """Fill each slice's buffer: writable, contiguous, of the slice's size and stored type.

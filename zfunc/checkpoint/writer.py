@@ -18,13 +18,12 @@ from torch import Tensor
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.manifest import TrainingPosition, check_plain
+from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.manifest_json import position_fields, read_shard, shard_fields
 from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import CHUNK, Shard, cut_elements, describe_shard, num_chunks
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
-from zfunc.checkpoint.slices import Slice, build_manifest, frozen_slices, slices_of
-from zfunc.core.layout import Layout
+from zfunc.checkpoint.snapshot import Slice, Snapshot
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type
@@ -66,28 +65,11 @@ class SaveResult:
     failure: str = ""
 
 
-@frozen
-class Snapshot:
-    """What a checkpoint is of: everything but the bytes."""
-
-    layout: Layout
-    state_format: str
-    frozen_dtype: str  # of the parameters that are not trained, in a shard's terms
-    position: TrainingPosition
-    optimizer: Mapping[str, Any]
-    pending: Mapping[int, str]  # of gradients that wait: by bucket, their dtype in a shard's terms
-
-    def slices(self, rank: int, world: int) -> list[Slice]:
-        """Those of one rank."""
-        fixed = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
-        return [*slices_of(self.layout, self.state_format, rank, world, self.pending), *fixed]
-
-
 @define(eq=False)
 class CheckpointWriter:
     """A checkpoint from `begin_writing` to `publish` or `abandon`."""
 
-    content: Snapshot
+    snapshot: Snapshot
     save: Save
     ranks: RankGroup
     _pending: checkpoints.UnfinishedCheckpoint | None  # rank 0 has it
@@ -126,7 +108,7 @@ class CheckpointWriter:
             raise
         except Exception as error:  # a step whose updates have begun does not end for it
             if not ranks.rank:
-                log.warning("checkpoint: none was saved of step %d: %s", self.content.position.step, error)
+                log.warning("checkpoint: none was saved of step %d: %s", self.snapshot.position.step, error)
             return SaveResult(None, _told(error))
         finally:
             self.abandon()
@@ -149,29 +131,19 @@ class CheckpointWriter:
         if self._pending is None:
             return None
         shards = [read_shard(strict_json.parse_json(text.encode(), "a rank's shard")) for text in texts]
-        return checkpoints.publish_checkpoint(self._pending, self._manifest(shards), keep=self.save.keep)
-
-    def _manifest(self, shards: list[Shard]) -> Any:
-        content, world = self.content, self.ranks.world
-        return build_manifest(
-            content.layout,
-            content.state_format,
-            [content.slices(rank, world) for rank in range(world)],
-            shards,
-            position=content.position,
-            optimizer=content.optimizer,
-            extra=self.save.extra,
+        return checkpoints.publish_checkpoint(
+            self._pending, self.snapshot.manifest(shards, self.save.extra), keep=self.save.keep
         )
 
 
-def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> CheckpointWriter:
+def begin_writing(snapshot: Snapshot, save: Save, ranks: RankGroup) -> CheckpointWriter:
     """Reserve the room for a checkpoint: on every rank, or on none.
 
     Raises CheckpointError, on every rank, naming the folder or file that cannot be written.
     """
-    slices, writers = content.slices(ranks.rank, ranks.world), list[ShardWriter]()
-    all_or_none(ranks, partial(_check, content, save))
-    pending = all_or_none(ranks, partial(_begin, content, save, ranks))
+    slices, writers = snapshot.slices(ranks.rank, ranks.world), list[ShardWriter]()
+    all_or_none(ranks, partial(_check, snapshot, save))
+    pending = all_or_none(ranks, partial(_begin, snapshot, save, ranks))
     try:
         folder = Path(ranks.texts(str(pending and pending.path))[0])
         all_or_none(ranks, lambda: writers.append(_create(folder, ranks, slices)))
@@ -185,7 +157,7 @@ def begin_writing(content: Snapshot, save: Save, ranks: RankGroup) -> Checkpoint
     for x in slices:
         by_bucket.setdefault(x.bucket, []).append(x)
     checksums = {x.stored.name: [0] * num_chunks(x.stored.nbytes, CHUNK) for x in slices}
-    return CheckpointWriter(content, save, ranks, pending, writers[0], by_bucket, checksums)
+    return CheckpointWriter(snapshot, save, ranks, pending, writers[0], by_bucket, checksums)
 
 
 def all_or_none(ranks: RankGroup, function: Callable[[], T]) -> T:
@@ -223,11 +195,11 @@ def _told(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _check(content: Snapshot, save: Save) -> None:
+def _check(snapshot: Snapshot, save: Save) -> None:
     """What goes into the manifest beside the bytes has to be readable again: said before anything is done."""
     for what, value in (
-        ("position", position_fields(content.position)),
-        ("optimizer", dict(content.optimizer)),
+        ("position", position_fields(snapshot.position)),
+        ("optimizer", dict(snapshot.optimizer)),
         ("extra", dict(save.extra)),
     ):
         check_plain(value, what)
@@ -239,9 +211,11 @@ def _check(content: Snapshot, save: Save) -> None:
             ) from error
 
 
-def _begin(content: Snapshot, save: Save, ranks: RankGroup) -> checkpoints.UnfinishedCheckpoint | None:
+def _begin(snapshot: Snapshot, save: Save, ranks: RankGroup) -> checkpoints.UnfinishedCheckpoint | None:
     """On rank 0: the folder."""
-    return None if ranks.rank else checkpoints.begin_checkpoint(save.folder.absolute(), content.position.step)
+    return (
+        None if ranks.rank else checkpoints.begin_checkpoint(save.folder.absolute(), snapshot.position.step)
+    )
 
 
 def _create(folder: Path, ranks: RankGroup, slices: list[Slice]) -> ShardWriter:

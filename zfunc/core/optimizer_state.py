@@ -27,8 +27,8 @@ class StateBuffer:
     shared: int = 1
 
     def numel(self, parameters: int) -> int:
-        """Elements for so many parameters, a multiple of what an element is shared by."""
-        return parameters // self.shared
+        """Elements for so many parameters."""
+        return -(-parameters // self.shared)
 
     def nbytes(self, parameters: int) -> int:
         """Bytes for so many parameters."""
@@ -76,7 +76,7 @@ def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
     """The state of parameters `start` to `stop`, of buffers by name; `start` begins a block of those that share."""
     return {
-        x.name: state[x.name][start // x.shared : -(-stop // x.shared)]  # pyright: ignore
+        x.name: state[x.name][x.numel(start) : x.numel(stop)]  # pyright: ignore
         for x in STATE_FORMATS[name]
     }
 

@@ -12,17 +12,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint import writer as saving
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.checkpoint.manifest import PENDING, Manifest, TrainingPosition, check_model
 from zfunc.checkpoint.manifest_json import factor_fields
-from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none
+from zfunc.checkpoint.snapshot import Snapshot
+from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
+from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
-from zfunc.engine import restore as loading
 from zfunc.engine.init import allocated
 from zfunc.engine.program import Program, check_program, check_state, lock_staging, specialize_without_batch
+from zfunc.engine.restore import fill_state, send_parameters
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -69,19 +72,19 @@ def save(
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
-    names = {dtype: name for name, dtype in loading.FILE_DTYPES.items()}
-    waiting = state.buffers.waiting() if state.pending is not None else {}
-    content = saving.Snapshot(
+    precision: Dtype = program.settings.precision
+    gradients = state.buffers.waiting() if state.pending is not None else {}
+    snapshot = Snapshot(
         layout=program.layout,
         state_format=program.spec.state_format,
-        frozen_dtype=names[program.dtype],
+        frozen_dtype=precision,
         position=TrainingPosition(
             state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
         ),
         optimizer=_settings(program, state.step),
-        pending={b: names[x.dtype] for b, x in waiting.items()},
+        pending={b: "fp32" if x.dtype == torch.float32 else precision for b, x in gradients.items()},
     )
-    return saving.begin_writing(content, save, program.ranks)
+    return begin_writing(snapshot, save, program.ranks)
 
 
 def load(path: str | os.PathLike[str], program: Program) -> State:
@@ -109,9 +112,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = all_or_none(ranks, partial(_opened, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
-        fill = partial(
-            loading.fill_state, buffers, program.layout, program.spec.state_format, checkpoint, ranks
-        )
+        fill = partial(fill_state, buffers, program.layout, program.optimizer, checkpoint, ranks)
         try:
             all_or_none(ranks, fill)
         except CheckpointError as error:
@@ -119,7 +120,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
             continue
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
-        loading.send_parameters(buffers, program.layout, ranks)
+        send_parameters(buffers, program.layout, ranks)
         _compare(checkpoint, program)
         return _state(buffers, program, checkpoint), checkpoint
     raise CheckpointError("; ".join(damaged))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN, PENDING
-from zfunc.checkpoint.slices import FROZEN_BUCKET
+from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss

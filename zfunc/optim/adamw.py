@@ -10,6 +10,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.optim.adam_reference import coefficients
 from zfunc.optim.argument_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.compact import convert_moments
 from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.host_adam import host_adam_
 
@@ -143,6 +144,10 @@ class AdamW:
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return workspace(numel, self.moments)
+
+    def convert_state(self, state: Mapping[str, Tensor], state_format: str, step: int) -> dict[str, Tensor]:
+        """From any format of Adam's (`zfunc.optim.compact.convert_moments`); CheckpointError for another."""
+        return convert_moments(state, state_format, self.moments, step)
 
     def _arguments(self, decision: StepDecision, decayed: bool) -> dict[str, Any]:
         return {

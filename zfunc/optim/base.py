@@ -63,3 +63,13 @@ class Optimizer(Protocol):
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         ...
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int
+    ) -> Mapping[str, Tensor]:
+        """A checkpoint's state of another format, as it was after update `step`, in this optimizer's format.
+
+        The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
+        cannot convert.
+        """
+        ...

@@ -1,4 +1,4 @@
-"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments.
+"""Compact optimizer state as tensors: the split master and block-scaled 8-bit moments, conversion between formats.
 
 These classes hold the packed bytes; `compact_reference` defines and converts them, and the kernel updates them in
 place.
@@ -12,9 +12,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.optimizer_state import HIGH_HALF, Moments
+from zfunc.core.optimizer_state import ADAM_FORMATS, HIGH_HALF, Moments, stored_buffers
+from zfunc.errors import CheckpointError
 from zfunc.optim.argument_checks import checked_span, numel_of
-from zfunc.optim.compact_reference import BLOCK, join, split
+from zfunc.optim.compact_reference import BLOCK, Compact, join, pack, split, unpack, unpack_first_codes
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 @frozen(eq=False)
@@ -34,12 +36,11 @@ class SplitMaster:
         """Split contiguous fp32 weights [n] on the host; TypeError or ValueError for anything else."""
         checked_span("weights", weights, numel_of(weights), [torch.float32], written=False)
         high, low = split(weights.detach().numpy())
-        return cls(torch.from_numpy(high.view(np.int16)).view(torch.bfloat16), torch.from_numpy(low))
+        return cls(_as_tensor(high).view(torch.bfloat16), _as_tensor(low))
 
     def join(self) -> Tensor:
         """The fp32 weights [n], exact: a NaN comes back as a NaN."""
-        high = self.high.view(torch.int16).numpy().view(np.uint16)
-        return torch.from_numpy(join(high, self.low.numpy()))
+        return torch.from_numpy(join(_as_array(self.high), self.low.numpy()))
 
 
 @frozen(eq=False)
@@ -84,3 +85,45 @@ def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor
         return state["master"][start:stop].cpu()
     high, low = (state[name][start:stop].cpu() for name in (HIGH_HALF, "master_low"))
     return SplitMaster(high, low).join()
+
+
+def convert_moments(
+    state: Mapping[str, Tensor], stored: str, moments: Moments, step: int
+) -> dict[str, Tensor]:
+    """Adam's state on the host, of the format `stored`, in another of its formats, by the names of its buffers.
+
+    It goes through fp32: weights stay exact, moments are rounded as update `step` would have rounded them. Raises
+    CheckpointError for a format that is not Adam's.
+    """
+    if stored not in ADAM_FORMATS:
+        raise CheckpointError(
+            f"got optimizer state in the format {stored!r}, expected {moments!r}, this program's: load it "
+            "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
+        )
+    arrays = [_as_array(state[x.name]) for x in stored_buffers(stored)]
+    if stored == "fp32":
+        master, exp_avg, exp_avg_sq = arrays
+    elif stored == "8bit-1":
+        master, (exp_avg, exp_avg_sq) = join(*arrays[:2]), unpack_first_codes(*arrays[2:])
+    else:
+        master, exp_avg, exp_avg_sq = unpack(Compact(*arrays))
+    if moments == "fp32":
+        converted = [master, exp_avg, exp_avg_sq]
+    else:
+        packed = pack(master, exp_avg, exp_avg_sq, moments=moments, step=step)
+        converted = [x for x in packed if x is not None]
+    return {
+        buffer.name: _as_tensor(x).view(TORCH_DTYPES[buffer.dtype])
+        for buffer, x in zip(stored_buffers(moments), converted, strict=True)
+    }
+
+
+def _as_array(x: Tensor) -> Any:
+    """The tensor's memory as NumPy, which has no bf16: its bits as uint16."""
+    return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def _as_tensor(x: Any) -> Tensor:
+    """The array's memory as torch, which has few operations for uint16: its bits as int16."""
+    x = np.ascontiguousarray(x)
+    return torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x)

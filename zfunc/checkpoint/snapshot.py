@@ -1,0 +1,122 @@
+"""What a checkpoint contains, and which rank writes it: slices of every parameter's state.
+
+The slices of all ranks tile the state of every parameter, because the layout's pieces do and begin where no element
+is shared. Saving and loading take them from here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from attrs import frozen
+
+from zfunc.checkpoint.manifest import (
+    FROZEN,
+    PENDING,
+    Manifest,
+    ParameterEntry,
+    StateSlice,
+    TrainingPosition,
+)
+from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
+from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.layout import Layout, Span
+from zfunc.core.optimizer_state import StateBuffer, stored_buffers
+
+FROZEN_BUCKET = -1  # of slices of frozen parameters
+
+
+@frozen
+class Slice:
+    """Elements start to stop of one kind of a parameter's state.
+
+    In memory they begin at `at` of the rank's buffer of that kind and bucket (of all frozen parameters). In the
+    rank's shard they are the tensor `stored`, in the parameter's shape if it is complete.
+    """
+
+    parameter: str
+    bucket: int
+    kind: str
+    start: int
+    stop: int
+    at: int
+    stored: TensorInfo
+
+
+def state_slices(
+    layout: Layout, state_format: str, rank: int, world: int, pending: Mapping[int, Dtype]
+) -> Iterator[Slice]:
+    """One rank's slices of the trained parameters, by bucket.
+
+    `pending` has the buckets whose gradient is still to be applied, with its type.
+    """
+    for bucket in layout.buckets:
+        gradient = [StateBuffer(PENDING, pending[bucket.index])] if bucket.index in pending else []
+        for span in bucket.spans:
+            piece = layout.piece(span, rank, world)
+            if piece.start < piece.stop:
+                for buffer in (*stored_buffers(state_format), *gradient):
+                    yield _slice(span, bucket.index, buffer, piece.start, piece.stop, piece.at)
+
+
+def frozen_slices(layout: Layout, dtype: Dtype) -> Iterator[Slice]:
+    """The slices of the frozen parameters, each a complete one."""
+    for span in layout.frozen:
+        if span.start < span.stop:
+            buffer = StateBuffer(FROZEN, dtype)
+            yield _slice(span, FROZEN_BUCKET, buffer, 0, span.stop - span.start, span.start)
+
+
+def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, at: int) -> Slice:
+    first, last = buffer.numel(start), buffer.numel(stop)
+    complete = buffer.shared == 1 and (start, stop) == (0, span.stop - span.start)
+    shape = span.shape if complete else (last - first,)
+    stored = TensorInfo(f"{span.name}/{buffer.name}", DTYPES[buffer.dtype].safetensors, shape)
+    return Slice(span.name, bucket, buffer.name, first, last, buffer.numel(at), stored)
+
+
+@frozen
+class Snapshot:
+    """What a checkpoint is of: everything but the bytes."""
+
+    layout: Layout
+    state_format: str
+    frozen_dtype: Dtype
+    position: TrainingPosition
+    optimizer: Mapping[str, Any]
+    pending: Mapping[int, Dtype]  # buckets whose gradient is still to be applied, with its type
+
+    def slices(self, rank: int, world: int) -> list[Slice]:
+        """What one rank writes; rank 0 writes the frozen parameters too."""
+        frozen_parameters = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
+        return [
+            *state_slices(self.layout, self.state_format, rank, world, self.pending),
+            *frozen_parameters,
+        ]
+
+    def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
+        """The manifest of the shards that all ranks wrote, in their order."""
+        pieces: dict[str, dict[str, tuple[StateSlice, ...]]] = {}
+        for rank in range(len(shards)):
+            for x in self.slices(rank, len(shards)):
+                by_kind = pieces.setdefault(x.parameter, {})
+                piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
+                by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
+
+        def entries(spans: Iterable[Span], *kinds: str, trainable: bool) -> Iterator[ParameterEntry]:
+            for span in spans:
+                by_kind = {**dict.fromkeys(kinds, ()), **pieces.get(span.name, {})}
+                yield ParameterEntry(span.name, span.shape, trainable, by_kind)
+
+        kinds = [x.name for x in stored_buffers(self.state_format)]
+        return Manifest(
+            world=len(shards),
+            state_format=self.state_format,
+            shards=tuple(shards),
+            parameters=(
+                *entries(self.layout.spans, *kinds, trainable=True),
+                *entries(self.layout.frozen, FROZEN, trainable=False),
+            ),
+            position=self.position,
+            optimizer=self.optimizer,
+            extra=extra,
+        )
