@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from run_folders import STEPS, Row, row, written
 from table import plan_of
 
-from zfunc.cli.charts import PLACES, axis_ticks, placed, smoothed
+from zfunc.cli.charts import PLACES, placed, smoothed
 from zfunc.cli.main import main
-from zfunc.cli.report_page import ENDED, report_page
+from zfunc.cli.report_page import report_page
+from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
+from zfunc.viz.legend import axis_ticks
 from zfunc.viz.timeline_html import part
 
 
@@ -65,7 +67,7 @@ def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
     ]
     titles = [title for _, title in Elements(made).all("h2")]
     assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput, tokens/s", titles[4]]
-    assert ENDED["steps"] in made
+    assert ENDINGS["steps"] in made
 
 
 def test_settings_that_are_not_the_default_stand_out(tmp_path: Path) -> None:

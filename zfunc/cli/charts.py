@@ -1,19 +1,17 @@
 """Curves over steps as SVG inside a page: of 3 steps or of 100,000, and as light to read.
 
-The size of a chart is bounded, whatever the number of steps. Of many points that fall on one place the highest and
-the lowest are kept, so no spike is lost; a point that is not a number is a gap. Colours are the page's; here are
-only classes.
+The size of a chart is bounded, whatever the number of steps. Of many points that share a place, the highest and the
+lowest are drawn, so no spike is lost; a point that is not a number is a gap. Colours are the page's, by class.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
-from itertools import accumulate, groupby
-from math import floor
+from itertools import accumulate, groupby, pairwise
 from typing import Literal
 
 from attrs import frozen
 
-from zfunc.viz.legend import round_step
+from zfunc.viz.legend import axis_ticks
 
 Points = tuple[tuple[int, float | None], ...]
 PLACES = 240  # along a chart, at most
@@ -32,20 +30,20 @@ class Curve:
 
 @frozen
 class Chart:
-    """Curves on one pair of axes. `words` tells a value; `unit` is what round values are multiples of."""
+    """Curves on one pair of axes. `text` formats a value; round values are multiples of `unit`."""
 
     title: str
     curves: tuple[Curve, ...]
-    words: Callable[[float], str]
+    text: Callable[[float], str]
     unit: float = 1.0
     from_zero: bool = False
-    marks: tuple[int, ...] = ()  # steps at which something happened
-    marked: str = ""  # what
+    marks: tuple[int, ...] = ()  # steps with a tick on the axis
+    mark_name: str = ""
 
 
 @frozen
 class PlotPoint:
-    """The points of a curve that fall on one place: the first and last step, lowest, mean and highest value."""
+    """The points of a curve that share a place: the first and last step, lowest, mean and highest value."""
 
     first: int
     last: int
@@ -66,27 +64,36 @@ def smoothed(points: Points) -> Points:
     half = len(points) // (2 * SMOOTH)
     sums = [0.0, *accumulate(y or 0.0 for _, y in points)]
     counts = [0, *accumulate(int(y is not None) for _, y in points)]
-    made: list[tuple[int, float | None]] = []
-    for n, (x, y) in enumerate(points):
+
+    def mean(n: int) -> float:
         a, b = max(0, n - half), min(len(points), n + half + 1)
-        made.append((x, None if y is None else (sums[b] - sums[a]) / (counts[b] - counts[a])))
-    return tuple(made)
+        return (sums[b] - sums[a]) / (counts[b] - counts[a])
+
+    return tuple((x, None if y is None else mean(n)) for n, (x, y) in enumerate(points))
 
 
 def placed(points: Points, span: tuple[int, int]) -> list[PlotPoint]:
     """The points by place, in order."""
     first, last = span
-    each = max(1, -(-(last - first + 1) // PLACES))  # steps on one place
-    return [_place(list(some)) for _, some in groupby(points, lambda p: (p[0] - first) // each)]
+    each = max(1, -(-(last - first + 1) // PLACES))  # steps of a place
+    return [_place(list(group)) for _, group in groupby(points, lambda p: (p[0] - first) // each)]
 
 
-def _place(some: Sequence[tuple[int, float | None]]) -> PlotPoint:
-    ys = [y for _, y in some if y is not None]
-    return PlotPoint(some[0][0], some[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
+def _place(group: Sequence[tuple[int, float | None]]) -> PlotPoint:
+    ys = [y for _, y in group if y is not None]
+    return PlotPoint(group[0][0], group[-1][0], (min(ys), sum(ys) / len(ys), max(ys)) if ys else None)
 
 
-def chart_svg(chart: Chart, span: tuple[int, int]) -> str:
-    """The chart over the steps of `span`, first and last: an SVG element that takes its colours from the page."""
+def chart_figure(chart: Chart, span: tuple[int, int]) -> str:
+    """The chart over the steps of `span`, first and last, with its title and legend, as HTML."""
+    keys = [(curve.form, curve.name) for curve in chart.curves]
+    keys += [("mark", chart.mark_name)] if chart.marks else []
+    legend = "".join(f'<span class="key {form}">{escape(name)}</span>' for form, name in keys)
+    head = f"<figcaption><h2>{escape(chart.title)}</h2>{legend}</figcaption>"
+    return f"<figure>{head}{_chart_svg(chart, span)}</figure>"
+
+
+def _chart_svg(chart: Chart, span: tuple[int, int]) -> str:
     curves = [(curve, placed(curve.points, span)) for curve in chart.curves]
     values = [v for _, places in curves for p in places if p.values for v in p.values]
     if not values:
@@ -97,9 +104,9 @@ def chart_svg(chart: Chart, span: tuple[int, int]) -> str:
             f'<svg class="chart" viewBox="0 0 {_WIDTH:g} {_HEIGHT:g}" role="img" '
             f'aria-label="{escape(chart.title, quote=True)}">',
             *_axes(chart, frame),
-            *(part for curve, places in curves for part in _drawn(curve, places, frame)),
+            *(shape for curve, places in curves for shape in _shapes(curve, places, frame)),
             *_marks(chart, frame),
-            *_readings(chart, curves, frame),
+            *_tooltips(chart, curves, frame),
             "</svg>",
         ]
     )
@@ -107,7 +114,7 @@ def chart_svg(chart: Chart, span: tuple[int, int]) -> str:
 
 @frozen
 class _Frame:
-    """Where a step and a value are, in px."""
+    """Places of steps and values, in px."""
 
     first: int
     last: int
@@ -123,24 +130,13 @@ class _Frame:
         return cls(*span, low if from_zero and low == 0 else low - room, high + room)
 
     def x(self, step: float) -> float:
-        wide = _WIDTH - _LEFT - _RIGHT
+        width = _WIDTH - _LEFT - _RIGHT
         if self.last == self.first:
-            return _LEFT + wide / 2
-        return _LEFT + wide * (step - self.first) / (self.last - self.first)
+            return _LEFT + width / 2
+        return _LEFT + width * (step - self.first) / (self.last - self.first)
 
     def y(self, value: float) -> float:
         return _TOP + (_HEIGHT - _TOP - _BOTTOM) * (self.high - value) / (self.high - self.low)
-
-
-def axis_ticks(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
-    """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times a power of ten.
-
-    >>> axis_ticks(0.0, 90.0, 4)
-    [0.0, 50.0]
-    """
-    step = unit * round_step((high - low) / unit / most)
-    first = -floor(-low / step + 1e-9)
-    return [k * step for k in range(first, floor(high / step + 1e-9) + 1)]
 
 
 def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
@@ -148,7 +144,7 @@ def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
     for value in axis_ticks(frame.low, frame.high, 4, chart.unit):
         y = frame.y(value)
         yield f'<path class="grid" d="M{_LEFT:g} {y:.1f}H{_WIDTH - _RIGHT:g}"/>'
-        label = escape(chart.words(value))
+        label = escape(chart.text(value))
         yield f'<text class="label" text-anchor="end" x="{_LEFT - 8:g}" y="{y + 4:.1f}">{label}</text>'
     steps = [frame.first]
     if frame.last > frame.first:
@@ -159,16 +155,16 @@ def _axes(chart: Chart, frame: _Frame) -> Iterator[str]:
         yield f'<text class="label" text-anchor="{anchor}" x="{x:.1f}" y="{bottom + 18:g}">{step:,}</text>'
 
 
-def _drawn(curve: Curve, places: list[PlotPoint], frame: _Frame) -> Iterator[str]:
+def _shapes(curve: Curve, places: list[PlotPoint], frame: _Frame) -> Iterator[str]:
     if curve.form == "dots":
         for p in places:
             if p.values:
                 x, y = frame.x(p.middle), frame.y(p.values[1])
                 yield f'<circle class="dots" r="3" cx="{x:.1f}" cy="{y:.1f}"/>'
         return
-    for has_values, some in groupby(places, lambda p: p.values is not None):
+    for has_values, group in groupby(places, lambda p: p.values is not None):
         if has_values:
-            yield f'<path class="{curve.form}" d="{_path(curve, list(some), frame)}"/>'
+            yield f'<path class="{curve.form}" d="{_path(curve, list(group), frame)}"/>'
 
 
 def _path(curve: Curve, places: list[PlotPoint], frame: _Frame) -> str:
@@ -185,26 +181,25 @@ def _through(places: Iterable[PlotPoint], which: int, frame: _Frame) -> str:
 
 
 def _marks(chart: Chart, frame: _Frame) -> Iterator[str]:
-    """A tick on the axis for every mark, one for those that fall together."""
+    """A tick on the axis for the marks of each pixel."""
     bottom = _HEIGHT - _BOTTOM
-    for x, some in groupby(chart.marks, lambda step: round(frame.x(step))):
-        steps = list(some)
+    for x, group in groupby(chart.marks, lambda step: round(frame.x(step))):
+        steps = list(group)
         which = f"step {steps[0]:,}" if len(steps) == 1 else f"{len(steps):,} steps from {steps[0]:,}"
-        label = escape(f"{chart.marked}: {which}")
+        label = escape(f"{chart.mark_name}: {which}")
         yield f'<path class="mark" d="M{x} {bottom - 9:g}V{bottom:g}"><title>{label}</title></path>'
 
 
-def _readings(chart: Chart, curves: list[tuple[Curve, list[PlotPoint]]], frame: _Frame) -> Iterator[str]:
-    """The tooltips of places, without a script."""
+def _tooltips(chart: Chart, curves: list[tuple[Curve, list[PlotPoint]]], frame: _Frame) -> Iterator[str]:
+    """The values of every place, without a script."""
     readings: dict[int, tuple[PlotPoint, list[str]]] = {}
     for curve, places in curves:
         for p in places:
             key = round(frame.x(p.middle))
-            readings.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.words)}")
+            readings.setdefault(key, (p, []))[1].append(f"{curve.name}: {_reading(p, curve, chart.text)}")
     keys = sorted(readings)
-    for n, key in enumerate(keys):
-        left = (keys[n - 1] + key) / 2 if n else _LEFT
-        right = (key + keys[n + 1]) / 2 if n + 1 < len(keys) else _WIDTH - _RIGHT
+    middles = [(a + b) / 2 for a, b in pairwise(keys)]
+    for key, left, right in zip(keys, [_LEFT, *middles], [*middles, _WIDTH - _RIGHT], strict=True):
         place, lines = readings[key]
         steps = f"{place.first:,}" if place.first == place.last else f"{place.first:,} to {place.last:,}"
         label = escape("\n".join([f"step {steps}", *lines]))
@@ -212,10 +207,8 @@ def _readings(chart: Chart, curves: list[tuple[Curve, list[PlotPoint]]], frame: 
         yield f'<rect class="reading" x="{left:.1f}" y="{_TOP:g}" {size}><title>{label}</title></rect>'
 
 
-def _reading(place: PlotPoint, curve: Curve, words: Callable[[float], str]) -> str:
+def _reading(place: PlotPoint, curve: Curve, text: Callable[[float], str]) -> str:
     if place.values is None:
         return "not a number"
     low, mean, high = place.values
-    if curve.form == "spread" and high > low:
-        return f"{words(low)} to {words(high)}"
-    return words(mean)
+    return f"{text(low)} to {text(high)}" if curve.form == "spread" and high > low else text(mean)

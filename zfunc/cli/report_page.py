@@ -1,8 +1,7 @@
 """A run as one HTML page: curves, memory against the plan, the measured step, settings, machine, checkpoints.
 
-One file that needs nothing else and runs no script; whatever a file of the run contains, it is only text here. What
-the curves show is in tables too. Curves are reduced as they are drawn, so the page of 100,000 steps is as small as
-that of a thousand.
+One file that needs nothing else and runs no script; whatever a file of the run contains is shown as text. What the
+curves show is in tables too. The page of 100,000 steps is as small as that of a thousand.
 """
 
 import re
@@ -12,8 +11,9 @@ from math import log
 from statistics import fmean, median
 from string import Template
 
-from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_svg, smoothed
-from zfunc.cli.report_tables import markup, report_tables
+from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_figure, smoothed
+from zfunc.cli.report_tables import report_tables, table_html
+from zfunc.cli.train_lines import ENDINGS
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.train.history import (
     TRACE,
@@ -25,68 +25,60 @@ from zfunc.train.history import (
     read_recorded_step,
 )
 from zfunc.units import format_bytes, format_seconds
-from zfunc.viz.draw import svg as drawn
+from zfunc.viz.draw import svg
 from zfunc.viz.legend import legend_summary
 from zfunc.viz.timeline_html import allowed, part
 
-DRAWN_UP_TO = 3000  # operations; the picture of more is not worth its bytes: timeline.html shows them
+MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; timeline.html shows more
 LAST = 50  # steps that the loss is the mean of, as in the summary of a run
-ENDED = {
-    "steps": "all steps done",
-    "seconds": "the time was up",
-    "interrupt": "stopped as asked",
-    "terminated": "terminated",
-    "failed": "failed",
-    "stopped at once": "stopped at once, in the middle of a step",
-}
 
 
 def report_page(run: RunHistory) -> str:
     """The page. Light and dark, readable without a script."""
-    step, missing = _measured(run)
-    style, picture = part("report.css"), _picture(step, missing)
+    step, missing = _measured_step(run)
+    style, picture = part("report.css"), _step_section(step, missing)
     styles = [style, *re.findall(r"<style>(.*?)</style>", picture, re.DOTALL)]
     how, ended = _ending(run)
+    span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
     return Template(part("report.html")).substitute(
         title=escape(f"Run {run.path.resolve().name}"),
         policy=f"default-src 'none'; style-src {' '.join(map(allowed, styles))}",
         style=style,
-        what=escape(_what(run)),
+        what=escape(_subtitle(run)),
         how=how,
         ended=escape(ended),
         figures="".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in _figures(run)),
-        charts="".join(_figure(chart, run) for chart in _charts(run)),
+        charts="".join(chart_figure(chart, span) for chart in _charts(run, span)),
         step=picture,
-        tables="".join(map(markup, report_tables(run, step))),
+        tables="".join(map(table_html, report_tables(run, step))),
         sample=_sample(run),
     )
 
 
-# --- in words --------------------------------------------------------------------------------------------
+# --- the summary -----------------------------------------------------------------------------------------
 
 
-def _what(run: RunHistory) -> str:
+def _subtitle(run: RunHistory) -> str:
     s, machine = run.settings, run.config["machine"]
-    where = machine.get("gpu") or f"{machine.get('cores')} cores of {machine.get('cpu')}"
+    device = machine.get("gpu") or f"{machine.get('cores')} cores of {machine.get('cpu')}"
     resumed = run.config.get("resumed_from")
     return (
-        f"{run.model}, {s.get('precision')}, schedule {s.get('schedule')}, on {where}"
+        f"{run.model}, {s.get('precision')}, schedule {s.get('schedule')}, on {device}"
         f"{f'; resumed from {resumed}' if resumed else ''}"
     )
 
 
 def _ending(run: RunHistory) -> tuple[str, str]:
-    """Whether that is "good", "bad" or neither, and the words."""
+    """How the run ended: "good", "bad" or "", and a sentence."""
     how = run.summary.get("ended", "")
     if not run.summary:
         ending = "has not ended: it is running, or was killed"
     else:
-        ending = ENDED.get(how, f"ended: {how}")
+        ending = ENDINGS.get(how, f"ended: {how}")
         ending += f": {run.summary['error']}" if "error" in run.summary else ""
-    lines = [ending, *([run.lost] if run.lost else [])]
-    good = how in ("steps", "seconds") and not run.lost
-    bad = bool(run.lost) or "error" in run.summary
-    return "good" if good else "bad" if bad else "", "\n".join(lines)
+    if run.lost or "error" in run.summary:
+        return "bad", "\n".join([ending, *([run.lost] if run.lost else [])])
+    return "good" if how in ("steps", "seconds") else "", ending
 
 
 def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
@@ -109,88 +101,73 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
 # --- curves ----------------------------------------------------------------------------------------------
 
 
-def _charts(run: RunHistory) -> Iterator[Chart]:
+def _charts(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
     if not run.steps:
         return
     held_out = tuple((x, None if y is None else y * log(2)) for x, y in run.of(run.held_out))
     skipped = tuple(row["step"] for row in run.skipped)
     dots = [Curve("held out, in the unit of the loss", "dots", held_out)] if held_out else []
-    yield Chart("Loss", (*_raw("loss", run.of("loss")), *dots), _short, marks=skipped, marked="skipped")
-    yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _short, from_zero=True)
+    loss = (*_noisy("loss", run.of("loss")), *dots)
+    yield Chart("Loss", loss, _four_digits, marks=skipped, mark_name="skipped")
+    yield Chart("Learning rate", (Curve("lr", "line", run.of("lr")),), _four_digits, from_zero=True)
     norms, clip = run.of("grad_norm"), finite_number(run.settings.get("clip"))
-    limit = _limit("clipped to", clip, run) if clip and clip <= 2 * max(numbers(norms), default=0.0) else ()
-    yield Chart("Gradient norm", (*_raw("norm", norms), *limit), _short, from_zero=True)
-    speed = _raw("tokens/s", run.of("tokens_per_second"))
+    close = clip is not None and 0 < clip <= 2 * max(numbers(norms), default=0.0)
+    limit = [_limit("clipped to", clip or 0.0, span)] if close else []
+    yield Chart("Gradient norm", (*_noisy("norm", norms), *limit), _four_digits, from_zero=True)
+    speed = _noisy("tokens/s", run.of("tokens_per_second"))
     yield Chart("Throughput, tokens/s", speed, lambda v: f"{v:,.0f}", from_zero=True)
-    share = tuple((row["step"], _share(row)) for row in run.steps)
-    yield Chart(
-        "Share of the step in host operations", _raw("share", share), lambda v: f"{v:.0%}", 0.01, True
-    )
-    yield from _memory(run)
+    share = _noisy("share", tuple((row["step"], _host_share(row)) for row in run.steps))
+    yield Chart("Share of the step in host operations", share, lambda v: f"{v:.0%}", 0.01, True)
+    yield from _memory(run, span)
     scales = run.of("loss_scale")
     if any(y != 1 for y in numbers(scales)):
-        curves = (Curve("scale", "line", scales),)
-        yield Chart("Loss scale", curves, lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
+        curve = Curve("scale", "line", scales)
+        yield Chart("Loss scale", (curve,), lambda v: f"{v:,.0f}", 1.0, True, skipped, "skipped")
 
 
-def _memory(run: RunHistory) -> Iterator[Chart]:
+def _memory(run: RunHistory, span: tuple[int, int]) -> Iterator[Chart]:
     device, host = (tuple((x, y or None) for x, y in run.of(name)) for name in ("device_bytes", "host_bytes"))
-    planned = run.planned
     if numbers(device):
-        limit = _limit("planned, at most", float(planned.get("device", 0)), run)
-        yield _in_bytes("Device memory", (Curve("allocated", "line", device), *limit))
+        limit = _limit("planned, at most", float(run.planned.get("device", 0)), span)
+        yield _in_bytes("Device memory", Curve("allocated", "line", device), limit)
+    curves = [Curve("resident", "line", host)]
     peak = run.summary.get("peak_bytes", {})
-    limit = ()
     if {"process", "host"} <= peak.keys():
-        before = peak["process"] - peak["host"]
-        limit = _limit("before training, and what is planned", float(before + run.planned_on_host), run)
-    yield _in_bytes("Memory of the process", (Curve("resident", "line", host), *limit))
+        planned = peak["process"] - peak["host"] + run.planned_on_host
+        curves.append(_limit("before training, and what is planned", float(planned), span))
+    yield _in_bytes("Memory of the process", *curves)
 
 
-def _in_bytes(title: str, curves: tuple[Curve, ...]) -> Chart:
+def _in_bytes(title: str, *curves: Curve) -> Chart:
     highest = max((y for c in curves for y in numbers(c.points)), default=1.0)
     unit = next((float(u) for u in (1 << 30, 1 << 20, 1 << 10) if highest >= u), 1.0)
     return Chart(title, curves, format_bytes, unit, from_zero=True)
 
 
-def _raw(name: str, points: Points) -> tuple[Curve, ...]:
-    """A noisy figure: as it is, and smoothed where there are enough of it."""
+def _noisy(name: str, points: Points) -> tuple[Curve, ...]:
+    """A figure as it is, and smoothed if it has enough points."""
     if len(points) < 2 * SMOOTH:
         return (Curve(name, "line", points),)
     return Curve(name, "spread", points), Curve(f"{name}, smoothed", "line", smoothed(points))
 
 
-def _limit(name: str, value: float, run: RunHistory) -> tuple[Curve, ...]:
-    first, last = _span(run)
-    ends = dict.fromkeys((first, last), value)
-    return (Curve(name, "limit", tuple(ends.items())),)
+def _limit(name: str, value: float, span: tuple[int, int]) -> Curve:
+    return Curve(name, "limit", tuple(dict.fromkeys(span, value).items()))
 
 
-def _span(run: RunHistory) -> tuple[int, int]:
-    return run.rows[0]["step"], run.rows[-1]["step"]
+def _host_share(row: Row) -> float | None:
+    seconds, host = finite_number(row.get("seconds")), finite_number(row.get("host_seconds"))
+    return None if not seconds or host is None else host / seconds
 
 
-def _share(row: Row) -> float | None:
-    took, host = finite_number(row.get("seconds")), finite_number(row.get("host_seconds"))
-    return None if not took or host is None else host / took
-
-
-def _short(value: float) -> str:
+def _four_digits(value: float) -> str:
     return f"{value:.4g}"
-
-
-def _figure(chart: Chart, run: RunHistory) -> str:
-    keys = [(c.form, f"{c.name}") for c in chart.curves]
-    keys += [("mark", chart.marked)] if chart.marks else []
-    legend = "".join(f'<span class="key {form}">{escape(name)}</span>' for form, name in keys)
-    head = f"<figcaption><h2>{escape(chart.title)}</h2>{legend}</figcaption>"
-    return f"<figure>{head}{chart_svg(chart, _span(run))}</figure>"
 
 
 # --- the measured step -----------------------------------------------------------------------------------
 
 
-def _measured(run: RunHistory) -> tuple[RecordedStep | None, str]:
+def _measured_step(run: RunHistory) -> tuple[RecordedStep | None, str]:
     """The step, or why there is none to show."""
     if not (run.path / TRACE).exists():
         return None, "No step was measured yet: the tenth is, or the last of fewer."
@@ -200,16 +177,14 @@ def _measured(run: RunHistory) -> tuple[RecordedStep | None, str]:
         return None, f"The measured step cannot be shown: {error}"
 
 
-def _picture(step: RecordedStep | None, missing: str) -> str:
-    if step is None:
-        return f'<section class="step"><h2>The step</h2><p>{escape(missing)}</p></section>'
-    bound = bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
-    caption = (
-        f"{legend_summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
-    )
-    ops = len(step.plan.graph)
-    picture = drawn(step.timeline, plan=step.plan, title="One measured step") if ops <= DRAWN_UP_TO else ""
-    return f'<section class="step"><h2>The step</h2><p>{escape(caption)}</p>{picture}</section>'
+def _step_section(step: RecordedStep | None, missing: str) -> str:
+    text, picture = missing, ""
+    if step is not None:
+        bound = bounds_in_words(bound_by(critical_path_of(step.plan, step.timeline)))
+        text = f"{legend_summary(step.timeline)}; bound by {bound}. timeline.html in the run folder has all of it."
+        if len(step.plan.graph) <= MOST_DRAWN:
+            picture = svg(step.timeline, plan=step.plan, title="One measured step")
+    return f'<section class="step"><h2>The step</h2><p>{escape(text)}</p>{picture}</section>'
 
 
 def _sample(run: RunHistory) -> str:

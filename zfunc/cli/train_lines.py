@@ -1,11 +1,7 @@
-"""What a person reads of a job: the words, and the plain lines that go into a pipe or a file.
-
-The invariant: nothing here knows more than the events tell, and a line holds printable characters only.
-"""
+"""A training as lines of text: what a pipe or a file gets, and the sentences that the live panel shares."""
 
 import time
 from collections.abc import Iterator
-from typing import Protocol
 
 import attrs
 from attrs import define
@@ -29,39 +25,35 @@ from zfunc.train.events import (
 from zfunc.train.run_folder import RunFolder, sample_text
 from zfunc.units import format_bytes, format_clock
 
-EVERY = 5.0  # seconds from one plain line to the next
-
-
-class Screen(Protocol):
-    """Something that shows lines and events."""
-
-    def line(self, text: str) -> None:
-        """Show one line."""
-
-    def show(self, event: Event) -> None:
-        """Show what happened."""
+INTERVAL = 5.0  # seconds between two lines of steps, or of the progress of an evaluation
+ENDINGS = {
+    "steps": "all steps done",
+    "seconds": "the time was up",
+    "interrupt": "stopped as asked",
+    "terminated": "terminated",
+    "failed": "failed",
+    "stopped at once": "stopped at once, in the middle of a step",
+}
 
 
 @define
 class PlainOutput:
-    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else that is
-    said.
-    """
+    """A line for a step every few seconds, or every `steps` of them, for every evaluation, and for all else."""
 
     run: RunFolder
     unit: str
     steps: int | None = None
-    shown: float = float("-inf")
+    step_printed: float = float("-inf")  # when a step was last printed
     total: int | None = None
-    kept: Stepped | None = None  # the last, if it was not printed
-    told: float = 0.0  # when it was last told how far an evaluation or the sample is, or that began
+    pending: Stepped | None = None  # the last step, if it was not printed
+    progress_printed: float = 0.0  # when an evaluation or the sample began, or its progress was last printed
 
     def line(self, text: str) -> None:
-        """Print it at once: who reads a pipe waits for it."""
+        """Print it, and flush: the reader of a pipe waits for it."""
         print(printable(text), flush=True)
 
     def show(self, event: Event) -> None:
-        """Print what is worth a line."""
+        """Print the lines of an event."""
         for text in self._lines(event):
             self.line(text)
 
@@ -71,67 +63,65 @@ class PlainOutput:
                 self.total = event.settings.steps
                 yield from introduction(event, self.run)
             case Evaluated():
-                yield from self._last()
-                yield f"{_count(event.step, self.total)}  {held_out_line(event.held_out, self.unit)}"
+                yield from self._pending_step()
+                yield self._evaluated(event.step, event.held_out)
             case Stepped():
-                self.kept, self.total = event, event.total
+                self.pending, self.total = event, event.total
                 if self._due(event.step) or event.held_out is not None:
-                    yield from self._last()
+                    yield from self._pending_step()
                 if event.held_out is not None:
-                    yield f"{_count(event.step, event.total)}  {held_out_line(event.held_out, self.unit)}"
+                    yield self._evaluated(event.step, event.held_out)
             case Saved():
-                if event.seconds is not None:  # not while the next step went on
-                    yield from self._last()
-                if event.path is not None:  # else it is in the log
+                if event.seconds is not None:  # else the next step has begun meanwhile
+                    yield from self._pending_step()
+                if event.path is not None:  # else the failure is in the log
                     yield f"{_count(event.step, self.total)}  {saved_line(event, self.run)}"
             case Notice():
                 yield event.line
             case Working():
-                yield from self._working(event)
+                now = time.monotonic()
+                if event.share and now - self.progress_printed >= INTERVAL:
+                    yield working_line(event)
+                    self.progress_printed = now
+                elif not event.share:
+                    self.progress_printed = now
             case Finished():
-                yield from self._last()
+                yield from self._pending_step()
                 yield ""
                 yield ending(event)
-                yield from (
-                    f"  {name:<12}  {value}" for name, value in summary_lines(event, self.run, self.unit)
-                )
+                for name, value in summary_lines(event, self.run, self.unit):
+                    yield f"  {name:<12}  {value}"
             case Sampled():
                 yield sample_title(event, self.unit)
                 yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
             case _:
                 pass
 
-    def _working(self, event: Working) -> Iterator[str]:
-        now = time.monotonic()
-        if not event.share:
-            self.told = now
-        elif now - self.told >= EVERY:
-            self.told = now
-            yield working_line(event)
-
     def _due(self, step: int) -> bool:
-        return time.monotonic() - self.shown >= EVERY if self.steps is None else step % self.steps == 0
+        if self.steps is not None:
+            return step % self.steps == 0
+        return time.monotonic() - self.step_printed >= INTERVAL
 
-    def _last(self) -> Iterator[str]:
-        if self.kept is not None:
-            yield step_line(self.kept)
-            self.kept, self.shown = None, time.monotonic()
+    def _pending_step(self) -> Iterator[str]:
+        if self.pending is not None:
+            yield step_line(self.pending)
+            self.pending, self.step_printed = None, time.monotonic()
 
-
-# --- the words -------------------------------------------------------------------------------------------
+    def _evaluated(self, step: int, held_out: float) -> str:
+        return f"{_count(step, self.total)}  {held_out_line(held_out, self.unit)}"
 
 
 def introduction(event: Started, run: RunFolder) -> Iterator[str]:
-    """What was read, built and planned, in a few lines."""
+    """Data, model, plan and run folder, in a few lines."""
     s, plan = event.settings, event.plan
     first, *more = event.data
     yield f"data: {first}"
     yield from (f"  {text}" for text in more)
-    model = attrs.asdict(s) | event.sizes
-    of = f" of {s.hf}:" if s.hf is not None else " of"
+    size = attrs.asdict(s) | event.sizes
+    source = f" of {s.hf}:" if s.hf is not None else " of"
     yield (
-        f"model: {event.architecture or 'GPT'}{of} {model['num_layers']} blocks of {model['hidden_size']} features "
-        f"with {model['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
+        f"model: {event.architecture or 'GPT'}{source} {size['num_layers']} blocks of {size['hidden_size']} "
+        f"features with {size['num_attention_heads']} heads, sequences of {s.seq_length} {event.unit}s: "
         f"{event.parameters:,} parameters"
     )
     planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
@@ -143,11 +133,11 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
 
 
 def job_title(event: Started) -> str:
-    """The job in a few words."""
+    """Model and device."""
     s = event.settings
-    model = attrs.asdict(s) | event.sizes
+    size = attrs.asdict(s) | event.sizes
     return (
-        f"{event.architecture or 'GPT'} {model['num_layers']} x {model['hidden_size']}, "
+        f"{event.architecture or 'GPT'} {size['num_layers']} x {size['hidden_size']}, "
         f"{event.parameters:,} parameters, {s.precision} on {s.device}"
     )
 
@@ -166,35 +156,29 @@ def step_line(event: Stepped) -> str:
 
 
 def held_out_line(held_out: float, unit: str) -> str:
-    """An evaluation in a few words."""
+    """An evaluation."""
     return f"held out {held_out:.4f} bits per {unit}"
 
 
 def working_line(event: Working) -> str:
-    """How far an evaluation or the sample is."""
+    """The progress of an evaluation or the sample."""
     return f"{event.what}: {event.share:.0%}"
 
 
 def saved_line(event: Saved, run: RunFolder) -> str:
-    """A checkpoint in a few words."""
+    """A checkpoint."""
     name = event.path.name if event.path else "nothing"
     took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
     return f"saved {run.path / FOLDER / name}{took}"
 
 
 def ending(event: Finished) -> str:
-    """How it ended."""
-    why = {
-        "steps": "all steps done",
-        "seconds": "the time is up",
-        "interrupt": "stopped as asked",
-        "terminated": "terminated",
-    }
-    return f"{why[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
+    """Why the training ended, and when."""
+    return f"{ENDINGS[event.ended]}: {event.steps:,} steps in {format_clock(event.seconds)}"
 
 
 def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[str, str]]:
-    """What it came to, as names and values."""
+    """The summary, as names and values."""
     yield "loss", f"{event.loss:.4f}, the mean of the last {min(50, event.steps)} steps"
     if event.held_out is not None:
         yield "held out", f"{event.held_out:.4f} bits per {unit}"
@@ -219,15 +203,15 @@ def summary_lines(event: Finished, run: RunFolder, unit: str) -> Iterator[tuple[
 
 
 def sample_title(event: Sampled, unit: str) -> str:
-    """What the sample is."""
+    """The heading of the sample."""
     return f"sample: {len(event.tokens)} {unit}s at temperature {TEMPERATURE}"
 
 
 def adam_share(event: Stepped) -> float:
-    """The share of the step that operations of the host took, Adam before all."""
+    """The share of the step that operations of the host took, most of it Adam."""
     return event.host_seconds / event.seconds if event.seconds else 0.0
 
 
 def _count(step: int, total: int | None) -> str:
-    wide = len(str(total)) if total else 5
-    return f"step {step:>{wide}}" + (f"/{total}" if total else "")
+    width = len(str(total)) if total else 5
+    return f"step {step:>{width}}" + (f"/{total}" if total else "")

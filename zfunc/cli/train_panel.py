@@ -1,7 +1,7 @@
-"""What a person watches on a terminal: a panel redrawn in place, with lines scrolling by above it."""
+"""A training as a panel on a terminal, redrawn in place, with lines scrolling by above it."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from statistics import fmean
 
@@ -39,14 +39,15 @@ from zfunc.train.events import (
 from zfunc.train.run_folder import RunFolder, sample_text
 from zfunc.units import format_bytes, format_clock
 
-CURVE = 16  # bars of the loss curve
-KEPT = 40 * CURVE  # points it is made from
-WIDEST, NARROW = 100, 72  # columns: of the panel; in which two figures do not fit side by side
+CURVE = 16  # characters of the loss curve
+MAX_LOSSES = 40 * CURVE  # points of the curve
+WIDEST, NARROW = 100, 72  # columns: of the panel; below which two figures do not fit side by side
+UNKNOWN = Text("-", "dim")
 
 
 @define
 class LivePanel:
-    """A Screen that keeps the last of everything, and draws it when it is asked to."""
+    """The last event of each kind, and the panel drawn from them."""
 
     run: RunFolder
     unit: str
@@ -54,10 +55,10 @@ class LivePanel:
     console: Console = field(factory=lambda: Console(highlight=False))
     started: Started | None = None
     stepped: Stepped | None = None
-    at: float = 0.0  # when `stepped` came
+    stepped_at: float = 0.0
     held_out: float | None = None
     losses: tuple[float, ...] = ()
-    working: Working | None = None  # if that is what happens now
+    working: Working | None = None  # if that is the newest event
     finished: Finished | None = None
     sampled: Sampled | None = None
 
@@ -66,7 +67,7 @@ class LivePanel:
         self.console.print(Text(printable(text)))
 
     def show(self, event: Event) -> None:
-        """Take it in for the next drawing."""
+        """Keep it for the next drawing."""
         self.working = event if isinstance(event, Working) else None
         match event:
             case Started():
@@ -76,12 +77,12 @@ class LivePanel:
             case Evaluated():
                 self.held_out = event.held_out
             case Stepped():
-                self.stepped, self.at = event, time.monotonic()
+                self.stepped, self.stepped_at = event, time.monotonic()
                 self.losses = _thinned((*self.losses, event.loss))
                 if event.held_out is not None:
                     self.held_out = event.held_out
             case Saved():
-                if event.path is not None:  # else it is in the log
+                if event.path is not None:  # else the failure is in the log
                     self.line(f"step {event.step:,}: {saved_line(event, self.run)}")
             case Notice():
                 self.line(event.line)
@@ -96,39 +97,52 @@ class LivePanel:
         """The panel as it is now."""
         if self.started is None:
             return Text("")
-        parts = self._progress(), Text(""), self._figures()
-        return _panel(self.console, job_title(self.started), *parts)
+        return self._panel(job_title(self.started), self._progress(self.started), Text(""), self._figures())
 
     def end(self) -> None:
-        """The summary and the sample, once the panel rests."""
-        event = self.finished
-        if event is None:
+        """Print the summary and the sample below the last panel."""
+        if self.finished is None:
             return
         table = Table.grid(padding=(0, 3))
-        for what, value in summary_lines(event, self.run, self.unit):
-            table.add_row(Text(what, "dim"), Text(printable(value), overflow="fold"))
-        self.console.print(_panel(self.console, ending(event), table))
+        for name, value in summary_lines(self.finished, self.run, self.unit):
+            table.add_row(Text(name, "dim"), Text(printable(value), overflow="fold"))
+        self.console.print(self._panel(ending(self.finished), table))
         if self.sampled is not None:
             lines = map(printable, sample_text(self.sampled, self.unit).split("\n"))
             sample = Text("\n".join(lines), overflow="fold")
-            self.console.print(_panel(self.console, sample_title(self.sampled, self.unit), sample))
+            self.console.print(self._panel(sample_title(self.sampled, self.unit), sample))
 
-    def _progress(self) -> RenderableType:
-        step = self.stepped.step if self.stepped else self.started.step if self.started else 0
-        total = self.stepped.total if self.stepped else self.started and self.started.settings.steps
-        share = min(1.0, step / total) if total else 0.0
+    @property
+    def _width(self) -> int:
+        return min(
+            self.console.width - 5, WIDEST
+        )  # the terminal echoes ^C after the last line: two have to fit
+
+    def _panel(self, title: str, *parts: RenderableType) -> Panel:
+        return Panel(
+            Group(*parts),
+            title=Text(printable(title), "bold"),
+            title_align="left",
+            border_style="cyan",
+            padding=(0, 1),
+            width=self._width,
+        )
+
+    def _progress(self, started: Started) -> RenderableType:
+        step = self.stepped.step if self.stepped else started.step
+        total = self.stepped.total if self.stepped else started.settings.steps
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(no_wrap=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True, justify="right")
-        count = Text.assemble(
-            ("step ", "dim"), (f"{step:,}", "bold"), (f" / {total:,}" if total else "", "dim")
-        )
+        of_total = f" / {total:,}" if total else ""
+        count = Text.assemble(("step ", "dim"), (f"{step:,}", "bold"), (of_total, "dim"))
+        share = min(1.0, step / total) if total else 0.0
         row.add_row(count, ProgressBar(total=1.0, completed=share, complete_style="cyan"), self._status())
         return row
 
     def _status(self) -> Text:
-        """What it is doing, and until when; the clock runs on between two steps."""
+        """What it is doing, and the time that is left, which runs on between two steps."""
         working = self.working and working_line(self.working)
         if self.finished is not None and working is None:
             return Text("done", "green")
@@ -142,11 +156,11 @@ class LivePanel:
             return Text("the first step", "dim")
         if self.stepped.seconds_left is None:
             return Text("measuring", "dim")
-        left = max(0.0, self.stepped.seconds_left - (time.monotonic() - self.at))
+        left = max(0.0, self.stepped.seconds_left - (time.monotonic() - self.stepped_at))
         return Text.assemble((format_clock(left), "bold"), (" left", "dim"))
 
     def _figures(self) -> RenderableType:
-        wide = _width(self.console) >= NARROW
+        wide = self._width >= NARROW
         table = Table.grid(padding=(0, 2), expand=wide)
         for ratio in (3, 2) if wide else (None,):
             table.add_column(style="dim", no_wrap=True)
@@ -159,57 +173,41 @@ class LivePanel:
 
     def _cells(self) -> Iterator[tuple[str, Text]]:
         """Names and values, in an even number."""
-        s = self.stepped
-        unknown = Text("-", "dim")
+        s, held_out = self.stepped, self.held_out
+        yield "loss", self._loss()
+        yield "learning rate", _value(f"{s.lr:.2e}") if s else UNKNOWN
+        yield "held out", _value(f"{held_out:.4f}", f" bits per {self.unit}") if held_out else UNKNOWN
+        yield "gradient norm", _value(f"{s.grad_norm:.3f}") if s else UNKNOWN
+        yield "speed", _value(f"{s.tokens_per_second:,.0f}", " tokens/s") if s else UNKNOWN
+        yield "host Adam", _value(f"{adam_share(s):.1%}", " of a step") if s else UNKNOWN
+        device = _value(format_bytes(s.device_bytes)) if s and s.device_bytes else Text("no GPU", "dim")
+        yield "device memory", device
+        yield "host memory", _value(format_bytes(s.host_bytes)) if s else UNKNOWN
 
-        def value(text: str, unit: str = "") -> Text:
-            return Text.assemble((text, "bold"), (f" {unit}" if unit else "", "dim"))
-
+    def _loss(self) -> Text:
+        if self.stepped is None:
+            return UNKNOWN
+        if self.stepped.skipped:
+            return Text("overflow: step skipped", "yellow")
         bars = "" if self.console.options.ascii_only else sparkline(self.losses, CURVE)
-        loss = Text.assemble((f"{s.loss:.4f} ", "bold"), (bars, "cyan")) if s else unknown
-        if s and s.skipped:
-            loss = Text("overflow: step skipped", "yellow")
-        yield "loss", loss
-        yield "learning rate", value(f"{s.lr:.2e}") if s else unknown
-        held_out = self.held_out
-        yield "held out", value(f"{held_out:.4f}", f"bits per {self.unit}") if held_out else unknown
-        yield "gradient norm", value(f"{s.grad_norm:.3f}") if s else unknown
-        yield "speed", value(f"{s.tokens_per_second:,.0f}", "tokens/s") if s else unknown
-        yield "host Adam", value(f"{adam_share(s):.1%}", "of a step") if s else unknown
-        on_device = bool(s and s.device_bytes)
-        yield (
-            "device memory",
-            value(format_bytes(s.device_bytes)) if s and on_device else Text("no GPU", "dim"),
-        )
-        yield "host memory", value(format_bytes(s.host_bytes)) if s else unknown
+        return Text.assemble((f"{self.stepped.loss:.4f} ", "bold"), (bars, "cyan"))
 
 
 @contextmanager
-def live_panel(run: RunFolder, unit: str, stopping: Callable[[], str]) -> Iterator[LivePanel]:
-    """A panel on the terminal that stdout is, from here to the end of the context."""
+def live_panel(run: RunFolder, unit: str, stopping: Callable[[], str]) -> Generator[LivePanel]:
+    """A panel on stdout, a terminal, until the context ends."""
     panel = LivePanel(run, unit, stopping)
     with Live(get_renderable=panel.render, console=panel.console, refresh_per_second=5):
         yield panel
     panel.end()
 
 
-def _panel(console: Console, title: str, *parts: RenderableType) -> Panel:
-    return Panel(
-        Group(*parts),
-        title=Text(printable(title), "bold"),
-        title_align="left",
-        border_style="cyan",
-        padding=(0, 1),
-        width=_width(console),
-    )
-
-
-def _width(console: Console) -> int:
-    return min(console.width - 5, WIDEST)  # the terminal echoes ^C after the last line: two have to fit
+def _value(text: str, unit: str = "") -> Text:
+    return Text.assemble((text, "bold"), (unit, "dim"))
 
 
 def _thinned(points: tuple[float, ...]) -> tuple[float, ...]:
-    """At most KEPT points: of more, the means of neighbours, so that the curve spans the whole run."""
-    if len(points) <= KEPT:
+    """At most MAX_LOSSES points: of more, the means of neighbours, so that the curve spans the whole run."""
+    if len(points) <= MAX_LOSSES:
         return points
     return tuple(fmean(points[i : i + 2]) for i in range(0, len(points), 2))

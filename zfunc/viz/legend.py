@@ -80,22 +80,21 @@ def legend_summary(timeline: Timeline) -> str:
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
     """At most `most` + 1 round times from 0 to `seconds`, each with its label; the first tells the unit."""
     unit, name = second_unit(seconds)
-    total = seconds / unit
-    if total <= 0:
-        return [(0.0, f"0 {name}")]
-    step = round_step(total / most)
-    times = [k * step for k in range(floor(total / step + 1e-9) + 1)]
+    times = axis_ticks(0.0, seconds / unit, most) if seconds > 0 else [0.0]
     return [(t * unit, f"{t:.12g}" if t else f"0 {name}") for t in times]
 
 
-def round_step(least: float) -> float:
-    """The smallest of 1, 2 or 5 times a power of ten that is `least` or more.
+def axis_ticks(low: float, high: float, most: int, unit: float = 1.0) -> list[float]:
+    """Round values from `low` to `high`, `most` + 1 at most: multiples of 1, 2 or 5 times a power of ten.
 
-    >>> round_step(0.2), round_step(22.5)
-    (0.2, 50.0)
+    >>> axis_ticks(0.0, 90.0, 4), axis_ticks(0.0, 90.0, 5)
+    ([0.0, 50.0], [0.0, 20.0, 40.0, 60.0, 80.0])
     """
+    least = (high - low) / unit / most
     power = 10.0 ** floor(log10(least))
-    return next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+    step = unit * next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
+    first = -floor(-low / step + 1e-9)
+    return [k * step for k in range(first, floor(high / step + 1e-9) + 1)]
 
 
 def wrapped(words: Sequence[str], width: int) -> Iterator[str]:

@@ -13,9 +13,9 @@ from attrs import define, field, frozen
 
 from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.commands.report import RUN
-from zfunc.cli.report_page import ENDED
 from zfunc.cli.sensors import Cores, cores, gpus, host_memory, process_of
 from zfunc.cli.terminal import printable, sparkline
+from zfunc.cli.train_lines import ENDINGS
 from zfunc.options import Option, anything, check_each, positive
 from zfunc.train.history import METRICS, LiveHistory, finite_number, typical
 from zfunc.units import format_bytes, format_clock, format_seconds
@@ -105,7 +105,7 @@ class TopView:
         summary, pid = self.history.run.summary, process_of(self.path)
         if summary:
             error = f": {summary['error']}" if "error" in summary else ""
-            return ENDED.get(summary.get("ended", ""), "ended") + error
+            return ENDINGS.get(summary.get("ended", ""), "ended") + error
         return "no process is known to train in it" if pid is None else f"trains, in process {pid}"
 
     # --- the training ------------------------------------------------------------------------------------
