@@ -62,39 +62,23 @@ def test_svg_has_a_bar_for_every_operation_in_its_row_and_place(plan: Plan) -> N
         assert float(drawn[e.op].get("width", "")) == pytest.approx(max(1.0, e.seconds * scale), abs=1.5)
 
 
-@given(plans())
-def test_svg_draws_any_plan(plan: Plan) -> None:
-    timeline = simulate(plan)
-    assert len(bars(svg(timeline, plan=plan))) == len(plan.graph)
-    assert svg(timeline, plan=plan) == svg(simulate(plan), plan=plan)
-
-
-def test_svg_is_self_contained() -> None:
+def test_svg_is_self_contained_and_says_when_and_after_what_in_tooltips_and_arrows() -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
     picture = svg(simulate(plan), plan=plan)
     assert "<script" not in picture
     assert re.findall(r"https?://[^\"]+", picture) == ["http://www.w3.org/2000/svg"]
     assert "prefers-color-scheme: dark" in picture
-
-
-def test_svg_tooltips_say_when_and_after_what() -> None:
-    plan = plan_of("zero_offload", "tied", "Overlapped")
-    tips = {tip(bar)[0]: tip(bar)[1:] for bar in bars(svg(simulate(plan), plan=plan))}
+    assert (picture.count('class="wait"'), svg(simulate(plan)).count('class="wait"')) == (plan.num_waits, 0)
+    tips = {tip(bar)[0]: tip(bar)[1:] for bar in bars(picture)}
     for i, op in enumerate(plan.graph):
         after = [f"after {' '.join(plan.graph.ops[n].name for n in plan.waits[i])}"] if plan.waits[i] else []
         assert tips[op.name][1:] == after
         assert tips[op.name][0].startswith(f"{op.kind}: 10 us, from ")
 
 
-def test_svg_arrows_are_the_waits_of_a_short_plan() -> None:
-    plan = plan_of("zero_offload", "tied", "Overlapped")
-    assert svg(simulate(plan), plan=plan).count('class="wait"') == plan.num_waits
-    assert svg(simulate(plan)).count('class="wait"') == 0
-
-
 def test_svg_of_a_long_plan_stays_usable() -> None:
-    made = spec(chain(*[(8, 8)] * 250), bucket_size=64, micro_batches=5)
-    plan = Overlapped()(Graph(tuple(zero_offload(made))))
+    long = spec(chain(*[(8, 8)] * 250), bucket_size=64, micro_batches=5)
+    plan = Overlapped()(Graph(tuple(zero_offload(long))))
     assert len(plan.graph) > 10_000 > ARROWS_UP_TO
     picture = svg(simulate(plan), plan=plan)
     assert len(bars(picture)) == len(plan.graph)
@@ -146,9 +130,8 @@ def test_svg_escapes_what_it_is_given() -> None:
     timeline = Timeline((Event("a<&>'\"b", "f<&>'\"[0]", "compute", 0.0, 1.0),), "<measured>")
     picture = svg(timeline, title="<&>")
     assert tip(bars(picture)[0])[0] == "f<&>'\"[0]"
-    said = [t.text for t in ElementTree.fromstring(picture).iter(f"{SVG}text")]
-    assert {"<&>", "a<&>'\"b", "f<&>'\"[0]", "f<&>'\""} <= set(said)
-    assert "<measured>: 1 s, 1 operation on 1 lane" in said
+    texts = {t.text for t in ElementTree.fromstring(picture).iter(f"{SVG}text")}
+    assert {"<&>", "a<&>'\"b", "f<&>'\"[0]", "f<&>'\"", "<measured>: 1 s, 1 operation on 1 lane"} <= texts
 
 
 def test_names_are_written_where_they_fit_and_the_index_where_it_does() -> None:
@@ -194,24 +177,6 @@ def test_text_is_as_written_down() -> None:
     ]
 
 
-# --- trace -----------------------------------------------------------------------------------------------
-
-
-@every_plan
-def test_trace_has_every_event_in_microseconds_on_the_thread_of_its_lane(plan: Plan) -> None:
-    timeline = simulate(plan)
-    trace = json.loads(chrome_trace(timeline))["traceEvents"]
-    threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
-    assert tuple(threads.values()) == timeline.lanes
-    drawn = [e for e in trace if e["ph"] == "X"]
-    assert [(threads[e["tid"]], e["name"], e["cat"]) for e in drawn] == [
-        (e.lane, e.op, e.kind) for e in timeline.events
-    ]
-    for e, event in zip(drawn, timeline.events, strict=True):
-        assert e["ts"] == pytest.approx(event.start * 1e6, abs=1e-3)
-        assert e["dur"] == pytest.approx(event.seconds * 1e6, abs=1e-3)
-
-
 # --- all three -------------------------------------------------------------------------------------------
 
 
@@ -223,13 +188,10 @@ def test_simulated_or_measured_makes_no_difference_but_for_the_word(draw) -> Non
     assert measured.replace("measured", "simulated") == draw(simulated)
 
 
-def test_an_empty_timeline_is_an_empty_picture() -> None:
+def test_nothing_and_what_takes_no_time_can_be_drawn() -> None:
     assert text(EMPTY).startswith("measured: 0 us, 0 operations on 0 lanes")
     assert bars(svg(EMPTY)) == []
     assert [e["ph"] for e in json.loads(chrome_trace(EMPTY))["traceEvents"]] == ["M"]
-
-
-def test_events_without_duration_can_be_drawn() -> None:
     instant = Timeline((Event("x", "f", "host", 0.0, 0.0), Event("x", "g", "host", 0.0, 0.0)), "measured")
     assert len(bars(svg(instant))) == 2
     assert "|" in text(instant)
@@ -250,13 +212,13 @@ def test_a_width_that_is_too_small_is_refused_with_one_that_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "words"),
     [(2.5, "2.5 s"), (1e-3, "1 ms"), (0.0421, "42.1 ms"), (7e-6, "7 us"), (12345.0, "12,345 s")],
 )
-def test_times_are_said_in_a_unit_that_suits_them(seconds: float, said: str) -> None:
+def test_times_are_said_in_a_unit_that_suits_them(seconds: float, words: str) -> None:
     timeline = Timeline((Event("x", "f", "host", 0.0, seconds),), "simulated")
-    assert f"simulated: {said}, 1 operation on 1 lane" in text(timeline)
-    assert f"simulated: {said}, 1 operation on 1 lane" in svg(timeline)
+    for draw in (text, svg):
+        assert f"simulated: {words}, 1 operation on 1 lane" in draw(timeline)
 
 
 @given(plans())

@@ -70,14 +70,6 @@ def test_a_page_of_10_000_operations_opens_and_paints_fast(tmp_path: Path) -> No
     assert shown.seconds < 30
 
 
-@pytest.mark.slow
-def test_a_page_of_100_000_operations_opens(tmp_path: Path) -> None:
-    plan, timeline = large(100_000)
-    shown = opened(page(timeline, plan=plan), tmp_path)
-    assert shown.attribute("data-ready") == "100000"
-    assert shown.seconds < 60
-
-
 def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     plan, timeline = hostile()
     name = plan.graph.ops[1].name
