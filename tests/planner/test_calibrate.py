@@ -11,7 +11,7 @@ from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import MODELS
-from table import graph_of, hardware, plan_of
+from table import hardware, plan_of
 
 import zfunc
 from zfunc import schedules
@@ -36,10 +36,8 @@ from zfunc.planner.fit_rates import (
 from zfunc.planner.profile import NONE_SENT, Profile
 from zfunc.planner.profile_toml import parse_profile, profile_text
 
-SMALL: dict[str, Any] = {
-    **{"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4},
-    **{"bucket_size": 4096, "turns": 4, "device": "cpu"},
-}
+MODEL = {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
+SMALL: dict[str, Any] = {**MODEL, "bucket_size": 4096, "turns": 4, "device": "cpu"}
 MACHINE = MachineFacts(
     "made up",
     precision="fp32",
@@ -53,40 +51,29 @@ DISK = LatencyBandwidth(1e-3, 1e9)
 
 def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:
     """Serial steps of a GPT-like graph as they would be measured on `on`, each slower by a factor."""
-    plan = schedules.Serial()(graph_of("zero_offload", "tied"))
+    plan = plan_of("zero_offload", "tied", "Serial")
     timeline = simulate(plan, on)
-    return [
-        MeasuredStep(
-            plan,
-            Timeline(
-                [
-                    evolve(e, start=e.start * k, end=e.start * k + e.seconds * k * 0.9)
-                    for e in timeline.events
-                ],
-                "measured",
-            ),
-            timeline.seconds * k,
+
+    def slower(k: float) -> Timeline:
+        events = (
+            evolve(e, start=e.start * k, end=e.start * k + e.seconds * k * 0.9) for e in timeline.events
         )
-        for k in factors
-    ]
+        return Timeline([*events], "measured")
+
+    return [MeasuredStep(plan, slower(k), timeline.seconds * k) for k in factors]
 
 
 # ---- from steps to figures -------------------------------------------------------------------------
 
 
 @given(hardware())
-def test_what_operations_took_adds_up_to_the_step(on: Hardware) -> None:
-    (step,) = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0)
-    found = fit_costs([step])
-    total = sum(found.seconds[work] * found.counts[work] for work in found.seconds)
-    assert total == pytest.approx(step.seconds)
-
-
-@given(hardware())
 def test_a_serial_step_is_predicted_to_take_what_it_took(on: Hardware) -> None:
+    """In which what operations took adds up to the step."""
     steps = steps_of(evolve(on, latency=max(on.latency, 1e-6)), 1.0, 1.0)
-    found = fit_costs(steps)
-    again = evolve(on, measured=found.measured)
+    costs = fit_costs(steps)
+    total = sum(costs.seconds[work] * costs.counts[work] for work in costs.seconds)
+    assert total == pytest.approx(steps[0].seconds)
+    again = evolve(on, measured=costs.measured)
     assert simulate(steps[0].plan, again).seconds == pytest.approx(steps[0].seconds, rel=1e-5)
 
 
@@ -111,16 +98,16 @@ def test_operations_beside_each_other_tell_nothing() -> None:
 @given(st.floats(0, 1e-2), st.floats(1e6, 1e13), st.sets(st.integers(1, 10**12), min_size=2, max_size=6))
 def test_a_line_is_found_where_there_is_one(latency: float, rate: float, sizes: set[int]) -> None:
     points = [(n, latency + n / rate) for n in sorted(sizes)]
-    found = fit_line(points)
+    line = fit_line(points)
     for n, seconds in points:
-        assert found.latency + n / found.rate == pytest.approx(seconds, rel=1e-3)
+        assert line.latency + n / line.rate == pytest.approx(seconds, rel=1e-3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 10**12), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
 def test_whatever_was_measured_gives_rates_one_can_compute_with(points: list[tuple[int, float]]) -> None:
-    found = fit_line(points)
-    assert found.latency >= 0
-    assert 0 < found.rate < float("inf")
+    line = fit_line(points)
+    assert line.latency >= 0
+    assert 0 < line.rate < float("inf")
 
 
 def test_what_a_handoff_takes_is_found() -> None:
@@ -131,18 +118,18 @@ def test_what_a_handoff_takes_is_found() -> None:
 
 
 def test_flops_are_those_of_all_together() -> None:
-    found = Costs(
+    costs = Costs(
         {("compute", 100, 0): 2.0, ("compute", 300, 0): 3.0, ("compute", 0, 8): 9.0},
         {("compute", 100, 0): 3, ("compute", 300, 0): 1, ("compute", 0, 8): 5},
     )
-    assert found.flops() == (3 * 100 + 300) / (3 * 2.0 + 3.0)
-    assert found.line("compute") == LatencyBandwidth(0.0, pytest.approx(8 / 9, rel=1e-5))
-    assert found.line("host") is None
+    assert costs.flops() == (3 * 100 + 300) / (3 * 2.0 + 3.0)
+    assert costs.line("compute") == LatencyBandwidth(0.0, pytest.approx(8 / 9, rel=1e-5))
+    assert costs.line("host") is None
 
 
 # ---- a profile of them -----------------------------------------------------------------------------
 
-FOUND = Costs(
+COSTS = Costs(
     {
         ("compute", 10**9, 0): 1e-2,
         ("compute", 0, 10**7): 1e-3,
@@ -155,7 +142,7 @@ FOUND = Costs(
     },
     {},
 )
-ONCE = evolve(FOUND, counts=dict.fromkeys(FOUND.seconds, 1))
+ONCE = evolve(COSTS, counts=dict.fromkeys(COSTS.seconds, 1))
 
 
 def test_figures_are_what_was_reached() -> None:
@@ -191,16 +178,11 @@ def test_on_a_cpu_operations_compete_for_its_cores() -> None:
     assert "device" not in on.memory
 
 
-@pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d"])
-def test_a_step_without_a_kind_of_operation_tells_nothing_of_it(kind: str) -> None:
-    left = {work: s for work, s in ONCE.seconds.items() if work[0] != kind or not work[2]}
-    with pytest.raises(ValueError, match=f"got no operation of kind '{kind}' that moves bytes"):
-        make_profile(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
-
-
-def test_a_step_without_flops_tells_nothing_of_them() -> None:
-    left = {work: s for work, s in ONCE.seconds.items() if not work[1]}
-    with pytest.raises(ValueError, match="got no operation with FLOPs in the steps"):
+@pytest.mark.parametrize("kind", ["compute", "host", "d2h", "h2d", "FLOPs"])
+def test_a_step_without_a_kind_of_work_tells_nothing_of_it(kind: str) -> None:
+    none = "with FLOPs in the steps" if kind == "FLOPs" else f"of kind '{kind}' that moves bytes"
+    left = {w: s for w, s in ONCE.seconds.items() if not (w[1] if kind == "FLOPs" else w[0] == kind and w[2])}
+    with pytest.raises(ValueError, match=f"got no operation {none}"):
         make_profile(MACHINE, evolve(ONCE, seconds=left), DISK, "in a test")
 
 
@@ -249,17 +231,13 @@ def test_so_it_is_under_the_flags_of_the_command(tmp_path: Path, caplog: pytest.
 def test_the_command_writes_a_file_that_plans_are_made_with(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = [
-        word
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "batch_size")
-        for word in (f"--{name.replace('_', '-')}", str(SMALL[name]))
-    ]
+    model = [word for k, n in MODEL.items() for word in (f"--{k.replace('_', '-')}", str(n))]
     out, more = tmp_path / "here.toml", ["--bucket-size", "4096"]
     where = ["--folder", str(tmp_path), "--out", str(out), "--turns", "3", "--device", "cpu"]
     assert main(["calibrate", *model, *more, *where]) == 0
     assert f"written: {out}" in capsys.readouterr().out
-    asked = ["--hardware", str(out), "--vocab-size", "256", "--precision", "fp32", "--json"]
-    assert main(["plan", *model, *more, *asked]) == 0
+    on = ["--hardware", str(out), "--vocab-size", "256", "--precision", "fp32", "--json"]
+    assert main(["plan", *model, *more, *on]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["fits"]
     assert answer["step_seconds"] > 0
