@@ -14,4 +14,4 @@ def test_a_public_name_has_a_docstring_and_is_what_it_is(name: str) -> None:
     assert inspect.getdoc(value)
     assert name in dir(zfunc)
     # An import of a module `zfunc.plan` would put it in the place of the function.
-    assert inspect.ismodule(value) == (importlib.util.find_spec(f"zfunc.{name}") is not None)
+    assert inspect.ismodule(value) or importlib.util.find_spec(f"zfunc.{name}") is None
