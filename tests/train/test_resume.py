@@ -249,7 +249,7 @@ def test_a_run_that_was_over_is_left_as_it_is(capsys: pytest.CaptureFixture[str]
     assert "it ended at step 10: nothing is left to train" in capsys.readouterr().out
     assert files("run") == before
     assert train("--out", "run", "--resume", "auto", "--steps", 12) == 0  # but for who wants more
-    assert "other settings than were trained with: steps 10 is now 12" in capsys.readouterr().out
+    assert "settings have changed: steps 10 is now 12" in capsys.readouterr().out
     assert [row["step"] for row in rows("run")] == list(range(13))
 
 
@@ -327,7 +327,7 @@ def test_a_run_by_the_clock_ends_with_its_seconds(at_step: Any, capsys: pytest.C
     assert small_trainings.train(*given) == 0
     first = summary("run")
     assert small_trainings.train(*given) == 0
-    assert "the learning rate comes down by then" in capsys.readouterr().out
+    assert "the learning rate decays by then" in capsys.readouterr().out
     end = summary("run")
     assert (first["ended"], end["ended"]) == ("terminated", "seconds")
     assert first["seconds"] < end["seconds"] < 15

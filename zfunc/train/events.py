@@ -1,6 +1,6 @@
-"""What happens in a training, as values: the loop yields them, the run folder keeps them, the screens show them.
+"""What happens in a training: the loop yields these events, the run folder records them, the screens show them.
 
-An event has all that is kept or shown of what happened; nothing reads the loop's own state.
+An event has everything that is recorded or shown; nobody reads the loop's state.
 """
 
 from pathlib import Path
@@ -12,18 +12,15 @@ from zfunc.core.timeline import Timeline
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.settings import TrainSettings
 
-INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal ends a training
+INTERRUPT, TERMINATED = "interrupt", "terminated"  # how a signal (SIGINT, SIGTERM) ends a training
 TEMPERATURE = 0.8  # of the sample
 
 
 @frozen
 class Started:
-    """The job is ready: what was chosen, read and planned. `settings` has nothing open any more.
+    """The job is ready, and continues after `step` from `checkpoint`."""
 
-    It begins after `step`, from `checkpoint`; `own` if an earlier session of the run saved it.
-    """
-
-    settings: TrainSettings
+    settings: TrainSettings  # resolved
     data: tuple[str, ...]
     unit: str  # "byte" or "token"
     parameters: int
@@ -32,30 +29,27 @@ class Started:
     machine: dict[str, object]
     step: int = 0
     checkpoint: Path | None = None
-    own: bool = False
-    architecture: str = ""  # of the model of --hf, and its `sizes` by the settings' names
+    own: bool = False  # whether an earlier session of this run saved the checkpoint
+    architecture: str = ""  # of --hf, with its `sizes` by the names of the settings
     sizes: dict[str, int] = field(factory=dict[str, int])
-    sequences: int = 0  # that were trained on before, of all ranks
-    skipped: int = 0  # steps before that an overflow has skipped
+    sequences: int = 0  # trained on before, by all ranks
+    skipped: int = 0  # steps skipped before, for an overflow
 
 
 @frozen
 class Evaluated:
-    """An evaluation on held-out data that no Stepped has: before the first step, and after the last.
+    """An evaluation on held-out data before the first step or after the last."""
 
-    In bits per byte, or per token.
-    """
-
-    held_out: float
+    held_out: float  # bits per byte, or per token
     step: int = 0
 
 
 @frozen
 class Stepped:
-    """A step is over. `held_out`, as in Evaluated, where it was followed by an evaluation."""
+    """A step ended, and the evaluation after it, if there was one."""
 
     step: int
-    total: int | None  # steps there will be; None while that is not known
+    total: int | None  # steps of the training; None while that is not known
     loss: float
     lr: float
     grad_norm: float
@@ -67,35 +61,32 @@ class Stepped:
     device_bytes: int
     host_bytes: int
     seconds_left: float | None
-    held_out: float | None
+    held_out: float | None  # as in Evaluated
 
 
 @frozen
 class Saved:
-    """A checkpoint of the state after `step`: its folder, or None and why there is none.
-
-    In so many `seconds`; None where it was written while the next step went on.
-    """
+    """A checkpoint of the state after `step` was saved, or failed."""
 
     step: int
-    path: Path | None
+    path: Path | None  # None if it failed
     failure: str
-    seconds: float | None
+    seconds: float | None  # None if it was written during the next step
 
 
 @frozen
 class Notice:
-    """Something was decided on the way, in one line."""
+    """A line for the log."""
 
     line: str
 
 
 @frozen
 class Working:
-    """What goes on between steps, an "evaluation" or the "sample"; a `share` of it, 0 to 1, is done."""
+    """Progress between steps."""
 
-    what: str
-    share: float
+    what: str  # "evaluation" or "sample"
+    share: float  # 0 to 1
 
 
 @frozen
@@ -109,7 +100,7 @@ class Traced:
 
 @frozen
 class Overflowed:
-    """The step of the next Stepped was skipped: the loss scale it was taken with, and the one after it."""
+    """The step of the next Stepped was skipped; its loss scale, and the next one."""
 
     step: int
     before: LossScale
@@ -126,15 +117,12 @@ class Timed:
 
 @frozen
 class Finished:
-    """Training ended: by "steps" if all requested were taken, by "seconds", "interrupt" or "terminated".
+    """Training ended. After SIGTERM, evaluation and sampling are skipped."""
 
-    After "terminated" there is no evaluation and no sample. Peaks are in bytes.
-    """
-
-    ended: str
+    ended: str  # "steps" (all that were requested), "seconds", "interrupt" or "terminated"
     steps: int
     skipped: int
-    loss: float  # the mean of the last 50 steps
+    loss: float  # mean of the last 50 steps
     held_out: float | None
     tokens_per_second: float
     seconds: float  # of training, evaluations included
@@ -145,7 +133,7 @@ class Finished:
 
 @frozen
 class Sampled:
-    """What the trained model wrote, after everything else; `words` is the text, where a tokenizer says it."""
+    """What the trained model wrote, as tokens, and as text if there is a tokenizer."""
 
     tokens: tuple[int, ...]
     words: str | None = None

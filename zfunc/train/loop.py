@@ -1,7 +1,7 @@
-"""The training loop: a job in, events out. Nothing here prints or writes but checkpoints; whoever iterates does.
+"""The training loop: a job in, events out. It writes checkpoints and nothing else; the caller prints and records.
 
-The invariant: two jobs with equal settings give equal losses on one machine, however often one was stopped and went
-on from a checkpoint; unless the time bound takes steps away, and that is an event of its own.
+Two jobs with equal settings give equal losses on one machine, however often one is stopped and resumed, unless
+--seconds reduces the number of steps, which is an event.
 """
 
 import logging
@@ -51,9 +51,9 @@ from zfunc.train.resume import ResumePoint
 from zfunc.train.settings import LOG_EVERY
 from zfunc.train.setup import Batch, TrainingJob, machine_record, with_total_steps
 
-TRACED_STEP = 10  # of those taken here, the one whose timeline is kept: by then everything is warm
+TRACED_STEP = 10  # of the session: the one whose timeline is recorded, when everything is warm
 SAMPLE_TOKENS = 320
-Stop = Callable[[], str]  # how to end: "" not at all, INTERRUPT, or TERMINATED
+Stop = Callable[[], str]  # INTERRUPT or TERMINATED to end, "" to continue
 FROM_THE_BEGINNING = ResumePoint()
 log = logging.getLogger("zfunc")
 
@@ -63,8 +63,8 @@ def train_events(
 ) -> Iterator[Event]:
     """Run the job from `start`; `stop` is called after every step.
 
-    Checkpoints go to `start.folder`. One that cannot be written is an event, and training goes on. Raises
-    CheckpointError if what is to be loaded cannot be, OutOfMemory, and what `zfunc.train_step` raises.
+    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. Raises
+    CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = host_bytes()
     reset_peak(job.program.device)
@@ -77,7 +77,7 @@ def train_events(
 
 @define(eq=False)
 class _Loop:
-    """A training under way; each of its methods is a part of it."""
+    """The state of a training, and its parts as methods."""
 
     job: TrainingJob
     stop: Stop
@@ -85,19 +85,19 @@ class _Loop:
     program: Program = field(init=False)
     state: State = field(init=False)
     progress: TrainingClock = field(init=False)
-    first: int = field(init=False)  # steps that were done before
-    began: float = field(init=False)  # when the first step would have begun if it had been here
+    first: int = field(init=False)  # steps of earlier sessions
+    began: float = field(init=False)  # now, minus the seconds trained
     faults: tuple[Fault, ...] = field(factory=from_environment)
-    busy: float = 0.0  # seconds in steps taken here
+    busy: float = 0.0  # seconds in steps of this session
     tokens: int = 0
     ended: str = ""
     held_out: float | None = None
     checkpoint: Path | None = None
     saved_step: int | None = None  # of `checkpoint`
-    cut: bool = False  # a signal came in the middle of an evaluation: there will be no other
+    cut: bool = False  # a signal interrupted an evaluation: no other follows
 
     def begin(self) -> Iterator[Event]:
-        """A fresh state, or that of a checkpoint; and the evaluation that is due before the next step."""
+        """Make or load the state, and evaluate if that is due before the next step."""
         checkpoint, job = self._load(), self.job
         settings, at = job.settings, self.state.batches
         self.first = at
@@ -123,21 +123,21 @@ class _Loop:
         self.ended = self.progress.budget.ended(at, self.progress.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate(at)
-        how = self._look()[1]
-        self.ended = how if how == TERMINATED else self.ended or how
+        signal = self._look()[1]
+        self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:
-        """One step, with what follows it."""
+        """One step, and what follows it."""
         settings, number, before = self.job.settings, self.state.batches + 1, self.progress.budget
         traced = number == min(self.first + TRACED_STEP, before.total or self.first + TRACED_STEP)
         timed = (
             settings.log_style == "deepspeed"
             and number % (config_extras(settings).steps_per_print or LOG_EVERY) == 0
         )
-        begun, scale = time.perf_counter(), self.state.loss_scale
+        start, scale = time.perf_counter(), self.state.loss_scale
         batch = self.job.batch(self.state.sequences)
         metrics, saved = self._train_step(batch, traced=traced or timed)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - start
         if saved is not None:
             yield saved
         self.busy, self.tokens = self.busy + seconds, self.tokens + settings.batch_size * settings.seq_length
@@ -168,30 +168,31 @@ class _Loop:
         if (after := self.progress.budget).total != before.total:
             self.program = with_total_steps(self.program, settings, after.total)
             if not self.ended:
-                yield Notice(_changed(before, after, elapsed))
+                yield Notice(_new_total(before, after, elapsed))
 
     def _settle(self, number: int) -> Generator[Event, None, float]:
-        """After a step: see if it is the last, and what follows it. Returns the seconds up to now."""
+        """After a step: whether it is the last, and the evaluation if one is due. Returns the seconds trained."""
         before = self.progress
-        elapsed = self._over(before, number)
+        elapsed = self._stepped(before, number)
         self.held_out = None
         if not self.ended and self._due_to_evaluate(number):
             self.held_out = yield from evaluate_held_out(self.job, self.program, self.state, self.stop)
             self.cut = self.held_out is None
-            elapsed = self._over(before, number)  # it takes a while, which is this step's
+            elapsed = self._stepped(before, number)  # again: the evaluation's time belongs to this step
         return elapsed
 
-    def _over(self, before: TrainingClock, number: int) -> float:
-        """Look at the clock after step `number`: how far it is now, and whether that was the last step."""
-        elapsed, how = self._look()
+    def _stepped(self, before: TrainingClock, number: int) -> float:
+        """Set progress after step `number`, and whether it was the last. Returns the seconds trained."""
+        elapsed, signal = self._look()
         self.progress = before.looked(number, elapsed)
-        self.ended = how if how == TERMINATED else self.progress.budget.ended(number, elapsed, stopping=how)
+        ended = self.progress.budget.ended(number, elapsed, stopping=signal)
+        self.ended = signal if signal == TERMINATED else ended
         return elapsed
 
     def end(self, host_before: int) -> Iterator[Event]:
-        """Save first: then nothing is lost if there is no time for the rest. Before that a gradient that waits is
-        applied, unless somebody stopped the training and may go on with it. The sample comes last: whoever does not
-        wait for it has everything else.
+        """Save, evaluate, sample: in this order, nothing is lost if the process is killed on the way.
+
+        A pending gradient is applied first, unless the training was interrupted and may be resumed.
         """
         if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
             self.state, self.saved_step = flush(self.program, self.state), None
@@ -201,7 +202,7 @@ class _Loop:
         if self.ended != TERMINATED:
             if self.held_out is None and not self.cut:
                 yield from self._evaluate(at)
-            if self._look()[1] == TERMINATED:  # outside of what ranks may see differently
+            if self._look()[1] == TERMINATED:  # agreed on by all ranks
                 self.ended = TERMINATED
         yield Finished(
             ended=self.ended,
@@ -216,8 +217,8 @@ class _Loop:
             checkpoint=self.checkpoint,
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
-            made = yield from sample(job, self.program, state, self.stop)
-            yield Sampled(made, job.tokenizer.decode(made) if job.tokenizer is not None else None)
+            tokens = yield from sample(job, self.program, state, self.stop)
+            yield Sampled(tokens, job.tokenizer.decode(tokens) if job.tokenizer is not None else None)
 
     def _due_to_evaluate(self, step: int) -> bool:
         every = self.job.settings.eval_every
@@ -232,7 +233,7 @@ class _Loop:
             yield Evaluated(self.held_out, at)
 
     def _load(self) -> Path | None:
-        """Set program, state and progress. Returns the checkpoint they are from, if they are from one."""
+        """Set program, state and progress. Returns the checkpoint that was loaded, if any."""
         job, start = self.job, self.start
         if start.origin is None:
             self.program, self.progress = job.program, TrainingClock.new(job.settings)
@@ -248,11 +249,11 @@ class _Loop:
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
-            log.warning("resume: %s: other settings than were trained with: %s", checkpoint.path, names)
+            log.warning("resume: %s: settings have changed: %s", checkpoint.path, names)
         return checkpoint.path
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
-        """The next step; while it goes on, a checkpoint of the one before is written if it is due."""
+        """The next step, which writes a checkpoint of the step before it if one is due."""
         due, at, failure = self._due(), self.state.batches, ""
         if due is not None:
             try:
@@ -261,7 +262,7 @@ class _Loop:
                 )
                 assert metrics.saved is not None
                 return metrics, self._saved(at, metrics.saved.path, metrics.saved.failure, None)
-            except CheckpointError as error:  # before anything was done
+            except CheckpointError as error:  # raised before the step began
                 failure = str(error)
                 if not self.job.ranks.rank:
                     log.warning("checkpoint: none was saved of step %d: %s", at, failure)
@@ -277,13 +278,13 @@ class _Loop:
         return Save(self.start.folder, keep=settings.keep, extra=self._extra())
 
     def _save(self, folder: Path) -> Saved:
-        begun, at = time.perf_counter(), self.state.batches
+        start, at = time.perf_counter(), self.state.batches
         path, failure = None, ""
         try:
             path = save(folder, self.program, self.state, keep=self.job.settings.keep, extra=self._extra())
         except CheckpointError as error:
             failure = str(error)
-        return self._saved(at, path, failure, time.perf_counter() - begun)
+        return self._saved(at, path, failure, time.perf_counter() - start)
 
     def _saved(self, at: int, path: Path | None, failure: str, seconds: float | None) -> Saved:
         if path is not None:
@@ -294,13 +295,15 @@ class _Loop:
         return self.progress.extra(self.job.settings, self.job.corpus.description)
 
     def _look(self) -> tuple[float, str]:
-        """Seconds since the first step began, of all sessions, and how to end: the same on all ranks.
+        """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.
 
-        The clock is that of rank 0; one rank that is to stop is enough, and being terminated is the stronger.
+        The clock is rank 0's. A signal to any rank ends all; TERMINATED outranks INTERRUPT.
         """
-        ranks, how = self.job.ranks, self.stop()
+        ranks, signal = self.job.ranks, self.stop()
         seconds = time.perf_counter() - self.began if ranks.rank == 0 else 0.0
-        elapsed, stopping, terminated = ranks.sums([seconds, float(how != ""), float(how == TERMINATED)])
+        elapsed, stopping, terminated = ranks.sums(
+            [seconds, float(signal != ""), float(signal == TERMINATED)]
+        )
         return elapsed, TERMINATED if terminated else INTERRUPT if stopping else ""
 
     def _planned(self) -> dict[str, int]:
@@ -310,70 +313,70 @@ class _Loop:
 def evaluate_held_out(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, float | None]:
-    """How far it is, and returns the mean loss on the held-out windows, in bits per byte or token.
+    """Yields its progress and returns the mean loss on the held-out windows, in bits per byte or token.
 
-    None if it was terminated, or if it is to stop and was not when it began.
+    None if a signal arrived in the meantime.
     """
     losses, before = list[float](), stop()
     parts = len(job.held_out) * len(program.segments)
     for n, (inputs, targets) in enumerate(job.held_out):
         more = [*[()] * (len(program.segments) - 1), (targets,)]
         for s, y in enumerate(outputs(program, state, inputs, more)):
-            if (how := stop()) == TERMINATED or how != before:
+            if (signal := stop()) == TERMINATED or signal != before:
                 return None
             yield Working("evaluation", (n * len(program.segments) + s) / parts)
             last = y
         losses.append(float(last))
-    rows = [len(inputs) for inputs, _ in job.held_out]  # of the last batch there may be fewer
+    rows = [len(inputs) for inputs, _ in job.held_out]  # the last batch may have fewer
     return fmean(losses, rows) / math.log(2)
 
 
 def sample(
     job: TrainingJob, program: Program, state: State, stop: Stop = lambda: ""
 ) -> Generator[Working, None, tuple[int, ...]]:
-    """How far it is, and returns tokens the model makes, after the beginning of the held-out data.
+    """Yields its progress and returns tokens the model generates after the beginning of the held-out data.
 
-    They are fewer if it is to stop and was not when it began. Keys and values are kept from token to token. A
-    sequence that is full goes on in a new one, which begins with its newer half.
+    They are fewer if a signal arrives in the meantime. Keys and values are cached. A full sequence is continued in
+    a new one that starts with its second half.
     """
-    longest, before = job.settings.seq_length, stop()
-    text: list[int] = job.corpus.held_out[: (longest + 1) // 2].tolist()
+    seq_length, before = job.settings.seq_length, stop()
+    text: list[int] = job.corpus.held_out[: (seq_length + 1) // 2].tolist()
     prompt, caches = len(text), list[KVCache]()
     generator = torch.Generator().manual_seed(job.settings.seed % 2**63)
-    made: list[int] = []
-    while len(made) < SAMPLE_TOKENS:
+    generated: list[int] = []
+    while len(generated) < SAMPLE_TOKENS:
         new = text[-1:]
-        if not caches or caches[0].length == longest:
+        if not caches or caches[0].length == seq_length:
             new, caches = text[-prompt:], [KVCache() for _ in program.segments[:-1]]
         more = [*((cache,) for cache in caches), ()]
         for y in outputs(program, state, torch.tensor([new]), more):
-            if (how := stop()) == TERMINATED or how != before:
-                return tuple(made)
-            yield Working("sample", len(made) / SAMPLE_TOKENS)
+            if (signal := stop()) == TERMINATED or signal != before:
+                return tuple(generated)
+            yield Working("sample", len(generated) / SAMPLE_TOKENS)
             logits = y
-        chances = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
-        made.append(int(torch.multinomial(chances, 1, generator=generator)))
-        text.append(made[-1])
-    return tuple(made)
+        probabilities = torch.softmax(logits[0, -1].cpu() / TEMPERATURE, dim=-1)  # [vocab]
+        generated.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+        text.append(generated[-1])
+    return tuple(generated)
 
 
 def host_bytes() -> int:
-    """What this process holds of the host's memory now."""
+    """Resident memory of this process."""
     resident = int(Path("/proc/self/statm").read_text().split()[1])
     return resident * resource.getpagesize()
 
 
-def _changed(old: StepBudget, new: StepBudget, elapsed: float) -> str:
+def _new_total(old: StepBudget, new: StepBudget, elapsed: float) -> str:
     before = "" if old.total is None else f" instead of {old.total:,}"
     each = new.seconds_per_step(elapsed)
     return (
-        f"time: {new.total:,} steps{before} will fit into {new.settings.seconds:g} s ({each:.2g} s each); "
-        "the learning rate comes down by then"
+        f"time: {new.total:,} steps{before} fit into {new.settings.seconds:g} s ({each:.2g} s each); the learning "
+        "rate decays by then"
     )
 
 
 def _peaks(program: Program, before: int) -> dict[str, int]:
-    """Measured: of the process what it took since `before`, in which torch itself had its part already."""
+    """Measured peaks of the process: in all, and on the host since `before`, when torch was already loaded."""
     highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     peaks = {"process": highest, "host": max(0, highest - before)}
     if on_accelerator(program.device):

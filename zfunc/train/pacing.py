@@ -1,7 +1,7 @@
-"""How far a training has come, besides its State: seconds, losses, and how many steps there will be.
+"""How far a training is, besides its State: seconds, losses, and how many steps there will be.
 
-TrainingClock is all that the loop carries from one step to the next. It goes into every checkpoint, so a resumed
-training counts as if it had never stopped.
+TrainingClock is all that the loop carries from step to step. It is saved in every checkpoint, so a resumed training
+counts as if it had never stopped.
 """
 
 import math
@@ -15,12 +15,10 @@ from attrs import evolve, frozen
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.train.settings import TrainSettings
 
-WARM_STEPS = (
-    3  # first steps of a process: they trace and compile, and say nothing about the pace of the others
-)
-LOSSES = 50  # of the last steps, which the summary gives the mean of
-KEY = "train"  # of what is kept here, in a checkpoint's extra
-# Settings without which the same steps are not taken; `load` compares a checkpoint's optimizer.
+WARM_STEPS = 3  # steps of a process that trace and compile; also how many to time before judging the pace
+LOSSES = 50  # last steps, whose mean loss is in the summary
+KEY = "train"  # in a checkpoint's extra
+# Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
 # fmt: off
 DECIDING = (
     "data", "dtype", "tokenizer", "hf", "vocab_size", "seq_length", "dropout", "batch_size", "micro_batches",
@@ -31,61 +29,61 @@ DECIDING = (
 
 @frozen
 class StepBudget:
-    """How many steps there will be: as many as requested, or as fit into the seconds where those are fewer.
+    """How many steps there will be: those requested, or those that fit into --seconds if they are fewer.
 
-    The pace is that of warm steps, evaluations between them included. It is judged after a twentieth of the
-    seconds, but not before there were three warm steps, or one that took a twentieth of the seconds; then after
-    every further tenth. A pure function of steps and seconds, so it is tested without a clock.
+    The pace is that of warm steps, with the evaluations between them. It is judged after 5 % of the seconds, once
+    there are three warm steps or one that took 5 % of the seconds; then after every further 10 %. A pure function
+    of steps and seconds, so tests need no clock.
     """
 
     settings: TrainSettings
-    total: int | None  # None: only the seconds are given, and nothing has been measured yet
-    looks: int = 0  # tenths of the seconds, from a twentieth on, in which the pace was judged
-    counted: int = 0  # warm steps, of all sessions
-    cold: float = 0.0  # seconds of the steps that were not warm, of all sessions
-    warming: int = WARM_STEPS  # steps of this session that are not warm and still to come
-    last: float = 0.0  # when the last of those was over
+    total: int | None  # None while nothing is measured and no steps are requested
+    looks: int = 0  # how often 10 % of the seconds, counted from 5 %, had passed at the last judgement
+    counted: int = 0  # warm steps of all sessions
+    cold: float = 0.0  # seconds of the other steps, of all sessions
+    warming: int = WARM_STEPS  # steps of this session until they are warm
+    last: float = 0.0  # when the last step before that ended
 
     def after(self, step: int, elapsed: float) -> "StepBudget":
-        """When `step` is over, `elapsed` seconds after the first began. To be called after each step."""
+        """The budget after `step`, `elapsed` seconds into the training. To be called after each step."""
         if self.warming:
             cold = self.cold + elapsed - self.last
             return evolve(self, cold=cold, warming=self.warming - 1, last=elapsed)
         return evolve(self, counted=self.counted + 1).judged(step, elapsed)
 
     def judged(self, step: int, elapsed: float) -> "StepBudget":
-        """With the steps that will fit, if it is time to judge the pace."""
+        """The budget with the steps that will fit, if it is time to judge the pace."""
         requested, seconds, pace = self.settings.steps, self.settings.seconds, self.seconds_per_step(elapsed)
         if seconds is None or not pace or elapsed >= seconds or step == requested:
             return self
         if self.counted < WARM_STEPS and self.counted * pace < 0.05 * seconds:
             return self
         fits, reached = int((seconds - elapsed) / pace), self.total is not None and step >= self.total
-        # The last of fewer steps than requested is over: as many are added as still fit.
+        # Past the last of fewer steps than requested, as many are added as still fit.
         due = fits > 0 if reached else elapsed >= seconds * (0.05 + 0.1 * self.looks)
         if not due:
             return self
         total = step + max(1, fits)
         total = min(total, requested or total)
-        # Small changes are not worth another learning rate: one step in twenty too many, one in seven too few.
+        # A small change is not worth another learning rate: up to 5 % fewer steps, or 15 % more.
         if self.total is not None and not reached and 0.95 * self.total <= total <= 1.15 * self.total:
             total = self.total
         looks = int((elapsed / seconds - 0.05) / 0.1) + 1
         return evolve(self, total=total, looks=looks)
 
     def seconds_per_step(self, elapsed: float) -> float | None:
-        """The mean of the warm steps; evaluations are in it. None while there were none."""
+        """The mean over warm steps, evaluations included. None before the first."""
         return (elapsed - self.cold) / self.counted if self.counted else None
 
     def left(self, step: int, elapsed: float) -> float | None:
-        """Seconds to the end, as far as one can tell."""
+        """Estimated seconds to the end; None if nothing bounds them yet."""
         bounds = [] if self.settings.seconds is None else [max(0.0, self.settings.seconds - elapsed)]
         if self.total is not None and (pace := self.seconds_per_step(elapsed)) is not None:
             bounds.append((self.total - step) * pace)
         return min(bounds, default=None)
 
     def ended(self, step: int, elapsed: float, *, stopping: str = "") -> str:
-        """Why `step` was the last one, or "". `stopping` is the reason if there is no other."""
+        """Why `step` is the last one, or "". `stopping` is the reason if there is no other."""
         if self.total is not None and step >= self.total:
             return "steps" if self.total == self.settings.steps else "seconds"
         if self.settings.seconds is not None and elapsed >= self.settings.seconds:
@@ -95,12 +93,12 @@ class StepBudget:
 
 @frozen
 class TrainingClock:
-    """`elapsed` seconds of training, evaluations included, in all sessions of the run; `losses` are the last."""
+    """Time and losses of all sessions of a run."""
 
     budget: StepBudget
-    elapsed: float = 0.0
-    skipped: int = 0
-    losses: tuple[float, ...] = ()
+    elapsed: float = 0.0  # seconds, evaluations included
+    skipped: int = 0  # steps, for an overflow
+    losses: tuple[float, ...] = ()  # of the last LOSSES steps
 
     @classmethod
     def new(cls, settings: TrainSettings) -> "TrainingClock":
@@ -108,18 +106,18 @@ class TrainingClock:
         return cls(StepBudget(settings, settings.steps))
 
     def stepped(self, loss: float, *, skipped: bool) -> "TrainingClock":
-        """A step is over."""
+        """After a step."""
         losses = (*self.losses[1 - LOSSES :], loss)
         return evolve(self, losses=losses, skipped=self.skipped + skipped)
 
     def looked(self, step: int, elapsed: float) -> "TrainingClock":
-        """The clock was looked at after `step`."""
+        """After `step`, `elapsed` seconds into the training."""
         return evolve(self, elapsed=elapsed, budget=self.budget.after(step, elapsed))
 
     def extra(self, settings: TrainSettings, data: tuple[str, ...]) -> dict[str, Any]:
-        """What goes into a checkpoint, in JSON's own types; `data` describes what is trained on."""
+        """What a checkpoint keeps of it, in JSON's types. `data` is the description of the corpus."""
         budget = self.budget
-        kept = {
+        fields = {
             "settings": plain_settings(settings),
             "data": [_text(line) for line in data],
             "total": budget.total,
@@ -130,14 +128,14 @@ class TrainingClock:
             "skipped": self.skipped,
             "losses": [x if math.isfinite(x) else None for x in self.losses],
         }
-        return {KEY: kept}
+        return {KEY: fields}
 
 
 def restored_clock(extra: Mapping[str, Any], settings: TrainSettings, step: int) -> TrainingClock:
-    """The clock in a checkpoint of `step`, to go on under `settings`.
+    """The clock in a checkpoint of `step`, to continue with `settings`.
 
-    One that `zfunc train` did not write has none: then seconds count from here. Raises CheckpointError for values
-    that no training has.
+    A checkpoint that `zfunc train` did not write has none: seconds count from here. Raises CheckpointError for
+    values out of range.
     """
     if KEY not in extra:
         return TrainingClock.new(settings)
@@ -154,14 +152,14 @@ def restored_clock(extra: Mapping[str, Any], settings: TrainSettings, step: int)
     saved, now = _saved_settings(kept), plain_settings(settings)
     if all(saved.get(name) == now[name] for name in ("steps", "seconds")):
         return clock
-    bounds = evolve(budget, total=settings.steps, looks=0)  # others than the budget was made for
-    return evolve(clock, budget=bounds.judged(step, elapsed) if step else bounds)
+    budget = evolve(budget, total=settings.steps, looks=0)  # the bounds have changed
+    return evolve(clock, budget=budget.judged(step, elapsed) if step else budget)
 
 
 def changed_settings(
     extra: Mapping[str, Any], settings: TrainSettings, data: tuple[str, ...]
 ) -> Iterator[str]:
-    """Of a checkpoint's settings that decide the data or the step: those that are others now, with both values."""
+    """What has changed, of DECIDING and the data, since a checkpoint was saved; both values of each."""
     if KEY not in extra:
         return
     kept, now = JsonNode(extra[KEY], f"extra.{KEY}").entries(), plain_settings(settings)
@@ -169,9 +167,9 @@ def changed_settings(
     for name in DECIDING:
         if name in saved and saved[name] != now[name]:
             yield f"{name} {saved[name]!r} is now {now[name]!r}"
-    read = kept["data"].value if "data" in kept else None
-    if saved.get("data") == now["data"] and read is not None and read != [_text(line) for line in data]:
-        yield f"the data {read!r} is now {list(data)!r}"
+    before = kept["data"].value if "data" in kept else None
+    if saved.get("data") == now["data"] and before is not None and before != [_text(line) for line in data]:
+        yield f"the data {before!r} is now {list(data)!r}"
 
 
 def _saved_settings(kept: Mapping[str, JsonNode]) -> dict[str, Any]:
@@ -180,7 +178,7 @@ def _saved_settings(kept: Mapping[str, JsonNode]) -> dict[str, Any]:
 
 
 def plain_settings(settings: TrainSettings) -> dict[str, Any]:
-    """The settings in a checkpoint's types: paths are texts, and so are numbers of more than 64 bits."""
+    """The settings in a checkpoint's types: paths and numbers of more than 64 bits are texts."""
     return {name: _plain(value) for name, value in attrs.asdict(settings).items()}
 
 
@@ -191,5 +189,5 @@ def _plain(value: Any) -> Any:
 
 
 def _text(text: str) -> str:
-    """A path may hold what cannot be encoded."""
+    """Without what cannot be encoded, which a path may hold."""
     return text.encode(errors="replace").decode()
