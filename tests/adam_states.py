@@ -1,4 +1,4 @@
-"""Optimizer states of every kind for the tests of Adam's other ways: into other buffers, and on a device."""
+"""Optimizer states of every format, one step of the NumPy reference over them, and one of the raw kernel."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -8,14 +8,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.compact import QuantizedMoment, SplitMaster
-from zfunc.optim.compact_reference import BLOCK, EXP_AVG, EXP_AVG_SQ, first_dither, pack
+from zfunc.optim.adam_reference import coefficients, reference_update
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact_reference import (
+    BLOCK,
+    EXP_AVG,
+    EXP_AVG_SQ,
+    Compact,
+    first_dither,
+    pack,
+    reference_compact_update,
+)
+from zfunc.optim.device_adam import device_adam_
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 
 MOMENTS = {"fp32": kernel.MOMENTS_FP32, "16bit": kernel.MOMENTS_16BIT, "8bit": kernel.MOMENTS_8BIT}
 TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
-DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
+NAMES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DECAYS: dict[str, dict[str, Any]] = {
+    "none": {"weight_decay": 0.0, "decoupled": True},
+    "decoupled": {"weight_decay": 0.1, "decoupled": True},
+    "l2": {"weight_decay": 0.1, "decoupled": False},
+}
 State = tuple[Any, Any, Any]  # master, exp_avg, exp_avg_sq, as adam_update_ takes them
 
 
@@ -57,8 +71,26 @@ def buffers(state: Iterable[Any]) -> Iterator[Tensor]:
             yield x
 
 
-def _bf16(x: np.ndarray) -> Tensor:
-    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+def array(x: Tensor) -> np.ndarray:
+    """As the references take it: bfloat16 in uint16."""
+    return (x.view(torch.uint16) if x.dtype == torch.bfloat16 else x).numpy()
+
+
+def tensor(x: np.ndarray) -> Tensor:
+    """Of what a reference returns."""
+    return (
+        torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+        if x.dtype == np.uint16
+        else torch.from_numpy(x)
+    )
+
+
+def of_compact(state: Compact) -> State:
+    """The tensors of a compact state, which share its memory."""
+    high, low, exp_avg, exp_avg_sq = map(tensor, state[:4])
+    if state.exp_avg_sq_scale is None:
+        return SplitMaster(high, low), exp_avg, exp_avg_sq
+    return SplitMaster(high, low), exp_avg, QuantizedMoment(exp_avg_sq, tensor(state.exp_avg_sq_scale))
 
 
 def of_floats(p: np.ndarray, m: np.ndarray, v: np.ndarray, moments: str) -> State:
@@ -67,12 +99,19 @@ def of_floats(p: np.ndarray, m: np.ndarray, v: np.ndarray, moments: str) -> Stat
         p, m, v = (torch.from_numpy(x.copy()) for x in (p, m, v))
         return p, m, v
     with np.errstate(all="ignore"):
-        kept = pack(p, m, v, moments=moments, step=1)
-    master = SplitMaster(_bf16(kept.high), torch.from_numpy(kept.low))
-    if moments == "16bit":
-        return master, _bf16(kept.exp_avg), _bf16(kept.exp_avg_sq)
-    m, codes, scales = map(torch.from_numpy, kept[2:])
-    return master, m, QuantizedMoment(codes, scales)
+        return of_compact(pack(p, m, v, moments=moments, step=1))
+
+
+def reference(state: State, grad: Tensor, out: torch.dtype | None, **arguments: Any) -> tuple[State, Any]:
+    """The next state, and the copy of the weights that `out` asks for."""
+    arrays = [*map(array, buffers(state))]
+    settings = {"out": out and NAMES[out], **arguments}
+    if not isinstance(state[0], SplitMaster):
+        *new, copy = reference_update(*arrays, array(grad), **settings)
+        return tuple(map(tensor, new)), None if copy is None else tensor(copy)
+    compact = Compact(*arrays, *[None] * (5 - len(arrays)))
+    new, copy = reference_compact_update(compact, array(grad), **settings)
+    return of_compact(new), None if copy is None else tensor(copy)
 
 
 def fresh(n: int, moments: str, seed: int = 0) -> State:
@@ -85,13 +124,13 @@ def fresh(n: int, moments: str, seed: int = 0) -> State:
 
 def any_bytes(n: int, moments: str, seed: int) -> State:
     """Every bit pattern such a state can hold."""
+    return on(fresh(n, moments), lambda x: random_bytes(x, seed))
+
+
+def random_bytes(x: Tensor, seed: int) -> Tensor:
+    """A buffer of the same kind."""
     generator = torch.Generator().manual_seed(seed)
-
-    def random(x: Tensor) -> Tensor:
-        nbytes = x.numel() * x.element_size()
-        return torch.randint(0, 256, (nbytes,), generator=generator, dtype=torch.uint8).view(x.dtype)
-
-    return on(fresh(n, moments), random)
+    return torch.randint(0, 256, (x.nbytes,), generator=generator, dtype=torch.uint8).view(x.dtype)
 
 
 def gradient(n: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
@@ -100,7 +139,7 @@ def gradient(n: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
 
 def exact(x: Tensor) -> Tensor:
     """The bits of a buffer."""
-    return x.view({4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
+    return x.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[x.element_size()])
 
 
 def bits(x: Tensor) -> Tensor:
@@ -114,20 +153,26 @@ def assert_same(got: Iterable[Any], expected: Iterable[Any]) -> None:
         assert not wrong.numel(), f"{wrong.numel()} of {other.numel()} differ, the first is {wrong[0]}"
 
 
+def device_update_(master: Any, exp_avg: Any, exp_avg_sq: Any, grad: Any, **options: Any) -> None:
+    """`adam_update_` on the device of its buffers."""
+    device_adam_(named_state(master, exp_avg, exp_avg_sq), grad, **options)
+
+
 def raw_update(
-    moments: str, state: State, grad: Tensor, out: Tensor | None, *, into: State | None = None, step: int = 3,
-    weight_decay: float = 0.0, decoupled: bool = True, grad_scale: float = 0.3, threads: int = 1, isa: int = -1,
-    chunks: tuple[int, ...] = (),
+    state: State, grad: Tensor, out: Tensor | None, *, into: State | None = None, step: int, lr: float,
+    betas: tuple[float, float], eps: float, weight_decay: float, decoupled: bool, grad_scale: float,
+    threads: int = 1, isa: int = -1, chunks: tuple[int, ...] = (),
 ) -> None:  # fmt: skip
     """The kernel itself, on any instruction set, in parts cut at `chunks`."""
     mode = kernel.NO_DECAY if not weight_decay else kernel.DECOUPLED if decoupled else kernel.L2
-    factors = coefficients(step, 1e-3, (0.9, 0.999), 1e-8, weight_decay, decoupled, grad_scale)
+    factors = coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
     types = TYPES[grad.dtype], kernel.NONE if out is None else TYPES[out.dtype], mode
+    moments = MOMENTS[moments_of(named_state(*state))]
     for start, stop in itertools.pairwise([0, *chunks, grad.numel()]):
         dithers = first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)
         to = 0 if out is None else out[start:].data_ptr()
         kernel.adam_update(
-            MOMENTS[moments], *_addresses(state, start), *dithers, grad[start:].data_ptr(), to, stop - start,
+            moments, *_addresses(state, start), *dithers, grad[start:].data_ptr(), to, stop - start,
             *types, *factors, threads, isa, () if into is None else _addresses(into, start),
         )  # fmt: skip
 

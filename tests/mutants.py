@@ -62,7 +62,8 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
     ],
     "optim/host_adam": [
-        ["zfunc/optim/host_adam.py", "tests/optim/test_adam.py", "tests/optim/test_adam_into.py"]
+        ["zfunc/optim/host_adam.py", "tests/optim/test_adam.py", "tests/optim/test_adam_refused.py"],
+        ["tests/optim/test_adam_bits.py", "-k", "public or sizes or many_elements"],
     ],
     "optim/loss_scale": [
         [

@@ -1,6 +1,6 @@
 """The laws that need tensors: one table of models x settings x schedules, and what must hold for every row.
 
-The laws of plans alone are in test_plan.py, test_verify.py and their neighbours; law 8 is in test_adam.py.
+The laws of plans alone are in test_plan.py, test_verify.py and their neighbours; law 8 is in test_adam_bits.py.
 """
 
 from typing import Any

@@ -30,7 +30,7 @@ def _built(request: pytest.FixtureRequest) -> None:
         list(pool.map(lambda name: missing(name) or build(VARIANTS[name]), sorted(names)))
 
 
-# One build says what all do; what the flags of gcc alone do, test_adam.py and test_compact.py say of the extension.
+# One build says what all do; what the flags of gcc alone do, test_adam_bits.py says of the extension.
 BUILDS = [pytest.param(name, marks=() if name == "gcc-sanitize" else pytest.mark.slow) for name in VARIANTS]
 SANITIZERS = [build for build in BUILDS if VARIANTS[str(build.values[0])].flags == SANITIZE]
 
