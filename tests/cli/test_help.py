@@ -1,19 +1,23 @@
 """Help as one reads it: every command, its options in order, its defaults, and examples that can be typed."""
 
+import argparse
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import attrs
 import pytest
+import torch
 
 import zfunc
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
 from zfunc.cli.parser import make_parser
 from zfunc.options import GROUPS
+from zfunc.planner.profile_toml import FOLDER
 
 Out = pytest.CaptureFixture[str]
 every_command = pytest.mark.parametrize("name", COMMANDS)
@@ -27,34 +31,37 @@ def help_of(name: str, capsys: Out) -> str:
     return out
 
 
-def options_of(told: str) -> dict[str, str]:
+def options_of(text: str) -> dict[str, str]:
     """What help says of each option."""
-    body = told.partition("\nexamples:\n")[0]
-    found = re.findall(r"^  (--\S+|-h, --help|[A-Z]+|\S+\|\S+) (.*?)(?=^  \S|^\n|\Z)", body, re.M | re.S)
-    return {name: " ".join(words.split()) for name, words in found}
+    body = text.partition("\nexamples:\n")[0]
+    lines = re.findall(r"^  (--\S+|-h, --help|[A-Z]+|\S+\|\S+) (.*?)(?=^  \S|^\n|\Z)", body, re.M | re.S)
+    return {name: " ".join(words.split()) for name, words in lines}
 
 
 @every_command
 @pytest.mark.parametrize("columns", [60, 80, 120, 300])
 def test_help_fits_its_columns(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    told = help_of(name, capsys)
-    prose = told.partition("\nexamples:\n")[0] if columns < 80 else told
+    text = help_of(name, capsys)
+    prose = text.partition("\nexamples:\n")[0] if columns < 80 else text
     assert max(map(len, prose.splitlines())) <= min(columns, 120)
     assert not re.search(r"\w-$", prose, re.MULTILINE), "no flag is cut in two"
 
 
 @every_command
-def test_help_has_every_option_once_with_its_default(name: str, capsys: Out) -> None:
-    command, told = COMMANDS[name], options_of(help_of(name, capsys))
+def test_help_has_every_option_once_with_its_default_and_what_there_is_to_choose_from(
+    name: str, capsys: Out
+) -> None:
+    command, lines = COMMANDS[name], options_of(help_of(name, capsys))
     fields = attrs.fields_dict(command.settings)
     assert command.options.keys() == fields.keys()
     for field in fields.values():
         option = command.options[field.name]
-        shown = told[option.metavar if option.positional else f"--{field.name.replace('_', '-')}"]
+        line = lines[option.metavar if option.positional else f"--{field.name.replace('_', '-')}"]
         required = option.positional or (field.name == "out" and name == "export")
-        assert ("(default: " in shown) is not (field.type is bool or required), shown
-        assert shown.count("(default: ") <= 1
+        assert ("(default: " in line) is not (field.type is bool or required), line
+        assert line.count("(default: ") <= 1
+        assert all(word in line or word in option.metavar for word in option.words)
 
 
 @every_command
@@ -66,14 +73,6 @@ def test_groups_come_in_the_order_of_a_reader(name: str, capsys: Out) -> None:
     assert len(own) == len(set(own))
 
 
-@every_command
-def test_help_says_what_there_is_to_choose_from(name: str, capsys: Out) -> None:
-    told = options_of(help_of(name, capsys))
-    for field, option in COMMANDS[name].options.items():
-        shown = told[option.metavar if option.positional else f"--{field.replace('_', '-')}"]
-        assert all(word in shown or word in option.metavar for word in option.words)
-
-
 @pytest.mark.parametrize(("name", "typed"), EXAMPLES, ids=[typed[:60] for _, typed in EXAMPLES])
 def test_examples_can_be_typed(
     name: str, typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Out
@@ -82,16 +81,12 @@ def test_examples_can_be_typed(
     for folder in ("runs", "model"):
         Path(folder).mkdir()
     Path("model/config.json").write_text("{}")
-    Path("machine.toml").write_bytes(
-        Path(zfunc.__file__).with_name("planner").joinpath("profiles").joinpath("h100.toml").read_bytes()
-    )
+    shutil.copy(FOLDER / "h100.toml", "machine.toml")
     words = shlex.split(typed.replace("\\\n", ""))
     words = shlex.split(words[-1].strip("$()")) if words[0] == "eval" else words
     words = [w.strip("<()") for w in words if w not in ("source",)]
     words = words[: words.index(">")] if ">" in words else words
     assert ("zfunc" in words[0]) or words[:4] == ["torchrun", "--nproc-per-node", "2", "-m"]
-    import argparse
-
     args = argparse.Namespace()
     _parse(words[words.index("zfunc") + 1 :], args)
     assert args.command == name
@@ -99,31 +94,18 @@ def test_examples_can_be_typed(
     assert typed in help_of(name, capsys)
 
 
-@every_command
-def test_every_command_has_examples(name: str) -> None:
-    assert 2 <= len(COMMANDS[name].examples) <= 4
-
-
-def test_examples_of_draw_draw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    small = ["--num-layers", "1", "--hidden-size", "64", "--seq-length", "32"]
-    assert main(["draw", "--hardware", "v100-32gb", "--out", "step.html", *small]) == 0
-    assert Path("step.html").read_text().startswith("<!doctype html>")
-
-
 def test_the_list_of_commands(capsys: Out) -> None:
     assert main([]) == 2
-    told = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out == told
+    assert capsys.readouterr().out == text
     for name, command in COMMANDS.items():
-        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", told, re.MULTILINE), "a line each"
+        assert re.search(rf"^  {name} +{re.escape(command.summary)}$", text, re.MULTILINE), "a line each"
+        assert 2 <= len(command.examples) <= 4
     assert list(make_parser(COMMANDS)[1]) == list(COMMANDS)
 
 
 def test_versions(capsys: Out) -> None:
-    import torch
-
     assert main(["--version"]) == 0
     python = ".".join(map(str, sys.version_info[:3]))
     expected = f"zfunc {zfunc.__version__} (torch {torch.__version__}, Python {python})\n"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
+from small_trainings import TEXT, summary, train
 
 import zfunc
-from zfunc.cli.main import main
 from zfunc.cli.train_lines import PlainOutput
 from zfunc.train.events import (
     INTERRUPT,
@@ -28,7 +28,6 @@ from zfunc.train.settings import TrainSettings
 from zfunc.train.setup import TrainingJob, prepare_job
 
 SIZES = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "seq_length": 16, "batch_size": 4}
-TEXT = " ".join(f"{k * k % 97} and {k % 7}" for k in range(300))
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +68,10 @@ def test_evaluations_and_the_sample_tell_how_far_they_are(job: TrainingJob, tmp_
         ("evaluation", 3, len(job.held_out) * segments),
         ("sample", 1, 40 * segments),
     ):
-        told = shares(events, what)
-        assert len(told) == times * parts
-        assert [told[n : n + parts] for n in range(0, len(told), parts)] == [sorted(told[:parts])] * times
-        assert (told[0], told[-1] < 1) == (0, True)
+        seen = shares(events, what)
+        assert len(seen) == times * parts
+        assert [seen[n : n + parts] for n in range(0, len(seen), parts)] == [sorted(seen[:parts])] * times
+        assert (seen[0], seen[-1] < 1) == (0, True)
     finished, *_, sampled = events[-2 - 40 * segments :]
     assert isinstance(finished, Finished)
     assert isinstance(sampled, Sampled)
@@ -136,22 +135,20 @@ def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: Train
     assert list(made) == found
 
 
+@pytest.mark.usefixtures("own_folder")
 def test_the_summary_is_there_before_the_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(*_: Any) -> Any:
-        before.append(Path("run/summary.json").read_text())
+        before.append(summary("run"))
         raise KeyboardInterrupt
         yield
 
-    before: list[str] = []
-    monkeypatch.chdir(tmp_path)
+    before: list[dict[str, Any]] = []
     monkeypatch.setattr("zfunc.train.loop.sample", stopped)
-    Path("data.txt").write_text(TEXT)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SIZES.items()]
-    assert main(["train", *flags, "--data", "data.txt", "--steps", "1", "--out", "run"]) == 130
-    assert '"ended": "steps"' in before[0]
-    assert Path("run/summary.json").read_text() == before[0]
+    assert train("--steps", 1, "--out", "run") == 130
+    assert summary("run") == before[0]
+    assert before[0]["ended"] == "steps"
     assert "all steps done: 1 steps" in capsys.readouterr().out
 
 
