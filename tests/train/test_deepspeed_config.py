@@ -1,6 +1,5 @@
 """DeepSpeed's configuration files: read leniently, checked strictly, and nothing of them dropped in silence."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.convert import DeepSpeedSettings
 from zfunc.train.deepspeed.docs_table import with_table
-from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, Key, parse_table
+from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, parse_table
 from zfunc.train.deepspeed.lr import SCHEDULERS
 from zfunc.train.deepspeed.reader import parse_config, read_config_file
 from zfunc.train.deepspeed.resolved import resolve_values
@@ -42,8 +41,9 @@ TUTORIAL = """{
 
 def from_deepspeed(file: Any, **more: Any) -> DeepSpeedSettings:
     """What a file says; a dict that says nothing of the batch gets one."""
-    said = isinstance(file, dict) and any("batch" in name or "accumulation" in name for name in file)
-    return zfunc.from_deepspeed(file if said or not isinstance(file, dict) else {BATCH: 8, **file}, **more)
+    if isinstance(file, dict) and not any("batch" in name or "accumulation" in name for name in file):
+        file = {BATCH: 8, **file}
+    return zfunc.from_deepspeed(file, **more)
 
 
 def nested(name: str, value: Any) -> dict[str, Any]:
@@ -94,29 +94,22 @@ def test_the_tutorials_file(tmp_path: Path) -> None:
     assert "gradient_clipping" not in idle
 
 
-def test_a_byte_order_mark_and_a_dict_are_read() -> None:
-    assert parse_config('{"a": 5e8}') == {"a": 5e8}
-    assert read_config_file({"a": 1}).values == {"a": 1}
-    with pytest.raises(TypeError, match="expected the path of a JSON file, or a dict"):
-        from_deepspeed(3)  # pyright: ignore[reportArgumentType]
-
-
 def test_files_of_other_editors(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"train_batch_size": 4}')
     assert from_deepspeed(str(path)).train_batch_size == 4
+    assert parse_config('{"a": 5e8}') == {"a": 5e8}
     path.write_bytes(b'{"train_batch_size": "\xff"}')
     assert "not UTF-8" in refusal(path)
     assert "No such file" in refusal(tmp_path / "missing.json")
+    with pytest.raises(TypeError, match="expected the path of a JSON file, or a dict"):
+        from_deepspeed(3)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
-        (
-            '{"a": 1,\n"stage": 2, /* "stage": 9 */\n"b": {"stage": 1},\n"stage": 3}',
-            "'stage' twice .* lines 2 and 4",
-        ),
+        ('{"a": 1,\n"b": 2, /* "b": 9 */\n"c": {"b": 1},\n"b": 3}', "'b' twice .* lines 2 and 4"),
         ('{"b": {"c": 1},\n"d": {"c": 1,\n"x": "c",\n c: 2}}', "'c' twice .* lines 2 and 4"),
         ('{"a": 1\n"b": 2}', 'line 2 Unexpected """ at column 1'),
         ('{\n# no comment here\n"b": 2}', "line 2 .*with // and /"),
@@ -125,8 +118,8 @@ def test_files_of_other_editors(tmp_path: Path) -> None:
         ("[" * 5000, "expected JSON"),
     ],
 )
-def test_what_is_no_json_is_refused_with_its_line(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=rf"(?s)^f\.json: .*{told}"):
+def test_what_is_no_json_is_refused_with_its_line(text: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)^f\.json: .*{reason}"):
         parse_config(text, "f.json")
 
 
@@ -134,14 +127,14 @@ def test_what_is_no_json_is_refused_with_its_line(text: str, told: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "reason"),
     [
         ({"train_batch_sise": 4}, "'train_batch_sise' at the top level.*did you mean 'train_batch_size'"),
         ({"fp16": {"enable": True}}, "'enable' in 'fp16'.*did you mean 'enabled'"),
         (nested("zero_optimization.stge", 2), "'stge' in 'zero_optimization'.*did you mean 'stage'"),
         (
             nested("zero_optimization.offload_optimizer.devise", "cpu"),
-            "in 'zero_optimization.offload_optimizer'.*did you mean 'device'",
+            "offload_optimizer'.*did you mean 'device'",
         ),
         (nested("optimizer.params.beta", 1), "'beta' in 'optimizer.params'.*did you mean 'betas'"),
         (nested("scheduler.params.warmup_steps", 1), "did you mean 'warmup_num_steps'"),
@@ -153,37 +146,34 @@ def test_what_is_no_json_is_refused_with_its_line(text: str, told: str) -> None:
         ({"fp16": True}, "fp16 True, expected an object"),
     ],
 )
-def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest(file: dict[str, Any], told: str) -> None:
-    assert re.search(told, refusal(file))
+def test_an_unknown_key_at_any_level_is_an_error_with_the_nearest(file: dict[str, Any], reason: str) -> None:
+    assert re.search(reason, refusal(file))
 
 
-def test_all_unknown_keys_are_told_at_once() -> None:
-    told = refusal({"a1": 1, "fp16": {"b2": 1}, "aio": {"c3": 1}})
-    assert all(key in told for key in ("a1", "b2", "c3"))
+def test_all_unknown_keys_are_named_at_once() -> None:
+    message = refusal({"a1": 1, "fp16": {"b2": 1}, "aio": {"c3": 1}})
+    assert all(key in message for key in ("a1", "b2", "c3"))
 
 
-@pytest.mark.parametrize("key", KEYS.values(), ids=lambda key: key.name)
-def test_every_key_with_its_default_is_read_and_told(key: Key) -> None:
+def test_every_key_with_its_default_is_read_and_told() -> None:
     """A file that says a default means what one without it does; a wrong kind of value is refused by name."""
     wrong = object()
-    if key.type.read(wrong) is None:
-        assert key.name in refusal(nested(key.name, wrong))
-    if key.default is None or key.default in key.exceptions:
-        return
-    values = resolve_values(read_config_file(nested(key.name, key.default)))
-    assert values[key.name] == key.default
-    assert list(values.ignored().values()) == ([[key.name]] if key.fate == "ignored" else [])
+    for key in KEYS.values():
+        if key.type.read(wrong) is None:
+            assert key.name in refusal(nested(key.name, wrong))
+        if key.default is not None and key.default not in key.exceptions:
+            values = resolve_values(read_config_file(nested(key.name, key.default)))
+            assert values[key.name] == key.default
+            assert list(values.ignored().values()) == ([[key.name]] if key.fate == "ignored" else []), key
 
 
-@pytest.mark.parametrize(
-    "key", [k for k in KEYS.values() if k.fate == "unsupported" or k.exceptions], ids=lambda k: k.name
-)
-def test_what_is_refused_says_what_to_do(key: Key) -> None:
-    tried = [*key.exceptions, True, 8, "cpu", {"enabled": True}, {"topk_ratio": 0.1}]
-    value = next(x for x in tried if (y := key.type.read(x)) is not None and key.refusal(y))
-    told = refusal(nested(key.name, value))
-    assert key.name in told
-    assert "zfunc does not do" in told
+def test_what_is_refused_says_what_to_do() -> None:
+    for key in (k for k in KEYS.values() if k.fate == "unsupported" or k.exceptions):
+        tried = [*key.exceptions, True, 8, "cpu", {"enabled": True}, {"topk_ratio": 0.1}]
+        value = next(x for x in tried if (y := key.type.read(x)) is not None and key.refusal(y))
+        message = refusal(nested(key.name, value))
+        assert key.name in message
+        assert "zfunc does not do" in message
 
 
 def test_blocks_that_are_switched_off_are_passed_over() -> None:
@@ -192,12 +182,12 @@ def test_blocks_that_are_switched_off_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "told"),
+    ("file", "reason"),
     [
         (nested("zero_optimization.stage", 3), "use stage 2"),
         (nested("zero_optimization.offload_optimizer.device", "nvme"), 'use "cpu"'),
         (nested("zero_optimization.offload_param.device", "cpu"), "leave offload_param out"),
-        (nested("gradient_allreduce_op", "sum"), 'use "mean"'),
+        ({"gradient_allreduce_op": "sum"}, 'use "mean"'),
         (nested("optimizer", {"type": "Adam", "params": {"amsgrad": True}}), "AMSGrad"),
         (nested("optimizer", {"type": "Adam", "params": {"max_grad_norm": 1.0}}), "gradient_clipping"),
         (nested("optimizer", {"type": "Adam", "params": {"bias_correction": False}}), "leave it out"),
@@ -209,8 +199,8 @@ def test_blocks_that_are_switched_off_are_passed_over() -> None:
         ({"fp16": {"loss_scale": float("inf")}}, "expected a number"),
     ],
 )
-def test_refused(file: dict[str, Any], told: str) -> None:
-    assert re.search(told, refusal(file))
+def test_refused(file: dict[str, Any], reason: str) -> None:
+    assert re.search(reason, refusal(file))
 
 
 def test_old_names_are_read_as_the_new_ones() -> None:
@@ -257,37 +247,33 @@ def test_an_old_name_is_of_a_key_and_no_key() -> None:
 # --- what it means ---------------------------------------------------------------------------------------
 
 
-def batch_of(world: int = 1, **sizes: Any) -> tuple[int | None, int]:
-    names = {"train": "train_batch_size", "micro": "train_micro_batch_size_per_gpu"}
-    file = {names.get(name, "gradient_accumulation_steps"): n for name, n in sizes.items()}
-    config = from_deepspeed(file, world=world)
+def batch_of(world: int = 2, **sizes: Any) -> tuple[int | None, int]:
+    names = {"train": BATCH, "micro": MICRO, "steps": "gradient_accumulation_steps"}
+    config = from_deepspeed({names[name]: n for name, n in sizes.items()}, world=world)
     return config.train_batch_size, config.compile["micro_batches"]
 
 
 def test_any_two_batch_sizes_give_the_third() -> None:
-    assert batch_of(train=24, micro=4, world=2) == (24, 3)
-    assert batch_of(train=24, steps=3, world=2) == (24, 3)
-    assert batch_of(micro=4, steps=3, world=2) == (24, 3)
-    assert batch_of(train=24, micro=4, steps=3, world=2) == (24, 3)
-    assert batch_of(train=24, world=2) == (24, 1)
-    assert batch_of(micro=4, world=2) == (8, 1)
+    sizes = {"train": 24, "micro": 4, "steps": 3}
+    for left_out in (*sizes, ""):
+        assert batch_of(**{name: n for name, n in sizes.items() if name != left_out}) == (24, 3)
+    assert batch_of(train=24) == (24, 1)
+    assert batch_of(micro=4) == (8, 1)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "parts"),
     [
-        ({"train": 32, "micro": 4, "steps": 3, "world": 2}, ("32", "4 x 3 x 2 = 24")),
-        ({"train": 10, "micro": 4}, ("10", "4 x 1 ranks = 4", "8 or 12")),
+        ({"train": 32, "micro": 4, "steps": 3}, ("32", "4 x 3 x 2 = 24")),
+        ({"train": 10, "micro": 4, "world": 1}, ("10", "4 x 1 ranks = 4", "8 or 12")),
         ({"train": 10, "steps": 2, "world": 3}, ("10", "2 x 3 ranks = 6", "6 or 12")),
-        ({"train": 1, "world": 2}, ("make it 2",)),
+        ({"train": 1}, ("make it 2",)),
     ],
 )
-def test_batch_sizes_that_contradict_each_other_are_an_error(
-    sizes: dict[str, int], told: tuple[str, ...]
-) -> None:
+def test_batch_sizes_that_contradict_each_other_are_an_error(sizes: Any, parts: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match="got train_batch_size") as caught:
         batch_of(**sizes)
-    assert all(part in str(caught.value) for part in told)
+    assert all(part in str(caught.value) for part in parts)
 
 
 @pytest.mark.parametrize("file", [{}, {"gradient_accumulation_steps": 2}, {BATCH: None}, {MICRO: "auto"}])
@@ -308,26 +294,22 @@ def test_adam_is_what_it_is_there() -> None:
     assert optimizer("AdamW", torch_adam=True).weight_decay == 0.01
     assert optimizer("Adam", torch_adam=True).weight_decay == 0.0
     assert optimizer("AdamW", torch_adam=True, weight_decay=0.2).weight_decay == 0.2
-    told = optimizer("AdamW", lr=1, betas=[0.8, 0.99], eps=1e-6, weight_decay=3e-7)
-    assert told == AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7)
+    given = optimizer("AdamW", lr=1, betas=[0.8, 0.99], eps=1e-6, weight_decay=3e-7)
+    assert given == AdamW(1.0, betas=(0.8, 0.99), eps=1e-6, weight_decay=3e-7)
     assert optimizer("Adam", fp32_optimizer_states=False).moments == "16bit"
     config = from_deepspeed({"optimizer": {"type": "Adam"}}, decay=matrices_only)
     assert config.compile["optimizer"].decay is matrices_only
 
 
 def test_loss_scales() -> None:
-    def of(**told: Any) -> LossScale | None:
-        return from_deepspeed({"fp16": {"enabled": True, **told}}).loss_scale
+    def scale_of(**fp16: Any) -> LossScale | None:
+        return from_deepspeed({"fp16": {"enabled": True, **fp16}}).loss_scale
 
-    assert of() == LossScale(2.0**16, window=1000, hysteresis=2, minimum=1.0)
-    assert of(loss_scale=128, loss_scale_window=5) == LossScale(128.0, window=0)
-    assert of(
-        initial_scale_power=20,
-        loss_scale_window=5,
-        hysteresis=3,
-        min_loss_scale=4,
-        consecutive_hysteresis=True,
-    ) == LossScale(2.0**20, window=5, hysteresis=3, minimum=4.0, consecutive=True)
+    assert scale_of() == LossScale(2.0**16, window=1000, hysteresis=2, minimum=1.0)
+    assert scale_of(loss_scale=128, loss_scale_window=5) == LossScale(128.0, window=0)
+    moving = {"initial_scale_power": 20, "loss_scale_window": 5, "hysteresis": 3, "min_loss_scale": 4}
+    expected = LossScale(2.0**20, window=5, hysteresis=3, minimum=4.0, consecutive=True)
+    assert scale_of(**moving, consecutive_hysteresis=True) == expected
     assert from_deepspeed({"bf16": {"enabled": True}}).loss_scale is None
 
 
@@ -345,62 +327,47 @@ def test_bounds_of_the_loss_scale_are_whole_numbers_as_there_and_0_only_where_th
 
 
 def test_the_other_settings() -> None:
+    offload = {"device": "cpu", "ratio": 0.5}
     config = from_deepspeed(
         {
             "gradient_clipping": 0,
             "wall_clock_breakdown": True,
             "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-            "zero_optimization": {
-                "stage": 0,
-                "reduce_bucket_size": 2e5,
-                "offload_optimizer": {"device": "cpu", "ratio": 0.5},
-            },
+            "zero_optimization": {"stage": 0, "reduce_bucket_size": 2e5, "offload_optimizer": offload},
         }
     )
     assert dict(config.compile) == {
-        "optimizer": AdamW(1e-3),
-        "precision": "bf16",
-        "clip_norm": None,
-        "micro_batches": 1,
-        "stage": 1,
-        "bucket_size": 200_000,
-        "offload_ratio": 0.5,
+        **{"optimizer": AdamW(1e-3), "precision": "bf16", "clip_norm": None, "micro_batches": 1},
+        **{"stage": 1, "bucket_size": 200_000, "offload_ratio": 0.5},
     }
     assert config.wall_clock_breakdown
-    assert from_deepspeed({}).compile["clip_norm"] == 1.0  # the default there
-    assert (
-        from_deepspeed(nested("zero_optimization.offload_optimizer.device", "none")).compile["offload_ratio"]
-        == 0
-    )
+    assert from_deepspeed({}).compile["clip_norm"] == 1.0  # DeepSpeed's default
+    nowhere = nested("zero_optimization.offload_optimizer.device", "none")
+    assert from_deepspeed(nowhere).compile["offload_ratio"] == 0
 
 
 # --- schedulers and "auto" -------------------------------------------------------------------------------
 
 
-def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> DeepSpeedSettings:
-    file = {
-        "optimizer": {"type": "Adam", "params": {"lr": 0.5}},
-        "scheduler": {"type": kind, "params": params},
-    }
-    return from_deepspeed(file, given=given)
+def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> Any:
+    """The learning rate."""
+    adam = {"type": "Adam", "params": {"lr": 0.5}}
+    file = {"optimizer": adam, "scheduler": {"type": kind, "params": params}}
+    return from_deepspeed(file, given=given).compile["optimizer"].lr
 
 
 def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_outside() -> None:
     total = {"scheduler.params.total_num_steps": 50}
-    rate = (
-        scheduled("WarmupDecayLR", total, warmup_max_lr="auto", total_num_steps="auto")
-        .compile["optimizer"]
-        .lr
-    )
+    rate = scheduled("WarmupDecayLR", total, warmup_max_lr="auto", total_num_steps="auto")
     assert (rate.warmup_max_lr, rate.total_num_steps, rate.warmup_num_steps) == (0.5, 50, 1000)
-    rate = scheduled("WarmupDecayLR", total, warmup_num_steps="auto").compile["optimizer"].lr
+    rate = scheduled("WarmupDecayLR", total, warmup_num_steps="auto")
     assert (rate.warmup_max_lr, rate.total_num_steps) == (1e-3, 50)
-    assert scheduled("WarmupLR").compile["optimizer"].lr == SCHEDULERS["WarmupLR"](warmup_max_lr=0.5)
-    assert scheduled("WarmupCosineLR", total).compile["optimizer"].lr.lr == 0.5
+    assert scheduled("WarmupLR") == SCHEDULERS["WarmupLR"](warmup_max_lr=0.5)
+    assert scheduled("WarmupCosineLR", total).lr == 0.5
 
 
 @pytest.mark.parametrize(
-    ("kind", "params", "told"),
+    ("kind", "params", "reason"),
     [
         ("WarmupDecayLR", {}, "without its total_num_steps"),
         ("WarmupCosineLR", {"total_num_steps": "auto"}, "without its total_num_steps"),
@@ -414,45 +381,34 @@ def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_
         (None, {"warmup_num_steps": 3}, "a scheduler without a type"),
     ],
 )
-def test_schedulers_refused(kind: Any, params: dict[str, Any], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_schedulers_refused(kind: Any, params: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
         scheduled(kind, **params)
 
 
-def test_auto_is_what_is_given_or_the_default_there() -> None:
+def test_auto_is_what_is_given_or_the_default() -> None:
+    params = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
     file = {
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "fp16": {"enabled": "auto"},
-        "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "weight_decay": "auto"}},
-        "zero_optimization": {
-            "stage": 2,
-            "reduce_bucket_size": "auto",
-            "offload_optimizer": {"ratio": "auto"},
-        },
+        **dict.fromkeys((BATCH, "gradient_accumulation_steps", "gradient_clipping"), "auto"),
+        **{"fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"}},
+        "optimizer": {"type": "AdamW", "params": params},
+        "zero_optimization": {"reduce_bucket_size": "auto", "offload_optimizer": {"ratio": "auto"}},
     }
     config = from_deepspeed({**file, MICRO: 4})
     assert config.compile["optimizer"] == AdamW(1e-3, weight_decay=0.0)
     assert (config.compile["clip_norm"], config.compile["precision"]) == (1.0, "fp32")
-    given = {
-        "optimizer.params.lr": 0.25,
-        "train_batch_size": 6,
-        "bf16.enabled": True,
-        "gradient_clipping": 3.0,
-    }
+    given = {"optimizer.params.lr": 0.25, BATCH: 6, "bf16.enabled": True, "gradient_clipping": 3.0}
     config = from_deepspeed(file, given=given)
     assert config.compile["optimizer"].lr == 0.25
     assert (config.compile["clip_norm"], config.compile["precision"]) == (3.0, "bf16")
     assert config.train_batch_size == 6
     assert 'optimizer.params.lr: "auto" is 0.25' in config.notes
-    assert any(line.startswith('optimizer.params.eps: "auto"') for line in config.notes) is False
+    assert not any(line.startswith('optimizer.params.eps: "auto"') for line in config.notes)
 
 
 def test_a_given_value_that_the_file_contradicts_is_an_error_with_both() -> None:
-    told = refusal({"gradient_clipping": 1.0}, given={"gradient_clipping": 2.0})
-    assert "given['gradient_clipping']: got 2.0, and the dict says gradient_clipping 1.0" in told
+    message = refusal({"gradient_clipping": 1.0}, given={"gradient_clipping": 2.0})
+    assert "given['gradient_clipping']: got 2.0, and the dict says gradient_clipping 1.0" in message
     assert "did you mean 'optimizer.params.lr'" in refusal({}, given={"optimizer.params.lrr": 1.0})
     assert "expected a number" in refusal({}, given={"optimizer.params.lr": "1e-3"})
 
@@ -471,7 +427,3 @@ def test_the_pages_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     exec(code, {"__name__": "page"})
     assert "learning rate 3.01e-04" in capsys.readouterr().out
-
-
-def test_defaults_can_be_written_as_json() -> None:
-    json.dumps([key.default for key in KEYS.values()])
