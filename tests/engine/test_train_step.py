@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, Loss, regression, tied_gpt
+from small_models import Loss, regression
 from torch import Tensor, nn
+from trained import compiled
 
 import zfunc
 from zfunc.core.layout import Span
 from zfunc.engine import program as program_module
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
-from zfunc.optim.loss_scale import UNSCALED, LossScale
+from zfunc.optim.loss_scale import LossScale
 
 # --- loss scaling ---------------------------------------------------------------------------------------
 
@@ -74,56 +75,12 @@ def test_the_scale_halves_after_the_hysteresis_and_fails_at_the_minimum() -> Non
     assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
 
 
-def test_gradients_do_not_depend_on_a_power_of_two_scale() -> None:
-    def norms(scale: float) -> list[float]:
-        segments, data = tied_gpt()
-        program = zfunc.compile(segments, precision="fp16", device="cpu")
-        state = zfunc.init(program, loss_scale=LossScale(scale))
-        seen = []
-        for i in range(3):
-            state, m = zfunc.train_step(program, state, data(i))
-            seen.append(m.grad_norm)
-        return seen
-
-    assert norms(2.0**8) == pytest.approx(norms(2.0**12), rel=5e-3)
-
-
-def reference_scaler(overflows: list[bool], window: int, hysteresis: int) -> list[float]:
-    """The rules as users know them, written as a loop with counters of its own."""
-    scale, left, since, seen = 2.0**16, hysteresis, 0, []
-    for overflow in overflows:
-        if overflow:
-            if left == 1:
-                scale = max(scale / 2, 1.0)
-            else:
-                left -= 1
-            since = -1
-        elif since > 0 and since % window == 0:
-            scale, left = scale * 2, hysteresis
-        since += 1
-        seen.append(scale)
-    return seen
-
-
-def test_loss_scale_follows_the_reference() -> None:
-    assert UNSCALED.update(overflow=False).update(overflow=False).update(overflow=False).scale == 1.0
-    g = torch.Generator().manual_seed(0)
-    for window, hysteresis in ((5, 2), (3, 1), (10, 3)):
-        overflows = (torch.rand(200, generator=g) < 0.12).tolist()
-        s, seen = LossScale(window=window, hysteresis=hysteresis), []
-        for overflow in overflows:
-            s = s.update(overflow=overflow)
-            seen.append(s.scale)
-        assert seen == reference_scaler(overflows, window, hysteresis)
-
-
 # --- failures lose nothing ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_a_non_finite_loss_names_the_step_and_leaves_the_state_unharmed(clip: float | None) -> None:
-    segments, data = MODELS["odd sizes"]()
-    program = zfunc.compile(segments, precision="bf16", clip_norm=clip, device="cpu", bucket_size=100)
+    program, data = compiled("odd sizes", precision="bf16", clip_norm=clip, bucket_size=100)
     state = zfunc.init(program)
     state, _ = zfunc.train_step(program, state, data(0))
     before = zfunc.params(program, state)
@@ -166,8 +123,7 @@ def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: s
     def broken(op: Any, mem: Any, step: Any) -> None:
         raise ZeroDivisionError("on purpose")
 
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu", clip_norm=1.0, schedule=schedule, stages={verb: broken})
+    program, data = compiled(clip_norm=1.0, schedule=schedule, stages={verb: broken})
     state = zfunc.init(program)
     (kind,) = {op.kind for op in program.plan.graph if op.verb == verb}
     lane = "serial" if schedule == "Serial" else kind
@@ -185,8 +141,7 @@ def test_a_failure_in_the_middle_of_the_updates_says_so_and_the_state_is_gone() 
             raise ZeroDivisionError("on purpose")
         adam(op, mem, step)
 
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu", bucket_size=2000, stages={"adam": broken})
+    program, data = compiled(bucket_size=2000, stages={"adam": broken})
     state = zfunc.init(program)
     with pytest.raises(ExecutionError, match="on purpose"):
         zfunc.train_step(program, state, data(0))
@@ -198,8 +153,7 @@ def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
     def interrupted(op: Any, mem: Any, step: Any) -> None:
         raise KeyboardInterrupt
 
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu", clip_norm=1.0, stages={"global_norm": interrupted})
+    program, data = compiled(clip_norm=1.0, stages={"global_norm": interrupted})
     state = zfunc.init(program)
     with pytest.raises(KeyboardInterrupt):
         zfunc.train_step(program, state, data(0))
@@ -207,8 +161,7 @@ def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
 
 
 def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments, _ = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, _ = compiled()
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
     monkeypatch.setattr("zfunc.engine.init.allocate", lambda *_: pytest.fail("allocated"))
     with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are there"):
@@ -216,8 +169,7 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pyt
 
 
 def test_activations_that_do_not_fit_are_said_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, data = compiled()
     state = zfunc.init(program)
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
     with pytest.raises(OutOfMemory, match="train_step: needs .* micro_batches"):
@@ -230,8 +182,7 @@ def test_activations_that_do_not_fit_are_said_before_the_step(monkeypatch: pytes
 
 
 def test_dropout_is_a_function_of_seed_and_place_and_leaves_the_callers_generator() -> None:
-    segments, data = tied_gpt(0.5)
-    program = zfunc.compile(segments, device="cpu", precision="fp32")
+    program, data = compiled("GPT with dropout", precision="fp32")
 
     def losses(seed: int) -> list[float]:
         state, seen = zfunc.init(program, seed=seed, params=initial), []
@@ -253,8 +204,7 @@ def test_dropout_is_a_function_of_seed_and_place_and_leaves_the_callers_generato
 
 
 def test_evaluation_has_no_dropout_and_changes_nothing() -> None:
-    segments, data = tied_gpt(0.5)
-    program = zfunc.compile(segments, device="cpu", precision="fp32")
+    program, data = compiled("GPT with dropout", precision="fp32")
     state = zfunc.init(program)
     assert zfunc.evaluate(program, state, data(0)) == zfunc.evaluate(program, state, data(0))
     logits = zfunc.apply(program, state, data(0)[0])
@@ -266,9 +216,7 @@ def test_evaluation_has_no_dropout_and_changes_nothing() -> None:
 
 
 def test_lr_is_a_function_of_the_step_and_metrics_say_which_it_was() -> None:
-    segments, data = tied_gpt()
-    optimizer = zfunc.AdamW(zfunc.lr.linear_warmup(1e-2, 4))
-    program = zfunc.compile(segments, optimizer=optimizer, device="cpu")
+    program, data = compiled(lr=zfunc.lr.linear_warmup(1e-2, 4))
     state, seen = zfunc.init(program), []
     for i in range(5):
         state, m = zfunc.train_step(program, state, data(i))
@@ -279,8 +227,7 @@ def test_lr_is_a_function_of_the_step_and_metrics_say_which_it_was() -> None:
 
 @pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])
 def test_a_traced_step_times_every_operation_in_the_order_of_the_plan(schedule: str) -> None:
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu", schedule=schedule, bucket_size=2000)
+    program, data = compiled(schedule=schedule, bucket_size=2000)
     state, metrics = zfunc.train_step(program, zfunc.init(program), data(0), trace=True)
     timeline = metrics.timeline
     assert timeline is not None
@@ -298,8 +245,7 @@ def test_a_traced_step_times_every_operation_in_the_order_of_the_plan(schedule: 
 
 
 def test_nothing_keeps_a_dropped_state_alive() -> None:
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, data = compiled()
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     buffers = weakref.ref(state.buffers)
     del state
@@ -312,8 +258,7 @@ def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With hundreds of parameters that takes longer than all else a step does in Python."""
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu", **settings)
+    program, data = compiled(**settings)
     state, made = zfunc.init(program), list[str]()
     for i in range(2):
         state, _ = zfunc.train_step(program, state, data(i))
@@ -327,22 +272,12 @@ def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
     assert {id(x) for x in after.values()} == {id(x) for x in before.values()}
 
 
-def test_batches_of_another_shape_are_planned_once_each() -> None:
-    segments, _ = MODELS["odd sizes"]()
-    program = zfunc.compile(segments, precision="fp32", device="cpu")
-    state = zfunc.init(program)
-    for size in (4, 12, 4, 12):
-        state, _ = zfunc.train_step(program, state, regression(size)(0))
-    assert len(program.cache.specialized) == 2
-
-
 def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of a shape that was dropped is the same step: it is only traced again."""
     monkeypatch.setattr(program_module, "SHAPES", 2)
-    segments, _ = MODELS["odd sizes"]()
-    program = zfunc.compile(segments, precision="fp32", device="cpu")
+    program, _ = compiled("odd sizes", precision="fp32")
     traced: list[int] = []
     costed = program_module.traced_spec
     monkeypatch.setattr(program_module, "traced_spec", lambda *a: traced.append(len(a[1][0])) or costed(*a))
@@ -432,8 +367,7 @@ def test_a_share_may_name_either_of_two_tied_inside() -> None:
 
 
 def test_one_program_makes_one_step_at_a_time() -> None:
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, data = compiled()
     state, other = zfunc.init(program), zfunc.init(program)
     with program.cache.busy, pytest.raises(RuntimeError, match="in a step already.*second program"):
         zfunc.train_step(program, state, data(0))
@@ -444,8 +378,7 @@ def test_one_program_makes_one_step_at_a_time() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
 def test_a_fork_after_a_step_is_told_that_its_lanes_are_gone() -> None:
     """It waited 20 minutes for threads that only its parent has. What needs none of them works there."""
-    segments, data = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, data = compiled()
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     read, write = os.pipe()
     if (child := os.fork()) == 0:
@@ -483,10 +416,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
         time.sleep(0.2)
         to_host(op, mem, step)
 
-    segments, data = tied_gpt()
-    program = zfunc.compile(
-        segments, device="cpu", bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow}
-    )
+    program, data = compiled(bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow})
     state = zfunc.init(program)
     program_module.specialize(program, data(0))
     before = zfunc.params(program, state)
@@ -528,7 +458,6 @@ def test_batches_of_another_structure_are_planned_anew() -> None:
 def test_a_state_is_not_pickled() -> None:
     import pickle
 
-    segments, _ = tied_gpt()
-    program = zfunc.compile(segments, device="cpu")
+    program, _ = compiled()
     with pytest.raises(TypeError, match=r"zfunc\.params"):
         pickle.dumps(zfunc.init(program))
