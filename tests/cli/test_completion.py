@@ -14,6 +14,7 @@ from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.settings import RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
+from zfunc.train.settings import DEVICES
 
 BASH = """
 source "$1"; shift
@@ -32,7 +33,7 @@ ASKED = {
     "zfunc train --precision ": {"auto", *PRECISIONS},
     "zfunc train --steps 5 --moments ": set(STATE_FORMATS),
     "zfunc calibrate --recompute ": set(RECOMPUTE),
-    "zfunc train --device ": {"auto", "cpu", "cuda"},
+    "zfunc train --device ": set(DEVICES),
     "zfunc train --log-style d": {"deepspeed"},
     "zfunc plan --hardware h": {"h100", "h200", "here.toml"},
     "zfunc draw --hardware ": {*profiles(), "here.toml", "notes.txt", "runs", "texts"},

@@ -198,7 +198,7 @@ def refusing() -> None:
 
 def test_gpus_are_what_the_driver_tells() -> None:
     assert gpus(Driver()) == (GPU("one", 0.0, 1, 9), GPU("two", 0.5, 2, 9))
-    assert gpus(Driver(nvmlInit=refusing)) == "none that the driver tells of (no driver)"
+    assert gpus(Driver(nvmlInit=refusing)) == "none that the driver lists (no driver)"
     assert gpus(Driver(nvmlDeviceGetCount=refusing)) == "unknown: no driver"
     assert gpus(Driver(nvmlDeviceGetCount=lambda: 0)) == "none"
 

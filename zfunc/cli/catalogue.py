@@ -13,4 +13,4 @@ COMMANDS: dict[str, Command] = {
     "export": export.COMMAND,
     "doctor": doctor.COMMAND,
 }
-COMMANDS["completion"] = completion.command_of(COMMANDS)  # which completes all of them
+COMMANDS["completion"] = completion.completion_command(COMMANDS)

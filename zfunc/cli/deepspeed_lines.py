@@ -1,18 +1,18 @@
 """`zfunc train --log-style deepspeed`: a training in the lines that DeepSpeed prints, for programs that read those.
 
-The invariant: wording, names and order are DeepSpeed's (0.19: `engine._report_progress`, `utils/timer.py`,
-`fp16/loss_scaler.py`); what it does not say is said in zfunc's own lines. They are printed, because its users
-redirect what is printed; a run folder is the same in either style.
+Wording, names and order are DeepSpeed's (0.19: `engine._report_progress`, `utils/timer.py`, `fp16/loss_scaler.py`);
+all else is in zfunc's own lines. They are printed, because users of DeepSpeed redirect stdout; a run folder is the
+same in either style.
 
-There a step is forward, then backward, then the optimizer. Here they overlap: `fwd`, `bwd` and `bwd_allreduce` are
-what those operations ran, and `step` is what is left of the step after the last of backward.
+In DeepSpeed a step is forward, then backward, then the optimizer. Here they overlap: `fwd`, `bwd` and
+`bwd_allreduce` are the time of those operations, and `step` is the rest of the step after the last backward.
 """
 
 from collections.abc import Iterator
 
 from attrs import define, field
 
-from zfunc.cli import train_lines
+from zfunc.cli.train_lines import PlainOutput, held_out_line
 from zfunc.core.timeline import Timeline
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
@@ -21,55 +21,51 @@ from zfunc.train.events import Event, Overflowed, Started, Stepped, Timed
 from zfunc.train.settings import LOG_EVERY
 from zfunc.viz.legend import verb_of
 
-WARM = 2  # steps that its running average leaves out
+WARM = 2  # steps that the running average leaves out
 RANK = "[Rank 0] "
 
 
 @define
 class DeepSpeedLines:
-    """A Screen: its lines for steps, overflows and times; those of `plain` for all else."""
+    """DeepSpeed's lines for steps, overflows and times; those of `plain` for all else."""
 
-    plain: train_lines.PlainOutput
+    plain: PlainOutput
     adam: AdamW = field(factory=AdamW)  # for its betas
     every: int = LOG_EVERY
     samples: int = 0  # of a step
-    parts: int = 1  # micro-batches of a step
+    micro_batches: int = 1
     skipped: int = 0
-    counted: int = 0  # steps seen here
-    seconds: float = 0.0  # of those that are not WARM
-    highest: int = 0  # bytes
-
-    def line(self, text: str) -> None:
-        """Print it at once."""
-        self.plain.line(text)
+    steps: int = 0  # since the beginning or the resume
+    seconds: float = 0.0  # of those after WARM
+    peak_bytes: int = 0
 
     def show(self, event: Event) -> None:
-        """Print what is worth a line."""
+        """Print the lines of an event."""
         match event:
             case Stepped():
                 self._count(event)
                 for text in self._lines(event):
-                    self.line(text)
+                    self.plain.line(text)
             case Overflowed():
-                self.line(overflow_line(event.before, event.after))
+                self.plain.line(overflow_line(event.before, event.after))
             case Timed():
-                self.line(time_line(event.timeline))
+                self.plain.line(time_line(event.timeline))
             case _:
                 if isinstance(event, Started):
                     self._begin(event)
                 self.plain.show(event)
 
     def _begin(self, event: Started) -> None:
-        what = config_extras(event.settings)
-        self.adam, self.every = AdamW(**what.adam), what.steps_per_print or LOG_EVERY
+        extras = config_extras(event.settings)
+        self.adam, self.every = AdamW(**extras.adam), extras.steps_per_print or LOG_EVERY
         self.skipped = event.skipped
-        self.samples, self.parts = event.settings.batch_size, event.settings.micro_batches
+        self.samples, self.micro_batches = event.settings.batch_size, event.settings.micro_batches
 
     def _count(self, event: Stepped) -> None:
         self.skipped += event.skipped
-        self.counted += 1
-        self.highest = max(self.highest, event.device_bytes or event.host_bytes)
-        if self.counted > WARM:
+        self.steps += 1
+        self.peak_bytes = max(self.peak_bytes, event.device_bytes or event.host_bytes)
+        if self.steps > WARM:
             self.seconds += event.seconds
 
     def _lines(self, event: Stepped) -> Iterator[str]:
@@ -78,22 +74,22 @@ class DeepSpeedLines:
             yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{mom}]"
             yield RANK + self._speed(event)
         if event.held_out is not None:
-            yield f"step {event.step}  {train_lines.held_out_line(event.held_out, self.plain.unit)}"
+            yield f"step {event.step}  {held_out_line(event.held_out, self.plain.unit)}"
 
     def _speed(self, event: Stepped) -> str:
-        """Memory is the device's; the process's where the host is the device, as there."""
+        """Memory is the device's, or of a training on a CPU the process's, as in DeepSpeed."""
         now = self.samples / event.seconds
-        average = self.samples * (self.counted - WARM) / self.seconds if self.seconds else now
+        average = self.samples * (self.steps - WARM) / self.seconds if self.seconds else now
         memory = event.device_bytes or event.host_bytes
         return (
-            f"epoch=0/micro_step={event.step * self.parts}/global_step={event.step}, "
+            f"epoch=0/micro_step={event.step * self.micro_batches}/global_step={event.step}, "
             f"RunningAvgSamplesPerSec={average}, CurrSamplesPerSec={now}, "
-            f"MemAllocated={memory / 2**30:.2f}GB, MaxMemAllocated={self.highest / 2**30:.2f}GB"
+            f"MemAllocated={memory / 2**30:.2f}GB, MaxMemAllocated={self.peak_bytes / 2**30:.2f}GB"
         )
 
 
 def overflow_line(before: LossScale, after: LossScale) -> str:
-    """A step that was skipped, and what becomes of the loss scale.
+    """A skipped step, and the change of the loss scale.
 
     >>> overflow_line(LossScale(scale=4.0, hysteresis=1), LossScale(scale=2.0, hysteresis=1))
     '[deepspeed] OVERFLOW! Rank 0 Skipping step. Attempted loss scale: 4, reducing to 2'

@@ -1,7 +1,4 @@
-"""What `zfunc doctor` looks at, second part: pinned memory and CUDA.
-
-The invariant: as in machine.py, a check is a value, and what cannot be found out is "unknown".
-"""
+"""Checks of `zfunc doctor`: pinned memory and CUDA."""
 
 import os
 import re
@@ -22,12 +19,12 @@ EXAMPLE = 100_000_000  # bytes of a bucket of 50,000,000 elements in 16 bits
 
 
 def pinned(limit: int | None, *, cuda: bool, pin: Callable[[], object] | None = None) -> Iterator[Check]:
-    """How pinned memory is rounded, and whether there is any. `limit`: bytes one may lock; None: no limit."""
-    told = "no limit" if limit is None else format_bytes(limit)
+    """The limit of locked memory in bytes, None without one; how sizes are rounded; and whether pinning works."""
+    limit_text = "no limit" if limit is None else format_bytes(limit)
     rounded = 1 << (EXAMPLE - 1).bit_length()
     size = format_bytes(EXAMPLE)
     sizes = f"{size} takes {size}, exactly; torch's allocator would take {format_bytes(rounded)}"
-    yield Check("pinned memory", "limit", f"{told} (ulimit -l)")
+    yield Check("pinned memory", "limit", f"{limit_text} (ulimit -l)")
     yield Check("pinned memory", "rounding", sizes)
     if not cuda:
         yield Check("pinned memory", "pinning", "needs CUDA: on a CPU these buffers are ordinary memory")
@@ -35,9 +32,7 @@ def pinned(limit: int | None, *, cuda: bool, pin: Callable[[], object] | None = 
     try:
         (pin or _pin_example)()
     except (RuntimeError, MemoryError) as error:
-        advice = (
-            f"raise the limit of locked memory, now {told}: ulimit -l unlimited (docker: --ulimit memlock=-1)"
-        )
+        advice = f"raise the limit, now {limit_text}: ulimit -l unlimited (docker: --ulimit memlock=-1)"
         yield Check("pinned memory", "pinning", "refused", f"{error}".partition(", expected")[0], advice)
     else:
         yield Check("pinned memory", "pinning", f"{format_bytes(EXAMPLE)} could be pinned")
@@ -48,12 +43,9 @@ def _pin_example() -> None:
 
 
 def locked_limit() -> int | None:
-    """Bytes this process may lock; None: no limit."""
+    """Bytes this process may lock; None without a limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-# ---- CUDA -----------------------------------------------------------------------------------------------
 
 
 def cuda(root: Path = ROOT) -> Iterator[Check]:
@@ -72,8 +64,8 @@ def cuda(root: Path = ROOT) -> Iterator[Check]:
 def _driver(root: Path) -> str | None:
     """The version of NVIDIA's kernel module, if one is loaded."""
     text = topology.read_text(root / "proc/driver/nvidia/version")
-    found = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", f"{text} ")
-    return found.group(1) if found else None
+    match = re.search(r"\s(\d{3,}\.\d+(\.\d+)?)\s", f"{text} ")
+    return match[1] if match else None
 
 
 def _no_cuda(driver: str | None) -> Check:
@@ -81,16 +73,19 @@ def _no_cuda(driver: str | None) -> Check:
         return Check("CUDA", "devices", "none: steps run on the CPU")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if torch.version.cuda is None:
-        why, advice = f"torch {torch.__version__} is built without CUDA", "install a build of torch with CUDA"
+        problem, advice = (
+            f"torch {torch.__version__} is built without CUDA",
+            "install a build of torch with CUDA",
+        )
     elif visible is not None:
-        why, advice = (
-            f"CUDA_VISIBLE_DEVICES={visible!r} hides what there is",
+        problem, advice = (
+            f"CUDA_VISIBLE_DEVICES={visible!r} hides the devices",
             "unset it, or name a device in it",
         )
     else:
-        why = f"torch, built for CUDA {torch.version.cuda}, sees no GPU under driver {driver}"
+        problem = f"torch, built for CUDA {torch.version.cuda}, sees no GPU under driver {driver}"
         advice = "compare with nvidia-smi: is the driver too old for this torch, or a container without --gpus all?"
-    return Check("CUDA", "devices", "none that torch sees", why, advice)
+    return Check("CUDA", "devices", "none that torch sees", problem, advice)
 
 
 def _device(index: int, root: Path) -> Check:
@@ -100,9 +95,7 @@ def _device(index: int, root: Path) -> Check:
         with torch.cuda.device(index):
             bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
     except (RuntimeError, AssertionError) as error:
-        advice = (
-            "compare with nvidia-smi; another process may hold the device, or it may have to be restarted"
-        )
+        advice = "compare with nvidia-smi: another process may hold the device, or it may need a restart"
         return Check("CUDA", f"device {index}", "does not answer", str(error).splitlines()[0], advice)
     parts = (
         p.name,
@@ -115,7 +108,7 @@ def _device(index: int, root: Path) -> Check:
 
 
 def _link(properties: Any, root: Path) -> str:
-    """The PCIe link of a device. At rest a GPU lowers its speed, so the most it can do is told as well."""
+    """The PCIe link of a device, now and at its fastest: an idle GPU lowers its speed."""
     try:
         p = properties
         place = f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0"

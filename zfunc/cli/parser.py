@@ -1,7 +1,6 @@
-"""Words of a command line into settings, and the help that tells of them.
+"""Command line to settings, and help: both derived from the fields of a command's settings and their options.
 
-The invariant: what a command takes is the fields of its settings, each with its Option; no command is known here.
-No torch: help answers at once.
+No command is known here, and no torch: help answers at once.
 """
 
 import argparse
@@ -21,10 +20,10 @@ from zfunc.cli.command import EXIT_USAGE, Command
 from zfunc.options import GROUPS, Option, flag
 
 WIDEST = 120  # columns of help; longer lines are hard to read
-ALIKE = 0.6  # how much an unknown option has to be like a known one to be told
-SHOWN = 120  # characters of a word that are repeated in an error
+SIMILAR = 0.6  # how similar an unknown option and a known one have to be for a hint
+MAX_WORD = 120  # characters of a word that an error repeats
 
-SAID = (  # what argparse says: as got, expected, next action
+REWORDED = (  # argparse's errors, as got, expected, next action
     (r"argument (\S+): expected one argument", r"\1: got no value, expected one: write \1=VALUE"),
     (
         r"argument (\S+): ignored explicit argument (.+)",
@@ -35,21 +34,21 @@ SAID = (  # what argparse says: as got, expected, next action
 )
 
 NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(?=[\d'\"])(?!\S*[/:])")
-"""An argument and its value in an error: a word of its own, which is no path, as there is in "--out: got lr=3"."""
+"""An argument and its value in an error: a word of its own, and no path such as the one in "--out: got lr=3"."""
 
 
 class Help(argparse.HelpFormatter):
-    """Help as wide as the terminal, up to a bound. Prose is wrapped; what is indented, such as examples, is not."""
+    """Help as wide as the terminal, up to a bound. Prose is wrapped; indented text, such as examples, is not."""
 
     def __init__(self, prog: str, **given: Any) -> None:
         columns = min(shutil.get_terminal_size().columns, WIDEST)
         super().__init__(prog, max_help_position=28, width=columns - 2, **given)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        parts = text.split("\n\n")
+        paragraphs = text.split("\n\n")
         filled = (
-            part if "\n  " in part else fill(part, width, initial_indent=indent, break_on_hyphens=False)
-            for part in parts
+            p if "\n  " in p else fill(p, width, initial_indent=indent, break_on_hyphens=False)
+            for p in paragraphs
         )
         return "\n\n".join(filled)
 
@@ -66,94 +65,106 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are two lines instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong and where to read on; exit code 2."""
-        for said, meant in SAID:
-            message, found = re.subn(f"^{said}$", meant, message, flags=re.DOTALL)
-            if found:
+        """Print what is wrong and where to read on; exit code 2."""
+        for pattern, reworded in REWORDED:
+            message, matches = re.subn(f"^{pattern}$", reworded, message, flags=re.DOTALL)
+            if matches:
                 break
         self.exit(EXIT_USAGE, f"{self.prog}: error: {message}\nSee {self.prog} --help\n")
 
 
-def add_options(to: Parser, settings: type[Any], options: Mapping[str, Option]) -> None:
-    """An argument for every field, in its group, its default told in its help; last --help and --debug."""
-    fields = attrs.fields_dict(settings)
-    used = {option.group for option in options.values()}
-    for group in sorted(used, key=lambda name: GROUPS.index(name) if name in GROUPS else len(GROUPS)):
-        made = to.add_argument_group(group)
-        for name, field in fields.items():
-            if options[name].group == group:
-                _add(made, field, options[name])
-    add_common(to.add_argument_group("help"))
+class Version(argparse.Action):
+    """Prints versions, and ends. torch's is read from pip's metadata: importing torch takes seconds."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:  # noqa: D102
+        from importlib import metadata
+
+        try:
+            torch = f"torch {metadata.version('torch')}"
+        except metadata.PackageNotFoundError:
+            torch = "no torch"
+        python = ".".join(map(str, sys.version_info[:3]))
+        print(f"zfunc {zfunc.__version__} ({torch}, Python {python})")
+        parser.exit()
 
 
-def add_common(to: Any) -> None:
-    """What every command takes."""
-    to.add_argument("-h", "--help", action="help", help="show this help, and end")
-    told = "show the traceback of an error"
-    to.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=told)
+# --- settings as arguments -------------------------------------------------------------------------------
 
 
-def _add(to: Any, f: "attrs.Attribute[Any]", option: Option) -> None:
-    told: dict[str, Any] = {
-        "help": (option.help + _default(f)).replace("%", "%%"),
+def make_parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
+    """The parser of `zfunc`, and those of its commands by name."""
+    top = Parser(
+        "zfunc",
+        usage="zfunc COMMAND [options]",
+        description="Train models that are too big for their GPU; plan, draw, watch and report how a step runs.",
+        epilog="zfunc COMMAND --help lists the options of a command, with examples; --debug may stand before "
+        "COMMAND or after it.",
+        formatter_class=Help,
+        add_help=False,
+    )
+    subparsers = top.add_subparsers(metavar="COMMAND", title="commands", prog="zfunc")
+    parsers = {name: _add_command(subparsers, name, command) for name, command in commands.items()}
+    common = top.add_argument_group("help")
+    versions = "show versions of zfunc, torch and Python, and end"
+    common.add_argument("--version", action=Version, nargs=0, help=versions)
+    _add_common(common)
+    return top, parsers
+
+
+def _add_command(subparsers: Any, name: str, command: Command) -> Parser:
+    """With an argument for every field of its settings, in its group; last --help and --debug."""
+    positional = [o.metavar for o in command.options.values() if o.positional]
+    parser = subparsers.add_parser(
+        name,
+        help=command.summary,
+        description=command.description,
+        usage=" ".join(["zfunc", name, *positional, "[options]"]),
+        epilog=command.epilog,
+        formatter_class=Help,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    groups = {option.group for option in command.options.values()}
+    for title in sorted(groups, key=GROUPS.index):
+        group = parser.add_argument_group(title)
+        for field in attrs.fields(command.settings):
+            if command.options[field.name].group == title:
+                _add_argument(group, field, command.options[field.name])
+    _add_common(parser.add_argument_group("help"))
+    parser.set_defaults(command=name, prog=parser.prog)
+    return parser
+
+
+def _add_common(group: Any) -> None:
+    group.add_argument("-h", "--help", action="help", help="show this help, and end")
+    debug = "show the traceback of an error"
+    group.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=debug)
+
+
+def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option) -> None:
+    given: dict[str, Any] = {
+        "help": (option.help + _default(field)).replace("%", "%%"),
         "default": argparse.SUPPRESS,
     }
-    if f.type is bool:
-        to.add_argument(flag(f.name), action="store_true", **told)
+    if field.type is bool:
+        group.add_argument(flag(field.name), action="store_true", **given)
         return
-    kind = next((t for t in get_args(f.type) if t is not type(None)), f.type)
-    told |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
-    to.add_argument(f.name if option.positional else flag(f.name), **told)
+    kind = next((t for t in get_args(field.type) if t is not type(None)), field.type)
+    given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
+    group.add_argument(field.name if option.positional else flag(field.name), **given)
 
 
-def _default(f: "attrs.Attribute[Any]") -> str:
-    """What help tells of it. Of a switch there is none to tell; None is told by the option's help itself."""
-    if f.default in (None, attrs.NOTHING) or f.type is bool:
+def _default(field: "attrs.Attribute[Any]") -> str:
+    """The default as help shows it; the help of an option itself explains None."""
+    if field.default in (None, attrs.NOTHING) or field.type is bool:
         return ""
-    return f" (default: {f.default:g})" if isinstance(f.default, float) else f" (default: {f.default})"
+    text = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
+    return f" (default: {text})"
 
 
 def given_fields(settings: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of `settings` that the command line has a value for."""
     return {f.name: getattr(args, f.name) for f in attrs.fields(settings) if hasattr(args, f.name)}
-
-
-def unknown(word: str, command: str, options: Mapping[str, Collection[str]]) -> str:
-    """What to say of a word that `command` does not take; `options` are the flags of each command."""
-    got = shortened(word.partition("=")[0] if word.startswith("-") else word)
-    if not word.startswith("-"):
-        return f"got {got!r} where an option was expected: options begin with --"
-    known = {name.lstrip("-"): name for name in options[command]}  # or any two are alike in their dashes
-    if alike := get_close_matches(got.lstrip("-"), list(known), n=1, cutoff=ALIKE):
-        return f"got {got!r}, which is no option of this command (did you mean {known[alike[0]]!r}?)"
-    others = [name for name, flags in options.items() if got in flags]
-    where = f", but one of zfunc {' and zfunc '.join(others)}" if others else ""
-    return f"got {got!r}, which is no option of this command{where}"
-
-
-def as_typed(told: str, options: Mapping[str, Option]) -> str:
-    """An error that names the arguments of a call, with the flags of a command instead. Paths stay as they are.
-
-    >>> from zfunc.options import anything
-    >>> options = {"seq_length": Option("model", "tokens of a sequence", anything)}
-    >>> as_typed("seq_length: got 0", options), as_typed("got 9 tokens for seq_length=16", options)
-    ('--seq-length: got 0', 'got 9 tokens for --seq-length 16')
-    >>> as_typed("--out: got runs/seq_length=16/b, which is there", options)
-    '--out: got runs/seq_length=16/b, which is there'
-    """
-    lead, colon, rest = told.partition(": ")
-    if colon and lead in options:
-        told = f"{options[lead].metavar if options[lead].positional else flag(lead)}: {rest}"
-    return NAMED.sub(lambda m: f"{flag(m[1])} " if m[1] in options else m[0], told)
-
-
-def shortened(word: str) -> str:
-    """A word as an error repeats it.
-
-    >>> shortened("9" * 5000)[-20:]
-    '9... (5,000 letters)'
-    """
-    return word if len(word) <= SHOWN else f"{word[:SHOWN]}... ({len(word):,} letters)"
 
 
 def _reader(kind: type, expected: str) -> Callable[[str], Any]:
@@ -183,54 +194,42 @@ READERS: dict[Any, Callable[[str], Any]] = {
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "NAME", Path: "PATH"}
 
 
-class _Version(argparse.Action):
-    """Prints versions, and ends. torch's is read from what pip has noted: importing torch takes seconds."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib import metadata
-
-        try:
-            torch = f"torch {metadata.version('torch')}"
-        except metadata.PackageNotFoundError:
-            torch = "no torch"
-        python = ".".join(map(str, sys.version_info[:3]))
-        print(f"zfunc {zfunc.__version__} ({torch}, Python {python})")
-        parser.exit()
+# --- errors ----------------------------------------------------------------------------------------------
 
 
-def make_parser(commands: Mapping[str, Command]) -> tuple[Parser, dict[str, Parser]]:
-    """The parser of `zfunc`, and those of its commands by name."""
-    top = Parser(
-        "zfunc",
-        usage="zfunc COMMAND [options]",
-        description="Train models that are too big for their GPU; plan, draw, watch and report how a step runs.",
-        epilog="zfunc COMMAND --help tells the options of a command, with examples; --debug may stand before "
-        "COMMAND or after it.",
-        formatter_class=Help,
-        add_help=False,
-    )
-    parsers = top.add_subparsers(metavar="COMMAND", title="commands", prog="zfunc")
-    made = {name: _subparser(parsers, name, command) for name, command in commands.items()}
-    common = top.add_argument_group("help")
-    common.add_argument(
-        "--version", action=_Version, nargs=0, help="show versions of zfunc, torch and Python, and end"
-    )
-    add_common(common)
-    return top, made
+def unknown_option(word: str, command: str, options: Mapping[str, Collection[str]]) -> str:
+    """The error for a word that `command` does not take; `options` are the flags of each command."""
+    got = shortened(word.partition("=")[0] if word.startswith("-") else word)
+    if not word.startswith("-"):
+        return f"got {got!r} where an option was expected: options begin with --"
+    known = {name.lstrip("-"): name for name in options[command]}  # or any two are similar in their dashes
+    if similar := get_close_matches(got.lstrip("-"), list(known), n=1, cutoff=SIMILAR):
+        return f"got {got!r}, which is no option of this command (did you mean {known[similar[0]]!r}?)"
+    others = [name for name, flags in options.items() if got in flags]
+    where = f", but one of zfunc {' and zfunc '.join(others)}" if others else ""
+    return f"got {got!r}, which is no option of this command{where}"
 
 
-def _subparser(to: Any, name: str, command: Command) -> Parser:
-    words = [o.metavar for o in command.options.values() if o.positional]
-    made = to.add_parser(
-        name,
-        help=command.summary,
-        description=command.description,
-        usage=" ".join(["zfunc", name, *words, "[options]"]),
-        epilog=command.epilog,
-        formatter_class=Help,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    add_options(made, command.settings, command.options)
-    made.set_defaults(command=name, prog=made.prog)
-    return made
+def as_typed(message: str, options: Mapping[str, Option]) -> str:
+    """An error that names the arguments of a call, with the flags of a command instead. Paths stay as they are.
+
+    >>> from zfunc.options import anything
+    >>> options = {"seq_length": Option("model", "tokens of a sequence", anything)}
+    >>> as_typed("seq_length: got 0", options), as_typed("got 9 tokens for seq_length=16", options)
+    ('--seq-length: got 0', 'got 9 tokens for --seq-length 16')
+    >>> as_typed("--out: got runs/seq_length=16/b, which exists", options)
+    '--out: got runs/seq_length=16/b, which exists'
+    """
+    name, colon, rest = message.partition(": ")
+    if colon and name in options:
+        message = f"{options[name].metavar if options[name].positional else flag(name)}: {rest}"
+    return NAMED.sub(lambda m: f"{flag(m[1])} " if m[1] in options else m[0], message)
+
+
+def shortened(word: str) -> str:
+    """A word as an error repeats it.
+
+    >>> shortened("9" * 5000)[-20:]
+    '9... (5,000 letters)'
+    """
+    return word if len(word) <= MAX_WORD else f"{word[:MAX_WORD]}... ({len(word):,} letters)"

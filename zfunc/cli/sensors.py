@@ -1,6 +1,6 @@
-"""What the machine is doing now: cores, memory, GPUs, read without a permission.
+"""The load of the machine: cores, memory, GPUs, and the process of a run, read without special permissions.
 
-The invariant: what cannot be read is None, or a reason in words; nothing here waits or raises.
+What cannot be read is None, or a reason in words; nothing here waits or raises.
 """
 
 import os
@@ -16,14 +16,14 @@ from zfunc.runtime.thread_budget import allowed_cpus
 
 @frozen
 class Cores:
-    """How long the CPUs that this process may use have worked, in seconds, at a moment; None: unknown."""
+    """The seconds that the CPUs of this process have worked, at a moment; None if unknown."""
 
     at: float
     worked: float | None
     count: int
 
     def busy_since(self, before: "Cores") -> float | None:
-        """How many of them worked since then, on average."""
+        """How many of them worked since `before`, on average."""
         if self.worked is None or before.worked is None or self.at <= before.at:
             return None
         return min(float(self.count), max(0.0, (self.worked - before.worked) / (self.at - before.at)))
@@ -37,21 +37,21 @@ def cores(root: Path = ROOT) -> Cores:
 
 
 def host_memory(root: Path = ROOT) -> tuple[int, int] | None:
-    """Bytes in use and bytes there are, of the whole machine; None: unknown."""
-    told: dict[str, int] = {}
+    """Bytes in use and in all, of the machine; None if unknown."""
+    sizes: dict[str, int] = {}
     for line in (read_text(root / "proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         words = value.split()
         if words and words[0].isdecimal():
-            told[name] = int(words[0]) << 10
-    if not {"MemTotal", "MemAvailable"} <= told.keys():
+            sizes[name] = int(words[0]) << 10
+    if not {"MemTotal", "MemAvailable"} <= sizes.keys():
         return None
-    return told["MemTotal"] - told["MemAvailable"], told["MemTotal"]
+    return sizes["MemTotal"] - sizes["MemAvailable"], sizes["MemTotal"]
 
 
 @frozen
 class GPU:
-    """One GPU now: the share of time it ran something, 0 to 1, and bytes in use and there."""
+    """A GPU: the share of time it was busy, 0 to 1, and bytes in use and in all."""
 
     name: str
     busy: float
@@ -60,7 +60,7 @@ class GPU:
 
 
 def gpus(nvml: Any = None) -> tuple[GPU, ...] | str:
-    """All GPUs there are, as the driver tells; or why that is not known. `nvml` is a module like pynvml."""
+    """All GPUs that the driver lists, or why they are unknown. `nvml` is a module like pynvml."""
     try:
         if nvml is None:
             import pynvml as nvml  # pyright: ignore[reportMissingImports]
@@ -68,7 +68,7 @@ def gpus(nvml: Any = None) -> tuple[GPU, ...] | str:
     except ImportError:
         return "unknown: install nvidia-ml-py to see them"
     except Exception as error:
-        return f"none that the driver tells of ({error})"
+        return f"none that the driver lists ({error})"
     try:
         handles = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
         return tuple(_gpu(nvml, handle) for handle in handles) or "none"
@@ -85,7 +85,7 @@ def _gpu(nvml: Any, handle: Any) -> GPU:
 
 
 def process_of(folder: Path, root: Path = ROOT) -> int | None:
-    """The process that holds the lock on a run folder: it trains there. None: nobody does, or it is not known."""
+    """The process that trains in a run folder: it holds the lock. None if there is none, or it is unknown."""
     try:
         inode = folder.stat().st_ino
     except OSError:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
 from math import isfinite
@@ -20,7 +20,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 def printable(text: str) -> str:
-    r"""`text` without anything a terminal would obey: control and format characters are spelled out.
+    r"""`text` with control and format characters, which a terminal would obey, spelled out.
 
     >>> printable("a\tb\x1b[2J")
     'a    b\\x1b[2J'
@@ -46,19 +46,19 @@ def sparkline(points: Sequence[float], width: int) -> str:
 
 @define
 class StopRequest:
-    """How the command is to end: `asked()` is "", INTERRUPT or TERMINATED, which is the stronger."""
+    """How the command is to end: "", INTERRUPT or TERMINATED, which is the stronger."""
 
     how: str = ""
     interrupts: int = 0
 
     def __call__(self) -> str:
-        """What was asked for up to now."""
+        """The request up to now."""
         return self.how
 
     def take(self, number: int) -> str:
-        """A signal has come. What is to be said of it, if anything; the second Ctrl-C raises KeyboardInterrupt."""
+        """Take a signal, and return the line to print, if any. The second Ctrl-C raises KeyboardInterrupt."""
         before = self.how
-        if number != signal.SIGINT:  # may well come twice: a launcher sends it, and who ends the launcher too
+        if number != signal.SIGINT:  # may come twice: from a launcher, and from who ends the launcher
             self.how = TERMINATED
             return "" if before == TERMINATED else "terminated: stopping after this step"
         self.interrupts += 1
@@ -69,36 +69,34 @@ class StopRequest:
 
 
 @contextmanager
-def interrupts(*, tell: bool) -> Iterator[Callable[[], str]]:
-    """Ctrl-C, SIGTERM and SIGHUP set what the context gives; the second Ctrl-C raises KeyboardInterrupt.
+def interrupts(*, tell: bool) -> Generator[Callable[[], str]]:
+    """In this context Ctrl-C, SIGTERM and SIGHUP request a stop; the second Ctrl-C raises KeyboardInterrupt.
 
-    With `tell`, the first of each is answered on stderr. What handled the signals before does so again after the
-    context. SIGHUP stays ignored where it is, as nohup has it; when it comes because the terminal is gone, what is
-    printed from then on goes nowhere. In a thread other than the main one, which gets no signals, nothing changes.
+    With `tell`, the first of each is answered on stderr. Earlier handlers are restored after the context. An
+    ignored SIGHUP, as under nohup, stays ignored; where it comes because the terminal is gone, later output is
+    discarded. In a thread other than the main one, which gets no signals, nothing changes.
     """
-    seen = StopRequest()
+    request = StopRequest()
     terminals = [fd for fd in (1, 2) if os.isatty(fd)]
 
     def handle(number: int, _frame: Any) -> None:
-        told = seen.take(number)
+        message = request.take(number)
         for fd in terminals:
             if number == signal.SIGHUP and not os.isatty(fd):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
-        if told and tell:
+        if message and tell:
             with suppress(OSError):
-                os.write(
-                    2, f"{told}\n".encode()
-                )  # print is not safe here: the signal may have come inside one
+                os.write(2, f"{message}\n".encode())  # print is not safe here: it may be what was interrupted
 
     if threading.current_thread() is not threading.main_thread():
-        yield seen
+        yield request
         return
     numbers = [signal.SIGINT, signal.SIGTERM]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
         numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
-        yield seen
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -110,8 +108,8 @@ class _Printed(logging.Handler):
 
 
 @contextmanager
-def logged() -> Iterator[None]:
-    """What zfunc logs, such as what it chose by itself, is printed in this context."""
+def logged() -> Generator[None]:
+    """In this context what zfunc logs is printed."""
     log, handler = logging.getLogger("zfunc"), _Printed()
     level, propagate = log.level, log.propagate
     log.addHandler(handler)

@@ -1,9 +1,7 @@
-"""What a shell completes after `zfunc`: a script for bash, zsh or fish, made from the parser of the command line.
+"""`zfunc completion`: a script for bash, zsh or fish that completes commands, options and their values.
 
-shtab makes the scripts: it knows all three shells, and a script of its needs no Python at every key, which on a
-cluster's network disks takes seconds.
-
-The invariant: what is offered for an option is what its Option says it takes; nothing is listed here.
+shtab makes the scripts from the parser: it knows all three shells, and its scripts start no Python at every key,
+which on a cluster's network disks takes seconds. The values of an option are those that its Option lists.
 """
 
 import argparse
@@ -19,16 +17,12 @@ from zfunc.cli.parser import make_parser
 from zfunc.options import Option, check_each, one_of
 
 SHELLS = ("bash", "zsh", "fish")
-FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for either
+FILES = {"FILE", "PATH"}  # metavars that stand for a file, or for a file or a folder
 FOLDERS = {"FOLDER", "RUN", "CHECKPOINT"}
 
 COMPLETION = {
     "shell": Option(
-        "shell",
-        "the one whose script is printed",
-        one_of(SHELLS),
-        metavar="|".join(SHELLS),
-        positional=True,
+        "shell", "shell to print a script for", one_of(SHELLS), metavar="|".join(SHELLS), positional=True
     )
 }
 
@@ -43,84 +37,11 @@ class CompletionSettings:
         check_each(self, COMPLETION)
 
 
-def script(shell: str, top: argparse.ArgumentParser, offered: Mapping[str, Mapping[str, Option]]) -> str:
-    """The script that completes `top`; `offered` are the options of its commands. It adds to the parser's actions.
-
-    Raises ValueError for a shell there is no script for.
-    """
-    import shtab
-
-    one_of(SHELLS)("--shell", shell)
-    for name, parser in _subparsers(top).items():
-        for action in parser._actions:
-            option = offered[name].get(action.dest)
-            if option is not None and isinstance(action.metavar, str):
-                _offer(action, choices(action.metavar, option), place(action.metavar))
-    return shtab.complete(top, shell=shell)
-
-
-def _subparsers(top: argparse.ArgumentParser) -> dict[str, Any]:
-    """The parsers of its commands, by name."""
-    return next(dict(a.choices) for a in top._actions if isinstance(a, argparse._SubParsersAction))
-
-
-def choices(metavar: str, option: Option) -> tuple[str, ...]:
-    """The words there are to choose from: those of the option, and what its metavar does not have in capitals.
-
-    >>> from zfunc.options import anything
-    >>> choices("NAME|auto", Option("hardware", "which", anything, words=("h100", "h200")))
-    ('h100', 'h200', 'auto')
-    """
-    return tuple(dict.fromkeys([*option.words, *(x for x in metavar.split("|") if not x.isupper())]))
-
-
-def place(metavar: str) -> str:
-    """What of a disk is wanted: "file", which may well be in a folder, "directory", or "".
-
-    >>> place("NAME|FILE"), place("RUN"), place("N")
-    ('file', 'directory', '')
-    """
-    wanted = set(metavar.split("|"))
-    return "file" if wanted & FILES else "directory" if wanted & FOLDERS else ""
-
-
-def _offer(action: Any, words: Sequence[str], where: str) -> None:
-    """Put it where shtab looks for it."""
-    import shtab
-
-    if words and where:
-        action.complete = _either(words, where)
-    elif words:
-        action.choices = words
-    elif where:
-        action.complete = getattr(shtab, where.upper())
-
-
-def _either(words: Sequence[str], where: str) -> dict[str, Any]:
-    """Words, and files or folders: no completion of shtab's own is both."""
-    name = f"_zfunc_{where}_or_{sha256(join(words).encode()).hexdigest()[:8]}"
-    files, zsh, fish = {
-        "file": ("-f", "_files", "__fish_complete_path (commandline -ct)"),
-        "directory": ("-d", "_files -/", "__fish_complete_directories"),
-    }[where]
-    listed = " ".join(words)
-    return {
-        "bash": name,
-        "zsh": name,
-        "fish": f"{listed} ({fish})",
-        "preamble": {
-            "bash": f'{name}() {{\n  compgen -W {quote(listed)} -- "$1"\n  compgen {files} -- "$1"\n}}\n',
-            "zsh": f"{name}() {{\n  _alternative 'words:word:({listed})' 'paths:path:{zsh}'\n}}\n",
-        },
-    }
-
-
-def command_of(others: Mapping[str, Command]) -> Command:
-    """The command itself, which completes the `others`, and itself once it is among them."""
+def completion_command(commands: Mapping[str, Command]) -> Command:
+    """The command; `commands` are all that it completes, itself included."""
 
     def run_completion(settings: CompletionSettings) -> int:
-        offered = {name: command.options for name, command in others.items()}
-        print(script(settings.shell, make_parser(others)[0], offered))
+        print(script(settings.shell, commands))
         return EXIT_OK
 
     return Command(
@@ -135,3 +56,68 @@ def command_of(others: Mapping[str, Command]) -> Command:
             ("fish, once", "zfunc completion fish > ~/.config/fish/completions/zfunc.fish"),
         ),
     )
+
+
+def script(shell: str, commands: Mapping[str, Command]) -> str:
+    """The script for a shell."""
+    import shtab
+
+    top, parsers = make_parser(commands)
+    for name, parser in parsers.items():
+        for action in parser._actions:
+            option = commands[name].options.get(action.dest)
+            if option is not None and isinstance(action.metavar, str):
+                _complete(action, choices(action.metavar, option), place(action.metavar))
+    return shtab.complete(top, shell=shell)
+
+
+def choices(metavar: str, option: Option) -> tuple[str, ...]:
+    """The words to choose from: those of the option, and those of its metavar that are not in capitals.
+
+    >>> from zfunc.options import anything
+    >>> choices("NAME|auto", Option("hardware", "which", anything, words=("h100", "h200")))
+    ('h100', 'h200', 'auto')
+    """
+    return tuple(dict.fromkeys([*option.words, *(x for x in metavar.split("|") if not x.isupper())]))
+
+
+def place(metavar: str) -> str:
+    """The kind of path to complete: "file", which may be in a folder, "directory", or "".
+
+    >>> place("NAME|FILE"), place("RUN"), place("N")
+    ('file', 'directory', '')
+    """
+    kinds = set(metavar.split("|"))
+    return "file" if kinds & FILES else "directory" if kinds & FOLDERS else ""
+
+
+def _complete(action: argparse.Action, words: Sequence[str], kind: str) -> None:
+    """Set the attributes of an argument that shtab reads."""
+    import shtab
+
+    target: Any = action
+    if words and kind:
+        target.complete = _words_or_paths(words, kind)
+    elif words:
+        target.choices = words
+    elif kind:
+        target.complete = getattr(shtab, kind.upper())
+
+
+def _words_or_paths(words: Sequence[str], kind: str) -> dict[str, Any]:
+    """A completion of both, which shtab does not have."""
+    name = f"_zfunc_{kind}_or_{sha256(join(words).encode()).hexdigest()[:8]}"
+    bash, zsh, fish = {
+        "file": ("-f", "_files", "__fish_complete_path (commandline -ct)"),
+        "directory": ("-d", "_files -/", "__fish_complete_directories"),
+    }[kind]
+    listed = " ".join(words)
+    return {
+        "bash": name,
+        "zsh": name,
+        "fish": f"{listed} ({fish})",
+        "preamble": {
+            "bash": f'{name}() {{\n  compgen -W {quote(listed)} -- "$1"\n  compgen {bash} -- "$1"\n}}\n',
+            "zsh": f"{name}() {{\n  _alternative 'words:word:({listed})' 'paths:path:{zsh}'\n}}\n",
+        },
+    }

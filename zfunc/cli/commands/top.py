@@ -80,7 +80,7 @@ class TopView:
 
     @property
     def ended(self) -> bool:
-        """Whether the run says so."""
+        """Whether the run has a summary."""
         return bool(self.history.run.summary)
 
     def frame(self) -> list[str]:
@@ -98,8 +98,8 @@ class TopView:
 
     def _run(self) -> str:
         run = self.history.run
-        s, where = run.settings, run.config["machine"].get("gpu") or "cpu"
-        return f"{run.model}, {s.get('precision')} on {where}; {self.path}"
+        device = run.config["machine"].get("gpu") or "cpu"
+        return f"{run.model}, {run.settings.get('precision')} on {device}; {self.path}"
 
     def _state(self) -> str:
         summary, pid = self.history.run.summary, process_of(self.path)
@@ -115,8 +115,8 @@ class TopView:
         if not rows:
             yield "step", "none is done yet"
             return
-        last, took = rows[-1], typical(rows, "seconds")
-        yield "step", self._step(last["step"], finite_number(last.get("total")), took)
+        last, seconds = rows[-1], typical(rows, "seconds")
+        yield "step", self._step(last["step"], finite_number(last.get("total")), seconds)
         loss, held_out = finite_number(last.get("loss")), self.history.last_held_out
         bars = "" if self.plain else sparkline(self.history.curve, CURVE)
         unit = self.history.run.held_out[9:].replace("_", " ")
@@ -125,33 +125,31 @@ class TopView:
         loss_scale = finite_number(last.get("loss_scale"))
         scale = f"  scale {loss_scale:g}" if loss_scale not in (None, 1.0) else ""
         lr, norm = finite_number(last.get("lr")), finite_number(last.get("grad_norm"))
-        yield (
-            "lr",
-            f"{_format(lr, '.2e')}  norm {_format(norm, '.3f')}{scale}  skipped {self.history.overflows}",
-        )
+        skipped = self.history.overflows
+        yield "lr", f"{_format(lr, '.2e')}  norm {_format(norm, '.3f')}{scale}  skipped {skipped}"
         speed = typical(rows, "tokens_per_second")
-        yield "speed", f"{_format(speed, ',.0f')} tokens/s, a step in {format_seconds(took or 0.0)}"
-        yield "optimizer", self._host(took)
+        yield "speed", f"{_format(speed, ',.0f')} tokens/s, a step in {format_seconds(seconds or 0.0)}"
+        yield "optimizer", self._host(seconds)
 
-    def _step(self, step: int, total: float | None, took: float | None) -> str:
+    def _step(self, step: int, total: float | None, seconds: float | None) -> str:
         ago = time.time() - (self.path / METRICS).stat().st_mtime
         age = "" if self.ended else f", the last one {format_clock(max(0.0, ago))} ago"
         if not total:
             return f"{step:,}{age}"
-        remaining = None if self.ended or took is None else took * max(0.0, total - step)
+        remaining = None if self.ended or seconds is None else seconds * max(0.0, total - step)
         left = "" if remaining is None else f", about {format_clock(remaining)} left"
         return f"{step:,} of {total:,.0f} {self._bar(step / total)}{left}{age}"
 
-    def _host(self, took: float | None) -> str:
-        """Host operations of a step: their share, and the bytes that the plan says they move, in that time."""
-        seconds = typical(self.history.rows, "host_seconds")
-        if seconds is None or not took:
+    def _host(self, seconds: float | None) -> str:
+        """Host operations: their share of the step, and the bytes that they move by the plan, in that time."""
+        host_seconds = typical(self.history.rows, "host_seconds")
+        if host_seconds is None or not seconds:
             return "unknown"
-        share = f"host operations are {seconds / took:.0%} of the step"
+        share = f"host operations are {host_seconds / seconds:.0%} of the step"
         if self.history.step is None:
             return f"{share}; host bandwidth is known once a step was measured"
         nbytes = sum(op.nbytes for op in self.history.step.plan.graph if op.kind == "host")
-        return f"{share}, at {nbytes / seconds / 1e9:.1f} GB/s" if seconds else share
+        return f"{share}, at {nbytes / host_seconds / 1e9:.1f} GB/s" if host_seconds else share
 
     # --- the machine -------------------------------------------------------------------------------------
 
