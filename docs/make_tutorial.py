@@ -35,7 +35,7 @@ SMALL = {
     "--lr": {"1e-4": "1e-4"},
     "--steps": {"500": "20", "600": "24", "20": "12"},
     "--save-every": {"100": "10", "0": "0"},
-    "--speculate": {"302": "1"},
+    "--speculate": {"252": "1"},
     "--delay-from": {"100": "6"},
     "--nproc-per-node": {"2": "2"},
     "-n": {"1": "1"},
@@ -50,7 +50,7 @@ RUNS = ("train", "calibrate", "torchrun")  # commands that take a machine's time
 READS = ("doctor", "top", "report", "export", "tail", "cp")  # those that only look at what is there
 OTHERS = {"draw": "--compare"}  # those that plan, and what makes them look at a run
 
-_FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GB", r"^a step|^  bound"
+_FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
 _FOUND, _ADVICE = r"^found|^  [a-z_]+ [\d,]+ instead|^as options|^  --[a-z-]+ \S+ --", r"^to |^  --"
 
 OUTPUTS = {
@@ -138,7 +138,7 @@ def form(line: str) -> str:
     line = re.sub(r"^hardware .*(, \d+ cores)", r"hardware CPU\1", line)
     line = re.sub(r"[█▇▆▅▄▃▂▁░]+", "~", line)
     line = re.sub(r"\d[\d,.:]*(e[-+]?\d+)?", "#", line)
-    line = re.sub(r"\b(B|KiB|MiB|GiB|kB|MB|GB|ns|us|ms|s)\b", "U", line)
+    line = re.sub(r"\b(B|KiB|MiB|GiB|ns|us|ms|s)\b", "U", line)
     return " ".join(line.split())
 
 

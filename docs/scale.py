@@ -20,6 +20,7 @@ from zfunc.core.plan import Plan, build
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile_toml import load_profile
+from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks
 EVERY_BUCKET = 1_000_000  # more than there are: to speculate on all
@@ -196,8 +197,8 @@ def needs() -> str:
         now, room = planned(case, world), hardware(case, world).memory
         yield from (case.name if world == 1 else "", f"{world:,}", f"{now.step_seconds:.2f}")
         yield from (f"{now.tokens_per_second:,.0f}", f"{now.tflops:.0f}")
-        yield f"{now.memory['device'] / 1e9:.1f} of {room['device'] / 1e9:.0f}"
-        yield f"{(now.memory['host'] + now.memory['pinned']) / 1e9:.1f} of {room['host'] / 1e9:,.0f}"
+        yield f"{now.memory['device'] / 2**30:.1f} of {room['device'] / 2**30:.0f}"
+        yield f"{(now.memory['host'] + now.memory['pinned']) / 2**30:.1f} of {room['host'] / 2**30:,.0f}"
         yield "yes" if now.fits else "no"
 
     heads = (
@@ -206,8 +207,8 @@ def needs() -> str:
         "step, s",
         "tokens/s in all",
         "TFLOP/s a GPU",
-        "device, GB",
-        "pinned + host, GB",
+        "device, GiB",
+        "pinned + host, GiB",
         "fits",
     )
     return table(heads, ([*row(case, n)] for case in CASES for n in FEW))
@@ -253,7 +254,7 @@ def figures() -> Iterator[str]:
     """What the text states beside the tables."""
     full = evolve(H200, num_layers=86)
     for case in (H200, full):
-        yield f"{case.name}: device {planned(case, 1024).memory['device'] / 1e9:.1f} GB"
+        yield f"{case.name}: device {format_bytes(planned(case, 1024).memory['device'])}"
     for case in (H100, V100, GH200):
         profile = load_profile(case.profile)
         reached = profile.value("reached", case.precision)
@@ -275,7 +276,7 @@ def figures() -> Iterator[str]:
         )
     both = planned(H200, 1024, schedule=NormsApart(), **LARGE)
     yield f"{H200.name}: squares apart and large buckets {gain(both, planned(H200, 1024))}"
-    yield f"{H100.name}: nothing recomputed {planned(H100, 1024, recompute='none').memory['device'] / 1e9:.1f} GB"
+    yield f"{H100.name}: nothing recomputed {format_bytes(planned(H100, 1024, recompute='none').memory['device'])}"
     for profile in ("h100", "h200"):
         case = evolve(H200, profile=profile)
         layers = range(40, 100)

@@ -1,8 +1,8 @@
-"""Bytes and seconds in words."""
+"""Bytes and seconds in words. Memory is in GiB, as nvidia-smi, torch and `free -h` count it; rates are in GB/s."""
 
 
 def format_bytes(nbytes: float) -> str:
-    """Bytes in the unit that suits them.
+    """Bytes of memory, in the unit that suits them.
 
     >>> format_bytes(900), format_bytes(3 << 20), format_bytes(40e9)
     ('900 B', '3.0 MiB', '37.3 GiB')
@@ -12,18 +12,6 @@ def format_bytes(nbytes: float) -> str:
             return f"{nbytes:,.0f} {unit}" if unit == "B" else f"{nbytes:,.1f} {unit}"
         nbytes /= 1024
     raise AssertionError
-
-
-def format_gigabytes(nbytes: float) -> str:
-    """Bytes as data sheets count them, in powers of 1000.
-
-    >>> format_gigabytes(32e9), format_gigabytes(1.26e9), format_gigabytes(3e6), format_gigabytes(0)
-    ('32.0 GB', '1.3 GB', '3.0 MB', '0')
-    """
-    for unit, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if nbytes >= 0.95 * unit:
-            return f"{nbytes / unit:,.1f} {name}"
-    return f"{nbytes:.0f} B" if nbytes else "0"
 
 
 def format_seconds(seconds: float) -> str:

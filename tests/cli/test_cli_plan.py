@@ -133,7 +133,7 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
     assert result["advice"]
     code, words = text_of(capsys, "--hardware", tight)
     assert code == 1
-    assert "it does not fit: 5.0 kB of device memory short" in words
+    assert "it does not fit: 4.9 KiB of device memory short" in words
     assert "to make it fit, each planned:" in words
     flags = re.match(r"(--\S+ \S+): fits, ", result["advice"][0])
     assert flags

@@ -208,17 +208,18 @@ def test_figures_in_the_prose_are_those_of_the_outputs() -> None:
     outputs = "".join(b.body for b in BLOCKS if b.output in PLANNED)
     parameters = int(re.findall(r"([\d,]+) parameters", outputs)[0].replace(",", ""))
     derived = {
-        "123 GB": 12 * parameters / 1e9,
-        "41.1 GB": 4 * parameters / 1e9,
-        "370 GB": 36 * parameters / 1e9,
-        "170 GB": 164.5 + 3.9,
-        "110 GB": 103.1 + 3.9,
-        "5 GB": 32.8 - 27.8,
-        "34.1 GB": load_profile("v100-32gb").value("bytes", "device") / 1e9,
+        "115 GiB": 12 * parameters / 2**30,
+        "38.3 GiB": 4 * parameters / 2**30,
+        "345 GiB": 36 * parameters / 2**30,
+        "157 GiB": 153.2 + 3.6,
+        "100 GiB": 96.0 + 3.6,
+        "4.6 GiB": 30.5 - 25.9,
+        "31.7 GiB": load_profile("v100-32gb").value("bytes", "device") / 2**30,
+        "32 GB": 32,  # the name of the card
     }
-    assert all(f"{x} GB" in outputs for x in (164.5, 103.1, 3.9, 27.8, 20.6))
+    assert all(f"{x} GiB" in outputs for x in (153.2, 96.0, 3.6, 25.9, 19.1))
     prose = re.sub(r"^```.*?^```$", "", PAGE, flags=re.M | re.S)
-    figures = re.findall(r"\b\d[\d.]*\s(?:GB|MB|s)\b", prose)
+    figures = re.findall(r"\b\d[\d.]*\s(?:GB|GiB|MiB|s)\b", prose)
     assert len(figures) > 8
     for figure in (" ".join(x.split()) for x in figures):
         if figure in derived:

@@ -98,7 +98,7 @@ def test_two_steps_compare_in_words() -> None:
     assert gains_and_costs(slow, fast).endswith(" % slower")
     assert gains_and_costs(fast, fast) == "as fast"
     more = simulate_choice(model(), evolve(START, host_slots=20), BALANCED)
-    assert "MB more pinned" in gains_and_costs(more, fast)
+    assert "MiB more pinned" in gains_and_costs(more, fast)
 
 
 # --- the search --------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
 from zfunc.schedules import make_schedule
-from zfunc.units import format_gigabytes
+from zfunc.units import format_bytes
 
 
 @frozen(eq=False)
@@ -98,17 +98,17 @@ def _graph(spec: StepSpec) -> Graph:
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:
-    """What `new` gains and costs against `old`: "3 % faster, 0.4 GB more pinned"."""
+    """What `new` gains and costs against `old`: "3 % faster, 0.4 GiB more pinned"."""
     return ", ".join([_faster(new.seconds, old.seconds), *_bytes(new.memory, old.memory)])
 
 
 def shortage_text(lacking: dict[Tier, int]) -> str:
     """What there is no room for.
 
-    >>> shortage_text({"device": 2_500_000_000})
-    '2.5 GB of device memory short'
+    >>> shortage_text({"device": 5 << 29})
+    '2.5 GiB of device memory short'
     """
-    return ", ".join(f"{format_gigabytes(nbytes)} of {tier} memory short" for tier, nbytes in lacking.items())
+    return ", ".join(f"{format_bytes(nbytes)} of {tier} memory short" for tier, nbytes in lacking.items())
 
 
 def _faster(new: float, old: float) -> str:
@@ -126,5 +126,5 @@ def _bytes(new: dict[Tier, int], old: dict[Tier, int]) -> Iterator[str]:
     """The tiers whose need changes by what can be seen."""
     for tier, nbytes in new.items():
         change = nbytes - old[tier]
-        if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1e6:
-            yield f"{format_gigabytes(abs(change))} {'more' if change > 0 else 'less'} {tier}"
+        if abs(change) > 0.01 * max(nbytes, old[tier]) and abs(change) >= 1 << 20:
+            yield f"{format_bytes(abs(change))} {'more' if change > 0 else 'less'} {tier}"

@@ -21,7 +21,7 @@ from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.runtime.accelerator import available_bytes
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
-from zfunc.units import format_gigabytes
+from zfunc.units import format_bytes
 
 LARGEST = 3  # buffers of a peak that are named
 
@@ -57,9 +57,7 @@ def _no_room(task: CostModel, settings: StepSettings, settable: Collection[str])
     """What a step lacks, and what would help: each change planned."""
     made = task.step(settings)
     tier = max(made.lacking, key=lambda name: made.lacking[name])
-    parts = [
-        f"{name} {format_gigabytes(n)}" for name, n in [*peak_breakdown(made.plan)[tier].items()][:LARGEST]
-    ]
+    parts = [f"{name} {format_bytes(n)}" for name, n in [*peak_breakdown(made.plan)[tier].items()][:LARGEST]]
     advice = suggest(settings, made, rows=task.rows, replan=task.step, settable=settable)
     would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
     return (

@@ -67,7 +67,7 @@ def search(
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
     >>> spec = StepSpec(layout, costs, [False] * 8, barrier=True)
     >>> search(spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
-    ('speculate 4 instead of 0: 19 % faster, 8.0 MB more pinned, 48.0 MB more host',)
+    ('speculate 4 instead of 0: 19 % faster, 7.6 MiB more pinned, 45.8 MiB more host',)
     """
     first = simulate_choice(spec, start or StepSettings(), hardware)
     walk = _Walk(spec, hardware, space or SearchSpace(), first)

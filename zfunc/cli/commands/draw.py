@@ -35,6 +35,7 @@ from zfunc.planner.profile_toml import load_profile
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import MODEL, STEP, GPTFlags, check_together, step_settings
+from zfunc.units import format_bytes
 from zfunc.viz.compare import table
 from zfunc.viz.draw import chrome_trace, svg, text
 from zfunc.viz.timeline_html import page
@@ -179,6 +180,7 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
     from zfunc.engine.compile import compile
     from zfunc.models.gpt import gpt_segments, num_parameters
+    from zfunc.optim.adamw import AdamW, matrices_only
     from zfunc.planner.cost_model import precision_for, resolve_hardware
     from zfunc.train.setup import gpt_config
 
@@ -188,6 +190,7 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     graph = compile(
         gpt_segments(gpt_config(settings)),
         step_settings(settings, precision=precision, schedule="Serial"),
+        optimizer=AdamW(decay=matrices_only),  # as in zfunc train: it orders the parameters of a segment
         device="cpu",
         example=(tokens, tokens),
     ).plan.graph
@@ -250,7 +253,7 @@ def picture(step: DrawnStep, form: str, *, width: int) -> str:
 
 
 def _text_picture(step: DrawnStep, width: int) -> str:
-    peaks = (f"{p.nbytes / 1e9:,.2f} GB {tier}" for tier, p in peak_memory(step.plan).items() if p.nbytes)
+    peaks = (f"{format_bytes(p.nbytes)} {tier}" for tier, p in peak_memory(step.plan).items() if p.nbytes)
     shortest = lower_bound(step.plan.graph, step.hardware)
     return "\n".join(
         [

@@ -30,7 +30,7 @@ from zfunc.planner.search_space import SEARCHED
 from zfunc.planner.suggestions import Suggestion, as_flag
 from zfunc.schedules import make_schedule
 from zfunc.train.settings import MODEL, OFFLOAD_RATIO, STEP, GPTFlags, check_rows, step_settings
-from zfunc.units import format_gigabytes, format_seconds
+from zfunc.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from zfunc.planner.plan_step import Planned
@@ -108,7 +108,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     import torch
 
     from zfunc.models.gpt import gpt_segments, num_parameters
-    from zfunc.optim.adamw import AdamW
+    from zfunc.optim.adamw import AdamW, matrices_only
     from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start
@@ -119,9 +119,11 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 
     def cost_model(settings: PlanSettings) -> CostModel:
-        return CostModel(
-            gpt_segments(gpt_config(settings)), (tokens, tokens), hardware, AdamW(), settings.world
-        )
+        segments, optimizer = (
+            gpt_segments(gpt_config(settings)),
+            AdamW(decay=matrices_only),
+        )  # as in zfunc train
+        return CostModel(segments, (tokens, tokens), hardware, optimizer, settings.world)
 
     precision = precision_for(hardware, settings.precision)
     step = step_settings(settings, precision=precision, delay_from=1 if settings.delay else None)
@@ -232,16 +234,16 @@ def _as_options(p: "Planned") -> list[str]:
 
 def _memory(p: "Planned") -> Iterator[str]:
     yield "it fits" if p.fits else f"it does not fit: {shortage_text(p.step.lacking)}"
-    yield f"  {'':7}{'needed':>12}{'there':>12}{'':>8}  most of it, at the peak"
+    yield f"  {'':7}{'needed':>13}{'available':>14}{'':>8}  most of it, at the peak"
     for tier in TIERS:
         capacity = p.hardware.memory.get("host" if tier == "pinned" else tier)
         shared = (tier == "pinned" and capacity) or (tier == "device" and p.hardware.unified)
-        known = "with host" if shared else format_gigabytes(capacity) if capacity else "not known"
+        known = "with host" if shared else format_bytes(capacity) if capacity else "not known"
         share = f"{_of_capacity(p, tier) / capacity:.0%}" if capacity and not shared else ""
         large = [(name, n) for name, n in p.held[tier].items() if n > SMALL * p.memory[tier]]
-        parts = ", ".join(f"{name} {format_gigabytes(n)}" for name, n in large[:LARGEST])
+        parts = ", ".join(f"{name} {format_bytes(n)}" for name, n in large[:LARGEST])
         at = f" (at {op})" if (op := p.step.peaks[tier].op) else ""
-        yield f"  {tier:7}{format_gigabytes(p.memory[tier]):>12}{known:>12}{share:>8}  {parts}{at}".rstrip()
+        yield f"  {tier:7}{format_bytes(p.memory[tier]):>13}{known:>14}{share:>8}  {parts}{at}".rstrip()
 
 
 def _of_capacity(p: "Planned", tier: Tier) -> int:
@@ -286,7 +288,7 @@ def _assumptions(p: "Planned") -> Iterator[str]:
 def _device_bytes(profile: Profile) -> str:
     """How much is counted on of the bytes that the driver reports."""
     share, context = profile.figures["reached"]["device_bytes"], profile.figures["bytes"].get("context")
-    less = "" if context is None else f" less {format_gigabytes(context.value)} of context"
+    less = "" if context is None else f" less {format_bytes(context.value)} of context"
     return f"{share.value:.0%}{less}"
 
 
