@@ -53,10 +53,10 @@ def test_a_run_is_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     for words in (
         "zero_optimization.cpu_offload is the old name of",
-        "no effect here: zero_optimization.overlap_comm: ",
+        "no effect: zero_optimization.overlap_comm: ",
         "train_batch_size: 8 = 4 x 2 micro-batches x 1 ranks",
         "scheduler: WarmupDecayLR(total_num_steps=6, warmup_max_lr=0.002",
-        "fp16: a loss scale that begins at 64",
+        "fp16: a loss scale that starts at 64",
     ):
         assert out.count(f"ds.json: {words}") == 1, words
     printed = [line.split()[1] for line in out.splitlines() if "norm" in line and "loss" in line]

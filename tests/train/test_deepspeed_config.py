@@ -61,7 +61,7 @@ def optimizer(kind: str, **params: Any) -> AdamW:
 
 
 def refusal(file: Any, **more: Any) -> str:
-    with pytest.raises(ValueError, match="expected|does not do|not known") as caught:
+    with pytest.raises(ValueError, match="expected|not supported|unknown") as caught:
         from_deepspeed(file, **more)
     return str(caught.value)
 
@@ -83,7 +83,7 @@ def test_the_tutorials_file(tmp_path: Path) -> None:
     }
     assert config.loss_scale == LossScale()
     assert (config.train_batch_size, config.steps_per_print) == (10, 1)
-    idle = "\n".join(line for line in config.notes if line.startswith("no effect here"))
+    idle = "\n".join(line for line in config.notes if line.startswith("no effect:"))
     for key in (
         "contiguous_gradients",
         "overlap_comm",
@@ -173,7 +173,7 @@ def test_what_is_refused_says_what_to_do() -> None:
         value = next(x for x in tried if (y := key.type.read(x)) is not None and key.refusal(y))
         message = refusal(nested(key.name, value))
         assert key.name in message
-        assert "zfunc does not do" in message
+        assert "not supported" in message
 
 
 def test_blocks_that_are_switched_off_are_passed_over() -> None:
@@ -314,14 +314,14 @@ def test_loss_scales() -> None:
 
 
 @pytest.mark.parametrize("name", ["min_loss_scale", "loss_scale_window"])
-def test_bounds_of_the_loss_scale_are_whole_numbers_as_there_and_0_only_where_the_scale_is_fixed(
+def test_bounds_of_the_loss_scale_are_whole_numbers_as_in_deepspeed_and_0_only_where_the_scale_is_fixed(
     name: str,
 ) -> None:
     """DeepSpeed 0.19 declares them as int, and since 0.19.6 refuses 0 for a scale that moves."""
     for wrong in (0.5, 2.5, -1, float("inf")):
         assert f"fp16.{name}: got {wrong}" in refusal(nested(f"fp16.{name}", wrong))
     assert from_deepspeed({"fp16": {"enabled": True, name: 4.0}}).loss_scale is not None
-    assert f"fp16.{name}: got 0 for a loss scale that moves" in refusal({"fp16": {"enabled": True, name: 0}})
+    assert f"fp16.{name}: got 0 for a dynamic loss scale" in refusal({"fp16": {"enabled": True, name: 0}})
     fixed = from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128, name: 0}})
     assert fixed.loss_scale == LossScale(128.0, window=0)
 

@@ -211,7 +211,7 @@ def test_a_configuration_has_its_names_against_samples(capsys: Out) -> None:
     same(board("logs/mine"), scalars)
     same(table("csv/mine"), in_csv("run", fp16=True))
     assert Path("csv/mine/Train_Samples_lr.csv").read_text().startswith("step,lr\n")
-    assert "no effect here: tensorboard" not in capsys.readouterr().out
+    assert "no effect: tensorboard" not in capsys.readouterr().out
     assert small_trainings.config("run")["settings"]["tensorboard"] is True
 
 

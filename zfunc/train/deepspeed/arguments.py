@@ -1,7 +1,4 @@
-"""What a file means in zfunc's terms: batch, precision, loss scale, optimizer, offloading. No torch here.
-
-The batch is three numbers and the ranks, of which any two give the third.
-"""
+"""A file's batch, precision, loss scale, optimizer and offloading, as zfunc's arguments. No torch here."""
 
 from typing import Any, Literal
 
@@ -12,10 +9,8 @@ from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.lr import cycles_betas, onecycle_betas
 from zfunc.train.deepspeed.resolved import ResolvedValues
 
-TRAIN, MICRO, ACCUMULATION = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu"),
-    "gradient_accumulation_steps",
-)
+TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 ENABLED = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 BUCKET_SIZE = "zero_optimization.reduce_bucket_size"
 DEVICE, RATIO = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.ratio"
@@ -24,17 +19,15 @@ WEIGHT_DECAY = "optimizer.params.weight_decay"
 
 @frozen
 class BatchSizes:
-    """`train` sequences of a step, of all ranks together, in `accumulation` micro-batches of `micro` on each of
-    `world` ranks.
-    """
+    """The batch of a step."""
 
-    train: int
-    micro: int
-    accumulation: int
+    train: int  # sequences over all ranks: micro * accumulation * world
+    micro: int  # sequences of a micro-batch
+    accumulation: int  # micro-batches of a rank
     world: int = 1
 
     def __str__(self) -> str:
-        """As a product."""
+        """Written as a product."""
         return f"{self.train} = {self.micro} x {self.accumulation} micro-batches x {self.world} ranks"
 
 
@@ -84,13 +77,13 @@ def _check_divides(values: ResolvedValues, train: int, parts: int, product: str)
 
 
 def batch_left_open(values: ResolvedValues) -> bool:
-    """Whether the batch is "auto" in the file, and nobody sets it."""
+    """Whether the batch is "auto" in the file and not given."""
     sizes = TRAIN, MICRO
     return any(name in values.auto for name in sizes) and not any(values.says(name) for name in sizes)
 
 
 def precision(values: ResolvedValues) -> str | None:
-    """ "fp16", "bf16", "fp32", or None for a file that leaves it open. Raises ValueError for two of them."""
+    """ "fp16", "bf16" or "fp32"; None for a file that leaves it open. Raises ValueError for fp16 and bf16."""
     enabled = [name for name, key in ENABLED.items() if values[key]]
     if len(enabled) > 1:
         raise ValueError(f"{values.source}: got fp16 and bf16 both enabled, expected one: switch one off")
@@ -107,8 +100,8 @@ def loss_scale(values: ResolvedValues) -> LossScale:
     for name in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
         if not values[name]:
             raise ValueError(
-                f"{values.source}: {name}: got 0 for a loss scale that moves, expected 1 or more: raise it, or fix "
-                "the scale with fp16.loss_scale"
+                f"{values.source}: {name}: got 0 for a dynamic loss scale, expected 1 or more: raise it, or set a "
+                "fixed scale with fp16.loss_scale"
             )
     power, minimum = values["fp16.initial_scale_power"], values["fp16.min_loss_scale"]
     if 2.0**power < minimum:
@@ -126,12 +119,7 @@ def loss_scale(values: ResolvedValues) -> LossScale:
 
 
 def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
-    """Arguments of `zfunc.AdamW` but for `lr` and `decay`.
-
-    Without an optimizer they are OneCycle's betas, if it moves them.
-
-    Raises ValueError for another optimizer.
-    """
+    """Arguments of `zfunc.AdamW`, without `lr` and `decay`. Raises ValueError for another optimizer."""
     betas = onecycle_betas(values) if cycles_betas(values) else None
     if not values.has("optimizer"):
         return {"betas": betas} if betas else {}
@@ -140,7 +128,7 @@ def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
         got = "no type" if kind is None else f"the type {kind!r}"
         raise ValueError(
             f"{values.source}: optimizer: got {got}{did_you_mean(kind or '', ['Adam', 'AdamW'])}, expected Adam or "
-            'AdamW, which are the optimizers here: write "type": "AdamW"'
+            'AdamW: write "type": "AdamW"'
         )
     return {
         "betas": betas or values["optimizer.params.betas"],
@@ -152,9 +140,9 @@ def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
 
 
 def weight_decay(values: ResolvedValues) -> float:
-    """The weight decay of the file; where it sets none, 0, or torch's own for its AdamW."""
-    torchs = values["optimizer.params.torch_adam"] and str(values["optimizer.type"]).lower() == "adamw"
-    return 0.01 if torchs and not values.says(WEIGHT_DECAY) else values[WEIGHT_DECAY]
+    """The file's weight decay; by default 0, or 0.01 as in torch with torch_adam and AdamW."""
+    of_torch = values["optimizer.params.torch_adam"] and str(values["optimizer.type"]).lower() == "adamw"
+    return 0.01 if of_torch and not values.says(WEIGHT_DECAY) else values[WEIGHT_DECAY]
 
 
 def has_16bit_moments(values: ResolvedValues) -> bool:
@@ -163,12 +151,12 @@ def has_16bit_moments(values: ResolvedValues) -> bool:
 
 
 def offload_ratio(values: ResolvedValues) -> float:
-    """The share of the optimizer's state on the host. Without `offload_optimizer`, all of it."""
+    """The share of the optimizer state on the host; all of it without `offload_optimizer`."""
     if DEVICE in values.file:
         return 0.0 if values[DEVICE] == "none" else values[RATIO]
     return values[RATIO]
 
 
 def zero_stage(values: ResolvedValues) -> Literal[1, 2]:
-    """`zfunc.compile`'s stage for the file's."""
+    """The stage for `zfunc.compile`; 0 is 1."""
     return 2 if values["zero_optimization.stage"] == 2 else 1

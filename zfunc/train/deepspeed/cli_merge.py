@@ -1,7 +1,7 @@
-"""A file and a command line together, as settings of `zfunc train`.
+"""A file and the flags of `zfunc train`, merged into its settings.
 
-A flag holds where the file leaves a key open; one that the file contradicts is an error. Where neither sets a key,
-the command's default holds, except in blocks of the file that have defaults of their own.
+A flag sets what the file leaves open; a flag that contradicts the file is an error. Where neither sets a key, the
+command's default holds, or DeepSpeed's if the file has the block of the key.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from zfunc.train.deepspeed.lr import LR, MAX_LR, WARMUP, sets_lr_alone
 from zfunc.train.deepspeed.reader import ConfigSource
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
 
-SAME = {  # flags that mean what their key means
+SAME = {  # flags whose values are those of their keys
     "clip": "gradient_clipping",
     "bucket_size": BUCKET_SIZE,
     "tensorboard": "tensorboard.enabled",
@@ -42,11 +42,11 @@ FLAGS: Mapping[str, str] = {
     "micro_batches": ACCUMULATION,
     "offload_ratio": RATIO,
 }
-"""Settings of the command that are keys of the file."""
+"""Flags and the keys that they set."""
 
 
 def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
-    """The values of flags, by key; None and "auto" set nothing."""
+    """What flags set, by key; None and "auto" set nothing."""
     given: dict[str, GivenValue] = {}
     for name, value in flags.items():
         if value in (None, AUTO):
@@ -67,7 +67,7 @@ def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
 def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> dict[str, Any]:
     """Settings of `zfunc train` on `world` ranks: the flags, and what the file adds.
 
-    Raises ValueError for a file that is wrong, and for a flag that it contradicts.
+    Raises ValueError for an invalid file, and for a flag that contradicts it.
     """
     values = resolve_values(source, flags_by_key(flags))
     _check_lr(values, flags)
@@ -77,8 +77,8 @@ def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> d
         **_offload(values, flags),
         **_batch(values, world),
     }
-    if (chosen := precision(values)) is not None:
-        settings["precision"] = chosen
+    if (in_file := precision(values)) is not None:
+        settings["precision"] = in_file
     return {**settings, **{name: value for name, value in flags.items() if value is not None}}
 
 
@@ -101,17 +101,17 @@ def _optimizer(values: ResolvedValues) -> dict[str, Any]:
 def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
     if not any(name in values.file for name in (DEVICE, RATIO)):
         return {}
-    share, wanted = offload_ratio(values), flags.get("offload_ratio")
-    if wanted not in (None, AUTO) and float(wanted) != share:
+    share, given = offload_ratio(values), flags.get("offload_ratio")
+    if given not in (None, AUTO) and float(given) != share:
         raise ValueError(
-            f"--offload-ratio: got {wanted}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
+            f"--offload-ratio: got {given}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
             "of them: leave out the first, or the file's offload_optimizer"
         )
     return {"offload_ratio": str(share)}
 
 
 def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:
-    """Raises ValueError for a --lr or --warmup that the file's scheduler would ignore."""
+    """Raise ValueError for a --lr or --warmup that the file's scheduler would ignore."""
     kind = values["scheduler.type"]
     lr, warmup = flags.get("lr"), flags.get("warmup")
     if lr is not None and sets_lr_alone(values) and not (MAX_LR in values.file and values[MAX_LR] == lr):
@@ -121,6 +121,6 @@ def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:
         )
     if warmup is not None and kind in ("LRRangeTest", "OneCycle"):
         raise ValueError(
-            f"--warmup: got {warmup}, and {values.source} has the scheduler {kind}, which has none, expected "
+            f"--warmup: got {warmup}, and {values.source} has the scheduler {kind}, which has no warm-up, expected "
             "one of them: leave out --warmup"
         )

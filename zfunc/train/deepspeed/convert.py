@@ -1,7 +1,7 @@
-"""`zfunc.from_deepspeed`: a DeepSpeed configuration as arguments of `zfunc.compile` and `zfunc.init`, or beside the
-settings of `zfunc train`.
+"""`zfunc.from_deepspeed`: a DeepSpeed configuration as arguments of `zfunc.compile` and `zfunc.init`; and what a
+configuration adds to the settings of `zfunc train`.
 
-Nothing of the file is dropped in silence: what was taken and what has no effect is logged; all else is an error.
+Nothing is dropped silently: what the file sets and what has no effect is logged, the rest is an error.
 """
 
 import logging
@@ -38,19 +38,14 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class DeepSpeedSettings:
-    """A file in zfunc's terms.
+    """A configuration as zfunc's arguments."""
 
-    `compile` are arguments of `zfunc.compile`; `loss_scale` is one of `zfunc.init` (None but in fp16);
-    `train_batch_size` the sequences of a step over all ranks. Every `steps_per_print` steps a line is to be
-    printed, with the parts of a step if `wall_clock_breakdown`. `notes` are the lines that were logged.
-    """
-
-    compile: Mapping[str, Any]
-    loss_scale: LossScale | None
-    train_batch_size: int
-    steps_per_print: int | None
+    compile: Mapping[str, Any]  # arguments of zfunc.compile
+    loss_scale: LossScale | None  # argument of zfunc.init; None except in fp16
+    train_batch_size: int  # sequences of a step over all ranks
+    steps_per_print: int | None  # for your own loop, as is wall_clock_breakdown
     wall_clock_breakdown: bool
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # the lines that were logged
 
 
 def from_deepspeed(
@@ -60,15 +55,14 @@ def from_deepspeed(
     given: Mapping[str, Any] | None = None,
     decay: Callable[[str, tuple[int, ...]], bool] = decay_all,
 ) -> DeepSpeedSettings:
-    """DeepSpeed's configuration, a file or a dict, for `zfunc.compile` and `zfunc.init`.
+    """Convert a DeepSpeed configuration, a file or a dict, for `zfunc.compile` and `zfunc.init`.
 
-    `world` is the number of ranks. `given` has values, by dotted key, for what the file leaves open: what is "auto"
-    or missing. `decay(name, shape)` says which parameters weight decay touches; in DeepSpeed it is all of them,
-    unless a program makes groups. What has no effect here is logged, once. docs/deepspeed.md has every key.
+    `world` is the number of ranks. `given` has values, by dotted key, for what the file leaves out or has as
+    "auto". `decay(name, shape)` selects the parameters that weight decay applies to; all of them by default, as in
+    DeepSpeed without parameter groups. Keys without effect are logged. docs/deepspeed.md has every key.
 
-    Raises ValueError for unknown keys, with the nearest that are known, for values of another type, for batch
-    sizes that contradict each other or are missing, for what is unsupported, and for `given` values that the file
-    contradicts.
+    Raises ValueError for unknown keys, with the nearest known ones, for values of another type, for contradictory
+    or missing batch sizes, for what is unsupported, and for `given` values that the file contradicts.
 
     >>> config = from_deepspeed({
     ...     "train_batch_size": 8,
@@ -109,36 +103,33 @@ def from_deepspeed(
 
 
 def _sink_notes(values: ResolvedValues) -> Iterator[str]:
-    """What of a file only `zfunc train` does."""
+    """Blocks that only `zfunc train` acts on."""
     for block in SINKS:
         if values[f"{block}.enabled"]:
-            yield f"{block}: `zfunc train` writes it; a loop of one's own writes what of its metrics it wants"
+            yield f"{block}: only `zfunc train` writes it; log the metrics of train_step in your own loop"
 
 
-# --- beside the settings of zfunc train --------------------------------------------------------------------
+# --- for zfunc train ---------------------------------------------------------------------------------------
 
 
 @frozen
 class ConfigExtras:
-    """What a file sets that is no setting of `zfunc train`: arguments of AdamW, settings of the step that have no
-    flag, the scheduler, the loss scale, when lines are printed. The defaults are those of `zfunc train` without a
-    file.
-    """
+    """What a configuration sets that has no flag in `zfunc train`, with the defaults for none."""
 
     values: ResolvedValues | None = None
-    adam: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.95)})
-    step: Mapping[str, Any] = MappingProxyType({})
+    adam: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.95)})  # arguments of AdamW
+    step: Mapping[str, Any] = MappingProxyType({})  # settings of the step
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
 
     def rate(self, lr: float, total: int | None, warmup: int) -> LRSchedule | None:
-        """The file's scheduler; `total` and `warmup` steps are for one that leaves them open."""
+        """The file's scheduler; `total` and `warmup` count steps, for a file that leaves them open."""
         return None if self.values is None else lr_schedule(self.values, lr=lr, total=total, warmup=warmup)
 
 
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
-    """What `settings.config` adds to the settings. Raises ValueError for a file that they contradict."""
+    """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
     if settings.config is None:
         return ConfigExtras()
     flags = attrs.asdict(settings)
@@ -157,7 +148,7 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
 
 
 def _check_betas(adam: AdamW, settings: TrainSettings) -> None:
-    """Raises ValueError, before the first update, for a file whose betas a later update cannot use."""
+    """Raise ValueError, before the first update, if a later one would have betas out of range."""
     try:
         for step in range(1, (settings.steps or 0) + 1):
             adam.betas_at(step)
@@ -170,7 +161,7 @@ def _check_betas(adam: AdamW, settings: TrainSettings) -> None:
 
 
 def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float]) -> Iterator[str]:
-    """The lines about the file at the start of a training with these settings and learning rate."""
+    """The log lines about the file at the start of a training."""
     values = config_extras(settings).values
     if settings.config is None or values is None:
         return
@@ -178,7 +169,7 @@ def startup_notes(settings: TrainSettings, world: int, lr: Callable[[int], float
     scale = config_extras(settings).loss_scale
     notes = [*name_notes(values), *decision_notes(values, batch_sizes(values, world), rate, scale)]
     if rate is None:
-        notes.append("no scheduler, so the learning rate warms up and falls along a cosine")
+        notes.append("no scheduler: the learning rate warms up, then decays along a cosine")
     if values[arguments.WEIGHT_DECAY]:
-        notes.append("weight_decay is of matrices and embeddings, not of norms and biases")
+        notes.append("weight_decay applies to matrices and embeddings, not to norms and biases")
     yield from (f"{settings.config.name}: {note}" for note in notes)

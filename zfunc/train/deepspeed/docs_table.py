@@ -1,4 +1,4 @@
-"""The table of keys as Markdown, for docs/deepspeed.md; `python docs/make_deepspeed.py` writes it there."""
+"""The table of keys in docs/deepspeed.md, as `python docs/make_deepspeed.py` writes it."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ BEGIN, END = "<!-- python docs/make_deepspeed.py writes from here -->", "<!-- to
 
 
 def with_table(page: str) -> str:
-    """The page with its table as it is now. Raises ValueError for a page without the two marks."""
+    """The page with a new table. Raises ValueError for a page without the two marks."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -18,27 +18,29 @@ def with_table(page: str) -> str:
 
 
 def key_tables() -> str:
-    """A table for every part of a file, of its keys in order, and one of old names."""
+    """A table for every top-level block, with its keys in order, and one of old names."""
     parts: dict[str, list[Key]] = {}
     for key in KEYS.values():
         parts.setdefault(key.name.partition(".")[0] if key.block else "", []).append(key)
     sections = [_section(part, keys) for part, keys in parts.items()]
-    old = [f"| `{name}` | `{one.key}` |" for name, one in OLD_NAMES.items()]
+    old = [f"| `{name}` | `{new.key}` |" for name, new in OLD_NAMES.items()]
     return "\n".join([*sections, "### Old names", "", "| in a file | read as |", "|---|---|", *old, ""])
 
 
 def _section(part: str, keys: list[Key]) -> str:
     head = f"### `{part}`" if part else "### At the top level"
     prefix = f"{part}." if part else ""
-    rows = [f"| `{key.name.removeprefix(prefix)}` | {_default(key.default)} | {_here(key)} |" for key in keys]
-    return "\n".join([head, "", "| key | default there | here |", "|---|---|---|", *rows, ""])
+    rows = [
+        f"| `{key.name.removeprefix(prefix)}` | {_default(key.default)} | {_in_zfunc(key)} |" for key in keys
+    ]
+    return "\n".join([head, "", "| key | DeepSpeed's default | in zfunc |", "|---|---|---|", *rows, ""])
 
 
 def _default(value: Any) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
-def _here(key: Key) -> str:
+def _in_zfunc(key: Key) -> str:
     if key.exceptions:
         values = ", ".join(f"`{json.dumps(value)}`" for value in key.exceptions)
         return f"{key.note}. {values} is refused: {key.instead}"

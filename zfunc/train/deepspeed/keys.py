@@ -1,7 +1,4 @@
-"""DeepSpeed's keys, read from keys.toml, and what becomes of each.
-
-The table is all that is known of a key: checks, messages and docs/deepspeed.md are derived from it.
-"""
+"""DeepSpeed's keys, read from keys.toml: checks, messages and docs/deepspeed.md are derived from this table."""
 
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -18,34 +15,28 @@ Fate = Literal["supported", "ignored", "unsupported"]
 
 @frozen
 class Key:
-    """A key by its dotted `name`, with DeepSpeed's `default`.
+    """A key. An unsupported one may have its default, or be switched off."""
 
-    `note` says how it is supported, why it is ignored, or what to do instead of what is unsupported.
-
-    `exceptions` are single values of a supported key that are refused, for the reason `instead`. An unsupported key
-    may have its default, or be switched off.
-    """
-
-    name: str
+    name: str  # dotted
     type: ValueType
-    default: Any
+    default: Any  # DeepSpeed's
     fate: Fate
-    note: str
-    exceptions: tuple[Any, ...] = ()
-    instead: str = ""
+    note: str  # how it is supported, why it is ignored, or what to do instead of an unsupported one
+    exceptions: tuple[Any, ...] = ()  # values of a supported key that are refused
+    instead: str = ""  # what to do about those
 
     @property
     def block(self) -> str:
-        """The object the key is in; "" is the file itself."""
+        """The object that has the key; "" is the file."""
         return self.name.rpartition(".")[0]
 
     @property
     def last(self) -> str:
-        """The key as the file writes it."""
+        """The last part of its name."""
         return self.name.rpartition(".")[2]
 
     def refusal(self, value: Any) -> str:
-        """Why this value, as `type` reads it, is refused; "" if it is not."""
+        """Why a value, as read by `type`, is refused; "" if it is accepted."""
         if value in self.exceptions:
             return self.instead
         off = value == self.default or (self.type is OBJECT and not switched_on(value))
@@ -54,18 +45,18 @@ class Key:
 
 @frozen
 class OldName:
-    """The name today of one that older files have, and for a switch the values that True and False stand for."""
+    """The key that an old name stands for; for a switch, also the values of True and False."""
 
     key: str
     switch: tuple[Any, Any] | None = None
 
     def value(self, old: Any) -> Any:
-        """The value under the name of today."""
+        """The key's value."""
         return self.switch[not old] if self.switch and old in (True, False) else old
 
 
 def parse_table(text: str) -> tuple[dict[str, Key], dict[str, OldName]]:
-    """The keys and the old names of a text as keys.toml is. Raises ValueError for a row that is wrong.
+    """The keys and old names in a text like keys.toml. Raises ValueError for a wrong row.
 
     >>> keys, _ = parse_table('[notes]\\n[keys]\\nlr = { type = "float 0..", supported = "as `lr`" }\\n[old]')
     >>> keys["lr"].note
@@ -77,10 +68,10 @@ def parse_table(text: str) -> tuple[dict[str, Key], dict[str, OldName]]:
         name: OldName(to) if isinstance(to, str) else OldName(to["key"], (to["true"], to["false"]))
         for name, to in table["old"].items()
     }
-    for name, one in old.items():
-        if one.key not in keys or name in keys:
+    for name, old_name in old.items():
+        if old_name.key not in keys or name in keys:
             raise ValueError(
-                f"old name {name}: got {one.key}, expected a key of the table in place of another name"
+                f"old name {name}: got {old_name.key}, expected a key of the table for another name"
             )
     return keys, old
 
@@ -119,7 +110,7 @@ def _blocks() -> frozenset[str]:
 
 
 BLOCKS = _blocks()
-"""Every object a file may have, by its dotted name; "" is the file."""
+"""Objects that a file may have, by dotted name; "" is the file."""
 
 
 def names_in(block: str) -> list[str]:
@@ -134,12 +125,12 @@ def names_in(block: str) -> list[str]:
 
 
 def blocks_with(last: str) -> list[str]:
-    """The blocks that have a key of this name."""
+    """The blocks that have a key whose name ends in `last`."""
     return [key.block for key in KEYS.values() if key.last == last]
 
 
 def switched_on(value: Any) -> bool:
-    """Whether a block asks for anything: by the keys named `enabled` in it, else by not being empty.
+    """Whether a block is on: by the keys `enabled` in it; without any, by not being empty.
 
     >>> switched_on({"enabled": False, "size": 3}), switched_on({"size": 3}), switched_on({})
     (False, True, False)

@@ -1,6 +1,6 @@
-"""What is logged, once, of a file: what was taken from it, in a few lines, and what of it has no effect, and why.
+"""What is logged, once, of a file: what it sets, and what of it has no effect, and why.
 
-No key in the file is passed over in silence: it is named here, or what it decides is.
+No key is dropped silently: a line names it, or what it sets.
 """
 
 from collections.abc import Iterator
@@ -12,45 +12,45 @@ from zfunc.train.deepspeed.resolved import ResolvedValues
 
 
 def name_notes(values: ResolvedValues) -> Iterator[str]:
-    """Old names, what the file leaves open, and what has no effect."""
+    """Old names, keys that are "auto", and keys without effect."""
     for old, new in values.old:
         yield f"{old} is the old name of {new}"
     for name in values.auto:
-        if not name.startswith("scheduler.") and values[name] is not None:  # the scheduler's line has those
-            origin = "" if values.says(name) else ", the default there"
+        if not name.startswith("scheduler.") and values[name] is not None:  # they are in the scheduler's line
+            origin = "" if values.says(name) else ", DeepSpeed's default"
             yield f'{name}: "auto" is {values[name]}{origin}'
-    for why, keys in values.ignored().items():
-        yield f"no effect here: {', '.join(keys)}: {why}"
+    for reason, keys in values.ignored().items():
+        yield f"no effect: {', '.join(keys)}: {reason}"
     if LR in values.file and sets_lr_alone(values) and values[LR] != values[MAX_LR]:
-        yield f"no effect: {LR}: the scheduler {values['scheduler.type']} sets the learning rate alone, as there"
+        yield f"no effect: {LR}: {values['scheduler.type']} sets the learning rate alone, as in DeepSpeed"
 
 
 def decision_notes(
     values: ResolvedValues, batch: BatchSizes, rate: LRSchedule | None, scale: LossScale | None
 ) -> Iterator[str]:
-    """What decides how the training goes."""
+    """Batch, scheduler, optimizer and loss scale that follow from the file."""
     yield f"train_batch_size: {batch}"
     if rate is not None:
         yield f"scheduler: {rate}"
     if cycles_betas(values):
         name = "optimizer.params.betas"
         instead = f", and not the {values[name][1]:g} of {name}" if values.says(name) else ""
-        yield f"scheduler: OneCycle moves beta1 too, and beta2 is {BETA2:g}{instead}, as there"
+        yield f"scheduler: OneCycle moves beta1 too, and beta2 is {BETA2:g}{instead}, as in DeepSpeed"
     if str(values["optimizer.type"]).lower() == "adam" and values["optimizer.params.adam_w_mode"]:
-        yield "optimizer.type: Adam decays weights as AdamW does, as it does there, unless adam_w_mode is false"
+        yield "optimizer.type: Adam is AdamW unless adam_w_mode is false, as in DeepSpeed"
     if scale is not None:
         yield f"fp16: {_loss_scale(scale)}"
     if values["zero_optimization.stage"] == 0 and batch.world > 1:
-        yield "zero_optimization.stage: 0 trains as 1, with the same result: each rank keeps a slice of the state"
+        yield "zero_optimization.stage: 0 trains as 1, with the same result: optimizer state is always sharded"
     if not values.says("gradient_clipping") and "gradient_clipping" not in values.auto:
-        yield f"gradient_clipping: not in the file, so {values['gradient_clipping']:g}, the default there"
+        yield f"gradient_clipping: not in the file: {values['gradient_clipping']:g}, DeepSpeed's default"
 
 
 def _loss_scale(scale: LossScale) -> str:
     if not scale.window:
         return f"a fixed loss scale of {scale.scale:g}"
-    refilled = ", refilled by every step without one" if scale.consecutive else ""
+    reset = ", counted anew after every step without one" if scale.consecutive else ""
     return (
-        f"a loss scale that begins at {scale.scale:g}, doubles after {scale.window} steps without an overflow, "
-        f"halves at overflow {scale.hysteresis}{refilled}, and is at least {scale.minimum:g}"
+        f"a loss scale that starts at {scale.scale:g}, doubles after {scale.window} steps without an overflow, "
+        f"halves at overflow {scale.hysteresis}{reset}, and is at least {scale.minimum:g}"
     )

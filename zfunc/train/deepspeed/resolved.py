@@ -1,7 +1,6 @@
 """A file checked against the table: every key known, every value of its type, nothing unsupported.
 
-ResolvedValues has the value of every key in the table, and knows whether the file says it, the caller, or nobody.
-The caller never changes what the file says.
+ResolvedValues has the value of every key of the table: the file's, else the caller's, else DeepSpeed's default.
 """
 
 from collections.abc import Mapping
@@ -10,25 +9,23 @@ from typing import Any, cast
 from attrs import field, frozen
 
 from zfunc.errors import did_you_mean
+from zfunc.options import AUTO
 from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, Key, blocks_with, names_in
 from zfunc.train.deepspeed.reader import ConfigSource
-
-AUTO = "auto"  # "from the model or the command line", in a file
 
 
 @frozen
 class GivenValue:
-    """A value from outside the file, for what it leaves open; `label` names its origin in errors."""
+    """A value for a key that the file leaves open; `label` names its origin in errors."""
 
     value: Any
     label: str
-    shown: Any = None  # what the user wrote, if that is not the value
+    written: Any = None  # what the user wrote, if that is not the value
 
 
 @frozen
 class ResolvedValues:
-    """The value of every key: `file` is what the file says, `auto` the keys that are "auto" in it, `given` what the
-    caller says of keys the file leaves open; `old` are the old names in it, each with the new one.
+    """The value of every key.
 
     >>> values = resolve_values(ConfigSource("x.json", {"bf16": {"enabled": "auto"}}))
     >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
@@ -36,13 +33,13 @@ class ResolvedValues:
     """
 
     source: str
-    file: Mapping[str, Any]
-    auto: tuple[str, ...] = ()
-    given: Mapping[str, Any] = field(factory=dict)  # pyright: ignore[reportUnknownVariableType]
-    old: tuple[tuple[str, str], ...] = ()
+    file: Mapping[str, Any]  # what the file sets
+    auto: tuple[str, ...] = ()  # keys that are "auto" in the file
+    given: Mapping[str, Any] = field(factory=dict[str, Any])  # what the caller sets of the others
+    old: tuple[tuple[str, str], ...] = ()  # old names in the file, each with the name of today
 
     def __getitem__(self, name: str) -> Any:
-        """The file's value of a key, else the one given, else DeepSpeed's default."""
+        """The file's value of a key, else the caller's, else DeepSpeed's default."""
         if name in self.file:
             return self.file[name]
         return self.given[name] if name in self.given else KEYS[name].default
@@ -56,7 +53,7 @@ class ResolvedValues:
         return any(name.startswith(f"{block}.") for name in (*self.file, *self.auto))
 
     def ignored(self) -> dict[str, list[str]]:
-        """The keys of this file that have no effect, by the reason."""
+        """Keys in the file that have no effect, by the reason."""
         reasons: dict[str, list[str]] = {}
         for name in self.file:
             if KEYS[name].fate == "ignored":
@@ -65,10 +62,10 @@ class ResolvedValues:
 
 
 def resolve_values(source: ConfigSource, given: Mapping[str, GivenValue] | None = None) -> ResolvedValues:
-    """The values of `source`, and those `given` where it leaves a key open.
+    """Check `source`, and fill what it leaves open with `given`.
 
-    Raises ValueError for a key that is not in the table, with the nearest that is; for a value of another type; for
-    what is unsupported, with what to do instead; and for a given value that the file contradicts.
+    Raises ValueError for an unknown key, with the nearest one; for a value of another type; for what is
+    unsupported, with what to do instead; and for a given value that the file contradicts.
     """
     entries, unknown = list[tuple[str, Any]](), list[str]()
     _walk(source.values, "", entries, unknown)
@@ -89,16 +86,18 @@ def resolve_values(source: ConfigSource, given: Mapping[str, GivenValue] | None 
         else:
             file[name] = _read(source.name, KEYS[name], value)
     open_values = {
-        name: one.value for name, one in (given or {}).items() if not _agrees(source.name, file, name, one)
+        name: value.value
+        for name, value in (given or {}).items()
+        if not _in_file(source.name, file, name, value)
     }
     return ResolvedValues(source.name, file, tuple(auto), open_values, tuple(old))
 
 
 def _walk(values: Mapping[str, Any], block: str, entries: list[tuple[str, Any]], unknown: list[str]) -> None:
-    """Every key with its dotted name; null says nothing."""
+    """Append every key with its dotted name; null sets nothing."""
     for last, value in values.items():
         name = f"{block}.{last}" if block else str(last)
-        if name == "zero_optimization" and isinstance(value, bool):  # the oldest form
+        if name == "zero_optimization" and isinstance(value, bool):  # an early form
             entries.append(("zero_optimization.stage", int(value)))
         elif name in KEYS or name in OLD_NAMES:
             if value is not None:
@@ -118,7 +117,7 @@ def _unknown(last: str, block: str) -> str:
 
     others = [place(other) for other in blocks_with(last)]
     hint = f" (it belongs {' or '.join(others)})" if others else did_you_mean(last, names_in(block))
-    return f"got the key {last!r} {place(block)}, which is not known there{hint}: correct it, or delete it"
+    return f"got the key {last!r} {place(block)}, which is unknown{hint}: correct or delete it"
 
 
 def _read(source: str, key: Key, value: Any) -> Any:
@@ -127,16 +126,14 @@ def _read(source: str, key: Key, value: Any) -> Any:
         hint = did_you_mean(value, expected.split(", ")) if isinstance(value, str) else ""
         raise ValueError(f"{source}: {key.name}: got {value!r}, expected {expected}{hint}: correct it")
     if instead := key.refusal(plain):
-        raise ValueError(f"{source}: {key.name}: got {value!r}, which zfunc does not do: {instead}")
+        raise ValueError(f"{source}: {key.name}: got {value!r}, which is not supported: {instead}")
     return plain
 
 
-def _agrees(source: str, file: Mapping[str, Any], name: str, given: GivenValue) -> bool:
-    """Whether the file says it too. Raises ValueError if it says another value, or there is no such key."""
+def _in_file(source: str, file: Mapping[str, Any], name: str, given: GivenValue) -> bool:
+    """Whether the file sets the key, to the same value. Raises ValueError for another value or an unknown key."""
     if name not in KEYS:
-        raise ValueError(
-            f"{given.label}: got no key of a file, expected one{did_you_mean(name, list(KEYS))}: correct it"
-        )
+        raise ValueError(f"{given.label}: got an unknown key{did_you_mean(name, list(KEYS))}: correct it")
     if KEYS[name].type.read(given.value) is None:
         raise ValueError(
             f"{given.label}: got {given.value!r}, expected {KEYS[name].type.expected}: correct it"
@@ -145,7 +142,7 @@ def _agrees(source: str, file: Mapping[str, Any], name: str, given: GivenValue) 
         return False
     if file[name] != given.value:
         raise ValueError(
-            f"{given.label}: got {given.shown or given.value}, and {source} says {name} {file[name]}, expected one "
-            f'of them: leave out the first, or write "{AUTO}" into the file'
+            f"{given.label}: got {given.written or given.value}, and {source} says {name} {file[name]}, expected "
+            f'one of them: leave out the first, or write "{AUTO}" into the file'
         )
     return True

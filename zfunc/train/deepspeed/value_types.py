@@ -1,7 +1,4 @@
-"""What the value of a key may be: the types that keys.toml names.
-
-A type reads a value into one form, finite and of the type's own kind; None stands for what it cannot read.
-"""
+"""The types of values that keys.toml names."""
 
 import math
 from collections.abc import Callable
@@ -12,14 +9,14 @@ from attrs import frozen
 
 @frozen
 class ValueType:
-    """`expected` describes it in errors; `read` gives a value in one form, or None for what it cannot be."""
+    """`expected` describes it in errors; `read` normalizes a value, or returns None for one of another type."""
 
     expected: str
     read: Callable[[Any], Any]
 
 
 def value_type(text: str | list[Any]) -> ValueType:
-    """The type that keys.toml calls by `text`: one of PLAIN, "int" or "float" with bounds, or a list of choices.
+    """The type that keys.toml writes as `text`: a name in PLAIN, int or float with bounds, or a list of choices.
 
     >>> value_type("int 1..").read(5e8), value_type("int 1..").read(0.5), value_type("int 1..").read(0)
     (500000000, None, None)
@@ -40,18 +37,18 @@ def value_type(text: str | list[Any]) -> ValueType:
 
 
 def _number(value: Any) -> float | None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if good else None
+    numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return value if numeric else None
 
 
-def _whole(value: Any) -> int | None:
+def _to_int(value: Any) -> int | None:
     number = _number(value)
     return None if number is None or number != int(number) else int(number)
 
 
 def _integer(low: int, high: int | None) -> ValueType:
     def read(value: Any) -> int | None:
-        n = _whole(value)
+        n = _to_int(value)
         return None if n is None or n < low or (high is not None and n > high) else n
 
     at_most = "" if high is None else f", at most {high}"
@@ -69,13 +66,13 @@ def _float(low: float, high: float) -> ValueType:
 
 
 def _choice(choices: list[Any]) -> ValueType:
-    """One of a few values; texts in any case."""
+    """One of a few values; texts match in any case."""
     folded = {x.lower() if isinstance(x, str) else x: x for x in choices}
 
     def read(value: Any) -> Any:
         if isinstance(value, str):
             return folded.get(value.lower())
-        return folded.get(_whole(value)) if isinstance(value, int | float) else None
+        return folded.get(_to_int(value)) if isinstance(value, int | float) else None
 
     return ValueType(", ".join(str(x) for x in choices), read)
 
