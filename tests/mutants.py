@@ -42,6 +42,7 @@ DROPOUT = ["tests/engine/test_laws.py", "-k", "kept_for_backward and dropout and
 RESUMED = ["tests/engine/test_saving.py", "-k", "so_do_two or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
     "engine/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
+    "engine/clipping_stages": [GRADIENTS, SKIPPED],
     "engine/update_stages": [
         GRADIENTS,
         ["tests/engine/test_partial.py", "-k", "changes_no_bit"],

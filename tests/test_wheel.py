@@ -26,7 +26,7 @@ FILES = [
     "pyproject.toml",
 ]
 FOLDERS = ["benchmarks", "docs", "examples", "schedules", "tests", "zfunc"]
-MADE = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", ".*")
+BUILT = shutil.ignore_patterns("__pycache__", "*.so", "*.pyc", ".*")
 COMPILER = os.environ.get("CC", "gcc")
 
 
@@ -37,13 +37,22 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in (*FILES, "setup.py"):
         shutil.copy(ROOT / name, tree)
     for name in FOLDERS:
-        shutil.copytree(ROOT / name, tree / name, ignore=MADE)
+        shutil.copytree(ROOT / name, tree / name, ignore=BUILT)
     return tree
 
 
 def setup(tree: Path, *command: object, **environment: str) -> "subprocess.CompletedProcess[str]":
     run = [sys.executable, "setup.py", "--quiet", *map(str, command)]
     return subprocess.run(run, cwd=tree, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def failing(tree: Path, out: Path, **environment: str) -> str:
+    """What a build of the kernel says that fails. It leaves nothing that would fail at first use."""
+    done = setup(tree, "build_ext", "--build-lib", out, "--build-temp", out, **environment)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert not list(out.rglob("*.so"))
+    return done.stderr
 
 
 def wrapped(folder: Path, line: str) -> str:
@@ -70,9 +79,9 @@ def without_openmp_header(folder: Path) -> str:
         if header.name != "omp.h":
             (folder / "own" / header.name).symlink_to(header)
     ask = [*COMPILER.split(), "-E", "-v", "-xc", "/dev/null"]
-    said = subprocess.run(ask, capture_output=True, text=True).stderr
-    found = re.search(r"<\.\.\.> [^\n]*\n(.*)End of search", said, re.DOTALL)
-    folders = [Path(line) for line in found[1].split()]
+    output = subprocess.run(ask, capture_output=True, text=True).stderr
+    searched = re.search(r"<\.\.\.> [^\n]*\n(.*)End of search", output, re.DOTALL)
+    folders = [Path(line) for line in searched[1].split()]
     system = [folder / "own", *(f for f in folders if f.resolve() != own)]
     return f'exec {COMPILER} -nostdinc {" ".join(f"-isystem {f}" for f in system)} "$@"'
 
@@ -103,32 +112,23 @@ LACKING = {
 @pytest.mark.parametrize("lacks", LACKING)
 def test_a_failing_build_says_what_is_missing(tree: Path, tmp_path: Path, lacks: str) -> None:
     need, evidence, compiler = LACKING[lacks]
-    done = setup(tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC=compiler(tmp_path))
-    message = done.stderr[done.stderr.index("zfunc: its host kernel was not built") :]
-    assert done.returncode != 0
+    errors = failing(tree, tmp_path, CC=compiler(tmp_path))
+    message = errors[errors.index("zfunc: its host kernel was not built") :]
     assert f"It needs {need}" in message
     assert evidence in message
     assert "apt install" in message
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.rglob("*.so"))  # nothing that would fail at first use
 
 
 def test_no_compiler_on_the_path(tree: Path, tmp_path: Path) -> None:
-    done = setup(
-        tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC="gcc", PATH=str(tmp_path)
-    )
-    assert done.returncode != 0
-    assert "It needs gcc 9 or newer" in done.stderr
-    assert "(gcc is not there)" in done.stderr
+    errors = failing(tree, tmp_path, CC="gcc", PATH=str(tmp_path))
+    assert "It needs gcc 9 or newer" in errors
+    assert "(gcc is not there)" in errors
 
 
 def test_a_failure_of_another_kind_points_at_the_compilers_words(tree: Path, tmp_path: Path) -> None:
-    compiler = wrapped(
-        tmp_path, f'case "$*" in *syntax*) exec {COMPILER} "$@" ;; esac; echo words >&2; exit 1'
-    )
-    done = setup(tree, "build_ext", "--build-lib", tmp_path, "--build-temp", tmp_path, CC=compiler)
-    assert done.returncode != 0
-    assert re.search(r"words.*It needs Linux, gcc 9 or newer.*first error above", done.stderr, re.DOTALL)
+    line = f'case "$*" in *syntax*) exec {COMPILER} "$@" ;; esac; echo words >&2; exit 1'
+    errors = failing(tree, tmp_path, CC=wrapped(tmp_path, line))
+    assert re.search(r"words.*It needs Linux, gcc 9 or newer.*first error above", errors, re.DOTALL)
 
 
 @pytest.mark.parametrize("version", ["none", "3.0.12"])
@@ -160,9 +160,7 @@ def test_an_editable_build_is_the_one_imported(tree: Path, tmp_path: Path) -> No
     done = setup(tree, "editable_wheel", "--dist-dir", tmp_path, CC=compiler)
     assert done.returncode == 0, done.stderr
     (built,) = (tree / "zfunc").glob("_cpu_adam*.so")
-    linked = subprocess.run(
-        ["readelf", "--dynamic", built], capture_output=True, text=True, check=True
-    ).stdout
+    linked = subprocess.check_output(["readelf", "--dynamic", built], text=True)
     built.unlink()
     free_threaded = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
     assert built.name == (stale.name if free_threaded else "_cpu_adam.abi3.so")
@@ -175,8 +173,8 @@ def test_an_editable_build_is_the_one_imported(tree: Path, tmp_path: Path) -> No
     (tmp_path / "zfunc").mkdir()  # as the folder that contains a clone has one
     needed = Path(attrs.__file__).parents[1]
     command = [sys.executable, "-S", "-c", IMPORTED, str(tmp_path / "site"), str(needed)]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
-    assert told.split() == [str(tree / "zfunc" / "__init__.py"), str(tree / "schedules" / "__init__.py")]
+    imported = subprocess.check_output(command, cwd=tmp_path, text=True)
+    assert imported.split() == [str(tree / "zfunc" / "__init__.py"), str(tree / "schedules" / "__init__.py")]
 
 
 # ---- what is packed --------------------------------------------------------------------------------
@@ -210,11 +208,10 @@ def test_the_sdist_is_the_source_tree(tree: Path, tmp_path: Path) -> None:
 def test_the_wheel_has_the_package_and_nothing_else(tree: Path, tmp_path: Path) -> None:
     done = setup(tree, "build_py", "--build-lib", tmp_path)
     assert done.returncode == 0, done.stderr
-    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc").rglob("*.py")}
-    schedules = {f"zfunc/{path.relative_to(ROOT)}" for path in (ROOT / "schedules").glob("*.py")}
-    tables = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc").rglob("*.toml")}
-    web = {str(path.relative_to(ROOT)) for path in (ROOT / "zfunc" / "viz" / "web").iterdir()}
-    assert listing(tmp_path) == modules | schedules | tables | web | {"zfunc/py.typed"}
+    package, schedules = ROOT / "zfunc", (ROOT / "schedules").glob("*.py")
+    own = [*package.rglob("*.py"), *package.rglob("*.toml"), *(package / "viz" / "web").iterdir()]
+    expected = {str(path.relative_to(ROOT)) for path in (*own, package / "py.typed")}
+    assert listing(tmp_path) == expected | {f"zfunc/{path.relative_to(ROOT)}" for path in schedules}
 
 
 def test_the_wheel_serves_every_python_the_package_does() -> None:
@@ -226,9 +223,7 @@ def test_the_wheel_serves_every_python_the_package_does() -> None:
 def test_training_waits_for_no_tools_of_tests_and_linters(tmp_path: Path) -> None:
     def installed(target: str) -> list[str]:
         command = ["make", "--dry-run", f"VENV={tmp_path}", target]
-        lines = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=True
-        ).stdout.splitlines()
+        lines = subprocess.check_output(command, cwd=ROOT, text=True).splitlines()
         return [line.split("constraints.txt ")[1] for line in lines if "pip install" in line]
 
     alone = installed("train")
