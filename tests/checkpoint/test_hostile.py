@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from zfunc.checkpoint import manifest_json as manifest_file
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
-from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.errors import CheckpointError
 
 
@@ -61,8 +60,13 @@ MANIFESTS: list[tuple[str, Any, str]] = [
     # huge sizes
     (
         "shards/0/size",
+        1 << 20,
+        r"rank-00000-of-00002.safetensors: got \d+ bytes, expected 1048576: the file is truncated",
+    ),
+    (
+        "shards/0/size",
         2**62,
-        r"rank-00000-of-00002.safetensors: got \d+ bytes, expected 4611686018427387904: the fil",
+        r"rank-00000-of-00002.safetensors: got a header of 46116860184273\d+ bytes, expected at most 16777224",
     ),
     (
         "shards/0/size",
@@ -177,7 +181,7 @@ MANIFESTS: list[tuple[str, Any, str]] = [
     ("parameters/0/name", "\ud800", r"manifest.json: got text that is not UTF-8, expected strict JSON"),
     ("position/step", True, r"manifest.json.position.step: got True, expected an integer of 0 to"),
     ("position/step", 3.0, r"manifest.json.position.step: got 3.0, expected an integer"),
-    ("position/step", None, r"manifest.json.position: got no such field, expected one named 'step'"),
+    ("position/step", None, r"manifest.json.position: got none, expected a field named 'step'"),
     (
         "position/stp",
         1,
@@ -220,19 +224,19 @@ def refused_by_open(known: Sample, raw: bytes) -> None:
 
 
 TEXTS: list[tuple[bytes, str]] = [
-    (b"", "what is no JSON"),
+    (b"", "invalid JSON"),
     (b"\xff\xfe", "text that is not UTF-8"),
-    (b"[" * 1_000_000, "a value nested more than 16 deep"),
-    (b'{"a":' * 1_000_000, "a value nested more than 16 deep"),
-    (b'"' + b'\\"' * 1_000_000, "what is no JSON"),
-    (b'"' + b"\\" * 1_000_001, "what is no JSON"),
+    (b"[" * 1_000_000, "a value nested too deep"),
+    (b'{"a":' * 1_000_000, "a value nested too deep"),
+    (b'"' + b'\\"' * 1_000_000, "invalid JSON"),
+    (b'"' + b"\\" * 1_000_001, "invalid JSON"),
     (b"1" * 1_000_000, "a number of 1000000 digits, above 64 bits"),
     (b"-" + b"1" * 21, "a number of 22 digits"),
     (b"1e999", "the number '1e999', above all floats"),
     (b"1." + b"1" * 1_000_000, "1.111111111111111., expected an object"),
     (b"-Infinity", "-Infinity, which JSON does not have"),
     (b'{"version":1,"version":1}', "the name 'version' twice in one object"),
-    (b'{"version":1}{}', "what is no JSON"),
+    (b'{"version":1}{}', "invalid JSON"),
     (b'{"' + b"x" * 1_000_000 + b'":1}', "no version"),
     (b'{"version":1,"' + b"x" * 1_000_000 + b'":1}', "a field 'xxx"),
     (b"[1]", r"\[1\], expected an object"),
@@ -248,90 +252,17 @@ def test_what_is_no_strict_json_is_refused_with_its_reason(raw: bytes, message: 
     assert len(str(caught.value)) < 1000
 
 
-def header(entries: dict[str, Any] | bytes, data: int = 16) -> bytes:
-    text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(data)
-
-
-def entry(dtype: Any = "F32", shape: Any = (4,), offsets: Any = (0, 16)) -> dict[str, Any]:
-    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-
-
-HEADERS: list[tuple[bytes, str]] = [
-    (b"", "a file of 0 bytes with no header, expected"),
-    (b"\2" + bytes(6), "a file of 7 bytes with no header"),
-    (bytes(100), "a file of 100 bytes with a header of 0, expected a header of 2 to"),
-    (b"\xff" * 8 + b"{}", "a file of 10 bytes with a header of 18446744073709551615"),
-    (
-        (17 << 20).to_bytes(8, "little") + b"{}" + bytes(18 << 20),
-        "a file of 18874378 bytes with a header of 17825792, expected a header of 2 to 16777",
-    ),
-    (header(b"  {}", 0), "spaces before it, expected a header that begins with an object"),
-    (header(b"[]", 0), r"spaces before it|\[\], expected an object"),
-    (header(b"{}\0", 0), "what is no JSON"),
-    (header({"a": entry("F31")}), r"'F31' \(did you mean 'F32'\?\), expected one of F64"),
-    (header({"a": entry("F4")}), "'F4'"),
-    (header({"a": entry(5)}), "5, expected a text"),
-    (header({"a": entry(shape=[-4])}), r"-4, expected an integer of 0"),
-    (header({"a": entry(shape=[4.0])}), r"4.0, expected an integer"),
-    (header({"a": entry(shape=[True, 4])}), r"True, expected an integer"),
-    (header({"a": entry(shape=4)}), "4, expected a list"),
-    (header({"a": entry(shape=[2**62, 2**62])}), ".*, expected at most 64 dimensions and 2.60 elements"),
-    (header({"a": entry(shape=[2**61])}), ".*, expected at most 64 dimensions and 2.60 elements"),
-    (header({"a": entry(shape=[1] * 10_000 + [4])}), ".*, expected at most 64 dimensions"),
-    (
-        header({"a": entry(shape=[2**40], offsets=[0, 2**42])}),
-        "16 bytes of data, expected 4398046511104, the end",
-    ),
-    (header({"a": entry(shape=[5])}), r"\[0, 16\], expected 20 bytes, what F32 \[5\] takes"),
-    (header({"a": entry(offsets=[0, 16, 16])}), "a list of 3 integers, expected 2"),
-    (header({"a": entry(offsets=[16, 0])}), r"\[16, 0\], expected 16 bytes"),
-    (
-        header({"a": entry(offsets=[16, 32])}, 32),
-        "'a' at byte 16 of the data, expected 0, the end of what precedes",
-    ),
-    (
-        header({"a": entry(), "b": entry()}),
-        "'b' at byte 0 of the data, expected 16, the end of what precedes it",
-    ),
-    (header({"a": entry(), "b": entry(offsets=[20, 36])}, 36), "'b' at byte 20 of the data, expected 16"),
-    (header({"a": entry()}, 17), "17 bytes of data, expected 16, the end of the last tensor"),
-    (header({"a": entry()}, 15), "15 bytes of data, expected 16, the end of the last tensor"),
-    (header({"a": {**entry(), "b": 1}}), "a field 'b', expected only dtype, shape, data_offsets"),
-    (header({"a": {"dtype": "F32", "shape": []}}), "no such field, expected one named 'data_offsets'"),
-    (header({"": entry()}), "'', expected a text of 1 to 1000"),
-    (header({"x" * 1001: entry()}), "'x+...x+', expected a text of 1 to 1000"),
-    (header({"__metadata__": {"a": 1}}, 0), "1, expected a text"),
-    (header({"__metadata__": []}, 0), r"\[\], expected an object"),
-    (header(b'{"a":1,"a":2}'), "the name 'a' twice"),
-    (header(b'{"a":' * 100_000), "a value nested more than 16 deep"),
-]
-
-
-@pytest.mark.parametrize(("raw", "message"), HEADERS, ids=[str(n) for n in range(len(HEADERS))])
-def test_a_hostile_shard_is_refused_with_its_reason(tmp_path: Path, raw: bytes, message: str) -> None:
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(raw)
-    with pytest.raises(CheckpointError, match=rf"/x.safetensors.*: got ({message})"):
-        open_shard(path)
-
-
-def test_the_offsets_of_others_may_come_in_any_order(tmp_path: Path) -> None:
-    entries = {"b": entry(offsets=[16, 32]), "none": entry("U8", [0], [16, 16]), "a": entry()}
-    (tmp_path / "x").write_bytes(header(entries, 32))
-    with open_shard(tmp_path / "x") as reader:
-        assert list(reader.header.tensors) == ["a", "none", "b"]
-
-
-def test_nothing_large_is_allocated_by_what_a_file_claims(known: Sample, tmp_path: Path) -> None:
-    """A file of 8 TiB that is a hole, whose header is there; manifests of parameters of 2^40 elements."""
-    path = tmp_path / "x"
-    path.write_bytes((15 << 20).to_bytes(8, "little"))
-    os.truncate(path, 8 << 40)
+def test_nothing_large_is_allocated_by_what_a_file_claims(known: Sample) -> None:
+    """A header of 8 TiB, in a file that is one hole; parameters of 2^40 elements."""
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="what is no JSON"):
-            open_shard(path)
+        with sample() as huge:
+            os.truncate(huge.folder / huge.shard.file, 8 << 40)
+            raw = edited(huge.manifest, "shards/0/size", 8 << 40)
+            with pytest.raises(
+                CheckpointError, match=r"got a header of 8796\d+ bytes, expected at most 16777224"
+            ):
+                refused_by_open(huge, raw)
         for change, value in (("parameters/0/shape", [2**40]), ("shards/0/size", 2**62)):
             assert not try_manifest(known, edited(known.manifest, change, value))
         assert tracemalloc.get_traced_memory()[1] < 100 << 20
@@ -394,9 +325,9 @@ def test_a_mutated_file_is_refused_or_read(known: Sample, what: str) -> None:
 
 
 def test_the_longer_run_counts_its_inputs(capsys: pytest.CaptureFixture[str]) -> None:
-    assert fuzz_checkpoint.main(["--inputs", "80", "--seed", "3"]) == 0
+    assert fuzz_checkpoint.main(["--inputs", "60", "--seed", "3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1].startswith("80 inputs in ")
+    assert lines[-1].startswith("60 inputs in ")
     counts = [line.split() for line in lines[:-1]]
-    assert [int(x[2]) + int(x[4]) for x in counts] == [20] * 4
+    assert [int(x[2]) + int(x[4]) for x in counts] == [20] * 3
     assert all(int(x[2]) > 5 for x in counts)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from saved import checksummed, content, write_shard
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, cut_elements, read_shape
+from zfunc.checkpoint.manifest_json import read_shape
+from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.checkpoint.strict_json import JsonNode
@@ -37,11 +38,11 @@ def write(path: Path, tensors: tuple[TensorInfo, ...] = TENSORS, chunk: int = 32
     return write_shard(path, {t: data[t.name] for t in tensors}, chunk)
 
 
-def read_all(path: Path, shard: Shard | None) -> dict[str, bytes]:
+def read_all(path: Path, shard: Shard) -> dict[str, bytes]:
     with open_shard(path, shard) as reader:
-        found = {name: bytearray(t.nbytes) for name, t in reader.header.tensors.items()}
+        found = {t.name: bytearray(t.nbytes) for t in shard.tensors}
         for name, buffer in found.items():
-            reader.read_into(name, 0, reader.header.tensors[name].numel, buffer)
+            reader.read_into(name, 0, shard.by_name[name].numel, buffer)
     return {name: bytes(x) for name, x in found.items()}
 
 
@@ -69,7 +70,7 @@ def test_any_writes_in_any_order_are_read_in_any_slices(
             writer.write_at(t.name, a, wanted[t.name][a * item : b * item])
         writer.finish()
         shard = checksummed(path, writer.header, wanted, chunk)
-        assert read_all(path, shard) == read_all(path, None) == wanted
+        assert read_all(path, shard) == wanted
         for t in tensors:
             a, b = sorted(data.draw(st.tuples(*[st.integers(0, t.numel)] * 2)))
             buffer = bytearray((b - a) * BYTES[t.dtype])
@@ -100,7 +101,7 @@ def test_threads_write_at_once(tmp_path: Path) -> None:
     for x in threads:
         x.join()
     writer.finish()
-    assert read_all(tmp_path / "x", None) == {"w": data}
+    assert (tmp_path / "x").read_bytes().endswith(data)
 
 
 def test_the_file_is_as_the_format_says(tmp_path: Path) -> None:
@@ -117,7 +118,7 @@ def test_the_file_is_as_the_format_says(tmp_path: Path) -> None:
     assert (shard.file, shard.size, shard.header) == ("x", len(raw), zlib.crc32(raw[: 8 + length]))
 
 
-def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(tmp_path: Path) -> None:
+def test_the_safetensors_library_reads_what_is_written(tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.numpy")
     arrays = {
         "w": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -136,10 +137,6 @@ def test_the_safetensors_library_reads_what_is_written_and_writes_what_is_read(t
     assert all(
         np.array_equal(loaded[name], x) and loaded[name].shape == x.shape for name, x in arrays.items()
     )
-    safetensors.save_file(arrays, tmp_path / "theirs", metadata={"a": "b"})
-    assert read_all(tmp_path / "theirs", None) == {name: x.tobytes() for name, x in arrays.items()}
-    with open_shard(tmp_path / "theirs") as reader:
-        assert reader.header.metadata == {"a": "b"}
 
 
 def test_no_flipped_byte_gets_through(tmp_path: Path) -> None:
@@ -177,9 +174,8 @@ def test_no_truncated_or_grown_file_is_opened(tmp_path: Path) -> None:
     raw = path.read_bytes()
     for size in (*range(len(raw)), len(raw) + 1):
         path.write_bytes((raw + b" ")[:size])
-        for known in (shard, None):
-            with pytest.raises(CheckpointError, match=r"/x: got"):
-                open_shard(path, known)
+        with pytest.raises(CheckpointError, match=r"/x: got"):
+            open_shard(path, shard)
 
 
 def test_a_file_that_shrinks_while_it_is_read_says_so(tmp_path: Path) -> None:
@@ -230,12 +226,6 @@ def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
         (("w", 0, bytes(6)), r"'w': got 6 bytes for element 0, expected whole F32 elements within 33: pass"),
         (("w", 32, bytes(8)), r"'w': got 8 bytes for element 32"),
         (("w", -1, bytes(4)), r"'w': got 4 bytes for element -1"),
-        (
-            ("w", 3, bytes(8)),
-            r"'w': got elements 3 to 5, some of them written before.*: write disjoint slices",
-        ),
-        (("w", 5, bytes(8)), r"'w': got elements 5 to 7, some of them written before"),
-        (("w", 0, bytes(132)), r"'w': got elements 0 to 33, some of them written before"),
         (("cods", 0, bytes(4)), r"got the name 'cods' \(did you mean 'codes'\?\), expected that of a tensor"),
         (("w", 20, np.zeros((8, 2), np.float32)[:, 0]), r"got a buffer with gaps, expected a contiguous one"),
     ],
@@ -252,9 +242,7 @@ def test_a_file_with_an_element_missing_is_not_finished(tmp_path: Path) -> None:
     writer = create_shard(tmp_path / "x", [TensorInfo("w", "F32", (100,))])
     writer.write_at("w", 0, bytes(20))
     writer.write_at("w", 6, bytes(4 * 94))
-    with pytest.raises(
-        CheckpointError, match=r"/x: got no element 5 of 'w', expected all to be written: call"
-    ):
+    with pytest.raises(CheckpointError, match=r"/x: got 396 bytes of 'w', expected 400: call write_at once"):
         writer.finish()
     writer.write_at("w", 5, bytes(4))
     writer.finish()
@@ -288,7 +276,7 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_after_a_write_that_failed_the_file_is_not_finished(
+def test_a_file_in_which_a_write_failed_or_came_twice_is_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -301,7 +289,11 @@ def test_after_a_write_that_failed_the_file_is_not_finished(
             CheckpointError, match="'No space left on device' while writing bytes 0 to 64 of 'w'"
         ):
             writer.write_at("w", 0, bytes(64))
-    with pytest.raises(CheckpointError, match="got no element 0 of 'w'"):
+    with pytest.raises(CheckpointError, match="got 0 bytes of 'w', expected 64"):
+        writer.finish()
+    writer.write_at("w", 0, bytes(64))
+    writer.write_at("w", 60, bytes(4))
+    with pytest.raises(CheckpointError, match="got 68 bytes of 'w', expected 64"):
         writer.finish()
     writer.close()
 

@@ -144,7 +144,7 @@ def test_so_do_two_ranks_and_one_reads_what_they_saved(
     program, data = compiled("odd sizes", precision="bf16", bucket_size=200)
     state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 1)
     path = zfunc.save(tmp_path / "fp32", program, state)
-    stored = open_checkpoint(path).manifest.tensors[0]
+    stored = open_checkpoint(path).manifest.shards[0].by_name
     assert all(stored[f"{x.name}/master"].shape == x.shape for x in program.layout.spans)
     for moments in ("16bit", "8bit", "fp32"):
         one, _ = compiled("odd sizes", precision="fp32", moments=moments)

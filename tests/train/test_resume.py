@@ -25,7 +25,7 @@ from small_trainings import (
 )
 
 import zfunc
-from zfunc.checkpoint import writer as saving
+from zfunc.engine import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
 from zfunc.train.history import read_recorded_step
@@ -174,7 +174,7 @@ def test_a_save_that_fails_is_said_once_and_training_goes_on(
     undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no room for the checkpoint of step 3; the disk fails in the middle of that of step 6."""
-    begin = saving.begin_writing
+    begin = save_load.begin_writing
 
     def begin_badly(content: Any, *args: Any) -> Any:
         if content.position.step == 3:
@@ -184,7 +184,7 @@ def test_a_save_that_fails_is_said_once_and_training_goes_on(
             begun._failure = "pulled the plug"
         return begun
 
-    monkeypatch.setattr(saving, "begin_writing", begin_badly)
+    monkeypatch.setattr(save_load, "begin_writing", begin_badly)
     assert train("--out", "run", "--save-every", 3) == 0
     out = capsys.readouterr().out
     assert out.count("checkpoint: none was saved of step 3: no room") == out.count("no room") == 1

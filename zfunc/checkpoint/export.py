@@ -114,7 +114,7 @@ def _weights(
     first_kind = [WantedSlice(kind[0], x.name, 0, x.numel) for kind, x in zip(kinds, entries, strict=True)]
     for read in plan_reads(manifest, first_kind):
         entry, shard = entries[read.wanted], manifest.shards[read.shard]
-        item = BYTES[manifest.tensors[read.shard][read.tensor].dtype]
+        item = BYTES[shard.by_name[read.tensor].dtype]
         for begin, end in cut_elements(read.start, read.stop, item, shard.chunk):
             start = read.to + begin - read.start
             halves = _read(reader, entry.name, kinds[read.wanted], start, start + end - begin)

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from attrs import frozen
 
-from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, Shard, TensorInfo, num_chunks
+from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, HEADER_LIMIT, LENGTH, Shard, TensorInfo, num_chunks
 from zfunc.checkpoint.strict_json import MAX_INT
 from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
@@ -107,15 +107,9 @@ class Manifest:
         """The parameters by name."""
         return {x.name: x for x in self.parameters}
 
-    @cached_property
-    def tensors(self) -> tuple[dict[str, TensorInfo], ...]:
-        """For every shard its tensors by name."""
-        return tuple({t.name: t for t in shard.tensors} for shard in self.shards)
-
-    @cached_property
-    def places(self) -> tuple[dict[str, int], ...]:
-        """For every shard which of its tensors comes when."""
-        return tuple({t.name: n for n, t in enumerate(shard.tensors)} for shard in self.shards)
+    def tensor(self, piece: StateSlice) -> TensorInfo:
+        """The tensor that a piece lies in."""
+        return self.shards[piece.shard].by_name[piece.tensor]
 
     def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
         """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
@@ -186,8 +180,10 @@ def _check_shard(shard: Shard) -> None:
     if not 0 < shard.chunk <= CHUNK_LIMIT:
         raise _bad(shard.file, f"chunks of {shard.chunk} bytes", f"1 to {CHUNK_LIMIT}")
     _check_unique(f"{shard.file}: tensor", [t.name for t in shard.tensors])
-    if sum(t.nbytes for t in shard.tensors) >= shard.size:
+    if shard.header_size <= 0:
         raise _bad(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
+    if shard.header_size > (limit := LENGTH + HEADER_LIMIT):
+        raise _bad(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
     for t in shard.tensors:
         if len(shard.checksums.get(t.name, ())) != (count := num_chunks(t.nbytes, shard.chunk)):
             raise _bad(f"{shard.file}, {t.name!r}", "another number of checksums", f"{count}")
@@ -206,7 +202,7 @@ def _check_pieces(
             raise _bad(where, flaw, f"pieces that tile its {numel}")
         stored: set[str] = set()
         for piece in entry.pieces[kind]:
-            tensors = manifest.tensors[piece.shard] if 0 <= piece.shard < len(manifest.shards) else {}
+            tensors = manifest.shards[piece.shard].by_name if 0 <= piece.shard < len(manifest.shards) else {}
             if (tensor := tensors.get(piece.tensor)) is None:
                 raise _bad(where, f"tensor {piece.tensor!r} of shard {piece.shard}", "one of that shard's")
             if tensor.dtype not in dtypes:

@@ -6,6 +6,7 @@ allocated by what it says. Names and types are checked here, how the parts fit t
 
 import zlib
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import attrs
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.manifest import FILE, Manifest, ParameterEntry, StateSlice, TrainingPosition
-from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, Shard, read_shape, read_stored
+from zfunc.checkpoint.safetensors_file import BYTES, CHUNK_LIMIT, Shard, TensorInfo
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import ADAM_FORMATS, FORMER_FORMATS, STATE_FORMATS
@@ -124,7 +125,10 @@ def read_shard(node: JsonNode) -> Shard:
     """The shard that `shard_fields` made. Raises CheckpointError, with the place, for anything else."""
     file, size, header, chunk, tensors = node.fields("file", "size", "header", "chunk", "tensors")
     entries = [x.fields("name", "dtype", "shape", "checksums") for x in tensors.items()]
-    stored = tuple(read_stored(*entry[:3]) for entry in entries)
+    stored = tuple(
+        TensorInfo(name.text(), dtype.choice(tuple(BYTES)), read_shape(shape))
+        for name, dtype, shape, _ in entries
+    )
     return Shard(
         file=file.text(high=200),
         size=size.integer(),
@@ -133,6 +137,14 @@ def read_shard(node: JsonNode) -> Shard:
         tensors=stored,
         checksums={t.name: entry[3].integers(_CRC) for t, entry in zip(stored, entries, strict=True)},
     )
+
+
+def read_shape(node: JsonNode) -> tuple[int, ...]:
+    """A checked shape: its bytes, at any precision and with every 0 taken as 1, fit in 64 bits."""
+    dims = node.integers()
+    if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
+        node.refuse("at most 64 dimensions and 2^60 elements")
+    return dims
 
 
 def _read_kept(node: JsonNode) -> ParameterEntry:

@@ -50,7 +50,7 @@ def plan_reads(manifest: Manifest, wanted: Sequence[WantedSlice]) -> tuple[Plann
     Raises ValueError for a parameter or kind the checkpoint does not have, and for a slice outside of it.
     """
     reads = [read for n, slice_ in enumerate(wanted) for read in _reads(manifest, slice_, n)]
-    return tuple(sorted(reads, key=lambda r: (r.shard, manifest.places[r.shard][r.tensor], r.start)))
+    return tuple(sorted(reads, key=lambda r: (r.shard, manifest.shards[r.shard].begins[r.tensor], r.start)))
 
 
 def _reads(manifest: Manifest, wanted: WantedSlice, number: int) -> Iterator[PlannedRead]:
@@ -98,7 +98,7 @@ class CheckpointReader:
     def dtype(self, parameter: str, kind: str) -> Dtype:
         """The type of the stored elements; "fp32" for a parameter without any."""
         pieces = self.manifest.by_name[parameter].pieces[kind]
-        return _DTYPES[self.manifest.tensors[pieces[0].shard][pieces[0].tensor].dtype] if pieces else "fp32"
+        return _DTYPES[self.manifest.tensor(pieces[0]).dtype] if pieces else "fp32"
 
     def read(self, targets: Sequence[tuple[WantedSlice, Any]]) -> None:
         """Fill each slice's buffer: writable, contiguous, of the slice's size and stored type.
@@ -115,8 +115,9 @@ class CheckpointReader:
     def _calls(self, read: PlannedRead, buffer: Any) -> Iterator[tuple[str, int, int, memoryview]]:
         """The arguments of `read_into`, one chunk a call, so that there is work for several threads."""
         data = disk.bytes_of(buffer)
-        item = BYTES[self.manifest.tensors[read.shard][read.tensor].dtype]
-        for start, stop in cut_elements(read.start, read.stop, item, self.manifest.shards[read.shard].chunk):
+        shard = self.manifest.shards[read.shard]
+        item = BYTES[shard.by_name[read.tensor].dtype]
+        for start, stop in cut_elements(read.start, read.stop, item, shard.chunk):
             at = read.to + start - read.start
             yield read.tensor, start, stop, data[at * item : (at + stop - start) * item]
 

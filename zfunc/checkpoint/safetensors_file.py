@@ -1,7 +1,5 @@
 """A file of tensors in the safetensors format: which tensor, of what type and shape, lies where.
 
-The tensors of a Header tile the data without gap or overlap, up to the end of the file.
-
 The format (github.com/huggingface/safetensors): 8 bytes, the length of the rest, little-endian; JSON that begins
 with `{` and may end in spaces: for every name its dtype, shape and [begin, end) in the data; then the data. Files
 written here have larger elements first, so that every tensor is aligned to the size of its elements.
@@ -13,16 +11,16 @@ one in 2^32 of the others. It is as fast as a good disk (blake2b: a third of it)
 
 import zlib
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from math import prod
 from pathlib import Path
 
 from attrs import field, frozen, validators
 
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.core.dtypes import DTYPES
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import did_you_mean
 
 BYTES = {
     **{x.safetensors: x.nbytes for x in DTYPES.values()},
@@ -67,10 +65,10 @@ class TensorInfo:
 
 @frozen
 class Shard:
-    """A checkpoint's file as the manifest describes it: a reader gets the bytes that were written, or an error.
+    """A checkpoint's file as the manifest describes it: the bytes of a header, then the tensors, in this order.
 
-    `header` is the CRC-32 of all that precedes the data; `checksums[name]` are those of a tensor's chunks, each of
-    `chunk` bytes but the last.
+    `header` is the CRC-32 of the header; `checksums[name]` are those of a tensor's chunks, each of `chunk` bytes
+    except the last.
     """
 
     file: str
@@ -79,6 +77,22 @@ class Shard:
     chunk: int
     tensors: tuple[TensorInfo, ...]
     checksums: Mapping[str, tuple[int, ...]]
+
+    @property
+    def header_size(self) -> int:
+        """Bytes before the first tensor."""
+        return self.size - sum(t.nbytes for t in self.tensors)
+
+    @cached_property
+    def by_name(self) -> dict[str, TensorInfo]:
+        """The tensors by name."""
+        return {t.name: t for t in self.tensors}
+
+    @cached_property
+    def begins(self) -> dict[str, int]:
+        """Where in the file each tensor begins, by name."""
+        begins = accumulate((t.nbytes for t in self.tensors), initial=self.header_size)
+        return dict(zip(self.by_name, begins, strict=False))
 
 
 def num_chunks(nbytes: int, chunk: int) -> int:
@@ -99,13 +113,12 @@ def cut_elements(start: int, stop: int, item: int, chunk: int) -> list[tuple[int
 
 @frozen
 class Header:
-    """The bytes before the data, the tensors in the order of the data, and where in the file each begins."""
+    """The bytes before the data of a new file, the tensors in the order of the data, and where each begins."""
 
     raw: bytes
     tensors: Mapping[str, TensorInfo]
     begins: Mapping[str, int]
-    size: int  # of the whole file, in bytes
-    metadata: Mapping[str, str]
+    size: int  # of the complete file, in bytes
 
 
 def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> Header:
@@ -130,7 +143,7 @@ def make_header(tensors: Sequence[TensorInfo], metadata: Mapping[str, str]) -> H
             f"got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer tensors"
         )
     raw = len(text).to_bytes(LENGTH, "little") + text
-    return Header(raw, placed, {n: len(raw) + x for n, x in begins.items()}, len(raw) + end, metadata)
+    return Header(raw, placed, {n: len(raw) + x for n, x in begins.items()}, len(raw) + end)
 
 
 def describe_shard(file: str, header: Header, checksums: Mapping[str, Sequence[int]], chunk: int) -> Shard:
@@ -145,67 +158,9 @@ def describe_shard(file: str, header: Header, checksums: Mapping[str, Sequence[i
     )
 
 
-def header_length(path: Path, first: bytes, size: int) -> int:
-    """Bytes of JSON, as the first 8 of a file of `size` say. Raises CheckpointError if they cannot be there."""
-    length = int.from_bytes(first, "little")
-    if size < LENGTH or not 2 <= length <= min(size - LENGTH, HEADER_LIMIT):
-        claimed = f"a header of {length}" if size >= LENGTH else "no header"
-        raise CheckpointError(
-            f"{path}: got a file of {size} bytes with {claimed}, expected a header of 2 to {HEADER_LIMIT} bytes, "
-            "all of it there: the file is truncated or not safetensors; use another"
-        )
-    return length
-
-
-def read_header(path: Path, raw: bytes, size: int) -> Header:
-    """Check and take apart all bytes before the data of a file of `size` bytes. Raises CheckpointError."""
-    root = strict_json.parse_json(raw[LENGTH:], str(path))
-    if raw[LENGTH : LENGTH + 1] != b"{":
-        root.refuse("a header that begins with an object", "spaces before it")
-    entries = root.entries()
-    metadata = entries.pop(_METADATA, JsonNode({}, "")).entries()
-    tensors = sorted((_entry(name, node) for name, node in entries.items()), key=lambda x: x[1:])
-    end = 0
-    for tensor, begin, stop in tensors:
-        if begin != end:
-            root.refuse(f"{end}, the end of what precedes it", f"{tensor.name!r} at byte {begin} of the data")
-        end = stop
-    if len(raw) + end != size:
-        root.refuse(f"{end}, the end of the last tensor", f"{size - len(raw)} bytes of data")
-    return Header(
-        raw=raw,
-        tensors={t.name: t for t, *_ in tensors},
-        begins={t.name: len(raw) + begin for t, begin, _ in tensors},
-        size=size,
-        metadata={key: node.text(low=0, high=HEADER_LIMIT) for key, node in metadata.items()},
-    )
-
-
-def read_stored(name: JsonNode, dtype: JsonNode, shape: JsonNode) -> TensorInfo:
-    """A checked tensor whose size in bytes fits in 64 bits."""
-    return TensorInfo(name.text(), dtype.choice(tuple(BYTES)), read_shape(shape))
-
-
-def read_shape(node: JsonNode) -> tuple[int, ...]:
-    """A checked shape: its bytes, at any precision and with every 0 taken as 1, fit in 64 bits."""
-    dims = node.integers()
-    if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
-        node.refuse("at most 64 dimensions and 2^60 elements")
-    return dims
-
-
-def _entry(name: str, node: JsonNode) -> tuple[TensorInfo, int, int]:
-    dtype, shape, offsets = node.fields("dtype", "shape", "data_offsets")
-    tensor = read_stored(JsonNode(name, f"{node.where}, its name"), dtype, shape)
-    begin, stop = offsets.integers(count=2)
-    if stop - begin != tensor.nbytes:
-        offsets.refuse(f"{tensor.nbytes} bytes, what {tensor.dtype} {list(tensor.shape)[:8]} takes")
-    return tensor, begin, stop
-
-
-def find_tensor(path: Path, header: Header, name: str) -> TensorInfo:
+def find_tensor(path: Path, tensors: Mapping[str, TensorInfo], name: str) -> TensorInfo:
     """The tensor of that name. Raises ValueError, with the nearest name, if the file has none."""
-    if name not in header.tensors:
-        hint = did_you_mean(name, list(header.tensors))
+    if name not in tensors:
+        hint = did_you_mean(name, list(tensors))
         raise ValueError(f"{path}: got the name {name!r}{hint}, expected that of a tensor in it")
-    return header.tensors[name]
+    return tensors[name]

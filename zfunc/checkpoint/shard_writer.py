@@ -1,10 +1,9 @@
 """Writing a safetensors file: its space is reserved at once, its tensors are filled in any order by any thread.
 
-`finish` returns only if every element was written, exactly once, and is on the disk.
+`finish` returns only if all bytes are written and on the disk.
 """
 
 import os
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from threading import Lock
@@ -24,7 +23,7 @@ class ShardWriter:
     path: Path
     header: Header
     _fd: int
-    _ranges: dict[str, list[tuple[int, int]]]  # of bytes written or being written, ascending, by tensor
+    _missing: dict[str, int]  # bytes still to be written, by tensor
     _lock: Lock = field(factory=Lock)
     _writing: int = 0  # calls under way
     _closing: bool = False
@@ -32,71 +31,48 @@ class ShardWriter:
     def write_at(self, name: str, start: int, buffer: Any) -> None:
         """Write a contiguous buffer (an array, bytes) as elements `start` and on of tensor `name`.
 
-        Raises ValueError for a buffer that does not fit there or overlaps what was written; CheckpointError for a
-        disk that cannot take it: the file is lost then, `close` it.
+        Raises ValueError for a buffer that does not fit; CheckpointError if the disk cannot take it: `close` the
+        file then. Slices have to be disjoint.
         """
         data = disk.bytes_of(buffer)
-        first, last = self._byte_range(name, start, data.nbytes)
-        if first == last:
-            return
-        self._claim(name, first, last)
+        tensor = find_tensor(self.path, self.header.tensors, name)
+        item = BYTES[tensor.dtype]
+        first, last = start * item, start * item + data.nbytes
+        if data.nbytes % item or not 0 <= first <= last <= tensor.nbytes:
+            raise ValueError(
+                f"{name!r}: got {data.nbytes} bytes for element {start}, expected whole {tensor.dtype} elements "
+                f"within {tensor.numel}: pass a slice of the tensor and where it begins"
+            )
+        with self._lock:
+            self._writing += 1
         try:
             with disk.os_errors_as(self.path, f"writing bytes {first} to {last} of {name!r}"):
                 disk.write_all(self._fd, data, self.header.begins[name] + first)
-        except BaseException:
             with self._lock:
-                self._ranges[name].remove((first, last))
-            raise
+                self._missing[name] -= data.nbytes
         finally:
             with self._lock:
                 self._writing -= 1
                 self._close_if_idle()
 
-    def _byte_range(self, name: str, start: int, nbytes: int) -> tuple[int, int]:
-        tensor = find_tensor(self.path, self.header, name)
-        item = BYTES[tensor.dtype]
-        first, last = start * item, start * item + nbytes
-        if nbytes % item or not 0 <= first <= last <= tensor.nbytes:
-            raise ValueError(
-                f"{name!r}: got {nbytes} bytes for element {start}, expected whole {tensor.dtype} elements within "
-                f"{tensor.numel}: pass a slice of the tensor and where it begins"
-            )
-        return first, last
-
-    def _claim(self, name: str, first: int, last: int) -> None:
-        """Reserve bytes of a tensor for one call to write."""
-        with self._lock:
-            ranges = self._ranges[name]
-            at = bisect_left(ranges, (first, last))
-            if any(start < last and first < stop for start, stop in ranges[max(at - 1, 0) : at + 1]):
-                item = BYTES[self.header.tensors[name].dtype]
-                raise ValueError(
-                    f"{name!r}: got elements {first // item} to {last // item}, some of them written before, "
-                    "expected each once: write disjoint slices"
-                )
-            ranges.insert(at, (first, last))
-            self._writing += 1
-
     def finish(self) -> None:
         """Wait until the file is on the disk, and close it.
 
-        Raises CheckpointError if an element was never written, or the disk fails.
+        Raises CheckpointError if the bytes written are not those of all tensors, or the disk fails.
         """
-        for name, tensor in self.header.tensors.items():
-            end = 0
-            for start, stop in (*self._ranges[name], (tensor.nbytes, tensor.nbytes)):
-                if start > end:
-                    raise CheckpointError(
-                        f"{self.path}: got no element {end // BYTES[tensor.dtype]} of {name!r}, expected all to be "
-                        "written: call write_at for every slice before finish"
-                    )
-                end = stop
+        for name, missing in self._missing.items():
+            if missing:
+                nbytes = self.header.tensors[name].nbytes
+                raise CheckpointError(
+                    f"{self.path}: got {nbytes - missing} bytes of {name!r}, expected {nbytes}: call write_at once "
+                    "for every slice before finish"
+                )
         with disk.os_errors_as(self.path, "waiting until it is on the disk"):
             os.fsync(self._fd)
         self.close()
 
     def close(self) -> None:
-        """Give the descriptor back, after the writes under way; the file stays as it is. Nothing happens twice."""
+        """Close the file, after the writes under way. A second call does nothing."""
         with self._lock:
             self._closing = True
             self._close_if_idle()
@@ -111,9 +87,9 @@ class ShardWriter:
 def create_shard(
     path: Path, tensors: Sequence[TensorInfo], metadata: Mapping[str, str] | None = None
 ) -> ShardWriter:
-    """Make the file for `tensors` at its full size, with its header. `metadata` is kept beside them, as text.
+    """Make the file for `tensors` at its full size, with its header, in which `metadata` is stored as text.
 
-    Raises ValueError for two tensors of one name; CheckpointError if the file is there or the disk has no room.
+    Raises ValueError for two tensors of one name; CheckpointError if the file exists or the disk has no space.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
@@ -130,4 +106,4 @@ def create_shard(
     except BaseException:
         os.close(fd)
         raise
-    return ShardWriter(path, header, fd, {t.name: [] for t in tensors})
+    return ShardWriter(path, header, fd, {t.name: t.nbytes for t in tensors})

@@ -169,7 +169,7 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
     }
     for name in narrow & manifest.pending:
         piece = manifest.by_name[name].pieces[PENDING][0]
-        if (stored := manifest.tensors[piece.shard][piece.tensor].dtype) != "F16":
+        if (stored := manifest.tensor(piece).dtype) != "F16":
             raise CheckpointError(
                 f"{name!r}: got a gradient that waits in {stored}, expected F16, which it may not fit into. Load "
                 "it with the precision and micro_batches it was saved with, then zfunc.flush and save it again"
