@@ -56,8 +56,8 @@ def show(page: str, folder: Path, *, link: str = "", size: tuple[int, int] = (12
         text=True,
         timeout=120,
     )
-    said = tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line)
-    return Shown(done.stdout, said, time.perf_counter() - began)
+    complaints = tuple(line for line in done.stderr.splitlines() if "CONSOLE" in line)
+    return Shown(done.stdout, complaints, time.perf_counter() - began)
 
 
 def results(scripts: str, folder: Path) -> Any:

@@ -101,9 +101,9 @@ def run(code: str, path: Path, capsys: Out) -> str:
     spend seconds on importing torch.
     """
     exec(compile(code, str(path), "exec"), {"__name__": "__main__", "__file__": str(path)})
-    said, complained = capsys.readouterr()
-    assert not complained
-    return said
+    printed, complaints = capsys.readouterr()
+    assert not complaints
+    return printed
 
 
 def run_alone(path: Path) -> str:
@@ -118,9 +118,9 @@ def run_alone(path: Path) -> str:
 def in_order(output: str, patterns: list[str]) -> None:
     at = 0
     for pattern in patterns:
-        found = re.compile(pattern, re.MULTILINE).search(output, at)
-        assert found, f"expected {pattern!r} after the first {at} characters of:\n{output}"
-        at = found.end()
+        match = re.compile(pattern, re.MULTILINE).search(output, at)
+        assert match, f"expected {pattern!r} after the first {at} characters of:\n{output}"
+        at = match.end()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -130,8 +130,8 @@ def test_an_example_prints_what_it_announces(
     if path.name in NEEDS:
         pytest.importorskip(NEEDS[path.name])
     monkeypatch.chdir(ROOT)
-    said = run_alone(path) if path.name in ALONE else run(path.read_text(), path, capsys)
-    in_order(said, PRINTS[path.name])
+    printed = run_alone(path) if path.name in ALONE else run(path.read_text(), path, capsys)
+    in_order(printed, PRINTS[path.name])
 
 
 def test_every_example_is_here_and_can_be_read_aloud() -> None:
