@@ -35,11 +35,11 @@ SKIPPED = ["tests/engine/test_train_step.py", "-k", "overflow or scale or finite
 SAVED = [
     "tests/engine/test_saving.py",
     "-k",
-    "step_that_saves and Serial and tied or what_the_device or first_8_bit or resume and fp16",
+    "step_that_saves and Serial and tied or sends_the_device or first_8_bit or resume and fp16",
 ]
 WAITS = ["tests/engine/test_delayed.py", "-k", "reads_what_waits or never_applied"]
 DROPOUT = ["tests/engine/test_laws.py", "-k", "kept_for_backward and dropout and fp32"]
-RESUMED = ["tests/engine/test_saving.py", "-k", "so_do_two or any_program_loads"]
+RESUMED = ["tests/engine/test_saving.py", "-k", "load_it_too or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
     "engine/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
     "engine/clipping_stages": [GRADIENTS, SKIPPED],

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import trained
 from forked import play
 from gradient_law import RECIPES as GRADIENTS
 from gradient_law import check, program_of
@@ -51,46 +52,31 @@ def global_batch(data: Any, i: int) -> Any:
     return flat[0], flat[1]
 
 
-def train(
-    model: str,
-    group: Any,
-    *,
-    steps: int,
-    poison: int | None = None,
-    **settings: Any,
-) -> tuple[list[Any], dict[str, Tensor], Program]:
-    """Losses, norms, skipped steps and final parameters of a few steps on `group`."""
-    program, data = compiled(model, group, **settings)
-    return trained(program, data, steps=steps, poison=poison)
-
-
 def compiled(model: str, group: Any, **settings: Any) -> tuple[Program, Any]:
-    segments, data = MODELS[model]()
-    moments = settings.pop("moments", "fp32")
-    optimizer = zfunc.AdamW(lr=1e-3, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
-    options = {"bucket_size": 20_000, **settings}
-    return zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options), data
+    return trained.compiled(model, lr=1e-3, group=group, **{"bucket_size": 20_000, **settings})
 
 
-def trained(
-    program: Program, data: Any, *, steps: int, poison: int | None = None, **more: Any
-) -> tuple[list[Any], dict[str, Tensor], Program]:
+def train(
+    program: Program, data: Any, *, steps: int, poison: int | None = None, **options: Any
+) -> tuple[list[Any], dict[str, Tensor]]:
+    """Losses, norms, skipped steps, bytes, scales and final parameters of a few steps."""
     state = zfunc.init(program, seed=1, loss_scale=LossScale(scale=2.0**15, window=1000))
     ranks, seen = program.ranks, []
     for i in range(steps):
         inputs, targets = rows_of(global_batch(data, i), ranks.rank, ranks.world)
         if poison == i and ranks.rank == ranks.world - 1 and inputs.is_floating_point():
             inputs = torch.full_like(inputs, 6e4)  # overflows in fp16, on this rank alone
-        state, m = zfunc.train_step(program, state, (inputs, targets), **more)
+        state, m = zfunc.train_step(program, state, (inputs, targets), **options)
         seen.append((m.loss, m.grad_norm, m.skipped, m.sent_bytes, m.loss_scale))
-    return seen, zfunc.params(program, state), program
+    return seen, zfunc.params(program, state)
 
 
 def compare(group: Any, world: int, out: Path) -> None:
     """Every setting on a world of this size, and what has to be the same to the bit there."""
     rank = dist.get_rank(group)
     for name, settings in SETTINGS.items():
-        seen, params, program = train(group=group, steps=STEPS.get(name, FEWER), **settings)
+        program, data = compiled(group=group, **settings)
+        seen, params = train(program, data, steps=STEPS.get(name, FEWER))
         if rank == 0:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
             sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
@@ -100,13 +86,13 @@ def compare(group: Any, world: int, out: Path) -> None:
         for schedule in (Serial(), Overlapped(), Interleaved()):
             jitter = {} if schedule == Serial() else {"jitter": Jitter(rank, 1e-3)}
             program = rescheduled(program, schedule)  # what was traced is kept
-            seen, params, _ = trained(program, data, steps=4, **jitter)
+            seen, params = train(program, data, steps=4, **jitter)
             if rank == 0:
                 name = f"bits-{recipe}-{type(schedule).__name__}-{world}"
                 torch.save({"seen": seen, "params": params}, out / f"{name}.pt")
                 sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
                 (out / f"{name}.json").write_text(json.dumps(sizes))
-    seen, params, _ = train("frozen below", group, steps=6, poison=3, precision="fp16")
+    seen, params = train(*compiled("frozen below", group, precision="fp16"), steps=6, poison=3)
     torch.save({"seen": seen, "params": params}, out / f"overflow-{world}-{rank}.pt")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from forked import play
-from rank_worker import MODELS, WORLDS, Batch, each_world, global_batch, groups_of, rows_of
+from rank_worker import WORLDS, Batch, compiled, each_world, global_batch, groups_of, rows_of
 from small_models import flats
 
 import zfunc
@@ -25,13 +25,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "frozen": {"model": "odd sizes", "precision": "fp32", "schedule": "Interleaved"},
 }
 SAVED_AT, STEPS = 3, 6
-
-
-def program_of(group: Any, **settings: Any) -> tuple[Program, Any]:
-    segments, data = MODELS[settings.pop("model", "tied GPT")]()
-    optimizer = zfunc.AdamW(lr=1e-3, weight_decay=0.1, moments=settings.pop("moments", "fp32"))
-    options = {"bucket_size": 20_000, **settings}
-    return zfunc.compile(segments, optimizer=optimizer, device="cpu", group=group, **options), data
 
 
 def go_on(
@@ -52,11 +45,11 @@ def bits(state: State) -> dict[str, torch.Tensor]:
 def resume(group: Any, world: int, name: str, out: Path) -> None:
     """Trained through, with a checkpoint on the way; and gone on from that."""
     folder = out / f"{name}-{world}"
-    program, data = program_of(group, **SETTINGS[name])
+    program, data = compiled(group=group, **SETTINGS[name])
     state, _ = go_on(program, zfunc.init(program, seed=1), data, 0, SAVED_AT)
     weights = zfunc.params(program, state)
     state, expected = go_on(program, state, data, SAVED_AT, STEPS, save=folder)
-    again, _ = program_of(group, **SETTINGS[name])
+    again, _ = compiled(group=group, **SETTINGS[name])
     resumed, seen = go_on(again, zfunc.load(folder, again), data, SAVED_AT, STEPS)
     same = repr(seen) == repr(expected)
     same &= all(torch.equal(x, bits(state)[k]) for k, x in bits(resumed).items())
@@ -67,7 +60,7 @@ def resume(group: Any, world: int, name: str, out: Path) -> None:
 
 def reshard(group: Any, world: int, name: str, out: Path) -> None:
     """Load what every other world saved, and train on."""
-    program, data = program_of(group, **{**SETTINGS[name], "bucket_size": 900, "stage": 2})
+    program, data = compiled(group=group, **{**SETTINGS[name], "bucket_size": 900, "stage": 2})
     for other in WORLDS:
         state = zfunc.load(out / f"{name}-{other}", program)
         weights = zfunc.params(program, state)
@@ -78,9 +71,9 @@ def reshard(group: Any, world: int, name: str, out: Path) -> None:
 
 def fail(out: Path, rank: int) -> None:
     """A disk that is full on rank 1 alone, before the step and in it; then one that is not."""
-    program, data = program_of(None, **SETTINGS["frozen"])
+    program, data = compiled(group=None, **SETTINGS["frozen"])
     state = zfunc.init(program, seed=1)
-    told: list[str] = []
+    messages: list[str] = []
     write_all, calls = disk.write_all, [0]
 
     def full(fd: int, data: memoryview, offset: int) -> None:
@@ -95,19 +88,21 @@ def fail(out: Path, rank: int) -> None:
         rows = rows_of(global_batch(data, at), rank, program.ranks.world)
         try:
             state, m = zfunc.train_step(program, state, rows, save=out / "failing")
-            told.append(m.saved.failure if m.saved else "")
+            messages.append(m.saved.failure if m.saved else "")
         except CheckpointError as error:
-            told.append(str(error))
+            messages.append(str(error))
     disk.write_all = write_all
     state, m = zfunc.train_step(program, state, rows_of(global_batch(data, 3), rank, 4), save=out / "failing")
     left = sorted(x.name for x in (out / "failing").iterdir())
-    (out / f"failing-{rank}.json").write_text(json.dumps([*told, m.saved.failure if m.saved else "", left]))
+    (out / f"failing-{rank}.json").write_text(
+        json.dumps([*messages, m.saved.failure if m.saved else "", left])
+    )
 
 
 def traced() -> Iterator[tuple[Program, Batch]]:
     """What the ranks train, with the shapes it has there."""
     for settings in SETTINGS.values():
-        yield from each_world(*program_of(None, **settings))
+        yield from each_world(*compiled(group=None, **settings))
 
 
 def main(rank: int, world: int, out: Path) -> None:

@@ -12,11 +12,16 @@ from zfunc.engine.state import State
 
 
 def compiled(
-    model: str = "tied GPT", *, lr: Any = 1e-2, moments: Any = "fp32", **settings: Any
+    model: str = "tied GPT",
+    *,
+    lr: Any = 1e-2,
+    betas: Any = (0.9, 0.999),
+    moments: Any = "fp32",
+    **settings: Any,
 ) -> tuple[Program, Callable[[int], Batch]]:
     """One of MODELS on the CPU, in buckets that make several of it, and its batches by number."""
     segments, batch = MODELS[model]()
-    optimizer = zfunc.AdamW(lr=lr, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
+    optimizer = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, moments=moments)
     return zfunc.compile(
         segments, optimizer=optimizer, **{"bucket_size": 3000, "device": "cpu", **settings}
     ), batch

@@ -205,16 +205,16 @@ def test_a_gradient_that_is_not_finite_is_never_applied() -> None:
     state, _ = steps(program, zfunc.init(program), data, 0, 2)
     with pytest.raises(
         NonFiniteError, match=r"the delayed update before it was made: go on from its \.state"
-    ) as told:
+    ) as error:
         zfunc.train_step(program, state, data(2))
     with pytest.raises(DonatedStateError):
         zfunc.params(program, state)
     expected, _ = compiled("fp32", 1)
-    there, _ = steps(expected, zfunc.init(expected), data, 0, 2)
-    there = zfunc.flush(expected, there)
-    assert told.value.state.pending is None
-    assert all(map(torch.equal, bits(told.value.state), bits(there)))
-    state, seen = steps(program, told.value.state, data, 4, 5)
+    flushed, _ = steps(expected, zfunc.init(expected), data, 0, 2)
+    flushed = zfunc.flush(expected, flushed)
+    assert error.value.state.pending is None
+    assert all(map(torch.equal, bits(error.value.state), bits(flushed)))
+    state, seen = steps(program, error.value.state, data, 4, 5)
     assert seen[0][0] == 3
 
 
@@ -222,9 +222,9 @@ def test_an_overflow_at_the_smallest_scale_is_dropped_too() -> None:
     program, data = compiled("fp16 in 2", stages=injecting(NAN, {3}))
     state = zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=1.0, minimum=1.0, hysteresis=1))
     state, _ = steps(program, state, data, 0, 2)
-    with pytest.raises(NonFiniteError, match=r"at its minimum.*go on from its \.state") as told:
+    with pytest.raises(NonFiniteError, match=r"at its minimum.*go on from its \.state") as error:
         zfunc.train_step(program, state, data(2))
-    state, seen = steps(program, told.value.state, data, 3, 6)
+    state, seen = steps(program, error.value.state, data, 3, 6)
     assert [x[0] for x in seen] == [3, 4, 5]
     assert torch.isfinite(flats(state, "params")["params"]).all()
 
@@ -244,7 +244,7 @@ def test_with_all_of_it_on_the_device_nothing_is_delayed(
     assert zfunc.load(tmp_path, plain).step == 3
 
 
-def test_a_gradient_that_may_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_waiting_gradient_of_a_wider_type_is_refused(tmp_path: Path) -> None:
     """fp16 holds no more than 65504, and the sum of micro-batches is in fp32."""
     program, data = compiled("fp16 in 2")
     state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 3)
@@ -283,7 +283,7 @@ def test_a_resume_is_the_training_that_was_not_interrupted(
         assert all(map(torch.equal, bits(resumed), bits(state)))
 
 
-def test_what_was_saved_before_betas_were_is_refused_with_the_way_out(tmp_path: Path) -> None:
+def test_a_checkpoint_without_the_waiting_betas_is_refused(tmp_path: Path) -> None:
     program, data = compiled("fp32")
     state, _ = steps(program, zfunc.init(program, seed=5), data, 0, 3)
     path = zfunc.save(tmp_path, program, state) / "manifest.json"
@@ -311,7 +311,7 @@ def test_any_layout_precision_and_moments_reads_what_waits(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("settings", "delay_from"), [("fp32", None), ("half on the device", 1)])
-def test_what_waits_is_not_lost_where_nothing_waits(
+def test_a_program_without_delay_refuses_a_waiting_gradient(
     settings: str, delay_from: int | None, tmp_path: Path
 ) -> None:
     program, data = compiled("fp32")
@@ -330,10 +330,10 @@ def test_what_waits_is_not_lost_where_nothing_waits(
 
 
 def test_the_host_works_while_all_of_forward_and_backward_goes_on() -> None:
-    made = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256, barrier=True)
+    step_spec = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256, barrier=True)
     slow = evolve(ROUND, rates={**ROUND.rates, "host": 1e9}, flops=1e7, latency=0.0)
     plain, late = (
-        simulate(Overlapped()(Graph(tuple(r(made)))), slow) for r in (zero_offload, steadily_delayed)
+        simulate(Overlapped()(Graph(tuple(r(step_spec)))), slow) for r in (zero_offload, steadily_delayed)
     )
     longest = max(late.seconds_of("compute"), late.seconds_of("host"))
     assert longest <= late.seconds < 1.1 * longest
@@ -341,19 +341,20 @@ def test_the_host_works_while_all_of_forward_and_backward_goes_on() -> None:
 
 
 def test_the_plan_counts_what_waits() -> None:
-    made = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
-    numel = made.layout.numel
+    step_spec = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
+    numel = step_spec.layout.numel
     plain, late, first = (
-        peak_memory(Overlapped()(Graph(tuple(r(made))))) for r in (zero_offload, steadily_delayed, delayed)
+        peak_memory(Overlapped()(Graph(tuple(r(step_spec)))))
+        for r in (zero_offload, steadily_delayed, delayed)
     )
     copies = 2 * (
-        numel - made.host_slots * made.slot_numel
+        numel - step_spec.host_slots * step_spec.slot_numel
     )  # of new parameters, all of which wait for backward
     assert late["pinned"].nbytes - plain["pinned"].nbytes == copies
     assert late["device"] == plain["device"]
     assert first["pinned"].nbytes < late["pinned"].nbytes
 
 
-def test_settings_that_cannot_be_are_refused() -> None:
+def test_a_bad_delay_is_refused() -> None:
     with pytest.raises(ValueError, match="delay_from: got 0, expected a whole number of at least 1"):
         compiled("fp32", 0)

@@ -37,22 +37,22 @@ def test_11_what_reaches_the_optimizer_is_the_gradient(
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_11_so_it_is_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_11_on_two_ranks(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process: real ones do the same in test_ranks.py."""
     # In one bucket, of which each rank has parameters that are decayed and others.
     model, more = ("odd sizes", {"bucket_size": 100_000}) if recipe == "no barrier" else ("pairs", {})
-    made = []
+    programs = []
     for ranks in ThreadedRanks.all(2):
         monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        made.append(program_of(model, "bf16", micro_batches=2, **RECIPES[recipe], **more))
-    for program, batch in made:  # traced here: two threads must not trace at a time
+        programs.append(program_of(model, "bf16", micro_batches=2, **RECIPES[recipe], **more))
+    for program, batch in programs:  # traced here: two threads must not trace at a time
         specialize(program, rows_of(batch(0), 0, 2))
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(check, *zip(*made, strict=True)))
+        list(threads.map(check, *zip(*programs, strict=True)))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_11_so_it_is_with_the_update_a_device_makes(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_11_with_the_update_of_a_device(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin of the kernel, that a GPU runs, on the CPU."""
     monkeypatch.setattr(zfunc.AdamW, "host_update", zfunc.AdamW.device_update)
     for recipe in ("all on the device", "half on the device"):

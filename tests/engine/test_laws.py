@@ -148,9 +148,9 @@ def test_the_size_of_buckets_changes_no_weight(model: str, moments: str) -> None
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_bucket_or_many_is_the_same_but_for_the_order_of_the_norm(model: str) -> None:
-    whole = result(*program(model, "fp32", bucket_size=10**6))
+    full = result(*program(model, "fp32", bucket_size=10**6))
     small = result(*program(model, "fp32", bucket_size=64))
-    assert [loss for loss, *_ in whole[0]] == [loss for loss, *_ in small[0]]
+    assert [loss for loss, *_ in full[0]] == [loss for loss, *_ in small[0]]
 
 
 @pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE))

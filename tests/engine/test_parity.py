@@ -130,19 +130,19 @@ def test_fp16_losses_follow_fp32() -> None:
 
 
 def test_the_modules_are_left_as_they_were() -> None:
-    made = parts()
-    before = [copy.deepcopy(m.state_dict()) for _, m in made]
+    originals = parts()
+    before = [copy.deepcopy(m.state_dict()) for _, m in originals]
     tied = {"out.weight": "embed.tok.weight"}
-    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in made]
+    segments = [zfunc.segment(n, m, share=tied if n == "head" else None) for n, m in originals]
     program = zfunc.compile(segments, precision="fp32", device="cpu")
     state = zfunc.init(program)
     zfunc.train_step(program, state, data(0))
-    for (_, m), old in zip(made, before, strict=True):
+    for (_, m), old in zip(originals, before, strict=True):
         assert all(torch.equal(v, old[k]) for k, v in m.state_dict().items())
         assert all(p.grad is None for p in m.parameters())
 
 
-def test_weight_decay_leaves_out_what_it_is_told_to() -> None:
+def test_weight_decay_leaves_out_what_decay_excludes() -> None:
     def trained(decay: Any) -> dict[str, Tensor]:
         segments = [zfunc.segment("body", nn.Linear(4, 4)), zfunc.segment("loss", Mean())]
         optimizer = zfunc.AdamW(lr=0.1, weight_decay=0.5, decay=decay)

@@ -56,29 +56,29 @@ def weights(
 @pytest.mark.parametrize(("settings", "ratio"), in_pairs(SETTINGS, [0.0, 0.3, 0.75]))
 def test_where_a_bucket_is_updated_changes_no_bit(settings: str, ratio: float) -> None:
     """Of one layout: with another the norm is summed up in another order."""
-    whole, some = (weights(settings, r, bucket_size=400) for r in (1.0, ratio))
+    full, some = (weights(settings, r, bucket_size=400) for r in (1.0, ratio))
     if settings == "in 3":  # the norm of a sum is taken by another sweep
-        assert some[0] == pytest.approx(whole[0], abs=1e-3)
+        assert some[0] == pytest.approx(full[0], abs=1e-3)
         return
-    assert some[0] == whole[0]
-    assert all(torch.equal(some[1][name], x) for name, x in whole[1].items())
+    assert some[0] == full[0]
+    assert all(torch.equal(some[1][name], x) for name, x in full[1].items())
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_so_it_is_for_any_model(model: str) -> None:
-    whole, some = (weights("fp32", ratio, model, bucket_size=200) for ratio in (1.0, 0.5))
-    assert some[0] == whole[0]
-    assert all(torch.equal(some[1][name], x) for name, x in whole[1].items())
+def test_where_a_bucket_is_updated_changes_no_bit_of_any_model(model: str) -> None:
+    full, some = (weights("fp32", ratio, model, bucket_size=200) for ratio in (1.0, 0.5))
+    assert some[0] == full[0]
+    assert all(torch.equal(some[1][name], x) for name, x in full[1].items())
 
 
 @given(layouts(), st.floats(0, 1))
-def test_the_share_is_as_near_to_the_ratio_as_half_a_bucket(made: Any, ratio: float) -> None:
-    segments, bucket_size, world = made
+def test_the_share_is_as_near_to_the_ratio_as_half_a_bucket(inputs: Any, ratio: float) -> None:
+    segments, bucket_size, world = inputs
     layout = make_layout(segments, bucket_size=bucket_size, world=world)
     resident = resident_buckets(layout, ratio)
-    there = sum(layout.buckets[b].numel for b in resident)
+    on_device = sum(layout.buckets[b].numel for b in resident)
     largest = max(b.numel for b in layout.buckets)
-    assert abs(there - (1 - ratio) * layout.numel) <= largest / 2 + 1e-6 * layout.numel
+    assert abs(on_device - (1 - ratio) * layout.numel) <= largest / 2 + 1e-6 * layout.numel
     assert len(resident_buckets(layout, 0.0)) == len(layout.buckets)
     assert not resident_buckets(layout, 1.0)
 
@@ -86,7 +86,7 @@ def test_the_share_is_as_near_to_the_ratio_as_half_a_bucket(made: Any, ratio: fl
 @pytest.mark.parametrize("num_layers", [1, 4, 30])
 @pytest.mark.parametrize("bucket_size", [1000, 50_000_000])
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 0.9])
-def test_it_does_what_it_says_at_any_size_of_model_and_bucket(
+def test_the_ratio_holds_at_any_size_of_model_and_bucket(
     ratio: float, bucket_size: int, num_layers: int
 ) -> None:
     """A ratio of a half of a model in one bucket is a half all the same: it is cut into more."""
@@ -101,7 +101,7 @@ def test_it_does_what_it_says_at_any_size_of_model_and_bucket(
     assert share_on_host(program.spec) == pytest.approx(ratio, abs=1 / 32)
 
 
-def test_nothing_is_on_the_host_if_nothing_is_to_be() -> None:
+def test_a_ratio_of_0_leaves_nothing_on_the_host() -> None:
     program, data = compiled("bf16, clipped", 0.0)
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))
     assert {r.tier for r in state.buffers.memory} == {"device"}
@@ -109,15 +109,15 @@ def test_nothing_is_on_the_host_if_nothing_is_to_be() -> None:
     assert peak_memory(program.plan)["host"].nbytes < 100_000
 
 
-def test_what_is_on_the_device_is_planned_there() -> None:
-    (half, _), (whole, _) = (compiled("fp32", ratio, "odd sizes", bucket_size=200) for ratio in (0.5, 1.0))
+def test_resident_buckets_are_planned_on_the_device() -> None:
+    (half, _), (full, _) = (compiled("fp32", ratio, "odd sizes", bucket_size=200) for ratio in (0.5, 1.0))
     kept = sum(half.layout.buckets[b].numel for b in half.spec.resident)
-    a, b = peak_memory(half.plan), peak_memory(whole.plan)
+    a, b = peak_memory(half.plan), peak_memory(full.plan)
     assert a["device"].kept - b["device"].kept == 12 * kept
     assert b["host"].kept - a["host"].kept == 12 * kept
 
 
-def test_it_says_what_is_where(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_share_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
         program, _ = compiled("fp32", 0.25)
     share = f"{100 * share_on_host(program.spec):.1f}%"
@@ -155,8 +155,8 @@ def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("least", [0.0, 0.3, 0.97, 1.0, None])
 def test_the_smallest_ratio_that_fits_is_found(least: float | None) -> None:
-    found = partial.smallest_ratio(lambda x: least is not None and x >= least)
-    assert found == (None if least is None else -(-least * 32 // 1) / 32)
+    ratio = partial.smallest_ratio(lambda x: least is not None and x >= least)
+    assert ratio == (None if least is None else -(-least * 32 // 1) / 32)
 
 
 @pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])

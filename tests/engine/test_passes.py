@@ -183,8 +183,8 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
             return super().forward(x.sum(1), targets)
 
     torch.manual_seed(0)
-    made = [nn.Linear(8, 8), *(make() for make in modules), Last(8)]
-    return [zfunc.segment(f"m{i}", m) for i, m in enumerate(made)]
+    layers = [nn.Linear(8, 8), *(make() for make in modules), Last(8)]
+    return [zfunc.segment(f"m{i}", m) for i, m in enumerate(layers)]
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])

@@ -170,7 +170,7 @@ class Turns(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "message"), IMPURE.values(), ids=list(IMPURE))
-def test_what_changes_between_two_calls_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
+def test_a_change_between_two_calls_is_refused_by_name(make: Callable[[], Any], message: str) -> None:
     Turns.turn = 0
     with pytest.raises(ValueError, match=rf"segment 's': got {message}") as raised:
         step(program_of(make()))
@@ -190,7 +190,7 @@ class Settles(nn.Module):
         return F.dropout(x * scale, 0.5) / self.width
 
 
-def test_what_stays_the_same_is_taken() -> None:
+def test_attributes_that_settle_are_accepted() -> None:
     assert step(program_of(Settles())) > 0
 
 
@@ -213,7 +213,7 @@ def test_another_thread_may_draw(draw: Callable[[], float]) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["all", "none"])
-def test_what_changes_between_two_steps_is_refused_by_name(recompute: str) -> None:
+def test_a_change_between_two_steps_is_refused_by_name(recompute: str) -> None:
     warmth = 1.0
     program = program_of(hand_made("s", lambda x: x * warmth * Settings.scale), recompute=recompute)
     state = zfunc.init(program)
@@ -254,7 +254,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=list(CHANGES))
-def test_what_is_changed_in_the_module_afterwards_is_told(
+def test_a_later_change_of_the_module_is_logged(
     change: Callable[[Any], Any], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     module = Dropped()
@@ -263,12 +263,12 @@ def test_what_is_changed_in_the_module_afterwards_is_told(
     with caplog.at_level(logging.WARNING, "zfunc"):
         step(program)
         step(program)
-    (told,) = [r.getMessage() for r in caplog.records if "changed after zfunc.segment" in r.getMessage()]
-    assert told.startswith("segment 's': ")
-    assert message.replace("\\", "") in told
+    (warning,) = [r.getMessage() for r in caplog.records if "changed after zfunc.segment" in r.getMessage()]
+    assert warning.startswith("segment 's': ")
+    assert message.replace("\\", "") in warning
 
 
-def test_new_values_of_parameters_are_taken_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_new_values_of_parameters_are_used_silently(caplog: pytest.LogCaptureFixture) -> None:
     module = Dropped()
     program = program_of(module)
     nn.init.constant_(module.weight, 3.0)
@@ -362,7 +362,7 @@ def test_parameters_in_the_same_memory_are_refused_by_name(
         zfunc.segment("s", module)
 
 
-def test_parameters_apart_in_one_storage_are_taken() -> None:
+def test_disjoint_parameters_in_one_storage_are_accepted() -> None:
     flat = torch.randn(8, 16)
     module = nn.Module()
     module.a, module.b = nn.Parameter(flat[:, :8]), nn.Parameter(flat[:, 8:])

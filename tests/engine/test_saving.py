@@ -136,7 +136,7 @@ def test_any_program_loads_what_any_other_saved(saved: str, moments: str, tmp_pa
     steps(other, loaded, data, 3, 5)
 
 
-def test_so_do_two_ranks_and_one_reads_what_they_saved(
+def test_two_ranks_load_it_too_and_one_reads_what_they_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In parts smaller than a parameter, and of slices that begin in one."""
@@ -188,7 +188,7 @@ def test_the_first_8_bit_moments_are_read_and_others_have_a_name_of_their_own(tm
     assert json.loads((path / FILE).read_text())["moments"] == "8bit-2"
 
 
-def test_what_the_device_has_after_a_load_is_what_a_step_would_have_sent_it(tmp_path: Path) -> None:
+def test_a_load_sends_the_device_what_a_step_would(tmp_path: Path) -> None:
     for moments, precision in (("fp32", "bf16"), ("16bit", "bf16"), ("8bit", "fp16"), ("16bit", "fp32")):
         program, data = compiled("odd sizes", precision=precision, moments=moments)
         state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 2)
@@ -466,7 +466,7 @@ def test_saving_and_loading_take_no_more_than_a_tenth_of_the_state_beside_it(
     assert 0 <= loading < 0.1
 
 
-def test_what_only_lasts_for_the_updates_there_are_is_saved_after_the_last(tmp_path: Path) -> None:
+def test_a_rate_that_ends_with_the_training_is_saved_after_the_last_step(tmp_path: Path) -> None:
     rates = [1e-3, 2e-3]
     segments, data = MODELS["odd sizes"]()
     adam = zfunc.AdamW(

@@ -46,9 +46,9 @@ def test_any_world_reads_what_any_other_wrote(results: Path, name: str, writer: 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_no_padding_reaches_a_checkpoint(results: Path, name: str) -> None:
     """Whatever the world, the same parameters with the same number of elements, in as many files as ranks."""
-    found = {world: checkpoints.find_checkpoint(results / f"{name}-{world}") for world in WORLDS}
+    checkpoint_of = {world: checkpoints.find_checkpoint(results / f"{name}-{world}") for world in WORLDS}
     sizes = {}
-    for world, checkpoint in found.items():
+    for world, checkpoint in checkpoint_of.items():
         assert checkpoint is not None
         assert checkpoint.path.name == f"step-{SAVED_AT:08d}"
         assert len(list(checkpoint.path.glob("*.safetensors"))) == world
@@ -58,9 +58,9 @@ def test_no_padding_reaches_a_checkpoint(results: Path, name: str) -> None:
 
 
 def test_a_disk_that_fails_on_one_rank_is_told_to_all_and_no_checkpoint_appears(results: Path) -> None:
-    told = [json.loads((results / f"failing-{rank}.json").read_text()) for rank in range(4)]
-    assert all(x == told[0] for x in told)
-    before, within, after, left = told[0]
+    messages = [json.loads((results / f"failing-{rank}.json").read_text()) for rank in range(4)]
+    assert all(x == messages[0] for x in messages)
+    before, within, after, left = messages[0]
     for text in (before, within):
         assert text.startswith("rank 1: ")
         assert "rank-00001-of-00004.safetensors: got 'No space left on device'" in text

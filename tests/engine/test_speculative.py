@@ -75,13 +75,13 @@ def test_the_bits_are_those_of_the_plain_recipe(settings: str, speculate: int) -
 
 
 @pytest.mark.parametrize("schedule", ["Serial", "Interleaved"])
-def test_so_they_are_under_any_schedule_with_delays_and_guarded(schedule: str) -> None:
+def test_the_bits_hold_under_any_schedule_with_delays_and_debug(schedule: str) -> None:
     plain = run("some steps clipped", 0)
     jitter = zfunc.Jitter(seed=2, seconds=1e-3)
     for step in ({"jitter": jitter}, {"debug": True}):
-        made = run("some steps clipped", 4, schedule=schedule, step=step)
-        assert made[0] == plain[0]
-        assert all(map(torch.equal, made[1], plain[1]))
+        result = run("some steps clipped", 4, schedule=schedule, step=step)
+        assert result[0] == plain[0]
+        assert all(map(torch.equal, result[1], plain[1]))
 
 
 def test_a_shadow_is_swapped_in_where_nothing_was_clipped_and_left_where_something_was() -> None:
@@ -94,10 +94,10 @@ def test_a_shadow_is_swapped_in_where_nothing_was_clipped_and_left_where_somethi
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 def test_a_gradient_that_is_not_finite_skips_the_step_and_leaves_no_trace(value: float) -> None:
-    made = [run("fp16", speculate, stages=injecting(value, {2, 4}, bucket=2)) for speculate in (0, 1000)]
-    assert made[0][0] == made[1][0]
-    assert all(map(torch.equal, made[0][1], made[1][1]))
-    assert "True" in made[1][0]
+    result = [run("fp16", speculate, stages=injecting(value, {2, 4}, bucket=2)) for speculate in (0, 1000)]
+    assert result[0][0] == result[1][0]
+    assert all(map(torch.equal, result[0][1], result[1][1]))
+    assert "True" in result[1][0]
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
@@ -112,7 +112,7 @@ def test_without_loss_scaling_it_raises_and_the_state_is_unharmed(value: float) 
     assert m.step == 2
 
 
-def test_what_is_in_a_shadow_is_saved_and_loaded(tmp_path: Path) -> None:
+def test_a_swapped_shadow_is_saved_and_loaded(tmp_path: Path) -> None:
     program, data = compiled("never clipped", 3)
     state = start(program)
     before = masters(state)
@@ -133,30 +133,30 @@ def test_what_is_in_a_shadow_is_saved_and_loaded(tmp_path: Path) -> None:
 
 def test_the_plan_counts_the_shadows() -> None:
     """Of fp32 moments 12 bytes a parameter, and a copy of the new parameters that waits."""
-    made = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
+    step_spec = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
     plain, two = (
-        peak_memory(Overlapped()(Graph(tuple(zero_offload(evolve(made, shadows=n)))))) for n in (0, 2)
+        peak_memory(Overlapped()(Graph(tuple(zero_offload(evolve(step_spec, shadows=n)))))) for n in (0, 2)
     )
-    numel = sum(made.layout.buckets[b].numel for b in evolve(made, shadows=2).shadowed)
+    numel = sum(step_spec.layout.buckets[b].numel for b in evolve(step_spec, shadows=2).shadowed)
     assert two["host"].nbytes - plain["host"].nbytes == 12 * numel
     assert two["pinned"].nbytes - plain["pinned"].nbytes == 2 * numel
     assert two["device"] == plain["device"]
 
 
-def test_it_is_faster_than_to_wait_and_slower_than_not_to_clip() -> None:
+def test_it_is_faster_than_waiting_and_slower_than_no_clipping() -> None:
     """In simulation, on a host whose Adam takes about as long as backward."""
-    made = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256)
+    step_spec = spec(chain(*[(256, 256)] * 8), bucket_size=256 * 256)
     slow = evolve(ROUND, rates={**ROUND.rates, "host": 1e9}, flops=1e7, latency=0.0)
 
     def seconds(**settings: Any) -> float:
-        return simulate(Overlapped()(Graph(tuple(zero_offload(evolve(made, **settings))))), slow).seconds
+        return simulate(Overlapped()(Graph(tuple(zero_offload(evolve(step_spec, **settings))))), slow).seconds
 
     waiting, all_of_them = seconds(barrier=True), seconds(barrier=True, shadows=100)
     assert seconds(barrier=False) <= all_of_them < 0.8 * waiting
     assert all_of_them <= seconds(barrier=True, shadows=3) <= waiting
 
 
-def test_what_cannot_be_is_refused_and_what_has_no_effect_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_settings_are_refused_and_idle_ones_logged(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="speculate: got -1, expected a whole number of at least 0"):
         compiled("never clipped", -1)
     with pytest.raises(ValueError, match="delay_from=3, expected one of the two"):

@@ -18,7 +18,7 @@ from zfunc.core.layout import Span
 from zfunc.engine import program as program_module
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
-from zfunc.optim.loss_scale import LossScale
+from zfunc.optim.loss_scale import UNSCALED, LossScale
 
 # --- loss scaling ---------------------------------------------------------------------------------------
 
@@ -223,6 +223,7 @@ def test_lr_is_a_function_of_the_step_and_metrics_say_which_it_was() -> None:
         seen.append(m.lr)
     assert seen == pytest.approx([0.0025, 0.005, 0.0075, 0.01, 0.01])
     assert state.sequences == 60
+    assert state.loss_scale == UNSCALED  # in bf16 it never grows
 
 
 @pytest.mark.parametrize("schedule", ["Serial", "Overlapped", "Interleaved"])

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import MODELS, bits
+import trained
+from small_models import bits
+from trained import steps
 
 import zfunc
 from zfunc.engine.program import Program
@@ -24,39 +26,30 @@ def falling(step: int) -> tuple[float, float]:
     return 0.95 - 0.05 * step, 0.99 - 0.01 * step
 
 
-def compiled(betas: Any, *, moments: Any = "fp32", **more: Any) -> tuple[Program, Callable[[int], Any]]:
-    segments, data = MODELS["odd sizes"]()
-    adam = zfunc.AdamW(lr=1e-2, betas=betas, moments=moments)
-    return zfunc.compile(
-        segments, optimizer=adam, device="cpu", precision="fp32", bucket_size=3000, **more
-    ), data
+def compiled(betas: Any, **settings: Any) -> tuple[Program, Callable[[int], Any]]:
+    return trained.compiled("odd sizes", betas=betas, precision="fp32", **settings)
 
 
-def trained(
-    program: Program, data: Callable[[int], Any], first: int = 0, state: State | None = None
-) -> State:
-    state = zfunc.init(program, seed=1) if state is None else state
-    for i in range(first, STEPS):
-        state, _ = zfunc.train_step(program, state, data(i))
-    return state
+def train(program: Program, data: Callable[[int], Any], first: int = 0, state: State | None = None) -> State:
+    return steps(program, state or zfunc.init(program, seed=1), data, first, STEPS)[0]
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_each_update_is_adams_with_the_betas_of_its_step(settings: str, tmp_path: Path) -> None:
     """Beside one program a step, each with constant betas, that goes on from what the one before has saved."""
     program, data = compiled(falling, **SETTINGS[settings])
-    state = trained(program, data)
+    state = train(program, data)
     for i in range(STEPS):
         constant, _ = compiled(falling(i + 1), **SETTINGS[settings])
         expected = zfunc.load(tmp_path, constant) if i else zfunc.init(constant, seed=1)
         expected, _ = zfunc.train_step(constant, expected, data(i))
         zfunc.save(tmp_path, constant, expected)
     assert all(map(torch.equal, bits(state), bits(expected)))
-    fixed = trained(*compiled(falling(1), **SETTINGS[settings]))
+    fixed = train(*compiled(falling(1), **SETTINGS[settings]))
     assert not all(map(torch.equal, bits(state), bits(fixed)))
 
 
-def test_so_does_torch_where_a_group_gets_other_betas_before_every_step() -> None:
+def test_torch_with_other_betas_in_every_step_does_the_same() -> None:
     torch.manual_seed(0)
     ours, adam = torch.randn(1000), zfunc.AdamW(lr=1e-2, betas=falling)
     theirs, moments = ours.clone().requires_grad_(), torch.zeros(2, 1000)
@@ -72,27 +65,25 @@ def test_so_does_torch_where_a_group_gets_other_betas_before_every_step() -> Non
 
 
 def test_speculation_and_partial_offload_keep_the_bits() -> None:
-    expected = zfunc_params(*compiled(falling, clip_norm=0.55))
-    for more in ({"speculate": 3}, {"offload_ratio": 0.5}):
-        got = zfunc_params(*compiled(falling, clip_norm=0.55, **more))
+    def params(**settings: Any) -> dict[str, torch.Tensor]:
+        program, data = compiled(falling, clip_norm=0.55, **settings)
+        return zfunc.params(program, train(program, data))
+
+    expected = params()
+    for settings in ({"speculate": 3}, {"offload_ratio": 0.5}):
+        got = params(**settings)
         assert all(torch.equal(got[name], x) for name, x in expected.items())
-
-
-def zfunc_params(program: Program, data: Callable[[int], Any]) -> dict[str, torch.Tensor]:
-    return zfunc.params(program, zfunc.flush(program, trained(program, data)))
 
 
 def test_a_delayed_gradient_is_applied_with_the_betas_of_its_own_step(tmp_path: Path) -> None:
     program, data = compiled(falling, delay_from=2)
-    state = zfunc.init(program, seed=1)
-    for i in range(3):
-        state, _ = zfunc.train_step(program, state, data(i))
+    state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 3)
     assert state.pending is not None
     assert state.pending.factors["betas"] == falling(3)
     zfunc.save(tmp_path, program, state)
-    state = trained(program, data, 3, state)
+    state = train(program, data, 3, state)
     other, _ = compiled(lambda step: falling(step) if step > 3 else (0.1, 0.1), delay_from=2)
-    resumed = trained(other, data, 3, zfunc.load(tmp_path, other))
+    resumed = train(other, data, 3, zfunc.load(tmp_path, other))
     assert all(map(torch.equal, bits(resumed), bits(state)))
 
 
