@@ -9,7 +9,6 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from small_trainings import TINY as ONE_LAYER
 from small_trainings import train
 from text_data import save_tokenizer
 
@@ -238,14 +237,6 @@ def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> 
 
 
 # --- zfunc calibrate and zfunc train -------------------------------------------------------------------------
-
-
-def test_what_is_calibrated_can_be_planned_for(capsys: Out) -> None:
-    assert main(["calibrate", *ONE_LAYER, "--turns", "4", "--out", "here.toml"]) == 0
-    assert "zfunc plan --hardware here.toml" in capsys.readouterr().out
-    code, result = answer(capsys, *ONE_LAYER, "--hardware", "here.toml")
-    assert code == 0
-    assert result["step_seconds"] > 0
 
 
 def test_train_refuses_what_does_not_fit_with_the_planners_advice(

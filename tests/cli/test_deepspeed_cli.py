@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import small_trainings
-from small_trainings import checkpoints, config, losses, measured, rows, summary
+from small_trainings import checkpoints, config, rows, summary
 
 from zfunc.cli.main import main
 from zfunc.train.deepspeed.cli_merge import merge_flags
@@ -72,13 +72,6 @@ def test_a_run_is_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None
     manifest = json.loads(next(Path("run/checkpoints").glob("step-*/manifest.json")).read_text())
     optimizer = manifest["optimizer"]
     assert (optimizer["betas"], optimizer["decoupled"], optimizer["clip_norm"]) == ([0.7, 0.9], False, 0.5)
-
-
-def test_a_run_that_goes_on_is_the_run_that_was_not_stopped() -> None:
-    assert train("--out", "parts", "--save-every", 3, steps=8) == 0
-    assert train("--resume", "parts/checkpoints/step-00000006", "--out", "again", steps=8) == 0
-    assert measured("parts")[-2:] == measured("again")[-2:]
-    assert losses("again") == losses("parts")[6:]
 
 
 # --- flags and file --------------------------------------------------------------------------------------

@@ -235,7 +235,9 @@ def test_the_command_writes_a_file_that_plans_are_made_with(
     out, more = tmp_path / "here.toml", ["--bucket-size", "4096"]
     where = ["--folder", str(tmp_path), "--out", str(out), "--turns", "3", "--device", "cpu"]
     assert main(["calibrate", *model, *more, *where]) == 0
-    assert f"written: {out}" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"written: {out}" in printed
+    assert f"zfunc plan --hardware {out}" in printed
     on = ["--hardware", str(out), "--vocab-size", "256", "--precision", "fp32", "--json"]
     assert main(["plan", *model, *more, *on]) == 0
     answer = json.loads(capsys.readouterr().out)

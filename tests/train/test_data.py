@@ -2,7 +2,9 @@
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -96,28 +98,25 @@ def test_held_out_windows_are_spread_evenly_and_the_same_in_batches_of_any_size(
     assert len(list(held_out_batches(tokens, batch_size=4, seq_length=10, limit=10**9))) == 25
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "position", "batch_size", "seq_length", "message"),
-    [
-        (8, 0, 1, 8, "got 8 tokens for seq_length=8; expected at least seq_length"),
-        (0, 0, 1, 8, "got 0 tokens"),
-        (9, -1, 1, 8, "got position=-1; expected 0 or more"),
-        (9, 0, 0, 8, "got batch_size=0, seq_length=8; expected 1 or more"),
-        (9, 0, 1, 0, "got batch_size=1, seq_length=0; expected 1 or more"),
-    ],
-)
-def test_a_request_that_cannot_be_met_says_why(
-    num_tokens: int, position: int, batch_size: int, seq_length: int, message: str
+REQUESTS = [
+    (batch_at, {"num_tokens": 8}, "got 8 tokens for seq_length=8; expected at least seq_length"),
+    (batch_at, {"num_tokens": 0}, "got 0 tokens"),
+    (batch_at, {"position": -1}, "got position=-1; expected 0 or more"),
+    (batch_at, {"batch_size": 0}, "got batch_size=0, seq_length=8; expected 1 or more"),
+    (batch_at, {"seq_length": 0}, "got batch_size=1, seq_length=0; expected 1 or more"),
+    (held_out_batches, {"num_tokens": 3}, "got 3 tokens for seq_length=8"),
+    (held_out_batches, {"limit": 0}, "got limit=0 windows; expected 1 or more"),
+]
+
+
+@pytest.mark.parametrize(("call", "change", "message"), REQUESTS)
+def test_a_request_that_cannot_be_met_says_why_at_the_call(
+    call: Callable[..., Any], change: dict[str, int], message: str
 ) -> None:
+    own = {"position": 0, "seed": 0} if call is batch_at else {"limit": 1}
+    given = {"batch_size": 1, "seq_length": 8, **own, **change}
     with pytest.raises(ValueError, match=message):
-        batch_at(np.zeros(num_tokens), position, batch_size=batch_size, seq_length=seq_length, seed=0)
-
-
-def test_held_out_requests_fail_at_the_call_and_not_at_the_first_batch() -> None:
-    with pytest.raises(ValueError, match="got 3 tokens for seq_length=8"):
-        held_out_batches(np.zeros(3), batch_size=1, seq_length=8, limit=1)
-    with pytest.raises(ValueError, match="got limit=0 windows; expected 1 or more"):
-        held_out_batches(np.zeros(30), batch_size=1, seq_length=8, limit=0)
+        call(np.zeros(given.pop("num_tokens", 30)), **given)
 
 
 def test_a_token_past_the_vocabulary_is_found_where_it_is_read() -> None:
@@ -279,28 +278,34 @@ def test_a_file_larger_than_memory_should_be_is_never_loaded(tmp_path: Path) -> 
         ("empty.txt", b"", ValueError, "empty.txt, which is empty; expected data"),
         ("empty.bin", b"", ValueError, "empty.bin, which is empty; expected data"),
         ("odd.bin", b"abc", ValueError, r"odd.bin of 3 bytes; .* multiple of 2 \(uint16\); check that"),
+        (
+            "folder/.hidden",
+            b"text",
+            ValueError,
+            r"got no text in .*folder \(0 empty and 0 binary files\); exp",
+        ),
+        (
+            "folder/empty",
+            b"",
+            ValueError,
+            r"got no text in .*folder \(1 empty and 0 binary files\); expected",
+        ),
+        (
+            "folder/binary",
+            b"\0\1",
+            ValueError,
+            r"got no text in .*folder \(0 empty and 1 binary files\); exp",
+        ),
     ],
 )
-def test_files_that_cannot_be_trained_on_say_why(
+def test_data_that_cannot_be_trained_on_says_why(
     tmp_path: Path, name: str, content: bytes | None, error: type[Exception], message: str
 ) -> None:
     if content is not None:
         write(tmp_path / name, content)
     with pytest.raises(error, match=message):
-        open_corpus(tmp_path / name, cache=tmp_path)
-
-
-@pytest.mark.parametrize("content", [None, b"", b"\0\1"])
-def test_a_folder_without_text_says_why(tmp_path: Path, content: bytes | None) -> None:
-    folder = tmp_path / "corpus"
-    folder.mkdir()
-    if content is not None:
-        write(folder / "file", content)
-    with pytest.raises(
-        ValueError, match=r"got no text in .*corpus \(\d empty and \d binary files\); expected"
-    ):
-        open_corpus(folder, cache=tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
+        open_corpus(tmp_path / name.partition("/")[0], cache=tmp_path / "cache")
+    assert not list(tmp_path.glob("cache/*"))
 
 
 def test_an_unknown_dtype_says_which_are_known(tmp_path: Path) -> None:

@@ -122,15 +122,6 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_bit(
     assert summary("run")["loss"] == summary(undisturbed)["loss"]
 
 
-def test_many_lives_are_one(at_step: Any, undisturbed: Path) -> None:
-    for step in (2, 3, 8):
-        at_step(step, send(signal.SIGTERM))
-        assert train("--out", "run", "--resume", "auto") == 0
-        assert summary("run")["steps"] == step
-    assert train("--out", "run", "--resume", "auto") == 0
-    assert measured("run") == measured(undisturbed)
-
-
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", 5), ("", 10), ("..", 10)])
 def test_a_checkpoint_begins_another_run(
     path: str, step: int, undisturbed: Path, capsys: pytest.CaptureFixture[str]
