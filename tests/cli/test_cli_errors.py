@@ -17,7 +17,6 @@ from small_trainings import ON_DATA, config, train
 from zfunc.checkpoint.durable_files import locked
 from zfunc.cli import catalogue
 from zfunc.cli.main import main
-from zfunc.cli.parser import as_typed, shortened
 from zfunc.runtime.accelerator import best_precision
 from zfunc.train.setup import resolve_settings
 
@@ -399,15 +398,6 @@ def test_errors_of_the_system_say_the_path(reading_fails: Any, capsys: Out) -> N
 def test_an_environment_that_is_none(variable: str, monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     monkeypatch.setenv(variable, "two")
     assert f"{variable}: got 'two'" in refused(capsys, "train", *ON_DATA, "--steps", "1")
-
-
-def test_arguments_of_calls_are_told_as_flags() -> None:
-    options = catalogue.COMMANDS["export"].options
-    assert as_typed("checkpoint: got none", options) == "CHECKPOINT: got none"
-    assert as_typed("out: got x with dtype='fp32'", options) == "--out: got x with --dtype 'fp32'"
-    assert as_typed("it says: out=3 and lr=3", options) == "it says: --out 3 and lr=3"
-    assert as_typed("got 9 tokens for (out=3)", options) == "got 9 tokens for (--out 3)"
-    assert shortened("x" * 120) == "x" * 120
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zfunc.cli.catalogue import COMMANDS
-from zfunc.cli.commands.completion import SHELLS, place
+from zfunc.cli.commands.completion import SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import STATE_FORMATS
@@ -141,9 +141,3 @@ def test_every_fixed_choice_is_offered(scripts: dict[str, Path]) -> None:
         assert set(option.words) <= set(offered[key])
         for word in option.words:
             option.check(key[1].replace("-", "_"), word)
-
-
-def test_what_is_a_path_is_completed_as_one() -> None:
-    assert place("FILE") == place("PATH") == place("PATH|auto") == "file"
-    assert place("FOLDER") == place("CHECKPOINT") == "directory"
-    assert place("X|auto") == ""

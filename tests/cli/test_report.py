@@ -23,7 +23,6 @@ from zfunc.cli.main import main
 from zfunc.cli.report_page import report_page
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
-from zfunc.viz.legend import axis_ticks
 from zfunc.viz.timeline_html import part
 
 
@@ -196,14 +195,6 @@ def test_smoothing_keeps_gaps_and_stays_within(points: tuple[tuple[int, float | 
         assert x == same
         assert (y is None) == (mean is None)
         assert mean is None or min(ys) - 1e-3 <= mean <= max(ys) + 1e-3
-
-
-@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 8))
-def test_round_values_lie_within_and_are_few(low: float, wide: float, most: int) -> None:
-    found = axis_ticks(low, low + wide, most)
-    assert len(found) <= most + 1
-    slack = 1e-6 * (abs(low) + wide)
-    assert all(low - slack <= v <= low + wide + slack for v in found)
 
 
 def test_a_hundred_thousand_steps(tmp_path: Path) -> None:

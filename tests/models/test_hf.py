@@ -455,8 +455,7 @@ def test_names_of_a_model_without_its_head_and_old_buffers_are_known(tmp_path: P
     folder = write(model, tmp_path / "m")
     mask = torch.ones(1, 1, 8, 8)
     rewrite(
-        folder,
-        lambda t: {**{k.removeprefix("transformer."): v for k, v in t.items()}, "h.0.attn.bias": mask},
+        folder, lambda t: {**{k.removeprefix("transformer."): v for k, v in t.items()}, "h.0.attn.bias": mask}
     )
     program = compiled(zfunc.hf.load(folder)[1])
     assert torch.allclose(

@@ -15,16 +15,7 @@ from hypothesis import strategies as st
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import Measured
-from zfunc.planner.profile import (
-    BOUNDS,
-    NETWORKS,
-    NONE_SENT,
-    ORIGINS,
-    RATES,
-    TABLES,
-    Figure,
-    Profile,
-)
+from zfunc.planner.profile import BOUNDS, NETWORKS, NONE_SENT, ORIGINS, RATES, TABLES, Figure, Profile
 from zfunc.planner.profile_toml import FOLDER, load_profile, parse_profile, profile_names, profile_text
 
 GB = {  # of each card, as it is sold

@@ -64,10 +64,7 @@ def held_out(events: list[Event]) -> list[float]:
 def test_evaluations_and_the_sample_tell_how_far_they_are(job: TrainingJob, tmp_path: Path) -> None:
     events, segments = run(job, tmp_path), len(job.program.segments)
     assert len(held_out(events)) == 3
-    for what, times, parts in (
-        ("evaluation", 3, len(job.held_out) * segments),
-        ("sample", 1, 40 * segments),
-    ):
+    for what, times, parts in (("evaluation", 3, len(job.held_out) * segments), ("sample", 1, 40 * segments)):
         seen = shares(events, what)
         assert len(seen) == times * parts
         assert [seen[n : n + parts] for n in range(0, len(seen), parts)] == [sorted(seen[:parts])] * times

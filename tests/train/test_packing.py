@@ -11,7 +11,7 @@ from text_data import loss_mask_of, opened, save_tokenizer, tokens_of, write_jso
 
 from zfunc.models.loss import IGNORE_INDEX
 from zfunc.train.data.corpus import batch_at, held_out_batches
-from zfunc.train.data.tokenizer import BYTES, Vocabulary, open_tokenizer
+from zfunc.train.data.tokenizer import BYTES, open_tokenizer
 
 WORDS = ["<unk>", "<s>", "</s>", *(f"w{n}" for n in range(50))]
 END = WORDS.index("</s>")
@@ -24,13 +24,6 @@ def words(*numbers: int) -> str:
 @pytest.fixture
 def tokenizer_file(tmp_path: Path) -> Path:
     return save_tokenizer(tmp_path / "tok" / "tokenizer.json", WORDS, special=["<s>", "</s>"])
-
-
-def test_tokens_that_are_there_already_have_a_vocabulary_and_no_tokenizer() -> None:
-    assert isinstance(BYTES, Vocabulary)
-    assert not hasattr(Vocabulary("below 300", 300), "encode")
-    kept = [Vocabulary("", n).dtype for n in (256, 1 << 16, (1 << 16) + 1)]
-    assert kept == [np.uint16, np.uint16, np.uint32]
 
 
 # --- what is packed ---------------------------------------------------------------------------------------

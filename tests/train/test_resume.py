@@ -12,17 +12,7 @@ from typing import Any
 import pytest
 import small_trainings
 import torch.distributed as dist
-from small_trainings import (
-    TEXT,
-    checkpoints,
-    config,
-    files,
-    measured,
-    rows,
-    start,
-    summary,
-    wait_for_rows,
-)
+from small_trainings import TEXT, checkpoints, config, files, measured, rows, start, summary, wait_for_rows
 
 import zfunc
 from zfunc.engine import save_load

@@ -311,9 +311,7 @@ def test_lines_of_another_run_stay_where_one_goes_on(last: int, after: int) -> N
     same(table("logs/mine"), in_csv("one", "two"))
 
 
-def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(caplog: pytest.LogCaptureFixture) -> None:
     both = configured(tensorboard=PLACE, csv_monitor=PLACE)
     run(both, "one", until=4)
     run(configured(), "two", until=7, fails=True)
