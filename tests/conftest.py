@@ -33,37 +33,10 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LONGEST = (
-    "laws",
-    "tutorial",
-    "hf",
-    "ranks",
-    "passes",
-    "cli",
-    "cli_plan",
-    "parity",
-    "verify",
-    "tracking",
-    "saving",
-    "resume",
-    "finetuning",
-    "native",
-    "saving_ranks",
-    "faults",
-    "partial",
-    "delayed",
-    "gradients",
-    "examples",
-    "wheel",
-    "cli_errors",
-    "speculative",
-    "planner",
-    "soak",
-    "train_step",
-    "fuzz",
-    "deepspeed_cli",
-    "page",
-)
+LONGEST = ["laws", "tutorial", "hf", "ranks", "passes", "cli", "cli_plan", "parity", "verify"]
+LONGEST += ["tracking", "saving", "resume", "finetuning", "native", "saving_ranks", "faults"]
+LONGEST += ["adam_bits", "partial", "delayed", "gradients", "examples", "wheel", "cli_errors"]
+LONGEST += ["speculative", "planner", "soak", "train_step", "fuzz", "deepspeed_cli", "page"]
 SLOW = pytest.StashKey[int]()
 
 

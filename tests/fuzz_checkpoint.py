@@ -37,25 +37,8 @@ SECONDS = 10  # an input that takes longer is taken for a hang
 LARGEST = 256 << 20
 DEEP, ENDLESS, TWICE, NAN = "@deep@", "@endless@", "@twice@", "@nan@"  # what json.dumps would not write
 RAW = {DEEP: "[" * 50_000 + "]" * 50_000, ENDLESS: "[" * 50_000, TWICE: '{"a":1,"a":2}', NAN: "NaN"}
-NUMBERS = [
-    -1,
-    0,
-    1,
-    2,
-    63,
-    2**31,
-    2**32,
-    2**53,
-    2**60,
-    2**63 - 1,
-    2**63,
-    -(2**63),
-    10**19,
-    10**400,
-    1.5,
-    -0.0,
-    1e308,
-]
+NUMBERS = [-1, 0, 1, 2, 63, *(2**bits for bits in (31, 32, 53, 60, 63)), 2**63 - 1, -(2**63)]
+NUMBERS += [10**19, 10**400, 1.5, -0.0, 1e308]
 TEXTS = [
     "",
     "..",
