@@ -1,4 +1,4 @@
-"""Keys and values of the tokens so far: with them, one more token costs one token, not all of them again."""
+"""Keys and values of past tokens, so that a new token costs one token and not the whole sequence."""
 
 import torch
 from attrs import define
@@ -7,14 +7,14 @@ from torch import Tensor
 
 @define(eq=False)
 class KVCache:
-    """What one segment keeps of a sequence. Its first call has any number of tokens, each later one has one."""
+    """The keys and values of one segment. Its first call has any number of tokens, each later one has one."""
 
     length: int = 0  # tokens so far
     keys: Tensor | None = None  # [batch, heads, length, head_size]; None in segments without attention
     values: Tensor | None = None
 
     def advanced(self, tokens: int) -> int:
-        """Count `tokens` more. Returns how many there were before them: the position of the first."""
+        """Count `tokens` more. Returns the position of the first."""
         if self.length and tokens != 1:
             raise ValueError(
                 f"got {tokens} tokens after the first {self.length}, expected one: give one at a time"
@@ -23,7 +23,7 @@ class KVCache:
         return self.length - tokens
 
     def extended(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens, [batch, heads, tokens, head_size]. Returns those of all."""
+        """Append those of new tokens, [batch, heads, tokens, head_size]. Returns all."""
         if self.keys is not None and self.values is not None:
             keys, values = torch.cat([self.keys, keys], dim=-2), torch.cat([self.values, values], dim=-2)
         self.keys, self.values = keys, values

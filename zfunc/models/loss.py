@@ -1,15 +1,14 @@
-"""The loss of next-token prediction, with labels that do not count and weights that make batches exact.
+"""The loss of next-token prediction, with ignored labels, and row weights that make it exact over micro-batches.
 
-The loss of a batch is the mean over all its tokens that count. A mean over micro-batches of their own means is
-another number where they hold unequally many, so `weighted_batch` gives every row a weight that knows of the whole
-batch.
+The loss of a batch is the mean over all its tokens that count. The mean over the means of micro-batches differs if
+they have unequally many, so `weighted_batch` weights every row by what counts in the whole batch.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORE_INDEX = -100  # the label of a token that is not predicted; torch's name and value for it
+IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
 
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 
@@ -17,9 +16,8 @@ Batch = tuple[Tensor, tuple[Tensor, Tensor]]
 def next_token_loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
 
-    `targets` is the labels, each the token that follows: then it is the mean over those of this micro-batch that
-    count. Or it is the labels and weights [batch], as `weighted_batch` makes them: then it is the mean over rows of
-    weight times the sum of a row's losses.
+    `targets` are labels, each the token that follows: the result is the mean over those that count. Or labels and
+    weights [batch], as `weighted_batch` makes them: the mean over rows of weight times the sum of the row's losses.
 
     >>> logits, labels = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3], [4, -100, -100]])
     >>> weighted = next_token_loss(logits, (labels, torch.full((2,), 2 / 4)))
@@ -36,13 +34,12 @@ def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float |
     """`(input_ids, (labels, weights))` for `train_step` and `evaluate`, with any number of micro-batches.
 
     `input_ids` and `labels` are int64 [batch, seq]; `labels[:, t]` is the token that follows `input_ids[:, t]`, or
-    -100 where none is to be predicted. Pad at the end: positions count from the first token, and no token sees what
-    comes after it. A row's weight is rows over tokens that count: the mean over rows of weight times the sum of
-    losses is the mean over tokens then, and the mean over micro-batches of those means is it again.
+    -100 if it does not count. Pad at the end: positions count from the first token, and attention is causal. The
+    weight is rows over tokens that count, so the mean over rows, and over micro-batches, is the mean over tokens.
 
-    Several ranks: call it with the whole batch and give each rank its rows, or with a rank's rows and
-    `tokens_per_row` of the whole batch: its tokens that count, over all ranks, divided by its rows. Else each rank
-    weighs its own tokens, and the loss is the mean of the ranks' means.
+    On several ranks, call it with the whole batch and give each rank its rows; or call it with a rank's rows and
+    the `tokens_per_row` of the whole batch (tokens that count over all ranks, divided by all rows). Otherwise the
+    loss is the mean of the ranks' means.
 
     Raises ValueError for shapes that differ, and where no token counts.
 

@@ -1,13 +1,13 @@
-"""Causal language models of Hugging Face transformers as segments: cut, filled from a folder, written back as one.
+"""Causal language models of Hugging Face transformers as segments: cut, loaded from a folder, saved to one.
 
-    config, segments = zfunc.hf.load("a-local-folder")          # or segments(model), of a model on any device
+    config, segments = zfunc.hf.load("a-local-folder")          # or segments(model), for a model on any device
     program = zfunc.compile(segments, ...)
     state = zfunc.init(program)                                 # reads the weights, a segment at a time
     state, _ = zfunc.train_step(program, state, zfunc.hf.batch(input_ids, labels))
     zfunc.hf.save("a-new-folder", program, state, config="a-local-folder")
 
-The invariant: a parameter has in a program, and so in its checkpoints, the name it has in the model. transformers
-is imported when one of these is called: `pip install "zfunc[hf]"`.
+Parameters have the same names in the model, in programs and in checkpoints. transformers is imported when one of
+these is called: `pip install "zfunc[hf]"`.
 """
 
 from zfunc.models.hf.cutting import cut_model as segments

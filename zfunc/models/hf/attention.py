@@ -1,7 +1,6 @@
-"""Attention that depends on shapes alone: what the decoder layers call here instead of what their config names.
+"""Attention that depends on shapes alone: what decoder layers call instead of the implementation in their config.
 
-The invariant: causal, and over no more than the layer's window; no mask is passed from segment to segment, nothing
-branches on data. A layer's config is a `AttentionSettings`, so the model it came from stays as it was.
+It is causal, within the layer's window. No mask is passed between segments, and nothing branches on data.
 """
 
 from typing import Any
@@ -13,14 +12,14 @@ from torch.nn import functional as F
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import fuses_grouped_queries
 
-NAME = "zfunc"  # by which transformers knows it
+NAME = "zfunc"  # registered with transformers
 _FUSED_GQA = 256  # features of a head, at most, for flash attention
 
 
 class AttentionSettings:
-    """A config as the decoder layers see it: the same, but for the attention. Copies of it are it.
+    """A config for decoder layers, with this attention; the model's own config is not changed.
 
-    Equality is identity, so modules with one config in common can be told to be alike.
+    A deep copy is the same object, so that layers with a common config compare equal.
     """
 
     _attn_implementation = NAME
@@ -29,7 +28,7 @@ class AttentionSettings:
         self.config = config
 
     def __getattr__(self, name: str) -> Any:
-        if name == "config":  # not there yet
+        if name == "config":  # not set yet
             raise AttributeError(name)
         return getattr(self.config, name)
 
@@ -38,7 +37,7 @@ class AttentionSettings:
 
 
 def register() -> None:
-    """Make `attend` known to transformers under NAME; nothing happens the second time."""
+    """Register `attend` with transformers as NAME. Idempotent."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -60,9 +59,9 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Causal attention, with the signature of transformers' interface: `([batch, seq, heads, head_size], None)`.
 
-    A position sees itself and those before it, `sliding_window` in all. `softcap` bounds the scores by tanh, as
-    Gemma 2 does; no fused kernel does that, so the scores are in memory then. With a `cache` that has tokens, there
-    is one position, after those.
+    A position attends to itself and those before it, `sliding_window` in all. `softcap` bounds the scores by tanh,
+    as in Gemma 2; no fused kernel does that, so they are materialised. With a `cache` that has tokens, `query` has
+    one position, after those.
     """
     if cache is not None:
         key, value = cache.extended(key, value)
@@ -74,14 +73,14 @@ def attend(
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     if softcap is not None:
         y = _softcapped(
-            query, key, value, _seen(rows, columns, window, query.device), dropout, scaling, softcap
+            query, key, value, _causal_mask(rows, columns, window, query.device), dropout, scaling, softcap
         )
     else:
         y = F.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=None if window is None else _seen(rows, columns, window, query.device),
+            attn_mask=None if window is None else _causal_mask(rows, columns, window, query.device),
             dropout_p=dropout,
             is_causal=window is None and rows == columns,
             scale=scaling,
@@ -91,28 +90,28 @@ def attend(
 
 
 def _takes_groups(key: Tensor) -> bool:
-    """Whether a kernel that keeps no scores takes fewer heads of keys than of queries."""
+    """Whether a fused kernel supports fewer key heads than query heads."""
     return key.shape[-1] <= _FUSED_GQA and fuses_grouped_queries(key.device, key.dtype)
 
 
-def _seen(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
-    """[rows, columns] bool: which positions (columns) each of the last ones (rows) sees."""
+def _causal_mask(rows: int, columns: int, window: int | None, device: torch.device) -> Tensor:
+    """[rows, columns] bool: the positions (columns) that each of the last `rows` positions attends to."""
     at = torch.arange(columns, device=device)
-    back = at[columns - rows :, None] - at
-    return (back >= 0) if window is None else (back >= 0) & (back < window)
+    distance = at[columns - rows :, None] - at
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def _softcapped(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    seen: Tensor,
+    mask: Tensor,
     dropout: float,
     scaling: float | None,
     softcap: float,
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
-    shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(shares, dropout) @ value
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    return F.dropout(weights, dropout) @ value

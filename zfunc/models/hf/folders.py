@@ -1,7 +1,6 @@
-"""`save_folder` and `export_folder`: what was trained, as a folder that `from_pretrained` loads.
+"""`save_folder` and `export_folder`: trained weights as a folder that `from_pretrained` loads.
 
-The invariant: a folder under the name that was asked for is whole and on the disk, and none that was there is
-touched.
+A folder with the requested name is complete and on disk; an existing one is never touched.
 """
 
 import os
@@ -28,25 +27,24 @@ from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
-KEPT = (  # that go along from the folder the config is from
+KEPT = (  # copied from the folder of the config
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt"),
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Names of a tokenizer's files, and of settings for generating."""
+"""Files of a tokenizer, and settings for generation."""
 
 
 def export_folder(
     source: Path | str, out: Path | str, *, config: Any, dtype: Precision = "fp32"
 ) -> ExportedWeights:
-    """Write a checkpoint of a program of `zfunc.hf` as a new folder that `from_pretrained` loads.
+    """Write a checkpoint of a `zfunc.hf` program as a new folder that `from_pretrained` loads.
 
-    `source` is a checkpoint, a folder of them or a run. `config` is the folder that was trained from: its
-    config.json, and its tokenizer's files, come along; or it is the config alone. A tied head is stored once, as
-    transformers does. What `zfunc.checkpoint.export.export_weights` says of `dtype`, of memory and of what is
-    raised holds here.
+    `source` is a checkpoint, a folder of them or a run. `config` is a config, or the folder that was trained from,
+    whose tokenizer is then copied too. A tied head is stored once, as in transformers. `dtype`, memory and errors
+    are those of `zfunc.checkpoint.export.export_weights`.
 
-    Raises ValueError where the checkpoint is not of the config's model, or `out` is there.
+    Raises ValueError if the checkpoint is not of the config's model, or `out` exists.
     """
     folder = _Folder.begin(Path(out), config, dtype)
     try:
@@ -62,11 +60,11 @@ def export_folder(
 def save_folder(
     out: Path | str, program: Program, state: State, *, config: Any, dtype: Precision = "fp32"
 ) -> Path:
-    """Write the weights of a program of `zfunc.hf` as a new folder that `from_pretrained` loads, and return that.
+    """Write the weights of a `zfunc.hf` program as a new folder that `from_pretrained` loads. Returns its path.
 
-    `config` and `dtype` as for `export_folder`: the master weights, exactly, or rounded to nearest. Written bucket
-    by bucket: no second copy of the model is made. `state` can be trained on. With several ranks all of them have
-    to call this, and the first one writes. Raises ValueError and CheckpointError as `export_folder` does.
+    `config` and `dtype` are as for `export_folder`: the master weights, exact or rounded to nearest. They are
+    written bucket by bucket, without a second copy of the model. `state` can be trained further. Every rank has to
+    call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
     ranks = program.ranks
@@ -89,7 +87,7 @@ def save_folder(
 
 @define(eq=False)
 class _Folder:
-    """A folder under another name until it is whole."""
+    """A folder that gets its name when it is complete."""
 
     out: Path
     partial: Path
@@ -97,7 +95,7 @@ class _Folder:
 
     @classmethod
     def begin(cls, out: Path, config: Any, dtype: Precision) -> "_Folder":
-        """Make it, with all but the weights. Raises ValueError for what cannot be a new folder."""
+        """Make it, with everything but the weights. Raises ValueError for a path that cannot be a new folder."""
         if dtype not in OVERFLOW:
             raise ValueError(
                 f"dtype: got {dtype!r}{did_you_mean(str(dtype), list(OVERFLOW))}, expected fp32, bf16 or fp16: "
@@ -105,10 +103,10 @@ class _Folder:
             )
         if os.path.lexists(out):
             raise ValueError(
-                f"out: got {out}, which is there, expected a new folder: name another, or move that one"
+                f"out: got {out}, which exists, expected a new folder: name another, or move that one"
             )
         if not out.parent.is_dir():
-            raise ValueError(f"out: got {out}, expected a folder in one that is there: make {out.parent}")
+            raise ValueError(f"out: got {out}, expected a folder in an existing one: make {out.parent}")
         origin = Path(config).expanduser() if isinstance(config, (str, os.PathLike)) else None
         try:
             config = read_config(origin) if origin else config
@@ -140,13 +138,12 @@ class _Folder:
             if shapes.get(name) != self.shapes.get(name):
                 hint = "" if name in self.shapes else did_you_mean(name, list(self.shapes))
                 raise ValueError(
-                    f"config: got one of a model with {name!r} of shape {self.shapes.get(name)}{hint}, expected "
-                    f"{shapes.get(name)}, as was trained: pass the config the segments were made from, "
-                    "or its folder"
+                    f"config: got one whose model has {name!r} of shape {self.shapes.get(name)}{hint}, expected "
+                    f"{shapes.get(name)}: pass the config that the segments were made from, or its folder"
                 )
 
     def publish(self) -> None:
-        """Bring all files to the disk and give the folder its name."""
+        """Sync all files to the disk, then rename the folder."""
         for path in self.partial.iterdir():
             disk.sync(path)
         disk.sync(self.partial)
@@ -155,13 +152,13 @@ class _Folder:
         disk.sync(self.out.parent)
 
     def abandon(self) -> None:
-        """Delete what there is of it. Nothing happens if it has its name, or the second time."""
+        """Delete the folder unless it was published. Idempotent."""
         with suppress(OSError):
             shutil.rmtree(self.partial)
 
 
 def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> None:
-    """config.json, with the type of the weights beside it, or from_pretrained would round them."""
+    """Write config.json with the dtype of the weights; from_pretrained would round them to another."""
     copy = type(config).from_dict(config.to_dict())
     copy.dtype = TORCH_DTYPES[dtype]
     copy.architectures = [type(model).__name__]
@@ -170,7 +167,7 @@ def _write_config(folder: Path, config: Any, model: Any, dtype: Precision) -> No
 
 @define(eq=False)
 class _Saving:
-    """The weights of a state on their way into such a folder. What fails on the way is raised at the end."""
+    """Weights being written to such a folder. The first failure is raised by `finish`."""
 
     folder: _Folder
     writer: ShardWriter

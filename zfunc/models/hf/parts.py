@@ -1,7 +1,6 @@
-"""The three kinds of segments of a causal language model, as modules around the model's own.
+"""The three kinds of segments of a causal language model, as wrappers of the model's modules.
 
-The invariant: what goes from one to the next is the hidden states, [batch, seq, hidden], and nothing else:
-positions and masks follow from their shape, and are made again where they are needed.
+Only hidden states, [batch, seq, hidden], pass from one to the next; positions and masks follow from their shape.
 """
 
 from typing import Any
@@ -21,36 +20,36 @@ class EmbedSegment(nn.Module):
         self.tokens, self.positions, self.dropout = tokens, positions, dropout
 
     def forward(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Embed what follows the tokens in `cache`. Raises ValueError for more than the learned positions."""
+        """Embed tokens that follow those in `cache`. Raises ValueError beyond the learned positions."""
         x = self.tokens(input_ids)
         first = 0 if cache is None else cache.advanced(input_ids.shape[-1])
         if self.positions is not None:
             seq, longest = first + input_ids.shape[-1], self.positions.num_embeddings
             if seq > longest:
                 raise ValueError(
-                    f"got {seq} tokens, expected at most the {longest} there are positions for: cut it"
+                    f"got {seq} tokens, expected at most the {longest} learned positions: shorten the sequence"
                 )
             x = x + self.positions(torch.arange(first, seq, device=input_ids.device))
         return x if self.dropout is None else self.dropout(x)
 
 
 class LayerSegment(nn.Module):
-    """A decoder layer, with the rotary positions it is handed in the model."""
+    """A decoder layer, with its rotary positions."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module | None, kind: str | None) -> None:
         super().__init__()
         self.layer, self.rotary = layer, rotary
-        self.kind = kind  # of attention, where positions depend on it
+        self.kind = kind  # of attention, if positions depend on it
 
     def forward(self, x: Tensor, cache: KVCache | None = None) -> Tensor:
         """Mix along the sequence, then along the features; `cache` has the tokens before those of `x`."""
         first = 0 if cache is None else cache.advanced(x.shape[1])
-        given: dict[str, Any] = {} if cache is None else {"cache": cache}  # which gets to `attention.attend`
+        kwargs: dict[str, Any] = {} if cache is None else {"cache": cache}  # passed on to `attention.attend`
         if self.rotary is None:
-            return self.layer(x, **given)
+            return self.layer(x, **kwargs)
         at = torch.arange(first, first + x.shape[1], device=x.device)[None]
         cos_sin = self.rotary(x, at) if self.kind is None else self.rotary(x, at, self.kind)
-        return self.layer(x, position_embeddings=cos_sin, **given)
+        return self.layer(x, position_embeddings=cos_sin, **kwargs)
 
 
 class HeadSegment(nn.Module):
@@ -61,10 +60,10 @@ class HeadSegment(nn.Module):
         self.norm, self.lm_head, self.softcap = norm, lm_head, softcap
 
     def logits(self, x: Tensor) -> Tensor:
-        """Give the scores of the next token: [batch, seq, vocab], in the compute precision."""
+        """[batch, seq, hidden] -> [batch, seq, vocab], in the compute precision."""
         y = self.lm_head(self.norm(x))
         return y if self.softcap is None else torch.tanh(y / self.softcap) * self.softcap
 
     def forward(self, x: Tensor, targets: Any = None) -> Tensor:
-        """Give the mean loss in nats, an fp32 scalar; without targets, the logits."""
+        """The mean loss in nats, an fp32 scalar; the logits without targets."""
         return self.logits(x) if targets is None else next_token_loss(self.logits(x).float(), targets)

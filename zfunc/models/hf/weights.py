@@ -1,8 +1,8 @@
 """`load_folder`: a local folder as transformers writes it, as segments whose initial values are in its files.
 
-The invariant: before anything is read, every parameter is known to be in a file, in its shape, and every tensor in
-the files to be a parameter's. Files are mapped into memory; a tensor is read when `zfunc.init` copies it, segment
-after segment, so the model is in memory once.
+Before any weights are read, every parameter is known to be in a file with its shape, and every tensor in the files
+to be a parameter. Files are memory-mapped, and `zfunc.init` reads them segment by segment, so the model is in
+memory once.
 """
 
 import logging
@@ -33,27 +33,27 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class StoredTensor:
-    """A tensor in a file: its name there, its type and shape."""
+    """A tensor in a file."""
 
     file: Path
-    name: str
+    name: str  # in the file
     dtype: str
     shape: tuple[int, ...]
 
 
 def load_folder(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
-    """`(config, segments)` of a folder with config.json and model.safetensors, or its shards with their index.
+    """`(config, segments)` of a folder with config.json and model.safetensors, or shards and their index.
 
-    Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights; they may be in fp32,
-    bf16 or fp16, and become fp32 master weights. The files have to stay there until then.
+    Nothing is downloaded, and no code from the folder is run. `zfunc.init` reads the weights, in fp64, fp32, bf16
+    or fp16, as fp32 master weights; keep the files until then.
 
-    Raises CheckpointError for a folder without them, and where names or shapes are not the config's model's;
-    ValueError for a model that cannot be cut, as `segments` does.
+    Raises CheckpointError for missing files, and for names or shapes other than the config's; ValueError for a
+    model that `segments` refuses.
     """
     folder = Path(folder).expanduser()
     config = read_config(folder)
     model = empty_model(config)
-    family_of(model)  # first: files of another family have other names, which is no damage
+    family_of(model)  # first, because files of an unsupported family have other names too
     stored = _stored(folder)
     places = _places(model, stored)
     log.info("hf: %s: %d parameters in %d files", folder, len(places), len({s.file for s in stored}))
@@ -61,29 +61,29 @@ def load_folder(folder: Path | str) -> tuple[Any, tuple[Segment, ...]]:
 
 
 def read_config(folder: Path) -> Any:
-    """The config in a folder. Raises CheckpointError where there is none."""
+    """The config in a folder. Raises CheckpointError without one."""
     check_transformers()
     from transformers import AutoConfig
 
     if not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{folder}: got no config.json in it, expected a local folder with one: {_next(folder)}"
+            f"{folder}: got no config.json in it, expected a local folder with one: {_advice(folder)}"
         )
     return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _next(folder: Path) -> str:
-    """What to do about a folder that is none of a model, or that is not there: it may be a name on the Hub."""
+def _advice(folder: Path) -> str:
+    """What to do about a folder without a model; its name may be one on the Hub."""
     if folder.exists() or folder.is_absolute() or len(folder.parts) > 2:
         return _NEXT
     return (
-        "there is no such folder. If it is a model's name on the Hugging Face Hub, which is not asked, type "
-        f"hf download {folder} --local-dir {folder.name} and name the folder {folder.name}"
+        "there is no such folder. If it is a model on the Hugging Face Hub, download it first: "
+        f"hf download {folder} --local-dir {folder.name}, then name the folder {folder.name}"
     )
 
 
 def empty_model(config: Any) -> Any:
-    """The causal language model of a config, on the meta device. Raises ValueError where transformers has none."""
+    """The causal language model of a config, on the meta device. Raises ValueError if transformers has none."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -97,7 +97,7 @@ def _own(segment: Segment) -> tuple[str, ...]:
 
 
 def _stored(folder: Path) -> list[StoredTensor]:
-    """Every tensor in the folder's files. Of one that has both, the single file counts, as for transformers."""
+    """Every tensor in the folder's files; the single file comes before shards, as in transformers."""
     if (folder / SINGLE).is_file():
         return _tensors(folder / SINGLE)
     if not (folder / INDEX).is_file():
@@ -129,7 +129,7 @@ def _tensors(file: Path) -> list[StoredTensor]:
     tensors: list[StoredTensor] = []
     try:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  it is no dict
+            for name in opened.keys():  # noqa: SIM118  not a dict
                 part = opened.get_slice(name)
                 tensors.append(StoredTensor(file, name, part.get_dtype(), tuple(part.get_shape())))
     except (SafetensorError, OSError) as error:
@@ -138,9 +138,9 @@ def _tensors(file: Path) -> list[StoredTensor]:
 
 
 def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTensor]]:
-    """Where each parameter is; a tied one may be stored under each of its names.
+    """The tensors of each parameter; a tied one may be stored under several of its names.
 
-    A file may be of the model without its head: then names lack what the parts below it begin with.
+    A file may be of the model without its head: then names lack the base model's prefix.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     names = known_names(model)
@@ -160,7 +160,7 @@ def _places(model: Any, stored: list[StoredTensor]) -> dict[str, list[StoredTens
 
 
 def known_names(model: Any) -> dict[str, str]:
-    """The parameter a name in a file means: its own in the model, a tied one's, or either without the prefix."""
+    """Parameters by their names in files: their own, those they are tied to, and both without the prefix."""
     first = {id(p): name for name, p in model.named_parameters()}
     every = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
     prefix = f"{model.base_model_prefix}."
