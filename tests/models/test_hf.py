@@ -307,7 +307,10 @@ def test_a_folder_of_another_family_is_not_supported_rather_than_damaged(kind: s
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, then name"),
+        (
+            "meta-llama/Llama-3.2-1B",
+            "hf download meta-llama/Llama-3.2-1B --local-dir Llama-3.2-1B, then name",
+        ),
         ("gpt2", "hf download gpt2 --local-dir gpt2, then name"),
         ("runs/of/last/week", "use a folder that save_pretrained"),
         ("/nowhere", "use a folder that save_pretrained"),
@@ -570,7 +573,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     new = tmp_path / "x"
     calls: dict[str, Callable[[], Any]] = {
         "which exists, expected a new folder": lambda: zfunc.hf.save(folder, program, state, config=folder),
-        "'lm_head.weight' of shape None.*pass the config the segments": lambda: zfunc.hf.save(
+        "'lm_head.weight' of shape None.*pass the config that the segments": lambda: zfunc.hf.save(
             new, program, state, config=other
         ),
         "pass the config the segments": lambda: zfunc.hf.export(checkpoint, new, config=other),
