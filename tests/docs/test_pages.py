@@ -10,10 +10,12 @@ import pytest
 
 import zfunc
 from zfunc import schedules
+from zfunc.train.deepspeed.keys import KEYS
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
 
+from make_deepspeed import with_key_tables  # noqa: E402
 from make_settings import with_settings_table  # noqa: E402
 
 README = ROOT / "README.md"
@@ -85,6 +87,12 @@ def test_the_readme_is_short_and_names_every_package() -> None:
     assert len(text) < 11_000
     packages = {path.parent.name for path in (ROOT / "zfunc").glob("*/__init__.py")}
     assert set(re.findall(r"^zfunc/(\w+)/ ", text, re.M)) == packages
+
+
+def test_the_page_of_deepspeed_has_every_key() -> None:
+    page = (ROOT / "docs" / "deepspeed.md").read_text()
+    assert page == with_key_tables(page), "run python docs/make_deepspeed.py"
+    assert all(f"| `{key.last}` |" in page or f".{key.last}` |" in page for key in KEYS.values())
 
 
 def test_settings_are_those_of_compile() -> None:

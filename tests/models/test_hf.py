@@ -576,7 +576,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         "'lm_head.weight' of shape None.*pass the config that the segments": lambda: zfunc.hf.save(
             new, program, state, config=other
         ),
-        "pass the config the segments": lambda: zfunc.hf.export(checkpoint, new, config=other),
+        "pass the config that the segments": lambda: zfunc.hf.export(checkpoint, new, config=other),
         r"got 'bf61' \(did you mean 'bf16'\?\)": lambda: zfunc.hf.export(
             checkpoint,
             new,

@@ -4,7 +4,7 @@
     reader, resolved            JSON with comments; the values of all keys, checked against the table
     arguments, lr               batch, precision, optimizer, offloading; schedulers and betas, bit by bit
     convert, cli_merge          arguments of `zfunc.compile` and `zfunc.init`; a file merged with a command line
-    messages, docs_table        what is logged of a file; the table in docs/deepspeed.md
+    messages                    what is logged of a file
 
 Only `convert` needs torch, so a wrong file is refused before torch is loaded.
 """
