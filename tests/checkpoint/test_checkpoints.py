@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from attrs import evolve
+from bad_disks import stopped_everywhere, with_more_room
 from saved import assert_whole, save
 
 from zfunc.checkpoint import directory as checkpoints
@@ -189,34 +189,20 @@ def test_what_cannot_be_published_says_why(tmp_path: Path) -> None:
 def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In turn before each: what `latest` names is complete, and so is what is found. The last saves to its end."""
-    left, step = 0, 1
-    save(tmp_path, step=step, salt=step)
+    """What `latest` names is complete, and so is what is found."""
 
-    def stoppable(original: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: object) -> None:
-            nonlocal left
-            left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
-            original(*args)
+    def save_one(number: int) -> None:
+        save(tmp_path, step=number + 2, salt=number + 2)
 
-        return run
-
-    for name in ("sync", "write_all", "write_durably"):
-        monkeypatch.setattr(disk, name, stoppable(getattr(disk, name)))
-    stopped = True
-    while stopped:
-        step, left = step + 1, step
-        try:
-            save(tmp_path, step=step, salt=step)
-            stopped = False
-        except KeyboardInterrupt:
-            pass
+    def check() -> None:
         assert_whole(open_checkpoint(tmp_path / (tmp_path / "latest").read_text().strip()))
         found_in(tmp_path)
-    assert step > 20
-    assert found_in(tmp_path) == f"step-{step:08d}"
+
+    save(tmp_path, step=1, salt=1)
+    functions = [(disk, name) for name in ("sync", "write_all", "write_durably")]
+    stops = stopped_everywhere(monkeypatch, functions, save_one, check, killed=True)
+    assert stops > 20
+    assert found_in(tmp_path) == f"step-{stops + 2:08d}"
 
 
 def test_everything_is_on_the_disk_before_its_name_and_that_before_latest(
@@ -276,8 +262,8 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
             assert writer.stdout.readline() == "ready\n"
             time.sleep(moments.uniform(0, longest))
             writer.send_signal(signal.SIGKILL)
-            told = writer.stdout.read().split()
-        published = max([published, *map(int, told)])
+            steps = writer.stdout.read().split()
+        published = max([published, *map(int, steps)])
         found = find_checkpoint(folder)
         assert found is not None or not published
         if found:
@@ -287,22 +273,6 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
     assert published > 4  # they get somewhere, on a busy machine too
     save(folder, step=published + 1, keep=1)
     assert len(names(folder)) == 2  # all that was left unfinished is gone
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command to make a small disk with")
-    if done.returncode:
-        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)  # also where a failed test holds it open
 
 
 def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None:
@@ -327,25 +297,19 @@ def test_a_full_disk_is_named_and_the_one_before_stays(small_disk: Path) -> None
     assert len(names(small_disk)) == 3
 
 
-def test_whatever_file_there_is_no_room_for_the_one_before_stays(small_disk: Path) -> None:
-    """One page more is free each time: a shard does not fit, then the manifest, then `latest`; at last all do."""
+def test_whatever_file_has_no_room_the_checkpoint_before_stays(small_disk: Path) -> None:
+    """A shard does not fit, then the manifest, then `latest`; at last all do."""
     save(small_disk, step=1, salt=1)
-    refused: list[str] = []
-    for room in range(100):
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        (small_disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
-        try:
-            save(small_disk, step=room + 2, salt=room)
-            break
-        except CheckpointError as error:
-            refused.append(str(error))
-        assert found_in(small_disk)
-        (small_disk / "ballast").unlink()
-    assert found_in(small_disk) == f"step-{room + 2:08d}"
+    refused = with_more_room(
+        small_disk,
+        lambda room: save(small_disk, step=room + 2, salt=room),
+        check=lambda: found_in(small_disk),
+    )
+    assert found_in(small_disk) == f"step-{len(refused) + 2:08d}"
     assert all("No space left on device" in x for x in refused)
-    named = [Path(x.partition(": got ")[0]) for x in refused]
-    assert all(x.is_relative_to(small_disk) for x in named)
-    assert {x.suffix for x in named} == {".safetensors", ".json"}  # without `latest` there is a checkpoint
+    paths = [Path(x.partition(": got ")[0]) for x in refused]
+    assert all(x.is_relative_to(small_disk) for x in paths)
+    assert {x.suffix for x in paths} == {".safetensors", ".json"}  # without `latest` there is a checkpoint
 
 
 def test_a_folder_that_cannot_be_written_is_named(small_disk: Path) -> None:

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,10 +14,10 @@ import numpy as np
 import pytest
 import saved
 import torch
+from bad_disks import stopped_everywhere, with_more_room
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from saved import MODEL, content, save
-from test_checkpoints import small_disk  # noqa: F401  a fixture
 
 import zfunc.checkpoint.export as exporting
 from zfunc.checkpoint import directory as checkpoints
@@ -65,8 +64,8 @@ def as_bytes(x: torch.Tensor) -> bytes:
     return x.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def nothing_left(out: Path) -> bool:
-    return not [x for x in out.parent.iterdir() if out.name in x.name]
+def not_written(out: Path) -> None:
+    assert not [x for x in out.parent.iterdir() if out.name in x.name]
 
 
 def by_hand(
@@ -280,7 +279,7 @@ def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
     path, again = save(tmp_path / "over", model=model, world=3), tmp_path / "b.safetensors"
     with pytest.raises(ValueError, match=f"'embed.weight': got a weight of magnitude {re.escape(told)}"):
         export_weights(path, again, dtype=dtype)
-    assert nothing_left(again)
+    not_written(again)
 
 
 def test_the_largest_of_the_parameter_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,7 +364,7 @@ def test_where_there_is_none_that_is_told(tmp_path: Path, kind: str) -> None:
     out = tmp_path / "a.safetensors"
     with pytest.raises(CheckpointError, match=told[kind]):
         export_weights(tmp_path / kind, out)
-    assert nothing_left(out)
+    not_written(out)
 
 
 # --- whole or not there ---------------------------------------------------------------------------------------
@@ -393,49 +392,31 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
             f"{file}: got other bytes than were written in '{tensor.name}', elements 0 to "
         )
         assert f"(bytes {begins[tensor.name]} to " in message
-        assert nothing_left(out)
+        not_written(out)
     export_weights(path, out)
     file.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=f"{file}: got .* bytes, expected"):
         export_weights(path, tmp_path / "b.safetensors")
 
 
-def test_stopped_before_any_operation_the_file_is_whole_or_not_there(
+def test_stopped_before_any_operation_the_file_is_complete_or_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = save(tmp_path)
-    export_weights(path, tmp_path / "whole.safetensors")
-    whole = (tmp_path / "whole.safetensors").read_bytes()
-    left = stops = 0
+    path, out = save(tmp_path), tmp_path / "a.safetensors"
+    export_weights(path, out)
+    complete = out.read_bytes()
 
-    def stoppable(original: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == -1:
-                raise KeyboardInterrupt
-            return original(*args)
-
-        return run
-
-    for name in ("open_file", "read_all", "sync"):
-        monkeypatch.setattr(disk, name, stoppable(getattr(disk, name)))
-    for name in ("posix_fallocate", "fsync", "link", "unlink"):
-        monkeypatch.setattr(os, name, stoppable(getattr(os, name)))
-    out, stopped = tmp_path / "a.safetensors", True
-    while stopped:
-        left = stops
-        try:
-            export_weights(path, out)
-            stopped = False
-        except KeyboardInterrupt:
-            stops += 1
-        left = sys.maxsize
+    def check() -> None:
         assert not (tmp_path / "unfinished-a.safetensors").exists()
         if out.exists():
-            assert out.read_bytes() == whole
+            assert out.read_bytes() == complete
             out.unlink()
-    assert stops > 20
+
+    check()
+    functions = [(disk, name) for name in ("open_file", "read_all", "sync")]
+    functions += [(os, name) for name in ("posix_fallocate", "fsync", "link", "unlink")]
+    export = lambda _: export_weights(path, out)  # noqa: E731
+    assert stopped_everywhere(monkeypatch, functions, export, check, killed=False) > 20
 
 
 KILLED = """
@@ -463,20 +444,9 @@ def test_killed_half_way_no_file_has_the_name(tmp_path: Path) -> None:
     assert export_weights(path, out).parameters == 3
 
 
-def test_a_full_disk_is_told_and_no_file_is_left(small_disk: Path, tmp_path: Path) -> None:  # noqa: F811
-    path = save(tmp_path / "from")
-    out = small_disk / "a.safetensors"
-    refused: list[str] = []
-    for room in range(100):
-        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-        (small_disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
-        try:
-            export_weights(path, out)
-            break
-        except CheckpointError as error:
-            refused.append(str(error))
-        assert nothing_left(out)
-        (small_disk / "ballast").unlink()
+def test_a_full_disk_is_named_and_no_file_is_left(small_disk: Path, tmp_path: Path) -> None:
+    path, out = save(tmp_path / "from"), small_disk / "a.safetensors"
+    refused = with_more_room(small_disk, lambda _: export_weights(path, out), check=lambda: not_written(out))
     assert refused
     assert all("unfinished-a.safetensors: got 'No space left on device' while" in x for x in refused)
     assert len(load_file(out)) == 3

@@ -1,0 +1,84 @@
+"""Disks without room and processes that stop, a little later each time."""
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zfunc.errors import CheckpointError
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB of its own."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command to make a small disk with")
+    if done.returncode:
+        pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)  # also where a failed test holds it open
+
+
+def with_more_room(disk: Path, write: Callable[[int], Any], check: Callable[[], Any]) -> list[str]:
+    """The errors of write(0), write(1), ... with as many free pages, until one succeeds; `check` after each."""
+    refused: list[str] = []
+    for room in range(100):
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        (disk / "ballast").write_bytes(bytes(max(free - 4096 * room, 0)))
+        try:
+            write(room)
+            return refused
+        except CheckpointError as error:
+            refused.append(str(error))
+        finally:
+            (disk / "ballast").unlink()
+        check()
+    raise AssertionError("no room is enough")
+
+
+def stopped_everywhere(
+    monkeypatch: pytest.MonkeyPatch,
+    functions: list[tuple[Any, str]],
+    run: Callable[[int], Any],
+    check: Callable[[], Any],
+    *,
+    killed: bool,
+) -> int:
+    """Stop run(n) before its n-th call of one of these functions, for n from 0 until it is not stopped.
+
+    Where it is killed no later call works either. `check` after each; returns the last n.
+    """
+    left = 0
+
+    def stoppable(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1 or (killed and left < 0):
+                raise KeyboardInterrupt
+            return function(*args)
+
+        return call
+
+    originals = [(module, name, getattr(module, name)) for module, name in functions]
+    for n in range(1000):
+        with monkeypatch.context() as patched:
+            for module, name, function in originals:
+                patched.setattr(module, name, stoppable(function))
+            left, stopped = n, False
+            try:
+                run(n)
+            except KeyboardInterrupt:
+                stopped = True
+        check()
+        if not stopped:
+            return n
+    raise AssertionError("stopped each time")
