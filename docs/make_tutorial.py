@@ -1,9 +1,8 @@
-"""Fill the outputs of docs/tutorial.md: `python docs/make_tutorial.py`. It runs every command of it, in order.
+"""Fill in the outputs of docs/tutorial.md: `python docs/make_tutorial.py`. It runs every command of it, in order.
 
-The invariant: no output of the page is written by hand. A block that `<!-- output NAME -->` announces is what the
-command before it printed here, without the lines that OUTPUTS leaves out; "..." stands for those. Commands that
-plan run as they are; those that train or measure run in the sizes of SMALL. tests/docs/test_tutorial.py runs the
-page by the same rules.
+No output of the page is written by hand. A block after `<!-- output NAME -->` is what the command before it prints;
+"..." stands for the lines that OUTPUTS leaves out. Commands that plan run as they are; those that train or measure
+run in the sizes of SMALL. tests/docs/test_tutorial.py runs the page by the same rules.
 """
 
 import json
@@ -13,9 +12,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from attrs import frozen
 
@@ -40,15 +37,14 @@ SMALL = {
     "--nproc-per-node": {"2": "2"},
     "-n": {"1": "1"},
 }
-"""Of every option that takes a number: what the page says, and what runs here instead."""
+"""For every option that takes a number: that of the page, and the one that runs instead."""
 
 ADDED = {"tokens.bin": ("--vocab-size", "256")}
-"""What runs besides, where a word is: the tokens here are fewer than GPT-2's."""
+"""Options that are added after a word: the tokens have fewer values than GPT-2's."""
 
 MEASURED = "here.toml"  # that zfunc calibrate wrote: a plan for it is a plan of the small job
-RUNS = ("train", "calibrate", "torchrun")  # commands that take a machine's time and memory
-READS = ("doctor", "top", "report", "export", "tail", "cp")  # those that only look at what is there
-OTHERS = {"draw": "--compare"}  # those that plan, and what makes them look at a run
+SHRUNK = ("train", "calibrate", "torchrun", "plan")  # commands that take a machine's time and memory
+UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp")
 
 _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
 _FOUND, _ADVICE = r"^found|^  [a-z_]+ [\d,]+ instead|^as options|^  --[a-z-]+ \S+ --", r"^to |^  --"
@@ -71,15 +67,14 @@ OUTPUTS = {
     "plan-8bit": f"{_FITS}|needed|{_TIME}",
     "ranks": r"ranks$|^step|^all",
 }
-"""What is shown of a command's output: the lines with a match, or all of them."""
+"""The lines of an output that the page shows: those with a match, or all."""
 
-CODES = {"doctor": (0, 1)}
-"""Exit codes of the commands with these outputs, where it is not 0: what may be wrong."""
+CODES = {"doctor": (0, 1)}  # exit codes that are expected of the command of an output; of others 0
 
 
 @frozen
 class Block:
-    """A fenced block of the page: its language, what it says, and the name of the output it is."""
+    """A fenced block of the page: its language, its text, and the name of the output that it shows."""
 
     language: str
     body: str
@@ -89,7 +84,7 @@ class Block:
 def blocks(page: str) -> list[Block]:
     """The fenced blocks, in order."""
     fences = re.finditer(r"(?:^<!-- output (\S+) -->\n)?^```(\w+)\n(.*?)^```$", page, re.M | re.S)
-    return [Block(found[2], found[3], found[1] or "") for found in fences]
+    return [Block(match[2], match[3], match[1] or "") for match in fences]
 
 
 def commands(body: str) -> list[list[str]]:
@@ -98,32 +93,20 @@ def commands(body: str) -> list[list[str]]:
     return [words for line in joined if (words := shlex.split(line, comments=True))]
 
 
-def kind(words: list[str]) -> str:
-    """What a command is: the name after `zfunc`, or the program."""
-    return words[1] if words[0] == "zfunc" else words[0]
-
-
 def here(words: list[str]) -> list[str]:
     """The command in a size for any machine. LookupError for a command or a number that no rule is for."""
-    name = kind(words)
-    if name in READS or OTHERS.get(name, "") in words:
+    name = words[1] if words[0] == "zfunc" else words[0]
+    if name in UNCHANGED or (name == "plan" and MEASURED not in words):
         return words
-    if name in ("plan", "draw") and MEASURED not in words:
-        return words
-    if name not in (*RUNS, "plan"):
-        raise LookupError(
-            f"{words[:3]}: got a command that no rule is for, expected one in docs/make_tutorial.py"
-        )
-    return [*_smaller(words)]
-
-
-def _smaller(words: list[str]) -> Iterator[str]:
-    for before, word in zip(["", *words], words, strict=False):
+    if name not in SHRUNK:
+        raise LookupError(f"{words[:3]}: got a command without a rule, expected it in SHRUNK or UNCHANGED")
+    smaller: list[str] = []
+    for option, word in zip(["", *words], words, strict=False):
         number = re.fullmatch(r"[0-9][0-9.e+-]*", word)
-        if number and word not in SMALL.get(before, {}):
-            raise LookupError(f"{before} {word}: got a number without a rule, expected it in SMALL")
-        yield SMALL[before][word] if number else word
-        yield from ADDED.get(word, ())
+        if number and word not in SMALL.get(option, {}):
+            raise LookupError(f"{option} {word}: got a number without a rule, expected it in SMALL")
+        smaller += [SMALL[option][word] if number else word, *ADDED.get(word, ())]
+    return smaller
 
 
 def form(line: str) -> str:
@@ -142,24 +125,23 @@ def form(line: str) -> str:
     return " ".join(line.split())
 
 
-def shown(name: str, said: str) -> str:
-    """What the page shows of an output."""
-    said = re.sub(r"/\S*/(?=torch/lib/)", ".../", said)
-    said = re.sub(r"/\S*/(?=runs/)", "", said)
+def shown(name: str, output: str) -> str:
+    """An output as the page shows it."""
+    output = re.sub(r"/\S*/(?=torch/lib/)", ".../", output)
+    output = re.sub(r"/\S*/(?=runs/)", "", output)
     keep, lines = OUTPUTS[name], [""]
-    for line in said.rstrip().splitlines():
+    for line in output.rstrip().splitlines():
         new = line if not line or keep is None or re.search(keep, line) else "..."
         if (new, lines[-1]) not in (("...", "..."), ("", "..."), ("", "")):
             lines.append(new)
-    lines = lines[1:]
-    return "".join(f"{line}\n" for line in lines)
+    return "".join(f"{line}\n" for line in lines[1:])
 
 
 def filled(page: str, outputs: dict[str, str]) -> str:
     """The page with these outputs in their blocks, and the configuration in its own."""
 
-    def fill(found: re.Match[str]) -> str:
-        return f"<!-- output {found[1]} -->\n```text\n{shown(found[1], outputs[found[1]])}```"
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- output {match[1]} -->\n```text\n{shown(match[1], outputs[match[1]])}```"
 
     page = re.sub(r"^<!-- output (\S+) -->\n```text\n.*?^```$", fill, page, flags=re.M | re.S)
     config = f"```json5\n{CONFIG.read_text()}```"
@@ -167,7 +149,9 @@ def filled(page: str, outputs: dict[str, str]) -> str:
 
 
 def prepare(folder: Path) -> None:
-    """What the commands of the page expect beside them: the configuration, tokens, texts and a tokenizer."""
+    """The files that the commands of the page read: the configuration, tokens, texts and a tokenizer."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
     folder.joinpath("examples").mkdir()
     folder.joinpath("examples", CONFIG.name).write_text(CONFIG.read_text())
     tokens = bytearray()
@@ -178,35 +162,22 @@ def prepare(folder: Path) -> None:
     folder.joinpath("tokens.bin").write_bytes(tokens)
     texts = (" ".join(f"w{(n * k) % 50}" for k in range(1, 60)) for n in range(200))
     folder.joinpath("corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    folder.joinpath("tokenizer.json").write_text(json.dumps(_tokenizer()))
-
-
-def _tokenizer() -> dict[str, Any]:
-    """A word for each of the corpus, as `tokenizer.json` has it."""
     words = ["<unk>", "<|endoftext|>", *(f"w{n}" for n in range(50))]
-    model = {"type": "WordLevel", "vocab": {w: n for n, w in enumerate(words)}, "unk_token": "<unk>"}
-    parts = ("truncation", "padding", "normalizer", "post_processor", "decoder")
-    return {
-        "version": "1.0",
-        **dict.fromkeys(parts),
-        "added_tokens": [],
-        "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": model,
-    }
+    model = models.WordLevel({word: n for n, word in enumerate(words)}, unk_token="<unk>")
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def program(arguments: list[str]) -> list[str]:
+def program(words: list[str]) -> list[str]:
     """The command for this Python, whatever is on the path."""
-    modules = {"zfunc": "zfunc", "torchrun": "torch.distributed.run"}
-    name = modules.get(arguments[0])
-    return arguments if name is None else [sys.executable, "-m", name, *arguments[1:]]
+    module = {"zfunc": "zfunc", "torchrun": "torch.distributed.run"}.get(words[0])
+    return words if module is None else [sys.executable, "-m", module, *words[1:]]
 
 
-def _run(words: list[str], folder: Path, codes: tuple[int, ...]) -> str:
-    """What a command prints."""
-    arguments = program(here(words))
+def _output(words: list[str], folder: Path, codes: tuple[int, ...]) -> str:
     environment = os.environ | {"XDG_CACHE_HOME": str(folder / "cache")}
-    done = subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True)
+    done = subprocess.run(program(here(words)), cwd=folder, env=environment, capture_output=True, text=True)
     print(f"{done.returncode}  {shlex.join(words)}", flush=True)
     if done.returncode not in codes:
         raise SystemExit(f"expected {codes}\n{done.stdout}\n{done.stderr}")
@@ -214,19 +185,19 @@ def _run(words: list[str], folder: Path, codes: tuple[int, ...]) -> str:
 
 
 def main() -> None:
-    """Run the page, write it anew, and its pictures."""
-    page, said, outputs = PAGE.read_text(), "", dict[str, str]()
+    """Run the page, and write it and its pictures."""
+    page, output, outputs = PAGE.read_text(), "", dict[str, str]()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         prepare(folder)
         parts = blocks(page)
         for block, following in zip(parts, [*parts[1:], Block("", "")], strict=True):
             for words in commands(block.body) if block.language == "sh" else ():
-                said = _run(words, folder, CODES.get(following.output, (0,)))
+                output = _output(words, folder, CODES.get(following.output, (0,)))
                 if "step.html" in words:
-                    _run([*words[:-1], str(DOCS / "tutorial-planned.svg")], folder, (0,))
+                    _output([*words[:-1], str(DOCS / "tutorial-planned.svg")], folder, (0,))
             if block.output:
-                outputs[block.output] = said
+                outputs[block.output] = output
         measured = (folder / "runs" / "ten" / "timeline.svg").read_text()
     PAGE.write_text(filled(page, outputs))
     DOCS.joinpath("tutorial-measured.svg").write_text(measured)

@@ -1,15 +1,15 @@
 """Print the tables of docs/one_bucket.md, and the figures its text states: `python docs/one_bucket.py`.
 
-Which operations are a bucket's, what a region holds and until when it is needed follow from what operations read
-and write. `make_pictures.py` draws the same step.
+What a region holds and until when it is needed follow from what operations read and write. `make_pictures.py` draws
+the same step.
 """
 
 import textwrap
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Iterator
 from typing import Any
 
 from attrs import evolve
+from markdown_table import code, table
 
 from zfunc import schedules
 from zfunc.core.graph import Graph, Kind, Op, Region, Tier
@@ -45,7 +45,6 @@ WORDS = {  # the regions that the page shows of a bucket, in the order of the co
     "norm": "",
     "decision": "",
 }
-SLOTS = ("grad_slot", "host_slot", "param_slot")  # their index is a slot's; buckets take turns
 
 
 def make_step(world: int = 1, **settings: Any) -> StepSpec:
@@ -83,36 +82,12 @@ RECIPES = {
 TWO_RANKS = graph_of(world=2, barrier=False)
 
 
-# --- what is the bucket's --------------------------------------------------------------------------------
-
-
-def bucket_of(region: Region) -> int | None:
-    """Whose alone a region is: nobody's if it is a slot, the whole step's, or not a bucket's."""
-    if region.buffer == "grads":
-        return region.index[1]  # a block is a segment and a bucket, of one number
-    own = region.buffer in WORDS and region.buffer not in SLOTS and region.index
-    return region.index[0] if own else None
-
-
-@cache
-def owners(graph: Graph) -> dict[str, int]:
-    """The bucket of each operation that touches a bucket's own region, or finds a bucket's bytes in a slot."""
-    owner: dict[str, int] = {}
-    in_slot: dict[Region, int] = {}
-    for op in graph:
-        buckets = {bucket_of(r) for r in op.regions} - {None} or {
-            in_slot[r] for r in op.reads if r in in_slot
-        }
-        for bucket in buckets if op.index else ():
-            if bucket is not None:
-                owner[op.name] = bucket
-                in_slot |= {r: bucket for r in op.writes if r.buffer in SLOTS}
-    return owner
+# --- the bucket ------------------------------------------------------------------------------------------
 
 
 def ops_of(graph: Graph) -> tuple[Op, ...]:
-    """The bucket's operations, in serial order."""
-    return tuple(op for op in graph if owners(graph).get(op.name) == BUCKET)
+    """The bucket's operations, in serial order: those whose index has it in the second place, or alone."""
+    return tuple(op for op in graph if op.index and op.verb != "load" and op.index[:2][-1] == BUCKET)
 
 
 def walk(graph: Graph) -> tuple[Op, ...]:
@@ -171,25 +146,14 @@ def size(nbytes: float) -> str:
     >>> size(8), size(12_500_096), size(1.4e9)
     ('8 B', '12.5 MB', '1.4 GB')
     """
-    unit, name = next(
-        u for u in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u[0] or u[0] == 1
-    )
+    units = (1e9, "GB"), (1e6, "MB"), (1e3, "kB")
+    unit, name = next((u for u in units if nbytes >= u[0]), (1, "B"))
     return f"{nbytes / unit:.4g} {name}"
 
 
 def work(op: Op) -> str:
     """The bytes it moves, or its arithmetic."""
     return size(op.nbytes) if op.nbytes else f"{op.flops / 1e12:.2g} TFLOP" if op.flops else ""
-
-
-def code(names: Iterable[str]) -> str:
-    """Names as code spans."""
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
 
 
 def events(plan: Plan) -> dict[str, Event]:
@@ -199,15 +163,21 @@ def events(plan: Plan) -> dict[str, Event]:
 
 def walk_table() -> str:
     """Each operation, and what it moves."""
-    rows: list[tuple[str, ...]] = []
-    for op in walk(PLAIN):
-        per = f"{op.nbytes / BLOCK:.2g}" if op.nbytes > 8 else ""
-        rows.append((code([op.name]), op.kind, work(op), per, format_seconds(ROUND.seconds(op))))
+    rows = (
+        (
+            code([op.name]),
+            op.kind,
+            work(op),
+            f"{op.nbytes / BLOCK:.2g}" if op.nbytes > 8 else "",
+            format_seconds(ROUND.seconds(op)),
+        )
+        for op in walk(PLAIN)
+    )
     return table(("operation", "lane", "work", "bytes a parameter", "alone, on round numbers"), rows)
 
 
 def orders_table() -> str:
-    """What each operation has to follow, because of which region, and what sees to that under Overlapped."""
+    """What each operation has to follow, because of which region, and what keeps that order under Overlapped."""
     plan = planned(PLAIN)
     rows: list[tuple[str, ...]] = []
     for op in walk(PLAIN):
@@ -223,17 +193,17 @@ def orders_table() -> str:
 
 
 def schedules_table() -> str:
-    """What each schedule makes of the same operations."""
+    """The same operations under each schedule."""
     rows: list[tuple[str, ...]] = []
     first: dict[str, str] = {}
+    moved = size(sum(op.nbytes for op in ops_of(PLAIN)))
     for name in SCHEDULES:
         plan = planned(PLAIN, name)
         at, same = events(plan), first.setdefault(plan.digest, name)
-        ends = (format_seconds(at[op].end) for op in ("to_host[0,2,0]", "adam[2]", "to_device[2]"))
         label = name if same == name else f"{name}: the plan of {same}"
-        counts = (label, str(len(plan.lanes)), str(plan.num_waits))
-        moved = size(sum(op.nbytes for op in ops_of(PLAIN)))
-        rows.append((*counts, *ends, format_seconds(simulate(plan).seconds), moved))
+        ends = [at[op].end for op in ("to_host[0,2,0]", "adam[2]", "to_device[2]")]
+        times = map(format_seconds, [*ends, simulate(plan).seconds])
+        rows.append((label, str(len(plan.lanes)), str(plan.num_waits), *times, moved))
     ends = ("gradient on the host", "updated", "new on the device")
     return table(("schedule", "lanes", "waits", *ends, "step", "bytes"), rows)
 
@@ -261,16 +231,18 @@ def parts_table() -> str:
         regions = (r for r in boxes(graph) if r.tier == tier)
         return size(sum(r.nbytes for r in regions if any(last is None for _, last in values(graph, r))))
 
-    rows = [
-        ("operations of the bucket", *(str(len(ops_of(g))) for g in cases.values())),
-        ("kept on the device", *(kept(g, "device") for g in cases.values())),
-        ("kept on the host", *(kept(g, "host") for g in cases.values())),
-        ("over the bus, down", *(moved(g, "d2h") for g in cases.values())),
-        ("swept over on the host", *(moved(g, "host") for g in cases.values())),
-        ("over the bus, up", *(moved(g, "h2d") for g in cases.values())),
-        ("between ranks", *(moved(g, "network") for g in cases.values())),
-    ]
-    return table((f"of bucket {BUCKET}, for one rank", *cases), rows)
+    columns = (
+        (
+            str(len(ops_of(graph))),
+            kept(graph, "device"),
+            kept(graph, "host"),
+            *(moved(graph, kind) for kind in ("d2h", "host", "h2d", "network")),
+        )
+        for graph in cases.values()
+    )
+    names = ("operations of the bucket", "kept on the device", "kept on the host", "over the bus, down")
+    names += ("swept over on the host", "over the bus, up", "between ranks")
+    return table((f"of bucket {BUCKET}, for one rank", *cases), zip(names, *columns, strict=True))
 
 
 def tables() -> Iterator[str]:

@@ -5,12 +5,13 @@ Every cell is one step planned with `zfunc.plan`; a cell in brackets does not fi
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from attrs import evolve, frozen
+from markdown_table import table
 
 import zfunc
 from zfunc.core.bottleneck import bound_by, critical_path_of
@@ -98,7 +99,7 @@ NETWORKS: dict[str, dict[str, Any]] = {
 
 
 def hardware(case: Case, world: int, network: str = "all ports") -> Hardware:
-    """What one of `world` ranks gets.
+    """The hardware of one of `world` ranks.
 
     "all ports": a collective uses those of a node together, because NCCL's rings enter a node by every port; it is
     never faster than inside the node. "one port": a rank has its own alone. "every hop": all ports, and a latency
@@ -133,14 +134,9 @@ def planned(
 ) -> Planned:
     """A step, with clipping unless `changes` say otherwise; of `rows` sequences a rank, or `times` the case's."""
     tokens = torch.empty(((rows or case.rows) * times, TOKENS), dtype=torch.int64, device="meta")
-    settings: dict[str, Any] = {
-        "clip_norm": 1.0,
-        "precision": case.precision,
-        "world": world,
-        "advice": False,
-    }
+    settings: dict[str, Any] = {"clip_norm": 1.0, "precision": case.precision} | changes
     on = hardware(case, world, network)
-    return zfunc.plan(segments(case), (tokens, tokens), hardware=on, **(settings | changes))
+    return zfunc.plan(segments(case), (tokens, tokens), hardware=on, world=world, advice=False, **settings)
 
 
 def per_gpu(step: Planned, world: int) -> float:
@@ -160,34 +156,30 @@ def gain(now: Planned, before: Planned) -> str:
     return words if now.fits else f"({words})"
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown, numbers to the right of their columns."""
-    ruler = ["---", *["---:"] * (len(heads) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, ruler, *rows))
+def by_world(cell: Callable[[Case, int], str]) -> str:
+    """A table of all cases by the number of ranks."""
+    rows = ([f"{n:,}", *(cell(c, n) for c in CASES)] for n in WORLDS)
+    return table(["ranks", *(c.name for c in CASES)], rows, "---:")
 
 
-def weak_scaling(worlds: Iterable[int] = WORLDS, cases: Sequence[Case] = CASES) -> str:
+def weak_scaling() -> str:
     """Tokens a second and GPU, and the share of what one rank alone reaches."""
 
     def cell(case: Case, world: int) -> str:
         now, one = per_gpu(planned(case, world), world), per_gpu(planned(case, 1), 1)
         return f"{now:,.0f} · {100 * now / one:.0f} %"
 
-    return table(
-        ["ranks", *(c.name for c in cases)], ([f"{n:,}", *(cell(c, n) for c in cases)] for n in worlds)
-    )
+    return by_world(cell)
 
 
 def bounds() -> str:
-    """What the critical path of those steps consists of, in percent."""
+    """The parts of the critical path of those steps, in percent."""
 
     def cell(case: Case, world: int) -> str:
-        found = shares(planned(case, world)).items()
-        return ", ".join(f"{kind} {100 * share:.0f}" for kind, share in found if share >= 0.045)
+        parts = shares(planned(case, world)).items()
+        return ", ".join(f"{kind} {100 * share:.0f}" for kind, share in parts if share >= 0.045)
 
-    return table(
-        ["ranks", *(c.name for c in CASES)], ([f"{n:,}", *(cell(c, n) for c in CASES)] for n in WORLDS)
-    )
+    return by_world(cell)
 
 
 def needs() -> str:
@@ -201,17 +193,8 @@ def needs() -> str:
         yield f"{(now.memory['host'] + now.memory['pinned']) / 2**30:.1f} of {room['host'] / 2**30:,.0f}"
         yield "yes" if now.fits else "no"
 
-    heads = (
-        "",
-        "ranks",
-        "step, s",
-        "tokens/s in all",
-        "TFLOP/s a GPU",
-        "device, GiB",
-        "pinned + host, GiB",
-        "fits",
-    )
-    return table(heads, ([*row(case, n)] for case in CASES for n in FEW))
+    heads = ["", "ranks", "step, s", "tokens/s in all", "TFLOP/s a GPU", "device, GiB", "pinned + host, GiB"]
+    return table([*heads, "fits"], ([*row(case, n)] for case in CASES for n in FEW), "---:")
 
 
 def gains(
@@ -219,7 +202,7 @@ def gains(
     columns: Sequence[tuple[Case, int]],
     first: str = "*tokens/s a GPU, Overlapped*",
 ) -> str:
-    """What each change buys, in tokens a second against the plain step."""
+    """Tokens a second with each change, against the plain step."""
 
     def cell(case: Case, world: int, change: dict[str, Any]) -> str:
         now = planned(case, world, **change)
@@ -228,7 +211,7 @@ def gains(
 
     rows = [[first, *(f"{per_gpu(planned(c, n), n):,.0f}" for c, n in columns)]]
     rows += ([name, *(cell(c, n, change) for c, n in columns)] for name, change in changes.items())
-    return table(["", *(f"{c.name}: {n:,}" for c, n in columns)], rows)
+    return table(["", *(f"{c.name}: {n:,}" for c, n in columns)], rows, "---:")
 
 
 def strong_scaling() -> str:
@@ -247,7 +230,7 @@ def strong_scaling() -> str:
             yield from (f"{now.step_seconds:.2f}", f"{per_gpu(now, world):,.0f}")
             yield from (f"{first.step_seconds / now.step_seconds:.1f}", f"{kind} {100 * share:.0f} %")
 
-    return table(heads, ([*row(n)] for n in (16, 64, 128, 256, 512, 1024)))
+    return table(heads, ([*row(n)] for n in (16, 64, 128, 256, 512, 1024)), "---:")
 
 
 def figures() -> Iterator[str]:

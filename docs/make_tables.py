@@ -1,0 +1,68 @@
+"""Write the tables of docs/settings.md and docs/deepspeed.md from the code: `python docs/make_tables.py`."""
+
+import json
+from pathlib import Path
+
+from attrs import fields
+from markdown_table import table
+
+from zfunc.core.settings import HELP, StepSettings
+from zfunc.train.deepspeed.keys import KEYS, OLD_NAMES, Key
+
+FOLDER = Path(__file__).parent
+BEGIN, END = "<!-- python docs/make_tables.py writes from here -->", "<!-- to here -->"
+HEADS = ("key", "DeepSpeed's default", "in zfunc")
+
+
+def settings_table() -> str:
+    """A row for each setting of a step."""
+    rows = ((f"`{f.name}`", f"`{_default(f.default)}`", f.metadata[HELP]) for f in fields(StepSettings))
+    return table(("setting", "default", "meaning"), rows)
+
+
+def _default(value: object) -> str:
+    return f"{value:_}" if type(value) is int else repr(value).replace("'", '"')
+
+
+def key_tables() -> str:
+    """A table for every block of a DeepSpeed configuration, of its keys in order, and one of old names."""
+    blocks: dict[str, list[Key]] = {}
+    for key in KEYS.values():
+        blocks.setdefault(key.name.partition(".")[0] if key.block else "", []).append(key)
+    old = table(("in a file", "read as"), ((f"`{name}`", f"`{one.key}`") for name, one in OLD_NAMES.items()))
+    return "\n\n".join([*(_block(name, keys) for name, keys in blocks.items()), f"### Old names\n\n{old}"])
+
+
+def _block(name: str, keys: list[Key]) -> str:
+    heading = f"### `{name}`" if name else "### At the top level"
+    rows = (
+        (
+            f"`{key.name.removeprefix(f'{name}.')}`",
+            "" if key.default is None else f"`{json.dumps(key.default)}`",
+            _in_zfunc(key),
+        )
+        for key in keys
+    )
+    return f"{heading}\n\n{table(HEADS, rows)}"
+
+
+def _in_zfunc(key: Key) -> str:
+    if key.exceptions:
+        values = ", ".join(f"`{json.dumps(value)}`" for value in key.exceptions)
+        return f"{key.note}. {values} is refused: {key.instead}"
+    return {"supported": "", "ignored": "no effect: ", "unsupported": "refused: "}[key.fate] + key.note
+
+
+TABLES = {"settings.md": settings_table, "deepspeed.md": key_tables}
+
+
+def with_tables(name: str) -> str:
+    """The page of that name with its tables as they are now, between the two marks."""
+    before, _, rest = (FOLDER / name).read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n\n{TABLES[name]()}\n\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    for name in TABLES:
+        (FOLDER / name).write_text(with_tables(name))
+        print(f"written: {name}")
