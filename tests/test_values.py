@@ -15,7 +15,7 @@ import zfunc
 from zfunc import errors
 
 ODD = (
-    *(None, True, False, -2, -1, 0, 1, 0.5, math.nan, math.inf, "", "1", [1], {}, 1j),
+    *(None, True, False, -2, -1, 0, 1, 0.5, 1.5, math.nan, math.inf, "", "1", [1], {}, 1j),
     *(torch.tensor(1.0), torch.ones(2), np.float32(1), np.int64(1), np.bool_(True)),
     *(torch.optim.SGD, object(), nn.Identity()),
 )

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from attrs import evolve
-from small_models import MODELS, tied_gpt
+from small_models import tied_gpt
+from trained import compiled
 
 import zfunc
 from zfunc.core.graph import Graph, Op, Region
@@ -123,44 +124,41 @@ def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() ->
 
 
 def with_stage(verb: str, stage: Any) -> Any:
-    segments, data = MODELS["odd sizes"]()
-    program = zfunc.compile(segments, device="cpu", precision="fp32", clip_norm=1.0, stages={verb: stage})
+    program, data = compiled("odd sizes", precision="fp32", clip_norm=1.0, stages={verb: stage})
     return program, zfunc.init(program), data(0)
 
 
-def test_an_undeclared_read_fails_in_debug_mode_and_names_operation_and_region() -> None:
-    def peeks(op: Op, mem: Any, step: Any) -> None:
-        mem[Region("master", (0,))]
-        forward(op, mem, step)
+def peeks(op: Op, mem: Any, step: Any) -> None:
+    mem[Region("master", (0,))]
+    forward(op, mem, step)
 
-    program, state, batch = with_stage("forward", peeks)
-    with pytest.raises(
-        UndeclaredAccess, match=r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.core\.ops"
-    ):
+
+def scribbles(op: Op, mem: Any, step: Any) -> None:
+    to_host(op, mem, step)
+    mem[Region("norm")] = 0.0
+
+
+def spoils(op: Op, mem: Any, step: Any) -> None:
+    adam(op, mem, step)
+    mem[op.read("host_grad")].zero_()
+
+
+@pytest.mark.parametrize(
+    ("verb", "stage", "message"),
+    [
+        ("forward", peeks, r"forward\[0,0\] reads master\[0\], expected one of.*zfunc\.core\.ops"),
+        ("to_host", scribbles, "to_host.* writes norm"),
+        ("adam", spoils, r"adam\[.\] changed host_grad\[.\], which it declares as read"),
+    ],
+)
+def test_an_undeclared_access_fails_in_debug_mode_with_operation_and_region(
+    verb: str, stage: Any, message: str
+) -> None:
+    program, state, batch = with_stage(verb, stage)
+    with pytest.raises(UndeclaredAccess, match=message):
         zfunc.train_step(program, state, batch, debug=True)
-    zfunc.train_step(program, state, batch)  # without debug mode it would go unnoticed
-
-
-def test_an_undeclared_write_fails_in_debug_mode() -> None:
-    def scribbles(op: Op, mem: Any, step: Any) -> None:
-        to_host(op, mem, step)
-        mem[Region("norm")] = 0.0
-
-    program, state, batch = with_stage("to_host", scribbles)
-    with pytest.raises(UndeclaredAccess, match=r"to_host.* writes norm"):
-        zfunc.train_step(program, state, batch, debug=True)
-
-
-def test_a_change_of_what_is_only_read_fails_in_debug_mode() -> None:
-    def spoils(op: Op, mem: Any, step: Any) -> None:
-        adam(op, mem, step)
-        mem[op.read("host_grad")].zero_()
-
-    program, state, batch = with_stage("adam", spoils)
-    with pytest.raises(
-        UndeclaredAccess, match=r"adam\[.\] changed host_grad\[.\], which it declares as read"
-    ):
-        zfunc.train_step(program, state, batch, debug=True)
+    if verb == "forward":  # without debug mode it goes unnoticed
+        zfunc.train_step(program, state, batch)
 
 
 def test_a_read_of_what_is_only_written_shows_in_debug_mode() -> None:
