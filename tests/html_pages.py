@@ -29,7 +29,7 @@ class Elements(HTMLParser):
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.text: dict[int, str] = {}
         self._open: list[int] = []
         self.feed(page)
@@ -37,24 +37,24 @@ class Elements(HTMLParser):
         assert not self._open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
         if tag not in VOID:
-            self._open.append(len(self.found) - 1)
+            self._open.append(len(self.tags) - 1)
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.found[self._open.pop()][0] == tag
+        assert self.tags[self._open.pop()][0] == tag
 
     def handle_data(self, data: str) -> None:
         if self._open:
             self.text[self._open[-1]] = self.text.get(self._open[-1], "") + data
 
     def all(self, tag: str) -> list[tuple[dict[str, str | None], str]]:
-        return [(of, self.text.get(n, "")) for n, (name, of) in enumerate(self.found) if name == tag]
+        return [(of, self.text.get(n, "")) for n, (name, of) in enumerate(self.tags) if name == tag]
 
 
-def shown_data(made: str) -> dict[str, Any]:
+def shown_data(html: str) -> dict[str, Any]:
     """The data in a page."""
-    (text,) = (text for of, text in Elements(made).all("script") if of.get("type") == "application/json")
+    (text,) = (text for of, text in Elements(html).all("script") if of.get("type") == "application/json")
     return json.loads(text)
 
 

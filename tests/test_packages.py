@@ -40,13 +40,13 @@ INTERPRETERS = (
 
 def modules() -> dict[str, Path]:
     """Every module by its name without "zfunc."; a package by its own."""
-    found: dict[str, Path] = {}
+    names: dict[str, Path] = {}
     for folder, prefix in ((ROOT / "zfunc", ()), (ROOT / "schedules", ("schedules",))):
         for path in sorted(folder.rglob("*.py")):
             name = (*prefix, *path.relative_to(folder).with_suffix("").parts)
-            found[".".join(name).removesuffix(".__init__")] = path
-    del found["__init__"], found["__main__"]
-    return found
+            names[".".join(name).removesuffix(".__init__")] = path
+    del names["__init__"], names["__main__"]
+    return names
 
 
 MODULES = modules()
@@ -67,14 +67,14 @@ def imports(module: str) -> Iterator[str]:
 
 def imported(module: str) -> set[str]:
     """The modules of zfunc it imports, by their names here; INDEX for the package itself."""
-    found = set[str]()
+    names = set[str]()
     for name in imports(module):
         first, _, rest = name.partition(".")
         if first == "zfunc":
             while rest and rest not in MODULES:
                 rest = rest.rpartition(".")[0]
-            found.add(rest or INDEX)
-    return found - {module}
+            names.add(rest or INDEX)
+    return names - {module}
 
 
 def package(module: str) -> str:

@@ -33,7 +33,7 @@ CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")  # all but line feeds
 Out = pytest.CaptureFixture[str]
 
 
-# --- a whole run -----------------------------------------------------------------------------------------
+# --- a run -----------------------------------------------------------------------------------------------
 
 
 def test_a_run_prints_lines_and_leaves_a_folder(capsys: Out) -> None:
@@ -147,10 +147,10 @@ def _read(terminal: int) -> Iterator[bytes]:
 
 def test_the_second_ctrl_c_stops_at_once_and_handlers_come_back(capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
-    with interrupts(tell=True) as asked:
-        assert asked() == ""
+    with interrupts(tell=True) as stop:
+        assert stop() == ""
         os.kill(os.getpid(), signal.SIGINT)
-        assert asked() == INTERRUPT
+        assert stop() == INTERRUPT
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -164,15 +164,15 @@ def test_sigterm_never_stops_at_once(
 ) -> None:
     """However often it comes; and it is the stronger, also after a Ctrl-C."""
     before = signal.getsignal(number)
-    with interrupts(tell=True) as asked:
+    with interrupts(tell=True) as stop:
         if interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         for _ in range(3):
             os.kill(os.getpid(), number)
-        assert asked() == TERMINATED
+        assert stop() == TERMINATED
         if not interrupted:
             os.kill(os.getpid(), signal.SIGINT)
-        assert asked() == TERMINATED
+        assert stop() == TERMINATED
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(number) is before
@@ -182,9 +182,9 @@ def test_sigterm_never_stops_at_once(
 def test_under_nohup_a_hangup_stays_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts(tell=True) as asked:
+        with interrupts(tell=True) as stop:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert asked() == ""
+            assert stop() == ""
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -192,12 +192,12 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
 HUNG_UP = """
 import time
 from zfunc.cli.terminal import interrupts
-with interrupts(tell=True) as asked:
+with interrupts(tell=True) as stop:
     print("begun", flush=True)
-    while not asked():
+    while not stop():
         time.sleep(0.01)
     print("nobody reads this", flush=True)
-    open("ended", "w").write(asked())
+    open("ended", "w").write(stop())
 """
 
 
@@ -280,6 +280,6 @@ def test_draw_prints_another_format(capsys: Out) -> None:
 
 
 def test_draw_takes_no_memory_for_parameters(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr("zfunc.engine.segment._real_module", _raises(AssertionError("made real")))
+    monkeypatch.setattr("zfunc.engine.segment._real_module", _raises(AssertionError("allocated")))
     assert main(["draw", *TEN_BILLION]) == 0
     assert "10,279,047,168 parameters" in capsys.readouterr().out

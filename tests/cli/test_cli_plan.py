@@ -101,13 +101,11 @@ def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
 
 def test_the_largest_model_of_zero_offloads_paper_has_room_on_one_v100() -> None:
     size = {"hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024, "vocab_size": 50257}
-    asked = PlanSettings(num_layers=65, batch_size=4, **size)
+    segments = gpt_segments(gpt_config(PlanSettings(num_layers=65, batch_size=4, **size)))
     tokens = torch.empty(4, 1024, dtype=torch.int64, device="meta")
-    made = zfunc.plan(
-        gpt_segments(gpt_config(asked)), (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False
-    )
-    assert made.fits
-    assert made.memory["device"] < made.profile.value("bytes", "device")
+    planned = zfunc.plan(segments, (tokens, tokens), hardware="v100-32gb", clip_norm=1.0, advice=False)
+    assert planned.fits
+    assert planned.memory["device"] < planned.profile.value("bytes", "device")
 
 
 def test_the_tutorials_job_is_answered(capsys: Out) -> None:
@@ -182,13 +180,13 @@ def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path:
 def test_what_was_found_can_be_typed_wherever_a_line_ends(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
-    settings = attrs.evolve(made.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
-    planned = attrs.evolve(made.planned, step=attrs.evolve(made.planned.step, settings=settings))
-    found = attrs.evolve(made, settings=attrs.evolve(made.settings, schedule="auto"), planned=planned)
+    model = plan_model(PlanSettings(num_layers=2, hidden_size=64, num_attention_heads=2, vocab_size=100))
+    best = attrs.evolve(model.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
+    planned = attrs.evolve(model.planned, step=attrs.evolve(model.planned.step, settings=best))
+    searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
     for width in range(40, 130):
         monkeypatch.setattr("zfunc.cli.commands.plan.WIDTH", width)
-        paragraph = next(x for x in plan_text(found).split("\n\n") if x.startswith("as options of"))
+        paragraph = next(x for x in plan_text(searched).split("\n\n") if x.startswith("as options of"))
         lead, _, options = paragraph.partition(":")
         typed = make_parser(COMMANDS)[1]["train"].parse_args(options.split())
         assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
@@ -232,8 +230,8 @@ def test_the_same_flags_mean_the_same_model(data: str, more: dict[str, Any]) -> 
     Path("tokens.bin").write_bytes(bytes(4000))
     flags: dict[str, Any] = {**more, "data": Path(data)}
     trained = prepare_job(TrainSettings(**flags, device="cpu"), cache=Path("cache")).program.segments
-    for asked in (PlanSettings(**flags), DrawSettings(**flags)):
-        assert [s.parameters for s in gpt_segments(gpt_config(asked))] == [s.parameters for s in trained]
+    for settings in (PlanSettings(**flags), DrawSettings(**flags)):
+        assert [s.parameters for s in gpt_segments(gpt_config(settings))] == [s.parameters for s in trained]
 
 
 # --- zfunc calibrate and zfunc train -------------------------------------------------------------------------

@@ -84,8 +84,8 @@ def test_a_shell_takes_the_script(shell: str, scripts: dict[str, Path]) -> None:
 def test_what_is_offered(shell: str, line: str, scripts: dict[str, Path]) -> None:
     has(shell)
     path = scripts[shell]
-    asked = ["-c", BASH, "bash", path, *line.split(" ")] if shell == "bash" else ["-c", FISH, path, line]
-    done = subprocess.run([shell, *asked], capture_output=True, text=True)
+    command = ["-c", BASH, "bash", path, *line.split(" ")] if shell == "bash" else ["-c", FISH, path, line]
+    done = subprocess.run([shell, *command], capture_output=True, text=True)
     assert done.stderr == ""
     offered = {x.partition("\t")[0].rstrip("/") for x in done.stdout.splitlines()}
     assert offered == ASKED[line]
@@ -119,8 +119,8 @@ print -r -- $told
 def test_zsh_completes_on_a_terminal(line: str, completed: str, scripts: dict[str, Path]) -> None:
     """Elsewhere it does not complete at all."""
     has("zsh")
-    asked = ["zsh", "-f", "-c", ZSH, "zsh", scripts["zsh"], line]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    command = ["zsh", "-f", "-c", ZSH, "zsh", scripts["zsh"], line]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert f"[{completed}]" in done.stdout
 
 
@@ -130,14 +130,14 @@ def test_every_fixed_choice_is_offered(scripts: dict[str, Path]) -> None:
         r"^complete -c zfunc -n '_shtab_zfunc_using (\w+)' -l (\S+) -xka \"([^\"]*)\"", re.MULTILINE
     )
     offered = {(m[1], m[2]): m[3].split() for m in line.finditer(scripts["fish"].read_text())}
-    asked = {
+    choices = {
         (command, name.replace("_", "-")): option
         for command, of in COMMANDS.items()
         for name, option in of.options.items()
         if option.words and not option.positional
     }
-    assert len(asked) > 10
-    for key, option in asked.items():
+    assert len(choices) > 10
+    for key, option in choices.items():
         assert set(option.words) <= set(offered[key])
         for word in option.words:
             option.check(key[1].replace("-", "_"), word)

@@ -28,11 +28,11 @@ from zfunc.viz.timeline_html import part
 
 def tables(page: str) -> dict[str, list[list[str]]]:
     """The tables of a page by caption: rows of cells."""
-    found: dict[str, list[list[str]]] = {}
+    captions: dict[str, list[list[str]]] = {}
     for caption, body in re.findall(r"<caption>(.*?)</caption>.*?<tbody>(.*?)</tbody>", page, re.DOTALL):
         rows = re.findall(r"<tr[^>]*>(.*?)</tr>", body, re.DOTALL)
-        found[caption] = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", r, re.DOTALL) for r in rows]
-    return found
+        captions[caption] = [re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", r, re.DOTALL) for r in rows]
+    return captions
 
 
 def page_of(folder: Path, rows: list[Row], **more: Any) -> str:
@@ -57,14 +57,14 @@ def test_the_command_writes_a_page_of_a_run(tmp_path: Path, capsys: pytest.Captu
 
 def test_the_tables_hold_what_the_curves_show(tmp_path: Path) -> None:
     page = page_of(tmp_path, [*STEPS, LAST], step=True, ended="steps")
-    found = tables(page)
-    assert [cells[:2] for cells in found["Steps"]] == [[str(n), f"{5 / n:.4f}"] for n in range(1, 10)]
-    assert found["Held out"] == [["0", "8.0000"], ["9", "4.2500"]]
-    assert found["Checkpoints"] == [["9", "step-00000009, deleted since"]]
-    assert ["seed", "7"] in found["Settings (bold: not the default)"]
-    assert ["cpu", "a processor"] in found["Environment"]
-    assert ["device", "1.0 MiB", ""] in found["Memory against the plan"]
-    assert [cells[0] for cells in found["The step by lane"]] == [
+    captions = tables(page)
+    assert [cells[:2] for cells in captions["Steps"]] == [[str(n), f"{5 / n:.4f}"] for n in range(1, 10)]
+    assert captions["Held out"] == [["0", "8.0000"], ["9", "4.2500"]]
+    assert captions["Checkpoints"] == [["9", "step-00000009, deleted since"]]
+    assert ["seed", "7"] in captions["Settings (bold: not the default)"]
+    assert ["cpu", "a processor"] in captions["Environment"]
+    assert ["device", "1.0 MiB", ""] in captions["Memory against the plan"]
+    assert [cells[0] for cells in captions["The step by lane"]] == [
         lane.name for lane in plan_of("zero_offload", "tied", "Overlapped").lanes if lane.ops
     ]
     titles = [title for _, title in Elements(page).all("h2")]
@@ -92,8 +92,8 @@ def test_skipped_steps_are_marked_and_listed(tmp_path: Path) -> None:
 def test_how_it_ended_is_said(tmp_path: Path) -> None:
     def ending(name: str, **summary: Any) -> tuple[str, str]:
         page = page_of(tmp_path, STEPS, name=name, **summary)
-        ((how, said),) = re.findall(r'<p class="ended (\w*)">(.*?)</p>', page)
-        return how, said
+        ((how, words),) = re.findall(r'<p class="ended (\w*)">(.*?)</p>', page)
+        return how, words
 
     assert ending("a", ended="seconds") == ("good", "the time was up")
     assert ending("b", ended="failed", error="OSError: full") == ("bad", "failed: OSError: full")
@@ -130,7 +130,7 @@ def test_it_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:
         read_history(written(tmp_path, [*STEPS, LAST], step=True, ended="steps", sample="text"))
     )
     elements = Elements(page)
-    for tag, of in elements.found:
+    for tag, of in elements.tags:
         assert tag not in ("script", "link", "img", "iframe", "object", "embed", "base", "a")
         assert not {"src", "href", "style"} & of.keys()
         assert not [name for name in of if name.startswith("on")]

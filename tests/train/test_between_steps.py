@@ -117,19 +117,19 @@ def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: Train
     """40 tokens are more than there is room for: the newer half goes on in a new sequence."""
     program = evolve(job.program)
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), job.batch(0))
-    going, made = sample(job, program, state), ()
-    while not made:
+    sampling, tokens = sample(job, program, state), ()
+    while not tokens:
         try:
-            next(going)
+            next(sampling)
         except StopIteration as end:
-            made = end.value
-    generator, found = torch.Generator().manual_seed(0), list[int]()
+            tokens = end.value
+    generator, expected = torch.Generator().manual_seed(0), list[int]()
     text = job.corpus.held_out[:8].tolist()
     for _ in range(40):
         logits = zfunc.apply(program, state, torch.tensor([text]))[0, -1]
-        found.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
-        text = [*text, found[-1]] if len(text) < 16 else [*text[-7:], found[-1]]
-    assert list(made) == found
+        expected.append(int(torch.multinomial((logits / TEMPERATURE).softmax(-1), 1, generator=generator)))
+        text = [*text, expected[-1]] if len(text) < 16 else [*text[-7:], expected[-1]]
+    assert list(tokens) == expected
 
 
 @pytest.mark.usefixtures("own_folder")

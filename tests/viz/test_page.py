@@ -39,9 +39,9 @@ def read_back(data: dict[str, Any], n: int) -> list[Event]:
 def check(plan: Plan, timelines: list[Timeline]) -> None:
     data = shown_data(page(timelines, plan=plan))
     for n, timeline in enumerate(timelines):
-        found = read_back(data, n)
-        assert [(e.lane, e.op, e.kind) for e in found] == [(e.lane, e.op, e.kind) for e in timeline.events]
-        for a, b in zip(found, timeline.events, strict=True):
+        events = read_back(data, n)
+        assert [(e.lane, e.op, e.kind) for e in events] == [(e.lane, e.op, e.kind) for e in timeline.events]
+        for a, b in zip(events, timeline.events, strict=True):
             assert (a.start, a.end) == pytest.approx((b.start, b.end), rel=0, abs=timeline.seconds * 1e-9)
         assert data["timelines"][n]["source"] == timeline.source
         op, chain = data["timelines"][n]["last"], list[str]()
@@ -69,9 +69,9 @@ def test_so_it_does_with_two_timelines_of_any_plan(plan: Plan) -> None:
 
 def test_the_page_needs_nothing_else() -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
-    made = page(simulate(plan), plan=plan)
-    assert not re.findall(r"//[\w.-]+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttpRequest", made)
-    for tag, of in Elements(made).found:
+    html = page(simulate(plan), plan=plan)
+    assert not re.findall(r"//[\w.-]+\.\w|url\(|@import|\bimport\b|\bfetch\(|XMLHttpRequest", html)
+    for tag, of in Elements(html).tags:
         assert tag not in ("link", "img", "iframe", "object", "embed", "base")
         assert not {"src", "href", "style"} & of.keys()
         assert not [name for name in of if name.startswith("on")]
@@ -89,14 +89,14 @@ def test_only_its_own_script_and_style_may_run() -> None:
 
 def test_hostile_names_are_text() -> None:
     plan, timeline = hostile()
-    made = page(timeline, plan=plan, title=HOSTILE)
-    elements = Elements(made)
+    html = page(timeline, plan=plan, title=HOSTILE)
+    elements = Elements(html)
     assert [of for of, _ in elements.all("script")] == [{"type": "application/json", "id": "data"}, {}]
     assert [text for _, text in elements.all("title")] == [HOSTILE]
     assert [text for _, text in elements.all("h1")] == [HOSTILE]
-    assert [e.op for e in read_back(shown_data(made), 0)] == [e.op for e in timeline.events]
-    assert shown_data(made)["timelines"][0]["source"] == HOSTILE
-    assert shown_data(made)["regions"] == [WORD]
+    assert [e.op for e in read_back(shown_data(html), 0)] == [e.op for e in timeline.events]
+    assert shown_data(html)["timelines"][0]["source"] == HOSTILE
+    assert shown_data(html)["regions"] == [WORD]
 
 
 def test_the_numbers_are_there_without_a_script() -> None:
@@ -110,9 +110,9 @@ def test_the_numbers_are_there_without_a_script() -> None:
     assert len(cells) == 6 * len(rows)
     shares = [float(text.rstrip("%")) / 100 for text in cells[2 : 6 * len(timeline.lanes) : 6]]
     assert shares == pytest.approx([timeline.busy(lane) for lane in timeline.lanes], abs=0.006)
-    said = [text for _, text in elements.all("li")]
-    assert [text.partition(":")[0] for text in said] == ["simulated", "measured"]
-    assert all("bound by" in text for text in said)
+    items = [text for _, text in elements.all("li")]
+    assert [text.partition(":")[0] for text in items] == ["simulated", "measured"]
+    assert all("bound by" in text for text in items)
 
 
 def test_what_is_not_of_the_plan_is_refused() -> None:
@@ -141,9 +141,9 @@ def test_large_pages_are_made_in_time_and_not_larger_than_they_must_be(
 ) -> None:
     plan, timeline = large(num_ops)
     began = time.process_time()  # a busy machine is not what is measured
-    made = page([timeline, late(timeline)], plan=plan)
+    html = page([timeline, late(timeline)], plan=plan)
     assert time.process_time() - began < 20 * num_ops / 100_000 + 2
-    assert len(made) < 60_000 + bytes_an_op * num_ops
+    assert len(html) < 60_000 + bytes_an_op * num_ops
     assert len(read_back(data(timeline, plan), 0)) == num_ops
 
 

@@ -29,29 +29,29 @@ const click = (x, y) => (pointer("pointerdown", x, y), pointer("pointerup", x, y
 const chosen = () => el("detail").querySelector("h2")?.firstChild.textContent.trim() ?? "";
 const pressed = () => [...el("legend").children].map((chip) => chip.getAttribute("aria-pressed") === "true");
 const rest = () => new Promise((done) => setTimeout(done, 400));
-picture.setPointerCapture = () => {}; // a made-up pointer cannot be captured
+picture.setPointerCapture = () => {}; // a html-up pointer cannot be captured
 """
 
 
-def opened(made: str, folder: Path, link: str = "") -> Shown:
+def opened(html: str, folder: Path, link: str = "") -> Shown:
     """A page as it is shown, without complaints."""
-    shown = show(made, folder, link=link)
+    shown = show(html, folder, link=link)
     assert not shown.console, shown.console
     return shown
 
 
-def after(made: str, gestures: str, folder: Path, link: str = "") -> Any:
+def after(html: str, gestures: str, folder: Path, link: str = "") -> Any:
     """What `gestures` found in a page, which has to let a script of the test in."""
     script = f"""<script>(async () => {{
-        const found = {{}};
+        const result = {{}};
         {TOOLS}
-        try {{ {gestures} }} catch (error) {{ found.error = String(error.stack); }}
-        document.documentElement.dataset.results = JSON.stringify(found);
+        try {{ {gestures} }} catch (error) {{ result.error = String(error.stack); }}
+        document.documentElement.dataset.results = JSON.stringify(result);
     }})();</script>"""
-    made = re.sub(r"<meta http-equiv[^>]*>", "", made).replace("</body>", f"{script}</body>")
-    found = json.loads(opened(made, folder, link).attribute("data-results"))
-    assert "error" not in found, found["error"]
-    return found
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html).replace("</body>", f"{script}</body>")
+    result = json.loads(opened(html, folder, link).attribute("data-results"))
+    assert "error" not in result, result["error"]
+    return result
 
 
 def span(link: str) -> tuple[float, float]:
@@ -93,58 +93,58 @@ def test_pointing_and_choosing_tell_of_an_operation(tmp_path: Path) -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
     timeline = simulate(plan)
     e = next(timeline.on(timeline.lanes[1]))
-    found = after(
+    result = after(
         page(timeline, plan=plan),
         """
         const model = decode(JSON.parse(el("data").textContent));
         const place = layout(model, el("stage").clientWidth);
         const x = place.gutter + MIDDLE * place.plot, y = place.rows[1].y + 4;
         pointer("pointermove", x, y);
-        [found.tip, found.hidden] = [el("tip").innerText, [el("tip").hidden]];
+        [result.tip, result.hidden] = [el("tip").innerText, [el("tip").hidden]];
         pointer("pointermove", 2, 2);
-        found.hidden.push(el("tip").hidden);
+        result.hidden.push(el("tip").hidden);
         click(x, y);
-        [found.chosen, found.detail] = [chosen(), el("detail").innerText];
+        [result.chosen, result.detail] = [chosen(), el("detail").innerText];
         key(".");
-        found.next = chosen();
+        result.next = chosen();
         key(",");
-        found.previous = chosen();
+        result.previous = chosen();
         key("b");
-        found.cause = chosen();
+        result.cause = chosen();
         key("Escape");
-        found.none = chosen();
+        result.none = chosen();
         """.replace("MIDDLE", repr((e.start + e.end) / 2 / timeline.seconds)),
         tmp_path,
     )
     i = plan.graph.position[e.op]
     op = plan.graph.ops[i]
-    assert found["tip"].startswith(e.op)
-    assert "simulated: " in found["tip"]
-    assert found["hidden"] == [False, True]
-    assert found["chosen"] == found["previous"] == e.op
+    assert result["tip"].startswith(e.op)
+    assert "simulated: " in result["tip"]
+    assert result["hidden"] == [False, True]
+    assert result["chosen"] == result["previous"] == e.op
     for part in (op.kind, *map(str, (*op.reads, *op.writes)), "waits for", "on its lane", "awaited by"):
-        assert part in found["detail"]
-    assert found["next"] == plan.graph.ops[plan.lanes[1].ops[1]].name
-    assert found["cause"] == plan.graph.ops[plan.waits[i][0]].name
-    assert found["none"] == ""
+        assert part in result["detail"]
+    assert result["next"] == plan.graph.ops[plan.lanes[1].ops[1]].name
+    assert result["cause"] == plan.graph.ops[plan.waits[i][0]].name
+    assert result["none"] == ""
 
 
 def test_wheel_drag_fingers_and_keys_move_the_view(tmp_path: Path) -> None:
     plan = plan_of("zero_offload", "tied", "Overlapped")
     timeline = simulate(plan)
-    found = after(
+    result = after(
         page(timeline, plan=plan),
         """
         const place = layout(decode(JSON.parse(el("data").textContent)), el("stage").clientWidth);
         const y = place.rows[0].y + 4, left = place.gutter, wide = place.plot;
-        const seen = async (name) => (await rest(), (found[name] = location.hash));
+        const seen = async (name) => (await rest(), (result[name] = location.hash));
         wheel(left + wide / 4, y, -500);
         await seen("zoomed");
         pointer("pointerdown", 500, y);
         pointer("pointermove", 500 - wide / 4, y);
         pointer("pointerup", 500 - wide / 4, y);
         await seen("dragged");
-        found.chosen = chosen();
+        result.chosen = chosen();
         key("0");
         await seen("full");
         key("+");
@@ -163,14 +163,14 @@ def test_wheel_drag_fingers_and_keys_move_the_view(tmp_path: Path) -> None:
         tmp_path,
     )
     full = timeline.seconds
-    t0, t1 = span(found["zoomed"])
+    t0, t1 = span(result["zoomed"])
     assert t1 - t0 == pytest.approx(full / 2.718281828)
     assert t0 + (t1 - t0) / 4 == pytest.approx(full / 4)  # what is under the pointer stays where it is
-    assert span(found["dragged"]) == pytest.approx((t0 + (t1 - t0) / 4, t1 + (t1 - t0) / 4))
-    assert (found["chosen"], found["full"]) == ("", "")
-    assert span(found["closer"]) == pytest.approx((full / 6, full * 5 / 6))
-    assert span(found["right"]) == pytest.approx((full * 0.8 / 3, full * 2.8 / 3))
-    t0, t1 = span(found["pinched"])
+    assert span(result["dragged"]) == pytest.approx((t0 + (t1 - t0) / 4, t1 + (t1 - t0) / 4))
+    assert (result["chosen"], result["full"]) == ("", "")
+    assert span(result["closer"]) == pytest.approx((full / 6, full * 5 / 6))
+    assert span(result["right"]) == pytest.approx((full * 0.8 / 3, full * 2.8 / 3))
+    t0, t1 = span(result["pinched"])
     assert t1 - t0 == pytest.approx(full / 2)
 
 
@@ -179,30 +179,30 @@ def test_search_legend_and_links(tmp_path: Path) -> None:
     timeline = simulate(plan)
     verbs = [*dict.fromkeys(op.verb for op in plan.graph)]
     link = f"#t=0,{timeline.seconds / 2!r}&find={verbs[-1].upper()}&critical=0&hide={verbs[0]},nothing"
-    found = after(
+    result = after(
         page([timeline, late(timeline)], plan=plan),
         """
-        found.linked = [el("find").value, el("critical").getAttribute("aria-pressed"), el("matches").textContent];
-        found.shown = pressed();
+        result.linked = [el("find").value, el("critical").getAttribute("aria-pressed"), el("matches").textContent];
+        result.shown = pressed();
         el("later").click();
-        found.first = [chosen(), el("matches").textContent];
+        result.first = [chosen(), el("matches").textContent];
         el("later").click();
-        found.second = [chosen(), el("matches").textContent];
+        result.second = [chosen(), el("matches").textContent];
         key("Escape");
         el("find").value = "";
         el("find").dispatchEvent(new Event("input"));
-        found.cleared = el("matches").textContent;
+        result.cleared = el("matches").textContent;
         el("legend").children[0].click();
-        found.colours = [...el("legend").children].map((chip) => chip.firstChild.style.background);
-        found.all = pressed();
+        result.colours = [...el("legend").children].map((chip) => chip.firstChild.style.background);
+        result.all = pressed();
         el("legend").children[1].dispatchEvent(new MouseEvent("click", { shiftKey: true }));
-        found.alone = pressed();
+        result.alone = pressed();
         key("c", document);
         await rest();
-        found.link = location.hash;
-        location.hash = "#op=" + encodeURIComponent(found.first[0]);
+        result.link = location.hash;
+        location.hash = "#op=" + encodeURIComponent(result.first[0]);
         await rest();
-        found.followed = [chosen(), ...pressed()];
+        result.followed = [chosen(), ...pressed()];
         """,
         tmp_path,
         link,
@@ -211,24 +211,24 @@ def test_search_legend_and_links(tmp_path: Path) -> None:
     many = len(hits)
     others = [True] * (len(verbs) - 1)
     assert many > 1
-    assert found["linked"] == [verbs[-1].upper(), "false", f"{many} found"]
-    assert found["shown"] == [False, *others]
-    assert found["first"] == [hits[0].op, f"1 of {many}"]
-    assert found["second"] == [hits[1].op, f"2 of {many}"]
-    assert found["cleared"] == ""
-    assert found["all"] == [True, *others]
-    assert found["alone"] == [n == 1 for n in range(len(verbs))]
-    assert "critical" not in found["link"]
-    assert f"hide={verbs[0]},{verbs[2]}" in found["link"]
-    assert found["followed"] == [hits[0].op, True, *others]
+    assert result["linked"] == [verbs[-1].upper(), "false", f"{many} found"]
+    assert result["shown"] == [False, *others]
+    assert result["first"] == [hits[0].op, f"1 of {many}"]
+    assert result["second"] == [hits[1].op, f"2 of {many}"]
+    assert result["cleared"] == ""
+    assert result["all"] == [True, *others]
+    assert result["alone"] == [n == 1 for n in range(len(verbs))]
+    assert "critical" not in result["link"]
+    assert f"hide={verbs[0]},{verbs[2]}" in result["link"]
+    assert result["followed"] == [hits[0].op, True, *others]
     colours = (bytes.fromhex(colour_of(verb)[1:]) for verb in verbs)
-    assert found["colours"] == [f"rgb({', '.join(map(str, rgb))})" for rgb in colours]
+    assert result["colours"] == [f"rgb({', '.join(map(str, rgb))})" for rgb in colours]
 
 
 def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:
     """However far away, the filled share of a row is its lane's; what is hit is what is there."""
     plan, timeline = large(3000)
-    found = results(
+    result = results(
         f"const data = {json.dumps(data(late(timeline), plan))};\n{MODEL}"
         """
         const model = decode(data), [timeline] = model.timelines, whole = model.seconds;
@@ -260,11 +260,11 @@ def test_what_is_painted_is_what_ran(tmp_path: Path) -> None:
         """,
         tmp_path,
     )
-    assert len(found["rows"]) == 5 * 2 * 2
-    for painted, exact in found["rows"]:
+    assert len(result["rows"]) == 5 * 2 * 2
+    for painted, exact in result["rows"]:
         assert painted == pytest.approx(exact, abs=0.03)
-    assert found["hits"] == found["mutual"] == 3000
-    assert found["edges"] == 2 * (plan.num_waits + sum(len(lane.ops) - 1 for lane in plan.lanes))
+    assert result["hits"] == result["mutual"] == 3000
+    assert result["edges"] == 2 * (plan.num_waits + sum(len(lane.ops) - 1 for lane in plan.lanes))
 
 
 def test_ticks_and_links(tmp_path: Path) -> None:
