@@ -96,7 +96,7 @@ def test_latest_is_a_pointer_and_the_folders_count(
     with caplog.at_level(logging.WARNING, "zfunc"):
         assert found_in(tmp_path) == "step-00000005"
     (line,) = caplog.messages
-    assert "step-00000005 is the newest that is complete: latest names " in line
+    assert "step-00000005 is the newest complete one: latest names " in line
 
 
 def test_a_damaged_one_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -106,7 +106,7 @@ def test_a_damaged_one_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest
     with caplog.at_level(logging.WARNING, "zfunc"):
         assert found_in(tmp_path) == "step-00000004"
     (line,) = caplog.messages
-    assert "step-00000004 is the newest that is complete: " in line
+    assert "step-00000004 is the newest complete one: " in line
     assert f"{shard}: got 100 bytes, expected " in line
     assert save(tmp_path, step=5).name == "step-00000005.1"  # the damaged one is not in its way
     assert found_in(tmp_path) == "step-00000005.1"
@@ -117,11 +117,11 @@ def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -
     path = save(tmp_path, step=4)
     (path / "rank-00000-of-00002.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint that is complete, expected one: .*rank-00000-of.*No such file"
+        CheckpointError, match=r"no complete checkpoint, expected one: .*rank-00000-of.*No such file"
     ):
         find_checkpoint(tmp_path)
     shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match="latest names step-00000004, which is not there"):
+    with pytest.raises(CheckpointError, match="latest names step-00000004, which does not exist"):
         find_checkpoint(tmp_path)
 
 
@@ -361,7 +361,7 @@ def test_without_locks_nothing_unfinished_is_deleted(
     monkeypatch.setattr("fcntl.flock", unsupported)
     with caplog.at_level(logging.WARNING, "zfunc"):
         save(tmp_path, step=2)
-    assert "cannot be locked (Operation not supported): have one writer a folder" in caplog.messages[0]
+    assert "cannot be locked (Operation not supported): use only one writer for it" in caplog.messages[0]
     assert dead.path.exists()
 
 

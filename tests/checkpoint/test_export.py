@@ -344,7 +344,7 @@ def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureF
     (newest / "manifest.json").unlink()
     with caplog.at_level(logging.INFO, "zfunc"):
         assert export_weights(tmp_path, tmp_path / "a.safetensors").step == 4
-    assert "step-00000004 is the newest that is complete: " in caplog.messages[0]
+    assert "step-00000004 is the newest complete one: " in caplog.messages[0]
     assert caplog.messages[1] == f"export: the weights of {tmp_path / 'step-00000004'} as fp32"
     with pytest.raises(CheckpointError, match=r"step-00000005/manifest.json: got 'No such file"):
         export_weights(newest, tmp_path / "b.safetensors")
@@ -356,7 +356,7 @@ def test_where_there_is_none_that_is_told(tmp_path: Path, kind: str) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     told = {
-        "missing": "/missing: got nothing there, expected a checkpoint, a folder of them, or a run",
+        "missing": "/missing: got no such folder, expected a checkpoint, a folder of them, or a run",
         "empty": "/empty: got no checkpoint in it, expected a checkpoint",
         "file": "/file: got 'Not a directory' while looking for checkpoints: name a folder",
         "run": "/run/checkpoints: got no checkpoint in it",

@@ -189,7 +189,7 @@ def test_a_parameter_of_no_elements_has_no_pieces() -> None:
 MODELS: list[tuple[list[Parameter], str]] = [
     (
         [Parameter("embed.weight", (10, 12)), *MODEL[1]],
-        r"model: 'embed.weight' is \[10, 13\] there and \[10, 12\] here\.",
+        r"model: 'embed.weight' has shape \[10, 13\] in it and \[10, 12\] in the model\.",
     ),
     (
         [Parameter("embed.wght", (10, 13)), *MODEL[1]],
@@ -197,15 +197,15 @@ MODELS: list[tuple[list[Parameter], str]] = [
     ),
     (
         [*MODEL[0], *MODEL[1], Parameter("new", ())],
-        r"model: it has no 'new'\. Load it with the model that wrote it",
+        r"model: it has no 'new'\. Load it with the model that saved it",
     ),
     (
         [MODEL[0][0]],
-        "it has 'head.weight', which the model has not; it has 'head.bias', which the model has not. Load",
+        "it has 'head.weight', which the model does not have; it has 'head.bias', which the model does not have",
     ),
     (
         [*MODEL[0], MODEL[1][0], Parameter("head.bias", (30,), trainable=False)],
-        "'head.bias' is trained there, not here",
+        "'head.bias' is trained in it, not in the model",
     ),
     ([Parameter(f"{n}", ()) for n in range(9)], "it has no '2', and 9 more. Load"),
 ]
@@ -226,7 +226,7 @@ def test_the_same_model_is_taken_in_any_order(manifest: Manifest) -> None:
 PLAIN: list[tuple[dict[Any, Any], str]] = [
     ({"a": float("nan")}, r"extra.a: got nan, expected a dict of JSON's own types"),
     ({"a": [1, float("inf")]}, r"extra.a\[1\]: got inf"),
-    ({1: 2}, "extra: got the key 1, expected a text"),
+    ({1: 2}, "extra: got the key 1, expected a string"),
     ({"a": (1, 2)}, r"extra.a: got \(1, 2\)"),
     ({"a": {"b": 10**30}}, "extra.a.b: got 1000000000"),
     ({"a": b""}, "extra.a: got b''"),

@@ -290,7 +290,7 @@ def test_a_checkpoint_without_the_waiting_betas_is_refused(tmp_path: Path) -> No
     manifest = json.loads(path.read_text())
     del manifest["position"]["pending"]["betas"], manifest["checksum"]
     path.write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match="the betas of the update that waits: flush with the zfunc"):
+    with pytest.raises(CheckpointError, match="the betas of the pending update: flush with the zfunc"):
         zfunc.load(path.parent, program)
 
 

@@ -272,7 +272,7 @@ def test_a_digit_that_has_changed_in_the_manifest_is_seen(tmp_path: Path) -> Non
         zfunc.load(path.parent, program)
     assert zfunc.load(tmp_path, program).step == 0
     (tmp_path / "step-00000000").rename(tmp_path / "step-00000009")
-    with pytest.raises(CheckpointError, match="manifest of step 0, expected the folder's"):
+    with pytest.raises(CheckpointError, match="manifest of step 0, expected that of the folder's name"):
         zfunc.load(tmp_path / "step-00000009", program)
 
 
@@ -316,7 +316,7 @@ def test_a_pointer_that_cannot_be_written_leaves_the_checkpoint_and_is_said(
         state, m = zfunc.train_step(program, state, data(step), save=zfunc.Save(tmp_path, keep=1))
         assert m.saved is not None
         assert m.saved.path == tmp_path / f"step-{step:08d}"
-    assert "step-00000003 is there, but not all is on the disk" in caplog.text
+    assert "step-00000003 is saved, but not synced to the disk" in caplog.text
     assert sorted(x.name for x in tmp_path.iterdir()) == ["latest", "step-00000003"]
     assert zfunc.load(tmp_path, program).step == 3
 

@@ -1,13 +1,13 @@
-"""A folder of checkpoints, of which a crash at any moment leaves the newest complete one in place.
+"""A folder of checkpoints in which the newest complete one survives a crash at any moment.
 
-    latest                              the name of one that is complete; never ahead of the data
-    step-00001234/                      complete: it got this name when all in it was on the disk
+    latest                              the name of a complete one; never ahead of the data
+    step-00001234/                      complete: named when everything in it was on the disk
     unfinished-step-00001250-1f0c77aa/  being written, or left behind by a writer that was killed
 
-The invariant: nothing is ever overwritten, and the order of the names is the order they were given in. Where
-training went back, to save a step again or an earlier one, names go on as step-00001234.1: the number after the dot
-counts how often, and comes first in the order. Writers hold a lock on their folder, which ends with their process:
-what is unfinished and not locked is nobody's.
+Nothing is ever overwritten, and names sort in the order in which they were given. If training goes back and saves
+the same or an earlier step again, names continue as step-00001234.1: the number after the dot counts how often
+training went back, and sorts first. A writer locks its folder for the life of its process, so an unfinished folder
+without a lock is abandoned.
 """
 
 import logging
@@ -26,7 +26,7 @@ from zfunc.checkpoint.shard_reader import open_shard
 from zfunc.errors import CheckpointError
 
 LATEST = "latest"
-FOLDER = "checkpoints"  # of a run, in its folder
+FOLDER = "checkpoints"  # in the folder of a run
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 _UNFINISHED = re.compile(f"{disk.UNFINISHED}{_STEP.pattern}-[0-9a-f]{{8}}")
 log = logging.getLogger("zfunc")
@@ -34,7 +34,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class Checkpoint:
-    """A complete checkpoint: its folder, and what is in it. The data is checked as it is read."""
+    """A complete checkpoint: its folder and manifest. The data is checked when it is read."""
 
     path: Path
     manifest: Manifest
@@ -42,8 +42,7 @@ class Checkpoint:
 
 @define(eq=False)
 class UnfinishedCheckpoint:
-    """A checkpoint being written: put its shards into `path`, then `publish_checkpoint` or `abandon_checkpoint`
-    it."""
+    """A checkpoint being written: its shards go into `path`; publish it or abandon it."""
 
     folder: Path
     path: Path
@@ -51,7 +50,7 @@ class UnfinishedCheckpoint:
     _lock: int
 
     def release(self) -> None:
-        """Give the lock back. Nothing happens the second time."""
+        """Release the lock. A second call does nothing."""
         fd, self._lock = self._lock, -1
         if fd >= 0:
             disk.unlock(fd)
@@ -67,7 +66,7 @@ def shard_name(rank: int, world: int) -> str:
 
 
 def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
-    """Make a folder for a new checkpoint in `folder`, which is made too if need be.
+    """Make a folder for a new checkpoint in `folder`, which is created if it does not exist.
 
     One process begins and publishes; others may write shards into `path`. Raises CheckpointError, naming the
     folder, if it cannot be written.
@@ -86,11 +85,11 @@ def begin_checkpoint(folder: Path, step: int) -> UnfinishedCheckpoint:
 
 
 def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, keep: int = 2) -> Path:
-    """Give a checkpoint whose shards are all written its name, and return its folder.
+    """Give a checkpoint whose shards are complete its name, and return its folder.
 
-    Everything is on the disk before the name is, and the name before `latest` has it. Then all but the newest
+    Everything is on the disk before it is named, and the name before `latest` changes. Then all but the newest
     `keep` complete checkpoints are deleted, and what killed writers left. Raises CheckpointError if a shard is
-    missing or not the manifest's, or the disk fails; then the checkpoints before it are as they were.
+    missing or does not match the manifest, or the disk fails; older checkpoints are unchanged then.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}, expected at least 1: the newest checkpoint is always kept")
@@ -108,49 +107,48 @@ def publish_checkpoint(pending: UnfinishedCheckpoint, manifest: Manifest, *, kee
         try:
             disk.sync(pending.folder)
             disk.write_durably(pending.folder / LATEST, f"{path.name}\n".encode())
-        except CheckpointError as error:  # it is whole and has its name, which is what counts
-            log.warning("checkpoints: %s is there, but not all is on the disk: %s", path, error)
-        doomed = _set_aside(pending.folder, keep)
-    for old in doomed:
+        except CheckpointError as error:  # the checkpoint is complete and named, which is what counts
+            log.warning("checkpoints: %s is saved, but not synced to the disk: %s", path, error)
+        obsolete = _set_aside(pending.folder, keep)
+    for old in obsolete:
         shutil.rmtree(old, ignore_errors=True)
-    if left := [old.name for old in doomed if old.exists()]:
+    if left := [old.name for old in obsolete if old.exists()]:
         log.warning("checkpoints: in %s these cannot be deleted: %s", pending.folder, ", ".join(left))
     return path
 
 
 def abandon_checkpoint(pending: UnfinishedCheckpoint) -> None:
-    """Delete a checkpoint that will not be finished. What cannot be deleted is left for the next
-    `publish_checkpoint`."""
+    """Delete a checkpoint that will not be finished; if that fails, the next `publish_checkpoint` does."""
     shutil.rmtree(pending.path, ignore_errors=True)
     pending.release()
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint, or None if there never was one.
+    """The newest complete checkpoint, or None if none was ever saved.
 
-    `latest` is a pointer for people: where it and the folders differ, the folders count, and one logged line says
-    so. Raises CheckpointError if there were checkpoints and none is complete: starting afresh is no answer to that.
+    `latest` is for people: if it differs from the folders, the folders count, and a warning is logged. Raises
+    CheckpointError if there are checkpoints but none is complete: training must not silently start again.
     """
     refused: list[str] = []
     checkpoint = next(complete_checkpoints(folder, refused), None)
     latest = _latest(folder)
     if checkpoint is None:
         if refused or latest:
-            refused = refused or [f"{LATEST} names {latest}, which is not there"]
+            refused = refused or [f"{LATEST} names {latest}, which does not exist"]
             reasons = "; ".join(refused)
-            raise CheckpointError(f"{folder}: got no checkpoint that is complete, expected one: {reasons}")
+            raise CheckpointError(f"{folder}: got no complete checkpoint, expected one: {reasons}")
         return None
     if latest != checkpoint.path.name:
         refused.append(f"{LATEST} names {latest or 'none'}")
     if refused:
-        log.warning("checkpoints: %s is the newest that is complete: %s", checkpoint.path, "; ".join(refused))
+        log.warning("checkpoints: %s is the newest complete one: %s", checkpoint.path, "; ".join(refused))
     return checkpoint
 
 
 def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoint]:
-    """All complete checkpoints, the newest first; why others are not is added to `refused`.
+    """All complete checkpoints, the newest first; the errors of the others are appended to `refused`.
 
-    For who finds in reading that the newest is damaged, and goes on with the one before.
+    `load` goes on to the next one if the data of the newest is damaged.
     """
     for path in _steps(folder):
         try:
@@ -160,17 +158,17 @@ def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoin
 
 
 def locate_checkpoint(path: Path) -> Path:
-    """The folder of the checkpoint that `path` stands for: itself, or the newest complete one in it.
+    """The folder of the checkpoint at `path`: itself, or the newest complete one in it.
 
-    `path` is a checkpoint's folder, a folder of checkpoints, or a run's, which has one named FOLDER. A checkpoint
-    that is named is the one, whole or not. Raises CheckpointError if there is none.
+    `path` is a checkpoint's folder, a folder of checkpoints, or a run's, which has one named FOLDER. A checkpoint's
+    own folder is returned even if it is not complete. Raises CheckpointError if there is none.
     """
     if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE):
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if (checkpoint := find_checkpoint(folder)) is not None:
         return checkpoint.path
-    what = "no checkpoint in it" if os.path.lexists(folder) else "nothing there"
+    what = "no checkpoint in it" if os.path.lexists(folder) else "no such folder"
     raise CheckpointError(
         f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: name "
         f"one, such as {folder / 'step-00001234'}"
@@ -178,7 +176,7 @@ def locate_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a folder: its manifest, and every shard there, whole by size and header.
+    """The checkpoint in a folder, if its manifest is valid and every shard has the right size and header.
 
     Raises CheckpointError, naming the file, if it is not complete.
     """
@@ -186,7 +184,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:
         raise CheckpointError(
-            f"{path}: got a manifest of step {step}, expected the folder's: use another checkpoint"
+            f"{path}: got a manifest of step {step}, expected that of the folder's name: use another checkpoint"
         )
     _check_files(path, manifest)
     return Checkpoint(path, manifest)
@@ -198,7 +196,7 @@ def _check_files(path: Path, manifest: Manifest) -> None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """The folders that have a checkpoint's name, the newest first. Links are none."""
+    """The folders with a checkpoint's name, the newest first. Links are ignored."""
     if not os.path.lexists(folder):
         return []
     with disk.os_errors_as(folder, "looking for checkpoints"), os.scandir(folder) as entries:
@@ -208,19 +206,19 @@ def _steps(folder: Path) -> list[Path]:
 
 
 def _order(name: re.Match[str]) -> tuple[int, int]:
-    """How often training went back before this name was given, and its step."""
+    """The sort key of a name: how often training had gone back, and the step."""
     return int(name[2] or 0), int(name[1])
 
 
 def _latest(folder: Path) -> str:
-    """The name in `latest`, or what is wrong with it; nothing if there is no such file."""
+    """The name in `latest`, or what is wrong with it; "" if there is no such file."""
     if not os.path.lexists(folder / LATEST):
         return ""
     try:
         name = disk.read_small(folder / LATEST, 100).decode(errors="replace").strip()
     except CheckpointError as error:
         return f"nothing ({error})"
-    return name if _STEP.fullmatch(name) else f"{name!r}, no checkpoint's name"
+    return name if _STEP.fullmatch(name) else f"{name!r}, not the name of a checkpoint"
 
 
 def _unfinished(folder: Path, name: str) -> Path:
@@ -228,32 +226,32 @@ def _unfinished(folder: Path, name: str) -> Path:
 
 
 def _free(folder: Path, step: int) -> Path:
-    """The name for this step that comes after all there are."""
+    """A new name for this step, which sorts after all existing ones."""
     back, last = max((_order(m) for x in os.listdir(folder) if (m := _STEP.fullmatch(x))), default=(0, -1))
     back += step <= last
     return folder / (f"step-{step:08d}.{back}" if back else f"step-{step:08d}")
 
 
 def _set_aside(folder: Path, keep: int) -> list[Path]:
-    """Take their names from old checkpoints; the one just published comes first in the order, so it is none.
+    """Rename old checkpoints, and return the folders to delete, including those that killed writers left.
 
-    Returns what is to be deleted, leftovers too.
+    The checkpoint just published is the newest, so it is not among them.
     """
-    doomed: list[Path] = []
+    obsolete: list[Path] = []
     try:
         newest = [x.path for _, x in zip(range(keep), complete_checkpoints(folder, []), strict=False)]
         steps = _steps(folder)
-        doomed += _leftovers(folder)
+        obsolete += _leftovers(folder)
         for path in steps[steps.index(newest[-1]) + 1 :] if newest else ():
             os.rename(path, aside := _unfinished(folder, path.name))
-            doomed.append(aside)
-    except (OSError, CheckpointError) as error:  # the new checkpoint is there, which is what was asked for
+            obsolete.append(aside)
+    except (OSError, CheckpointError) as error:  # must not fail the save, which is complete
         log.warning("checkpoints: old ones in %s are not deleted: %s", folder, error)
-    return doomed
+    return obsolete
 
 
 def _leftovers(folder: Path) -> list[Path]:
-    """What is unfinished and has no writer."""
+    """Unfinished checkpoints whose writer is gone."""
     with os.scandir(folder) as entries:
         leftovers = [
             Path(x.path) for x in entries if _UNFINISHED.fullmatch(x.name) and x.is_dir(follow_symlinks=False)

@@ -1,8 +1,7 @@
-"""Files that survive a crash: atomic replacement and folder locks for everybody, and what a checkpoint is made of.
+"""Files that survive a crash: atomic replacement, folder locks, and reading and writing a checkpoint's files.
 
-What a function here wrote is on the disk when it returns. Those for checkpoints raise CheckpointError, with the
-file, what was being done and what to do, and follow nothing out of a folder: a link, a device or a pipe is no
-checkpoint's.
+Data is on the disk when a function that wrote it returns. Functions for checkpoints raise CheckpointError, with the
+file, the operation and what to do, and refuse links, devices and pipes.
 """
 
 import errno
@@ -19,19 +18,19 @@ from typing import Any, BinaryIO
 from zfunc.errors import CheckpointError
 
 log = logging.getLogger("zfunc")
-UNFINISHED = "unfinished-"  # begins the name of what a crash may leave behind
+UNFINISHED = "unfinished-"  # prefix of files and folders that a crash may leave behind
 _NEXT = {
     errno.ENOSPC: "free some space, or keep fewer checkpoints",
     errno.EDQUOT: "free some of your quota, or keep fewer checkpoints",
     errno.EROFS: "name a folder that can be written",
     errno.EACCES: "name a folder this user may use",
     errno.EPERM: "name a folder this user may use",
-    errno.ENOTDIR: "name a folder, or move the file that is in its place",
-    errno.EEXIST: "name another folder, or move what is in its place",
-    errno.EISDIR: "move the folder that is in the file's place",
-    errno.ELOOP: "put the file itself there: links are not followed",
-    errno.ENOENT: "use a checkpoint that is complete",
-    errno.EIO: "look at the disk, and use another",
+    errno.ENOTDIR: "name a folder, or move the file of that name",
+    errno.EEXIST: "name another one, or move the existing file",
+    errno.EISDIR: "move the folder of that name",
+    errno.ELOOP: "replace the link by the file: links are not followed",
+    errno.ENOENT: "use a complete checkpoint",
+    errno.EIO: "check the disk, and use another",
 }
 
 
@@ -41,15 +40,15 @@ def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
     try:
         yield
     except OSError as error:
-        advice = _NEXT.get(error.errno or 0, "look at the disk and the folder's owner")
+        advice = _NEXT.get(error.errno or 0, "check the disk and the folder's owner")
         reason = error.strerror or str(error)
         raise CheckpointError(f"{path}: got {reason!r} while {doing}: {advice}") from error
 
 
 def open_new(path: Path, size: int) -> int:
-    """A descriptor of a new file whose `size` bytes are reserved at once: a full disk is told before writing.
+    """A descriptor of a new file, with `size` bytes reserved, so that a full disk is noticed before writing.
 
-    Raises CheckpointError if it is there already, or there is no room for it: then it is not left behind.
+    Raises CheckpointError if the file exists or if there is no space; no file is left then.
     """
     with os_errors_as(path, f"making a file of {size} bytes"):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
@@ -66,37 +65,37 @@ def open_new(path: Path, size: int) -> int:
 def open_file(path: Path) -> tuple[int, int]:
     """A descriptor for reading a regular file, and its size in bytes. Raises CheckpointError for anything else."""
     with os_errors_as(path, "opening it"):
-        # Without O_NONBLOCK a pipe in the place of a file would wait for a writer for ever.
+        # Without O_NONBLOCK opening a pipe would block until it has a writer.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         status = os.fstat(fd)
     if stat.S_ISREG(status.st_mode):
         return fd, status.st_size
     os.close(fd)
-    raise CheckpointError(f"{path}: got something that is no file, expected one: {_NEXT[errno.ENOENT]}")
+    raise CheckpointError(f"{path}: got something else than a regular file: {_NEXT[errno.ENOENT]}")
 
 
 def bytes_of(buffer: Any) -> memoryview:
-    """The bytes of a contiguous buffer, not copied."""
+    """The memory of a contiguous buffer."""
     view = memoryview(buffer)
     if not view.c_contiguous:
         raise ValueError("got a buffer with gaps, expected a contiguous one: pass a contiguous copy")
-    return view.cast("B") if view.nbytes else memoryview(b"")  # one of no bytes cannot be cast
+    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty one cannot be cast
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:
-    """Write all bytes of `data` at `offset`, however many calls that takes."""
+    """Write all bytes of `data` at `offset`."""
     while data.nbytes:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
 
 
 def read_all(fd: int, data: memoryview, offset: int) -> None:
-    """Fill `data` from `offset`. Raises OSError where the file ends before."""
+    """Fill `data` from `offset`. Raises OSError if the file ends before."""
     while data.nbytes:
-        got = os.preadv(fd, [data], offset)
-        if not got:
+        read = os.preadv(fd, [data], offset)
+        if not read:
             raise OSError(errno.EIO, "the file ended early")
-        data, offset = data[got:], offset + got
+        data, offset = data[read:], offset + read
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -105,7 +104,7 @@ def read_small(path: Path, limit: int) -> bytes:
     try:
         if size > limit:
             raise CheckpointError(
-                f"{path}: got {size} bytes, expected at most {limit}: this was not written by zfunc, use another"
+                f"{path}: got {size} bytes, expected at most {limit}: zfunc did not write this file; use another"
             )
         raw = bytearray(size)
         with os_errors_as(path, "reading it"):
@@ -119,10 +118,10 @@ def read_small(path: Path, limit: int) -> bytes:
 def atomic_replace(
     path: Path, *, mode: int = 0o666, partial: Path | None = None
 ) -> Generator[BinaryIO, None, None]:
-    """A new file that replaces `path` when the block ends and its bytes are on the disk. Raises OSError.
+    """A new file that replaces `path` at the end of the block, when its bytes are on the disk. Raises OSError.
 
-    A reader, or a crash, finds the old file or the complete new one; an error leaves the old one alone. Until then
-    it is `partial`, by default a name that no other writer has and `is_partial` knows.
+    Readers see the old file or the complete new one, also after a crash; after an error they see the old one. Until
+    then the file is named `partial`, by default a unique name that `is_partial` recognizes.
     """
     partial = partial or path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     partial.unlink(missing_ok=True)
@@ -140,7 +139,7 @@ def atomic_replace(
 
 
 def is_partial(path: Path) -> bool:
-    """Whether `path` was left behind by an `atomic_replace` whose process was killed, by its name.
+    """Whether the name is that of an unfinished `atomic_replace`, whose process may have been killed.
 
     >>> is_partial(Path("run/.config.json.0a1b2c3d.partial"))
     True
@@ -149,7 +148,7 @@ def is_partial(path: Path) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text file as a whole. A link is followed; a device or pipe is written to. Raises OSError."""
+    """Replace a text file atomically. Follows links, and writes to a device or pipe. Raises OSError."""
     path = path.resolve()
     if path.exists() and not path.is_file():
         path.write_text(text, encoding="utf-8")
@@ -159,7 +158,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def write_durably(path: Path, data: bytes) -> None:
-    """Replace a checkpoint's file, and wait until its name is on the disk too. One writer at a time."""
+    """Replace a checkpoint's file, and wait until its name is on the disk too. For one writer at a time."""
     partial = path.with_name(f"{UNFINISHED}{path.name}")
     with os_errors_as(path, "writing it"), atomic_replace(path, partial=partial) as file:
         file.write(data)
@@ -179,7 +178,7 @@ def sync(path: Path) -> None:
 def lock(path: Path, *, wait: bool = True) -> int:
     """A descriptor that holds the lock on a folder until it is closed or its process ends.
 
-    Waits for it, or raises BlockingIOError. Where the file system has no locks, it holds none, and logs that.
+    Waits for the lock, or raises BlockingIOError. On a file system without locks it logs a warning and holds none.
     """
     with os_errors_as(path, "locking it"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -189,13 +188,13 @@ def lock(path: Path, *, wait: bool = True) -> int:
         except BlockingIOError:
             if not wait:
                 raise
-            log.warning("%s is locked by another process: waiting for it", path)
+            log.warning("%s is locked by another process: waiting", path)
             fcntl.flock(fd, fcntl.LOCK_EX)
     except BlockingIOError:
         os.close(fd)
         raise
     except OSError as error:
-        log.warning("%s cannot be locked (%s): have one writer a folder", path, error.strerror)
+        log.warning("%s cannot be locked (%s): use only one writer for it", path, error.strerror)
     except BaseException:
         os.close(fd)
         raise
@@ -203,7 +202,7 @@ def lock(path: Path, *, wait: bool = True) -> int:
 
 
 def unlock(fd: int) -> None:
-    """Give a lock back: also where a child of this process has inherited the descriptor."""
+    """Release a lock, also if a child process has inherited the descriptor."""
     with suppress(OSError):
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
@@ -220,7 +219,7 @@ def locked(path: Path) -> Generator[None, None, None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether some process holds the lock on a folder; True where that cannot be told."""
+    """Whether a process holds the lock on a folder; True if that cannot be determined."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -1,8 +1,7 @@
 """What a checkpoint is, as values: which file holds which elements of which parameter, and where training stood.
 
-The invariant: a Manifest is whole. The pieces of every parameter's state tile it, and they tile the tensors of the
-shards: nothing is missing, nothing is there twice, nothing is there that is no parameter's. Offsets are logical,
-within a parameter as if it were flat: neither buckets, nor the world size, nor any padding can be told from them.
+A Manifest is complete: the pieces of every parameter's state tile it, and they tile the tensors of the shards.
+Offsets are logical, within a flattened parameter: they do not depend on buckets, world size or padding.
 """
 
 import math
@@ -23,8 +22,8 @@ from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
-FROZEN = "frozen"  # the one kind of state of a parameter that is not trained: its values
-PENDING = "pending"  # the gradient of a parameter that is still to be applied to it
+FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
+PENDING = "pending"  # the kind of a gradient that is still to be applied
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
 _NEXT = "use another checkpoint"
@@ -32,7 +31,7 @@ _NEXT = "use another checkpoint"
 
 @frozen
 class StateSlice:
-    """Elements start to stop of one kind of a parameter's state: in which shard and tensor, and from where."""
+    """Elements start to stop of one kind of a parameter's state are in a shard's tensor, from `offset` on."""
 
     start: int
     stop: int
@@ -43,7 +42,7 @@ class StateSlice:
 
 @frozen
 class ParameterEntry:
-    """A parameter in a checkpoint, and by kind the pieces of its state, ascending."""
+    """A parameter in a checkpoint, and the pieces of its state by kind, ascending."""
 
     name: str
     shape: tuple[int, ...]
@@ -58,9 +57,9 @@ class ParameterEntry:
 
 @frozen
 class TrainingPosition:
-    """Where training stood, as in State: with it and the buffers a resume is exact.
+    """The counters of a State: with them and the buffers a resume is exact.
 
-    With `pending`, gradients that are still to be applied are among the state of some parameters.
+    `pending` is the decision of an update whose gradient is part of the checkpoint and still to be applied.
     """
 
     step: int
@@ -73,7 +72,7 @@ class TrainingPosition:
 
 @frozen
 class Manifest:
-    """A checkpoint. `world` says how many ranks wrote it; nothing else depends on that.
+    """The contents of a checkpoint. `world` is the number of ranks that wrote it; nothing else depends on it.
 
     `optimizer` and `extra` are dicts of JSON's own types. Raises CheckpointError if the parts do not fit together.
     """
@@ -94,12 +93,12 @@ class Manifest:
         _check_unique("parameter", [x.name for x in self.parameters])
         for shard in self.shards:
             _check_shard(shard)
-        taken: dict[tuple[int, str], list[tuple[int, int]]] = {}
-        for kept in self.parameters:
-            _check_pieces(self, kept, taken)
+        used: dict[tuple[int, str], list[tuple[int, int]]] = {}
+        for entry in self.parameters:
+            _check_pieces(self, entry, used)
         for n, shard in enumerate(self.shards):
             for t in shard.tensors:
-                if flaw := _flaw(sorted(taken.get((n, t.name), ())), t.numel):
+                if flaw := _flaw(sorted(used.get((n, t.name), ())), t.numel):
                     raise _bad(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
 
     @cached_property
@@ -132,30 +131,30 @@ class Manifest:
 def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
     """Raise CheckpointError, naming the first differences, unless these are the checkpoint's parameters.
 
-    The order does not matter, nor whether one that is tied comes twice.
+    They may be in any order, and tied ones may be repeated.
     """
     wanted = {p.name: p for p in parameters}
     entries = manifest.by_name
     flaws: list[str] = []
     unknown = [name for name in entries if name not in wanted]
     for name, p in wanted.items():
-        if (kept := entries.get(name)) is None:
+        if (entry := entries.get(name)) is None:
             hint = did_you_mean(name, unknown) if len(flaws) < 3 else ""  # slow, with thousands of them
             flaws.append(f"it has no {name!r}{hint}")
-        elif kept.shape != p.shape:
-            flaws.append(f"{name!r} is {list(kept.shape)} there and {list(p.shape)} here")
-        elif kept.trainable != p.trainable:
-            flaws.append(f"{name!r} is {'trained' if kept.trainable else 'frozen'} there, not here")
-    flaws += [f"it has {name!r}, which the model has not" for name in unknown]
+        elif entry.shape != p.shape:
+            flaws.append(f"{name!r} has shape {list(entry.shape)} in it and {list(p.shape)} in the model")
+        elif entry.trainable != p.trainable:
+            flaws.append(f"{name!r} is {'trained' if entry.trainable else 'frozen'} in it, not in the model")
+    flaws += [f"it has {name!r}, which the model does not have" for name in unknown]
     if flaws:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(
-            f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that wrote it"
+            f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that saved it"
         )
 
 
 def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None:
-    """A decision that waits has a gradient to apply, as the update that this step counted."""
+    """A pending decision is of the last update that was counted, and has a gradient."""
     if (decision := position.pending) is None:
         return
     due = position.step + decision.skip
@@ -167,15 +166,13 @@ def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None
     if not all(0 <= beta < 1 for beta in betas):
         raise _bad("position.pending", f"betas of {betas}", "two numbers, 0 or above and below 1")
     if not pending:
-        raise _bad(
-            "position.pending", "it without a gradient", "the gradients that wait among the parameters' state"
-        )
+        raise _bad("position.pending", "a decision without a gradient", "some parameter with a pending one")
 
 
 def _check_shard(shard: Shard) -> None:
     if not _FILE_NAME.fullmatch(shard.file) or shard.file == FILE:
         raise _bad(
-            "shards", f"the file name {shard.file!r:.300}", "letters, digits and ._- alone, in the folder"
+            "shards", f"the file name {shard.file!r:.300}", "letters, digits and ._- only, in the folder"
         )
     if not 0 < shard.chunk <= CHUNK_LIMIT:
         raise _bad(shard.file, f"chunks of {shard.chunk} bytes", f"1 to {CHUNK_LIMIT}")
@@ -190,9 +187,9 @@ def _check_shard(shard: Shard) -> None:
 
 
 def _check_pieces(
-    manifest: Manifest, entry: ParameterEntry, taken: dict[tuple[int, str], list[tuple[int, int]]]
+    manifest: Manifest, entry: ParameterEntry, used: dict[tuple[int, str], list[tuple[int, int]]]
 ) -> None:
-    """The pieces of each kind tile it and lie in tensors of one type; adds the ranges they take there."""
+    """The pieces of each kind tile it, in tensors of one type. Adds their ranges in the tensors to `used`."""
     kinds = manifest.kinds(entry)
     if set(entry.pieces) != set(kinds):
         raise _bad(repr(entry.name), f"the state {', '.join(entry.pieces) or 'nothing'}", ", ".join(kinds))
@@ -209,13 +206,13 @@ def _check_pieces(
                 raise _bad(where, f"elements of {tensor.dtype} in {piece.tensor!r}", " or ".join(dtypes))
             stored.add(tensor.dtype)
             ends = (piece.offset, piece.offset + piece.stop - piece.start)
-            taken.setdefault((piece.shard, piece.tensor), []).append(ends)
+            used.setdefault((piece.shard, piece.tensor), []).append(ends)
         if len(stored) > 1:
             raise _bad(where, f"elements of {' and '.join(sorted(stored))}", "one type")
 
 
 def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:
-    """What is wrong with ranges that should, in this order, tile 0 to numel; or nothing."""
+    """What is wrong with ranges that should tile 0 to numel in this order; "" if they do."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
@@ -229,8 +226,8 @@ def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:
 def _check_unique(what: str, names: list[str]) -> None:
     if len(set(names)) < len(names):
         seen: set[str] = set()
-        twice = next(x for x in names if x in seen or seen.add(x))
-        raise _bad(f"{what} {twice!r}", "it twice", "it once")
+        duplicate = next(x for x in names if x in seen or seen.add(x))
+        raise _bad(f"{what} {duplicate!r}", "it twice", "it once")
 
 
 def check_plain(value: object, where: str, depth: int = 0) -> None:
@@ -239,12 +236,18 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
         case dict() if depth < 10:
             for key, x in cast("dict[object, object]", value).items():
                 if not isinstance(key, str):
-                    raise _bad(where, f"the key {key!r:.80}", "a text")
+                    raise _bad(where, f"the key {key!r:.80}", "a string")
+                check_plain(key, where, depth + 1)
                 check_plain(x, f"{where}.{key:.80}", depth + 1)
         case list() if 0 < depth < 10:
             for n, x in enumerate(cast("list[object]", value)):
                 check_plain(x, f"{where}[{n}]", depth + 1)
-        case None | str() if depth:
+        case str() if depth:
+            try:
+                value.encode()
+            except UnicodeError:
+                raise _bad(where, f"{value!r:.80}", "text that UTF-8 can encode") from None
+        case None if depth:
             pass
         case int() if depth and abs(value) <= MAX_INT:
             pass

@@ -1,7 +1,7 @@
 """A manifest as strict JSON, in a file of the checkpoint's folder.
 
-The invariant: what is written reads back equal; whatever else is read is refused with its place, before anything is
-allocated by what it says. Names and types are checked here, how the parts fit together by Manifest itself.
+A manifest reads back equal to the one written; anything else is refused with its place in the file. Names and types
+are checked here, how the parts fit together by Manifest itself.
 """
 
 import zlib
@@ -23,53 +23,57 @@ from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 
 VERSION = 1
-# Formats of the state that have another name in a file: "8bit" are the first 8-bit moments there, so that a zfunc
-# that knows no others refuses the new.
-_WRITTEN = {"8bit-1": "8bit", "8bit": "8bit-2"}
+# State formats with another name in the file: "8bit" was the first format of 8-bit moments, and a zfunc that knows
+# only that one has to refuse the current one.
+_FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
-_CRC = 2**32 - 1
-_PENDING = ("skip", "grad_scale", "number")  # of a decision, what an update needs beside the factors
+_MAX_CRC = 2**32 - 1
+_DECISION = (
+    "skip",
+    "grad_scale",
+    "number",
+)  # the fields of a pending decision, beside the optimizer's factors
 _ADAM_FACTORS = ("lr", "betas")
 
 
 def to_json(manifest: Manifest) -> bytes:
-    """The text of a manifest. Raises CheckpointError if it would be larger than LIMIT."""
+    """The text of a manifest. Raises CheckpointError if it is larger than LIMIT."""
     fields: dict[str, Any] = {
         "version": VERSION,
         "world": manifest.world,
-        "moments": _WRITTEN.get(manifest.state_format, manifest.state_format),
+        "moments": _FORMAT_NAMES.get(manifest.state_format, manifest.state_format),
         "position": position_fields(manifest.position),
         "optimizer": manifest.optimizer,
         "extra": manifest.extra,
         "shards": [shard_fields(x) for x in manifest.shards],
-        "parameters": [_kept(x) for x in manifest.parameters],
+        "parameters": [_entry_fields(x) for x in manifest.parameters],
     }
     raw = strict_json.render({**fields, "checksum": _checksum(fields)})
     if len(raw) > LIMIT:
         raise CheckpointError(
-            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: write fewer, larger pieces"
+            f"{FILE}: got {len(raw)} bytes, expected at most {LIMIT}: save with fewer ranks"
         )
     return raw
 
 
 def from_json(raw: bytes, where: str = FILE) -> Manifest:
-    """The manifest of a text; `where` begins the message of the CheckpointError for what is none."""
+    """Parse a manifest. Raises CheckpointError, which begins with `where`, for anything else."""
     root = strict_json.parse_json(raw, where)
     if (version := root.entries().get("version")) is None or version.integer() != VERSION:
         got = "no version" if version is None else f"version {version.value}"
-        root.refuse(f"version {VERSION}, or a zfunc that reads this one", got)
+        root.refuse(f"version {VERSION}, the one that this zfunc reads", got)
     fields = {name: node.value for name, node in root.entries().items() if name != "checksum"}
     checksum = root.entries().get("checksum")
     _, world, moments, position, optimizer, extra, shards, parameters = JsonNode(fields, where).fields(
         "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
     )
-    formats = {_WRITTEN.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
+    formats = {_FORMAT_NAMES.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
     state_format = formats[moments.choice(tuple(formats))]
     parts = (
         world.integer(1, 1 << 20),
         state_format,
         tuple(read_shard(x) for x in shards.items()),
-        tuple(_read_kept(x) for x in parameters.items()),
+        tuple(_read_entry(x) for x in parameters.items()),
         _read_position(position, state_format),
         _read_object(optimizer),
         _read_object(extra),
@@ -78,19 +82,19 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
         manifest = Manifest(*parts)
     except CheckpointError as error:
         raise CheckpointError(f"{where}: {error}") from error
-    if checksum is not None and checksum.integer(high=_CRC) != _checksum(fields):
-        checksum.refuse(f"{_checksum(fields)}, that of the rest: some of it is not what was written")
+    if checksum is not None and checksum.integer(high=_MAX_CRC) != _checksum(fields):
+        checksum.refuse(f"{_checksum(fields)}, the checksum of the other fields")
     return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is none."""
+    """Read the manifest in a checkpoint's folder. Raises CheckpointError, naming the file, if it is not valid."""
     path = folder / FILE
     return from_json(disk.read_small(path, LIMIT), str(path))
 
 
 def shard_fields(shard: Shard) -> dict[str, Any]:
-    """A shard as a manifest has it, to be rendered as JSON."""
+    """The JSON object of a shard."""
     tensors = [{**attrs.asdict(t), "checksums": shard.checksums[t.name]} for t in shard.tensors]
     return {
         "file": shard.file,
@@ -102,23 +106,23 @@ def shard_fields(shard: Shard) -> dict[str, Any]:
 
 
 def position_fields(position: TrainingPosition) -> dict[str, Any]:
-    """A position as a manifest has it, to be rendered as JSON."""
+    """The JSON object of a position."""
     fields = attrs.asdict(position)
     pending = fields.pop("pending")
     if pending is None:
         return fields
-    decided = {name: pending[name] for name in _PENDING}
-    return {**fields, "pending": {**decided, **factor_fields(pending["factors"])}}
+    decision = {name: pending[name] for name in _DECISION}
+    return {**fields, "pending": {**decision, **factor_fields(pending["factors"])}}
 
 
 def factor_fields(factors: Mapping[str, Any]) -> dict[str, Any]:
-    """An optimizer's factors as a manifest has them, to be rendered as JSON."""
+    """The JSON object of an optimizer's factors."""
     return {name: [*x] if isinstance(x, tuple) else x for name, x in factors.items()}
 
 
-def _kept(kept: ParameterEntry) -> dict[str, Any]:
-    pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in kept.pieces.items()}
-    return {"name": kept.name, "shape": kept.shape, "trainable": kept.trainable, "pieces": pieces}
+def _entry_fields(entry: ParameterEntry) -> dict[str, Any]:
+    pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in entry.pieces.items()}
+    return {"name": entry.name, "shape": entry.shape, "trainable": entry.trainable, "pieces": pieces}
 
 
 def read_shard(node: JsonNode) -> Shard:
@@ -132,22 +136,22 @@ def read_shard(node: JsonNode) -> Shard:
     return Shard(
         file=file.text(high=200),
         size=size.integer(),
-        header=header.integer(high=_CRC),
+        header=header.integer(high=_MAX_CRC),
         chunk=chunk.integer(1, CHUNK_LIMIT),
         tensors=stored,
-        checksums={t.name: entry[3].integers(_CRC) for t, entry in zip(stored, entries, strict=True)},
+        checksums={t.name: entry[3].integers(_MAX_CRC) for t, entry in zip(stored, entries, strict=True)},
     )
 
 
 def read_shape(node: JsonNode) -> tuple[int, ...]:
-    """A checked shape: its bytes, at any precision and with every 0 taken as 1, fit in 64 bits."""
+    """A shape whose number of bytes fits in 64 bits, at any precision, even if every 0 were 1."""
     dims = node.integers()
     if len(dims) > 64 or prod(max(d, 1) for d in dims) * 8 > MAX_INT:
         node.refuse("at most 64 dimensions and 2^60 elements")
     return dims
 
 
-def _read_kept(node: JsonNode) -> ParameterEntry:
+def _read_entry(node: JsonNode) -> ParameterEntry:
     name, shape, trainable, pieces = node.fields("name", "shape", "trainable", "pieces")
     return ParameterEntry(
         name=name.text(),
@@ -166,8 +170,8 @@ def _read_piece(node: JsonNode) -> StateSlice:
 
 
 def _read_position(node: JsonNode, state_format: str) -> TrainingPosition:
-    waits = "pending" in node.entries()
-    names = [x.name for x in attrs.fields(TrainingPosition) if waits or x.name != "pending"]
+    is_pending = "pending" in node.entries()
+    names = [x.name for x in attrs.fields(TrainingPosition) if is_pending or x.name != "pending"]
     step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)
     return TrainingPosition(
         step=step.integer(),
@@ -175,24 +179,22 @@ def _read_position(node: JsonNode, state_format: str) -> TrainingPosition:
         sequences=sequences.integer(),
         seed=seed.integer(-MAX_INT),
         loss_scale=_read_loss_scale(loss_scale),
-        pending=_read_pending(pending[0], state_format) if waits else None,
+        pending=_read_pending(pending[0], state_format) if is_pending else None,
     )
 
 
 def _read_pending(node: JsonNode, state_format: str) -> StepDecision:
-    adam = state_format in ADAM_FORMATS
-    if adam and "betas" not in node.entries():
-        node.refuse(
-            "the betas of the update that waits: flush with the zfunc that saved it", "none, as once was"
-        )
-    names = _ADAM_FACTORS if adam else tuple(name for name in node.entries() if name not in _PENDING)
-    skip, grad_scale, number, *rest = node.fields(*_PENDING, *names)
+    is_adam = state_format in ADAM_FORMATS
+    if is_adam and "betas" not in node.entries():  # older versions did not write them
+        node.refuse("the betas of the pending update: flush with the zfunc that saved it", "none")
+    names = _ADAM_FACTORS if is_adam else tuple(name for name in node.entries() if name not in _DECISION)
+    skip, grad_scale, number, *rest = node.fields(*_DECISION, *names)
     factors = {name: _read_factor(name, x) for name, x in zip(names, rest, strict=True)}
     return StepDecision(skip.boolean(), grad_scale.number(), number.integer(1), factors)
 
 
 def _read_factor(name: str, node: JsonNode) -> float | tuple[float, ...]:
-    """A number, or a list of them; the learning rate is one, betas are two."""
+    """A number, or a list of them; a learning rate is one number, betas are two."""
     if name == "lr" or (name != "betas" and not isinstance(node.value, list)):
         return node.number()
     values = tuple(x.number() for x in node.items())
@@ -202,14 +204,14 @@ def _read_factor(name: str, node: JsonNode) -> float | tuple[float, ...]:
 
 
 def _read_loss_scale(node: JsonNode) -> LossScale:
-    old = "consecutive" not in node.entries()  # written before there was one
-    names = [x.name for x in attrs.fields(LossScale) if not (old and x.name == "consecutive")]
+    has_consecutive = "consecutive" in node.entries()  # older versions did not write it
+    names = [x.name for x in attrs.fields(LossScale) if has_consecutive or x.name != "consecutive"]
     values = dict(zip(names, node.fields(*names), strict=True))
-    consecutive = not old and values.pop("consecutive").boolean()
-    real = {name: values.pop(name).number() for name in ("scale", "minimum")}
-    counts = {name: x.integer(-1) for name, x in values.items()}
+    consecutive = has_consecutive and values.pop("consecutive").boolean()
+    numbers = {name: values.pop(name).number() for name in ("scale", "minimum")}
+    counters = {name: x.integer(-1) for name, x in values.items()}
     try:
-        return LossScale(**real, **counts, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
+        return LossScale(**numbers, **counters, consecutive=consecutive)  # pyright: ignore[reportArgumentType]
     except ValueError as error:
         name, _, value = str(error).removeprefix("LossScale: ").partition(", expected")[0].partition(": got ")
         node.refuse("the counters of a loss scale", f"{name} {value}")
@@ -221,5 +223,5 @@ def _read_object(node: JsonNode) -> dict[str, Any]:
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
-    """The CRC-32 of everything else, as it is written."""
+    """The CRC-32 of the other fields as they are written."""
     return zlib.crc32(strict_json.render(fields))
