@@ -48,7 +48,7 @@ def test_segments_fit_together() -> None:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_loss_at_birth_is_that_of_guessing(tied: bool) -> None:
+def test_the_initial_loss_is_that_of_guessing(tied: bool) -> None:
     config = GPTConfig(tied=tied)
     named = build(config)
     if tied:
@@ -172,11 +172,11 @@ def test_dropout_acts_in_training_only_and_follows_the_generator() -> None:
         ({"hidden_size": 3}, "try hidden_size=4$"),
     ],
 )
-def test_a_size_that_cannot_be_says_why(changes: dict[str, float], message: str) -> None:
+def test_invalid_sizes_are_refused(changes: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attrs.evolve(SMALL, **changes)
 
 
-def test_too_long_a_sequence_says_why() -> None:
+def test_a_sequence_that_is_too_long_is_refused() -> None:
     with pytest.raises(ValueError, match="got 13 tokens; expected at most seq_length=12"):
         Embed(SMALL)(torch.zeros(1, 13, dtype=torch.int64))

@@ -138,7 +138,7 @@ def test_loss_and_every_gradient_are_the_models_own(name: str, caplog: pytest.Lo
 
 @pytest.mark.parametrize("recompute", ["none", "min-cut"])
 @pytest.mark.parametrize("name", ["Qwen2", "Gemma 2"])
-def test_so_they_are_whatever_is_recomputed(name: str, recompute: Any) -> None:
+def test_gradients_do_not_depend_on_recomputation(name: str, recompute: Any) -> None:
     assert_own(random_model(name), rounding=1e-4, recompute=recompute)
 
 
@@ -150,7 +150,7 @@ def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
 
 
 @every_config
-def test_keys_and_values_that_are_kept_give_the_logits_of_the_whole_sequence(name: str) -> None:
+def test_cached_keys_and_values_give_the_logits_of_the_whole_sequence(name: str) -> None:
     def logits(ids: Tensor, *more: KVCache) -> Tensor:
         x = ids
         for s, segment in enumerate(cut):
@@ -176,7 +176,7 @@ def test_equal_layers_share_one_trace(name: str, distinct: int) -> None:
     assert len({id(call.passes) for call in program.calls}) == distinct
 
 
-def test_steps_are_those_of_plain_pytorch() -> None:
+def test_steps_equal_plain_pytorch() -> None:
     model, reference = random_model("GPT-2"), random_model("GPT-2")
     settings = {"lr": 3e-3, "betas": (0.9, 0.99), "eps": 1e-5, "weight_decay": 0.1}
     plain = torch.optim.AdamW(reference.parameters(), **settings)
@@ -263,7 +263,7 @@ def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     assert 3 < metrics.loss < 6
 
 
-def test_what_cannot_be_cut_is_refused_with_what_to_do() -> None:
+def test_unsupported_models_are_refused_with_what_to_do() -> None:
     with torch.device("meta"):
         bloom = transformers.BloomForCausalLM(transformers.BloomConfig(vocab_size=8, hidden_size=8, n_head=2))
         dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
@@ -305,7 +305,7 @@ def test_a_folder_of_another_family_is_not_supported_rather_than_damaged(kind: s
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         (
             "meta-llama/Llama-3.2-1B",
@@ -317,10 +317,10 @@ def test_a_folder_of_another_family_is_not_supported_rather_than_damaged(kind: s
     ],
 )
 def test_a_name_on_the_hub_gets_the_command_that_downloads_it(
-    name: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=f"^{name}: got no config.json in it.*{told}"):
+    with pytest.raises(CheckpointError, match=f"^{name}: got no config.json in it.*{message}"):
         zfunc.hf.load(name)
 
 
@@ -331,7 +331,7 @@ def test_more_tokens_than_positions_are_refused_before_anything_runs() -> None:
         zfunc.train_step(program, zfunc.init(program), (x, x))
 
 
-def test_without_transformers_it_is_said_what_to_install(
+def test_without_transformers_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     model = random_model("Llama")
@@ -362,7 +362,7 @@ def unequal(rows: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 4, 8])
-def test_the_loss_is_the_mean_over_all_tokens_however_the_batch_is_cut(micro_batches: int) -> None:
+def test_the_loss_does_not_depend_on_micro_batches(micro_batches: int) -> None:
     model = random_model("Llama")
     ids, labels = unequal()
     expected = torch.nn.functional.cross_entropy(model(ids).logits.flatten(0, 1), labels.flatten())
@@ -377,7 +377,7 @@ def test_the_loss_is_the_mean_over_all_tokens_however_the_batch_is_cut(micro_bat
     assert abs(metrics.grad_norm - norm) < 1e-5 * norm
 
 
-def test_ranks_that_know_of_the_whole_batch_average_to_its_mean() -> None:
+def test_losses_of_ranks_average_to_that_of_the_batch() -> None:
     ids, labels = unequal()
     program = compiled(zfunc.hf.segments(random_model("Llama")))
     state = zfunc.init(program)
@@ -387,7 +387,7 @@ def test_ranks_that_know_of_the_whole_batch_average_to_its_mean() -> None:
     assert abs(sum(zfunc.evaluate(program, state, half) for half in halves) / 2 - whole) < 1e-6
 
 
-def test_batches_that_cannot_be_are_refused() -> None:
+def test_invalid_batches_are_refused() -> None:
     ids, labels = unequal()
     with pytest.raises(ValueError, match=r"labels\[:, t\] is the token that follows"):
         zfunc.hf.batch(ids, labels[:, 1:])
@@ -507,7 +507,7 @@ def test_a_head_that_is_tied_but_stored_otherwise_is_refused(tmp_path: Path) -> 
         zfunc.init(compiled(zfunc.hf.load(folder)[1]))
 
 
-def test_a_folder_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         zfunc.hf.load(tmp_path)
     folder = write(random_model("Llama"), tmp_path / "m", max_shard_size="20KB")
@@ -535,7 +535,7 @@ def trained(folder: Path, **settings: Any) -> tuple[Program, Any]:
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "Llama", "Gemma 3", "Qwen3"])
-def test_what_was_trained_is_loaded_by_from_pretrained_with_equal_logits(name: str, tmp_path: Path) -> None:
+def test_from_pretrained_loads_a_saved_folder_with_equal_logits(name: str, tmp_path: Path) -> None:
     folder = write(random_model(name), tmp_path / "m")
     (folder / "tokenizer.json").write_text("{}")
     program, state = trained(folder)

@@ -61,7 +61,7 @@ def held_out(events: list[Event]) -> list[float]:
     return [x for x in evaluated if x is not None]
 
 
-def test_evaluations_and_the_sample_tell_how_far_they_are(job: TrainingJob, tmp_path: Path) -> None:
+def test_evaluation_and_sampling_report_their_progress(job: TrainingJob, tmp_path: Path) -> None:
     events, segments = run(job, tmp_path), len(job.program.segments)
     assert len(held_out(events)) == 3
     for what, times, parts in (("evaluation", 3, len(job.held_out) * segments), ("sample", 1, 40 * segments)):
@@ -79,7 +79,7 @@ def test_evaluations_and_the_sample_tell_how_far_they_are(job: TrainingJob, tmp_
 @pytest.mark.parametrize(
     ("what", "nth", "steps"), [("evaluation", n, 2 * n) for n in range(3)] + [("sample", 0, 4)]
 )
-def test_a_signal_in_the_middle_ends_them(
+def test_a_signal_ends_evaluation_and_sampling(
     what: str, nth: int, steps: int, how: str, job: TrainingJob, tmp_path: Path
 ) -> None:
     events = run(job, tmp_path, lambda seen: how if shares(seen, what).count(0) > nth else "")
@@ -97,14 +97,14 @@ def test_a_signal_in_the_middle_ends_them(
         assert events[-1] is finished
 
 
-def test_who_interrupted_a_step_gets_evaluation_and_sample(job: TrainingJob, tmp_path: Path) -> None:
+def test_after_an_interrupted_step_evaluation_and_sampling_run(job: TrainingJob, tmp_path: Path) -> None:
     events = run(job, tmp_path, lambda seen: INTERRUPT if any(isinstance(x, Stepped) for x in seen) else "")
     last = [type(event) for event in events if not isinstance(event, Working)]
     assert last[-4:] == [Saved, Evaluated, Finished, Sampled]
     assert len(shares(events, "sample")) == 40 * len(job.program.segments)
 
 
-def test_neither_is_made_for_who_wants_none(job: TrainingJob, tmp_path: Path) -> None:
+def test_evaluation_and_sampling_can_be_turned_off(job: TrainingJob, tmp_path: Path) -> None:
     settings = evolve(job.settings, eval_every=0, no_sample=True)
     events = run(evolve(job, settings=settings), tmp_path)
     assert [event.step for event in events if isinstance(event, Stepped)] == [1, 2, 3, 4]
@@ -113,7 +113,7 @@ def test_neither_is_made_for_who_wants_none(job: TrainingJob, tmp_path: Path) ->
     assert events[-1].held_out is None
 
 
-def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: TrainingJob) -> None:
+def test_sampling_with_a_cache_equals_sampling_without(job: TrainingJob) -> None:
     """40 tokens are more than there is room for: the newer half goes on in a new sequence."""
     program = evolve(job.program)
     state, _ = zfunc.train_step(program, zfunc.init(program, seed=0), job.batch(0))
@@ -133,7 +133,7 @@ def test_the_sample_is_that_of_the_model_without_kept_keys_and_values(job: Train
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_the_summary_is_there_before_the_sample(
+def test_the_summary_is_written_before_the_sample(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(*_: Any) -> Any:
@@ -149,7 +149,7 @@ def test_the_summary_is_there_before_the_sample(
     assert "all steps done: 1 steps" in capsys.readouterr().out
 
 
-def test_a_pipe_is_told_of_what_takes_long_only(
+def test_a_pipe_gets_progress_of_long_work_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = iter([0.0, 1.0, 4.9, 5.0, 6.0, 10.0, 20.0, 21.0])

@@ -47,7 +47,7 @@ def test_an_epoch_sees_every_window_once(sizes: tuple[int, int], seed: int, epoc
 
 
 @given(lengths, seeds, st.integers(0, 10**6), st.lists(st.integers(1, 7), min_size=1, max_size=5))
-def test_position_is_all_there_is_to_resume_from(
+def test_a_resume_needs_the_position_alone(
     sizes: tuple[int, int], seed: int, position: int, batch_sizes: list[int]
 ) -> None:
     seq, num_tokens = sizes
@@ -110,7 +110,7 @@ REQUESTS = [
 
 
 @pytest.mark.parametrize(("call", "change", "message"), REQUESTS)
-def test_a_request_that_cannot_be_met_says_why_at_the_call(
+def test_invalid_requests_raise_at_the_call(
     call: Callable[..., Any], change: dict[str, int], message: str
 ) -> None:
     own = {"position": 0, "seed": 0} if call is batch_at else {"limit": 1}
@@ -119,7 +119,7 @@ def test_a_request_that_cannot_be_met_says_why_at_the_call(
         call(np.zeros(given.pop("num_tokens", 30)), **given)
 
 
-def test_a_token_past_the_vocabulary_is_found_where_it_is_read() -> None:
+def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
     tokens = np.zeros(1000, np.uint16)
     tokens[777] = 300
     with pytest.raises(ValueError, match=r"got token 300 at position 777 .* below vocab_size=300"):
@@ -138,7 +138,7 @@ def test_the_split_of_names_never_changes() -> None:
     assert sum(is_held_out(f"file{index}.py") for index in range(10_000)) == 814
 
 
-def test_a_folder_is_gathered_text_only_whole_files_held_out(tmp_path: Path) -> None:
+def test_a_folder_becomes_its_text_files_some_of_them_held_out(tmp_path: Path) -> None:
     folder, cache = tmp_path / "corpus", tmp_path / "cache"
     texts = {f"sub{index % 3}/file{index}.txt": f"text {index}\n".encode() * 9 for index in range(80)}
     for name, content in texts.items():
@@ -179,7 +179,7 @@ def test_gathering_happens_once_until_a_file_changes(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_few_files_are_split_by_position_and_it_says_so(tmp_path: Path) -> None:
+def test_few_files_are_split_by_position_and_the_description_says_so(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", b"x" * 999)
     corpus = open_corpus(tmp_path, cache=tmp_path / "cache")
     assert (len(corpus.train), len(corpus.held_out)) == (900, 100)
@@ -257,7 +257,7 @@ def resident_bytes() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
-def test_a_file_larger_than_memory_should_be_is_never_loaded(tmp_path: Path) -> None:
+def test_a_large_file_is_mapped_and_not_loaded(tmp_path: Path) -> None:
     path = write(tmp_path / "train.bin", b"")
     os.truncate(path, 2 << 30)  # sparse: no blocks on the disk
     before = resident_bytes()

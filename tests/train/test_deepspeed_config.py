@@ -68,7 +68,7 @@ def refusal(file: Any, **more: Any) -> str:
 # --- reading ---------------------------------------------------------------------------------------------
 
 
-def test_the_tutorials_file(tmp_path: Path) -> None:
+def test_the_file_of_deepspeeds_tutorial(tmp_path: Path) -> None:
     path = tmp_path / "ds_zero_offload.config"
     path.write_text(TUTORIAL)
     config = zfunc.from_deepspeed(path)
@@ -154,7 +154,7 @@ def test_all_unknown_keys_are_named_at_once() -> None:
     assert all(key in message for key in ("a1", "b2", "c3"))
 
 
-def test_every_key_with_its_default_is_read_and_told() -> None:
+def test_every_key_accepts_its_default() -> None:
     """A file that says a default means what one without it does; a wrong kind of value is refused by name."""
     wrong = object()
     for key in KEYS.values():
@@ -175,7 +175,7 @@ def test_what_is_refused_says_what_to_do() -> None:
         assert "not supported" in message
 
 
-def test_blocks_that_are_switched_off_are_passed_over() -> None:
+def test_blocks_that_are_switched_off_are_skipped() -> None:
     off = {"elasticity": {"enabled": False}, "amp": {"enabled": False}, "hybrid_engine": {"enabled": False}}
     assert from_deepspeed({**off, "zero_optimization": {"zenflow": None}}).compile["precision"] == "fp32"
 
@@ -198,11 +198,11 @@ def test_blocks_that_are_switched_off_are_passed_over() -> None:
         ({"fp16": {"loss_scale": float("inf")}}, "expected a number"),
     ],
 )
-def test_refused(file: dict[str, Any], reason: str) -> None:
+def test_unsupported_values_say_what_to_use_instead(file: dict[str, Any], reason: str) -> None:
     assert re.search(reason, refusal(file))
 
 
-def test_old_names_are_read_as_the_new_ones() -> None:
+def test_old_names_set_the_new_keys() -> None:
     config = from_deepspeed(
         {"zero_optimization": {"stage": 1, "cpu_offload": True, "max_live_parameters": 5}}
     )
@@ -231,12 +231,12 @@ def test_old_names_are_read_as_the_new_ones() -> None:
         ('{ type = "int 1..", default = 0, ignored = "x" }', "got 0, expected a whole number of at least 1"),
     ],
 )
-def test_a_row_of_the_table_that_is_wrong_is_refused(row: str, message: str) -> None:
+def test_a_wrong_row_of_the_table_is_refused(row: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^a.b: .*{message}"):
         parse_table(f'[notes]\n[keys]\n"a.b" = {row}\n[old]')
 
 
-def test_an_old_name_is_of_a_key_and_no_key() -> None:
+def test_an_old_name_stands_for_a_key_and_is_none() -> None:
     good = '{ type = "bool", ignored = "x" }'
     for name, key in (("c", "d"), ("a", "a")):
         with pytest.raises(ValueError, match=f"^old name {name}: got {key}"):
@@ -276,7 +276,7 @@ def test_batch_sizes_that_contradict_each_other_are_an_error(sizes: Any, parts: 
 
 
 @pytest.mark.parametrize("file", [{}, {"gradient_accumulation_steps": 2}, {BATCH: None}, {MICRO: "auto"}])
-def test_a_file_without_a_batch_is_an_error_as_there(file: dict[str, Any]) -> None:
+def test_a_file_without_a_batch_size_is_an_error_as_in_deepspeed(file: dict[str, Any]) -> None:
     """DeepSpeed: 'Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided'."""
     with pytest.raises(
         ValueError, match="got neither train_batch_size nor train_micro_batch_size_per_gpu, exp"
@@ -285,7 +285,7 @@ def test_a_file_without_a_batch_is_an_error_as_there(file: dict[str, Any]) -> No
     assert zfunc.from_deepspeed(file, given={BATCH: 8}).train_batch_size == 8
 
 
-def test_adam_is_what_it_is_there() -> None:
+def test_adam_is_deepspeeds() -> None:
     """Without `adam_w_mode` Adam decays as AdamW, and a weight decay that nobody says is 0."""
     assert optimizer("Adam") == AdamW(1e-3, weight_decay=0.0)
     assert not optimizer("adam", adam_w_mode=False).decoupled
@@ -325,7 +325,7 @@ def test_bounds_of_the_loss_scale_are_whole_numbers_as_in_deepspeed_and_0_only_w
     assert fixed.loss_scale == LossScale(128.0, window=0)
 
 
-def test_the_other_settings() -> None:
+def test_settings_of_compile() -> None:
     offload = {"device": "cpu", "ratio": 0.5}
     config = from_deepspeed(
         {
@@ -355,7 +355,7 @@ def scheduled(kind: str, given: dict[str, Any] | None = None, **params: Any) -> 
     return from_deepspeed(file, given=given).compile["optimizer"].lr
 
 
-def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_outside() -> None:
+def test_a_scheduler_takes_open_keys_from_the_optimizer_or_the_caller() -> None:
     total = {"scheduler.params.total_num_steps": 50}
     rate = scheduled("WarmupDecayLR", total, warmup_max_lr="auto", total_num_steps="auto")
     assert (rate.warmup_max_lr, rate.total_num_steps, rate.warmup_num_steps) == (0.5, 50, 1000)
@@ -380,7 +380,7 @@ def test_a_scheduler_takes_what_the_file_leaves_open_from_the_optimizer_or_from_
         (None, {"warmup_num_steps": 3}, "a scheduler without a type"),
     ],
 )
-def test_schedulers_refused(kind: Any, params: dict[str, Any], reason: str) -> None:
+def test_invalid_schedulers_are_refused(kind: Any, params: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         scheduled(kind, **params)
 

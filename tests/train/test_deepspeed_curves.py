@@ -45,7 +45,7 @@ def values(case: dict[str, Any]) -> ResolvedValues:
     )
 
 
-def made(case: dict[str, Any]) -> LRSchedule:
+def scheduler(case: dict[str, Any]) -> LRSchedule:
     rate = lr_schedule(values(case), lr=case["lr"])
     assert rate is not None
     return rate
@@ -56,18 +56,18 @@ def test_every_scheduler_has_cases() -> None:
 
 
 @pytest.mark.parametrize("case", CASES["schedules"], ids=name)
-def test_learning_rates_are_those_of_every_update_there(case: dict[str, Any]) -> None:
-    rate = made(case)
-    here = [rate(step) for step in range(1, len(case["rates"]) + 1)]
+def test_learning_rates_equal_deepspeeds_at_every_update(case: dict[str, Any]) -> None:
+    rate = scheduler(case)
+    rates = [rate(step) for step in range(1, len(case["rates"]) + 1)]
     # Equal bits where it was recorded; the last one of a logarithm or cosine is the C library's.
-    assert all(abs(a - b) <= 2 * math.ulp(b) for a, b in zip(here, case["rates"], strict=True))
-    assert here == [rate(step) for step in range(1, len(here) + 1)]
+    assert all(abs(a - b) <= 2 * math.ulp(b) for a, b in zip(rates, case["rates"], strict=True))
+    assert rates == [rate(step) for step in range(1, len(rates) + 1)]
     with pytest.raises(ValueError, match="counted from 1"):
         rate(0)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
-def test_betas_of_one_cycle_are_those_of_every_update_there(case: dict[str, Any]) -> None:
+def test_betas_of_one_cycle_equal_deepspeeds_at_every_update(case: dict[str, Any]) -> None:
     adam = AdamW(betas=adam_arguments(values(case))["betas"])
     assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
@@ -95,13 +95,13 @@ def test_nothing_decays_while_the_end_is_not_known(rate: LRSchedule) -> None:
         ("WarmupCosineLR", {"total_num_steps": 10, "lr": -1.0}),
     ],
 )
-def test_values_out_of_range_are_refused_at_birth(kind: str, wrong: dict[str, Any]) -> None:
+def test_values_out_of_range_are_refused_when_made(kind: str, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"^{kind}: {list(wrong)[-1]} is"):
         SCHEDULERS[kind](**wrong)
 
 
 @pytest.mark.parametrize("case", CASES["loss_scales"], ids=lambda case: str(case["told"]))
-def test_loss_scales_are_those_of_every_step_there(case: dict[str, Any]) -> None:
+def test_loss_scales_equal_deepspeeds_at_every_step(case: dict[str, Any]) -> None:
     scale, seen = LossScale(**case["told"]), []
     for overflow in case["overflows"]:
         try:

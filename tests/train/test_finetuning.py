@@ -60,7 +60,7 @@ def job(**given: Any) -> TrainingJob:
     return prepare_job(TrainSettings(**settings), cache=Path("cache"))
 
 
-def test_it_trains_stops_goes_on_and_is_loaded_by_from_pretrained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fine_tuning_resumes_and_from_pretrained_loads_the_result(capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--data", "pairs.jsonl", "--lr", 1e-2, "--micro-batches", 2, "--save-every", 2, "--steps", 6)
     assert train(*given, "--out", "first") == 0
     out, err = capsys.readouterr()
@@ -108,7 +108,7 @@ def rank_of_two(rank: int) -> Any:
     return cast("Any", SimpleNamespace(rank=rank, world=2))
 
 
-def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
+def test_ranks_weight_rows_by_the_whole_batch() -> None:
     pairs = job()
     inputs, (labels, weights) = pairs.batch(4)
     parts = [rank_batch(pairs.settings, pairs.corpus, 4, rank_of_two(rank)) for rank in (0, 1)]
@@ -118,15 +118,15 @@ def test_ranks_weigh_by_what_the_batch_of_all_holds() -> None:
     assert len({int((x != IGNORE_INDEX).sum()) for _, (x, _) in parts}) == 2, "they hold unequally many"
 
 
-def test_a_batch_of_nothing_learned_is_worth_nothing() -> None:
+def test_a_batch_without_labels_has_loss_and_gradient_0() -> None:
     pairs = ({"prompt": " ".join(["w1"] * n), "completion": "w2 w3"} for n in (500, *[2] * 40))
     long = job(data=write_jsonl(Path("long.jsonl"), *pairs), batch_size=1)
     at = next(n for n in range(50) if (long.batch(n)[1][0] == IGNORE_INDEX).all())
     assert zfunc.evaluate(long.program, zfunc.init(long.program), long.batch(at)) == 0
 
 
-def held_out(made: TrainingJob) -> float | None:
-    evaluation = evaluate_held_out(made, made.program, zfunc.init(made.program))
+def held_out(job: TrainingJob) -> float | None:
+    evaluation = evaluate_held_out(job, job.program, zfunc.init(job.program))
     while True:
         try:
             next(evaluation)
@@ -134,7 +134,7 @@ def held_out(made: TrainingJob) -> float | None:
             return end.value
 
 
-def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
+def test_held_out_loss_is_the_mean_over_tokens_that_count() -> None:
     pairs, model = job(batch_size=1), pretrained("model")
     assert len(pairs.held_out) > 1
     total = count = 0.0
@@ -147,7 +147,7 @@ def test_held_out_loss_is_the_mean_over_what_is_learned() -> None:
 
 
 @pytest.mark.parametrize("data", ["pairs.jsonl", "text.txt"])
-def test_losses_of_a_new_gpt_are_the_same_however_the_batch_is_cut(data: str) -> None:
+def test_losses_of_a_new_gpt_do_not_depend_on_micro_batches(data: str) -> None:
     Path("text.txt").write_text("".join(chr(97 + n * n % 23) for n in range(1200)))
     jobs = [job(data=Path(data), micro_batches=parts, batch_size=8, **GPT) for parts in (1, 2, 4)]
     assert {x.unit for x in jobs} == {"byte"}
@@ -202,7 +202,9 @@ REFUSED: dict[str, tuple[str, str, Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_with_the_model_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_contradict_the_model_are_refused(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     flags, message, happen = REFUSED[name]
     happen()
     assert train("--data", "texts.jsonl", "--steps", 2, *flags.split()) == 2

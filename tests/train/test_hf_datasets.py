@@ -95,7 +95,7 @@ def test_rows_of_one_length(tmp_path: Path) -> None:
     assert tokens_of(corpus) == [x for n in range(30) for x in (n, n + 1)]
 
 
-def test_labels_say_what_is_learned_and_the_mask_what_is_there(tmp_path: Path) -> None:
+def test_labels_give_the_loss_mask_and_padding_is_dropped(tmp_path: Path) -> None:
     ids = [[n, n + 1, n + 2, 0] for n in range(30)]
     labels = [[-100, row[1], row[2], -100] for row in ids]
     columns = {"attention_mask": [[1, 1, 1, 0]] * 30, "input_ids": ids, "labels": labels}
@@ -144,7 +144,7 @@ def test_what_datasets_itself_writes_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_folder")
-def test_a_training_on_tokens_goes_on_where_it_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_on_tokens_resumes(capsys: pytest.CaptureFixture[str]) -> None:
     ids = [[(n * k + n) % 300 for k in range(40)] for n in range(60)]
     labels = [[-100] * 20 + row[20:] for row in ids]
     save(Path("d"), {"input_ids": ids, "labels": labels})
@@ -198,7 +198,7 @@ COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", COLUMNS)
-def test_columns_that_will_not_do(name: str, tmp_path: Path) -> None:
+def test_unusable_columns_are_refused(name: str, tmp_path: Path) -> None:
     columns, message = COLUMNS[name]
     with pytest.raises(ValueError, match=message):
         opened(save(tmp_path / "d", columns), tmp_path)
@@ -249,7 +249,7 @@ def test_a_byte_changed_anywhere_is_text_or_an_error(tmp_path: Path) -> None:
             assert len(list(rows(path / FILE, ("text",)))) <= len(TEXTS)
 
 
-def test_splits_that_will_not_do(tmp_path: Path) -> None:
+def test_unusable_splits_are_refused(tmp_path: Path) -> None:
     one, other = {"text": TEXTS}, {"prompt": ["a"], "completion": ["b"]}
     with pytest.raises(
         ValueError, match="with the splits a, b, expected one called train: name the folder of one"

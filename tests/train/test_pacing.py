@@ -42,13 +42,13 @@ def paced(
         ([8.0] * WARM_STEPS + [0.05], 1500, 140.0, (1500, "steps")),
     ],
 )
-def test_the_length_follows_the_clock_only_where_it_must(
+def test_the_clock_reduces_steps_only_if_it_must(
     seconds_each: list[float], steps: int | None, seconds: float, end: tuple[int, str]
 ) -> None:
     assert paced(seconds_each, steps=steps, seconds=seconds)[::2] == end
 
 
-def test_what_a_budget_says_on_the_way() -> None:
+def test_the_totals_of_a_budget_over_time() -> None:
     slow = budget(1000, 100.0)
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
@@ -86,7 +86,7 @@ def test_no_run_ends_by_the_clock_while_a_step_still_fits(
         assert elapsed >= 30.0 or (30.0 - elapsed) / pace < 1
 
 
-def test_the_seconds_of_all_lives_count() -> None:
+def test_the_seconds_of_all_sessions_count() -> None:
     settings = TrainSettings(steps=1000, seconds=100.0)
     progress = TrainingClock(StepBudget(settings, 1000))
     for step in range(1, 301):
@@ -102,7 +102,7 @@ def test_the_seconds_of_all_lives_count() -> None:
 
 
 @pytest.mark.parametrize("value", [-1, "many", None, True, [1]])
-def test_progress_that_no_training_has_is_refused(value: Any) -> None:
+def test_a_damaged_clock_is_refused(value: Any) -> None:
     settings = TrainSettings()
     extra = TrainingClock.new(settings).extra(settings, ())
     extra["train"]["elapsed"] = value

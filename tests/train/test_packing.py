@@ -96,7 +96,7 @@ def test_a_long_text_is_split_by_position(tokenizer_file: Path, tmp_path: Path) 
     assert corpus.held_out[-1] == END
 
 
-def test_it_is_packed_once_and_again_when_something_changed(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_data_is_packed_once_and_again_after_a_change(tokenizer_file: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", {"text": words(*range(30))}, {"text": "w1"})
     tokenizer = open_tokenizer(tokenizer_file)
     first = opened(path, tmp_path, tokenizer=tokenizer)
@@ -111,7 +111,7 @@ def test_it_is_packed_once_and_again_when_something_changed(tokenizer_file: Path
     assert len(tokens_of(opened(path, tmp_path, tokenizer=tokenizer))) == 32
 
 
-def test_what_was_read_before_is_read_as_before(tmp_path: Path) -> None:
+def test_packed_data_has_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(bytes(range(1, 256)))
     assert tokens_of(opened(path, tmp_path)) == list(range(1, 256))
@@ -240,19 +240,19 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FLAWS)
-def test_a_tokenizer_that_will_not_do_is_refused(name: str, tokenizer_file: Path) -> None:
+def test_an_unusable_tokenizer_is_refused(name: str, tokenizer_file: Path) -> None:
     flaw, message = FLAWS[name]
     flaw(tokenizer_file)
     with pytest.raises(ValueError, match=message):
         open_tokenizer(tokenizer_file)
 
 
-def test_who_knows_the_end_token_may_say_it(tokenizer_file: Path) -> None:
+def test_the_caller_may_give_the_end_token(tokenizer_file: Path) -> None:
     tokenizer_file.write_text(tokenizer_file.read_text().replace("</s>", "<z>"))
     assert open_tokenizer(tokenizer_file, end=7).end == 7
 
 
-def test_text_that_is_no_utf8_is_refused_by_name(tokenizer_file: Path, tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_refused_by_name(tokenizer_file: Path, tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"w1 \xe9")
     with pytest.raises(ValueError, match=f"got {path}, which is not UTF-8 at byte 3"):

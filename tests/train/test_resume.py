@@ -77,7 +77,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
+def test_a_failed_run_resumes_to_the_bit(name: str, at_step: Any, capsys: Any) -> None:
     settings, failing = SETTINGS[name]
     more = (*settings, "--save-every", 3)
     assert train(*more, "--out", "whole") == 0
@@ -97,7 +97,7 @@ def test_a_run_that_failed_goes_on_to_the_bit(name: str, at_step: Any, capsys: A
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("step", [4, 7])  # after the one an evaluation is due
-def test_a_run_that_a_signal_ended_goes_on_to_the_bit(
+def test_a_run_ended_by_a_signal_resumes_to_the_bit(
     number: int, step: int, at_step: Any, undisturbed: Path
 ) -> None:
     at_step(step, send(number))
@@ -113,7 +113,7 @@ def test_a_run_that_a_signal_ended_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize(("path", "step"), [("step-00000005", 5), ("", 10), ("..", 10)])
-def test_a_checkpoint_begins_another_run(
+def test_a_checkpoint_starts_another_run(
     path: str, step: int, undisturbed: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A checkpoint, a folder of them, a run."""
@@ -125,7 +125,7 @@ def test_a_checkpoint_begins_another_run(
     assert summary("run")["held_out_bits_per_byte"] == summary(undisturbed)["held_out_bits_per_byte"]
 
 
-def test_what_began_elsewhere_still_goes_on_from_there_before_its_first_checkpoint(
+def test_a_run_from_a_checkpoint_resumes_from_it_until_it_has_its_own(
     at_step: Any, undisturbed: Path
 ) -> None:
     at_step(8, fail)
@@ -151,7 +151,7 @@ def test_checkpoints_are_those_asked_for(undisturbed: Path, capsys: pytest.Captu
     assert measured("none") == measured("last") == measured("three") == measured(undisturbed)
 
 
-def test_a_save_that_fails_is_said_once_and_training_goes_on(
+def test_a_failed_save_is_logged_once_and_training_continues(
     undisturbed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """There is no room for the checkpoint of step 3; the disk fails in the middle of that of step 6."""
@@ -212,7 +212,7 @@ def test_metrics_end_at_the_step_that_is_resumed(
     assert measured("run") == measured(undisturbed)
 
 
-def test_lines_that_are_lost_are_said(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lost_lines_are_logged(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
     at_step(8, send(signal.SIGTERM))
     assert train("--out", "run") == 0
     lines = Path("run/metrics.jsonl").read_text().splitlines(keepends=True)
@@ -223,7 +223,7 @@ def test_lines_that_are_lost_are_said(at_step: Any, capsys: pytest.CaptureFixtur
     assert steps == [0, 1, 2, 3, 4, 8, 9, 10], "the evaluation of 8 is made again"
 
 
-def test_a_run_that_was_over_is_left_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_changed(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("--out", "run") == 0
     before = files("run")
     assert train("--out", "run", "--resume", "auto") == 0
@@ -234,7 +234,7 @@ def test_a_run_that_was_over_is_left_as_it_is(capsys: pytest.CaptureFixture[str]
     assert [row["step"] for row in rows("run")] == list(range(13))
 
 
-def test_auto_leaves_a_finished_run_without_a_checkpoint_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_refuses_a_finished_run_without_a_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     """Hours of figures are not for a new training to write over."""
     assert train("--out", "run", "--save-every", 0) == 0
     before = files("run")
@@ -255,7 +255,7 @@ def test_a_run_without_summary_gets_one_without_a_step(capsys: pytest.CaptureFix
     assert all(summary("run")[k] == expected[0][k] for k in names)
 
 
-def test_a_damaged_checkpoint_is_passed_over(at_step: Any, undisturbed: Path, capsys: Any) -> None:
+def test_a_damaged_checkpoint_is_skipped(at_step: Any, undisturbed: Path, capsys: Any) -> None:
     at_step(9, fail)
     assert train("--out", "run", "--save-every", 3) == 1
     shard = next(Path("run/checkpoints/step-00000006").glob("*.safetensors"))
@@ -267,7 +267,9 @@ def test_a_damaged_checkpoint_is_passed_over(at_step: Any, undisturbed: Path, ca
     assert measured("run") == measured(undisturbed)
 
 
-def test_other_settings_are_named_with_both_values(at_step: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_settings_are_logged_with_both_values(
+    at_step: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
     at_step(3, send(signal.SIGTERM))
     assert train("--out", "run") == 0
     Path("data.txt").write_text(Path("data.txt").read_text() + "and more")
@@ -287,7 +289,7 @@ def test_another_model_is_refused_and_nothing_changes(at_step: Any, capsys: Any)
     assert files("run") == before
 
 
-def test_auto_begins_where_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_starts_a_new_run(capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     Path("killed").mkdir()  # before its config was written
     Path("killed/metrics.jsonl").touch()
@@ -328,7 +330,7 @@ def test_the_measured_step_is_of_the_plan_that_ran_before_a_delay_begins_and_aft
 # --- ranks -----------------------------------------------------------------------------------------------
 
 
-def test_the_store_of_a_new_life_has_nothing_of_the_last() -> None:
+def test_the_store_of_a_restart_has_nothing_of_the_run_before() -> None:
     shared = dist.HashStore()
     for _ in range(2):
         with ThreadPoolExecutor(3) as pool:

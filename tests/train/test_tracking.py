@@ -184,9 +184,7 @@ def in_csv(*runs: str, **more: Any) -> Scalars:
 PLACE = {"enabled": True, "output_path": "logs", "job_name": "mine"}
 
 
-def test_a_training_that_failed_and_goes_on_has_every_figure_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: Out
-) -> None:
+def test_a_resumed_training_has_every_scalar_once(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     needed(["tensorboard", "wandb"])
     monkeypatch.setenv("ZFUNC_FAULTS", "rank=0,step=8,op=forward[0,0],do=raise")
     assert train("--tensorboard", "--wandb", "--out", "run") == 1
@@ -201,7 +199,7 @@ def test_a_training_that_failed_and_goes_on_has_every_figure_once(
     assert "Weights & Biases: offline, nothing is sent" in out
 
 
-def test_a_configuration_has_its_names_against_samples(capsys: Out) -> None:
+def test_a_configuration_has_deepspeeds_names_against_samples(capsys: Out) -> None:
     pytest.importorskip("tensorboard")
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
     args = config(tensorboard=PLACE, csv_monitor={**PLACE, "output_path": "csv"}, **fp16)
@@ -235,7 +233,7 @@ def test_without_a_sink_no_package_is_needed(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(("last", "after"), [(1, 0), (7, 6)])  # before the first checkpoint; after one
-def test_a_run_that_failed_goes_on_without_a_point_twice(last: int, after: int) -> None:
+def test_a_failed_run_resumes_without_a_point_twice(last: int, after: int) -> None:
     both = configured(tensorboard=PLACE, csv_monitor=PLACE)
     run(both, "run", until=last, fails=True)
     run(both, "run", after=after)
@@ -264,7 +262,7 @@ def killed(step: int, *more: object) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_goes_on_without_a_point_twice() -> None:
+def test_a_killed_run_resumes_without_a_point_twice() -> None:
     needed(["tensorboard", "wandb"])
     killed(9, "--tensorboard", "--wandb", "--out", "run")
     before = Path("run", sinks.RUN_ID).read_text()
@@ -276,7 +274,7 @@ def test_a_run_that_was_killed_goes_on_without_a_point_twice() -> None:
     same(history("run"), expected("run"))
 
 
-def test_who_asks_for_it_later_gets_all_steps() -> None:
+def test_a_sink_added_on_resume_gets_all_steps() -> None:
     run(settings(), "run", until=7, fails=True)
     run(settings(tensorboard=True), "run", after=6)
     same(board("run/tensorboard"), expected("run"))
@@ -303,7 +301,7 @@ def test_an_online_run_of_wandb_gets_the_steps_that_were_never_sent(
 
 
 @pytest.mark.parametrize(("last", "after"), [(0, 0), (1, 0), (7, 6)])
-def test_lines_of_another_run_stay_where_one_goes_on(last: int, after: int) -> None:
+def test_a_resume_keeps_the_lines_of_another_run(last: int, after: int) -> None:
     shared = configured(csv_monitor=PLACE)
     run(shared, "one")
     run(shared, "two", until=last, fails=True)
@@ -311,7 +309,7 @@ def test_lines_of_another_run_stay_where_one_goes_on(last: int, after: int) -> N
     same(table("logs/mine"), in_csv("one", "two"))
 
 
-def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sink_added_on_resume_in_a_shared_folder_gets_all_steps(caplog: pytest.LogCaptureFixture) -> None:
     both = configured(tensorboard=PLACE, csv_monitor=PLACE)
     run(both, "one", until=4)
     run(configured(), "two", until=7, fails=True)
@@ -327,7 +325,7 @@ def test_who_asks_later_for_a_folder_of_another_run_gets_all_steps(caplog: pytes
     assert "logs/mine: it holds events of another run: TensorBoard shows both as one" in caplog.text
 
 
-def test_what_another_run_added_since_stays(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_another_run_appended_stay(caplog: pytest.LogCaptureFixture) -> None:
     shared = configured(csv_monitor=PLACE)
     run(shared, "one", until=7, fails=True)
     run(shared, "two")
@@ -341,7 +339,7 @@ def test_what_another_run_added_since_stays(caplog: pytest.LogCaptureFixture) ->
     assert [x for x, _ in table("logs/mine")["Train_Samples_lr"]][-5:] == [24, 28, 32, 36, 40]
 
 
-def test_a_folder_that_was_taken_away_is_written_anew() -> None:
+def test_a_deleted_folder_is_written_again() -> None:
     shared = configured(csv_monitor=PLACE)
     run(shared, "run", until=7, fails=True)
     shutil.rmtree("logs")
@@ -444,7 +442,7 @@ def test_a_list_of_runs_that_cannot_be_read_ends_the_sink_and_not_the_training(
         caplog.clear()
 
 
-def test_a_place_that_cannot_be_written_is_told_and_training_goes_on(capsys: Out) -> None:
+def test_an_unwritable_folder_is_logged_and_training_continues(capsys: Out) -> None:
     Path("logs").write_text("a file")
     assert train(*config(csv_monitor=PLACE), "--out", "run") == 0
     assert capsys.readouterr().out.count("ds.json: csv_monitor: NotADirectoryError") == 1
