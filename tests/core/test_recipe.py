@@ -9,9 +9,9 @@ from small_models import MODELS
 
 import zfunc
 from zfunc.core.graph import Op, Region
-from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.recipes import delayed, steadily_delayed, zero_offload
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program import Program, steadily_delayed
+from zfunc.engine.program import Program
 
 
 def compiled(recipe: Any, **more: Any) -> Program:

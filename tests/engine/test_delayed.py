@@ -22,9 +22,9 @@ from zfunc.checkpoint.manifest import PENDING
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import peak_memory
-from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.recipes import delayed, steadily_delayed, zero_offload
 from zfunc.core.simulator import simulate
-from zfunc.engine.program import Program, steadily_delayed
+from zfunc.engine.program import Program
 from zfunc.errors import CheckpointError, DonatedStateError, NonFiniteError
 
 NAN = float("nan")

@@ -142,7 +142,7 @@ def test_what_is_advised_does_what_it_says() -> None:
 def test_a_search_says_why_and_what_it_tried() -> None:
     p = planned(schedule="auto", clip_norm=1.0)
     assert p.reasons
-    assert p.tried[0].told == "the start"
+    assert p.tried[0].outcome == "the start"
     assert p.step_seconds < planned(clip_norm=1.0).step_seconds
 
 

@@ -8,12 +8,13 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from table import RECIPES, SPECS, chain, layouts, spec
+from table import SPECS, chain, layouts, spec
 
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
 from zfunc.core.memory_model import peak_memory, persistent_bytes
+from zfunc.core.recipes import steadily_delayed, zero_offload
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import (
@@ -79,8 +80,8 @@ def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: 
     settings = with_changes(START, offload_ratio=ratio, speculate=speculate, delay=delay)
     step = with_settings(model(barrier=True), settings)
     assert step.resident == resident_buckets(step.layout, ratio)
-    assert (step.shadows, step.delayed, step.pending) == (speculate, delay, delay)
-    recipe = RECIPES["delayed" if delay else "zero_offload"]
+    assert (step.shadows, step.delayed) == (speculate, delay)
+    recipe = steadily_delayed if delay else zero_offload
     assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
 
 
@@ -117,7 +118,7 @@ def check_search(
         assert result.step.seconds <= min(t.seconds or 0.0 for t in fitting) * (1 + WORTH) ** 2
     else:
         assert sum(result.step.lacking.values()) <= min(sum(t.lacking.values()) for t in result.tried)
-    assert all(t.told for t in result.tried)
+    assert all(t.outcome for t in result.tried)
     fresh = simulate_choice(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
     changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
@@ -197,12 +198,12 @@ def test_settings_that_cannot_win_are_not_simulated() -> None:
     """By arithmetic: buffers that are always there, and the lane that is busy longest."""
     room = simulate_choice(model(), START, BALANCED).memory["device"] + 1000
     result = search(model(), with_room(device=room), START, evolve(SPACE, offload_ratios=(0.0,)))
-    reason = [t.told for t in result.tried if t.settings.offload_ratio == 0.0]
+    reason = [t.outcome for t in result.tried if t.settings.offload_ratio == 0.0]
     assert reason
     assert all(x.startswith("offload_ratio 0: cannot fit, ") for x in reason)
     fast = evolve(BALANCED, flops=1e9)  # compute is all there is
     tried = search(model(), fast, START, SPACE).tried
-    assert any("cannot be faster, compute alone takes" in t.told for t in tried)
+    assert any("cannot be faster, compute alone takes" in t.outcome for t in tried)
 
 
 def test_settings_that_gain_nothing_stay() -> None:
@@ -266,7 +267,7 @@ def test_advice_that_promises_to_fit_fits() -> None:
         assert advice
         for a in advice:
             assert replan(with_changes(SETUP, **a.changes)).fits
-            assert a.told.startswith("fits, ")
+            assert a.effect.startswith("fits, ")
         times = [a.step.seconds for a in advice]
         assert times == sorted(times)
 
@@ -284,8 +285,8 @@ def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
     step, replan = replanning(with_room(device=100_000))
     (advice,) = suggest(SETUP, step, rows=8, replan=replan)
     assert not advice.step.fits
-    assert "; still " in advice.told
-    assert "of device memory short" in advice.told
+    assert "; still " in advice.effect
+    assert "of device memory short" in advice.effect
 
 
 def test_advice_that_promises_speed_is_faster_and_fits() -> None:
@@ -296,9 +297,9 @@ def test_advice_that_promises_speed_is_faster_and_fits() -> None:
         again = replan(with_changes(SETUP, **a.changes))
         assert again.fits
         assert again.seconds < step.seconds
-        assert " % faster" in a.told
+        assert " % faster" in a.effect
     (delay,) = (a for a in advice if "delay" in a.changes)
-    assert "applies every gradient a step late" in delay.told
+    assert "applies every gradient a step late" in delay.effect
     assert str(delay).startswith("delay=True: ")
     assert delay.flags == "--delay"
 

@@ -4,7 +4,7 @@ A recipe is a generator of operations. It knows nothing of lanes, streams or wai
 operations touch (`zfunc.core.ops`) and from the schedule.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from attrs import evolve
 
@@ -12,6 +12,13 @@ from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
 from zfunc.core.ops import OpBuilder
 from zfunc.core.spec import StepSpec
+
+Recipe = Callable[[StepSpec], Iterable[Op]]
+
+
+def recipe_of(spec: StepSpec) -> Recipe:
+    """The recipe of most steps of a spec."""
+    return steadily_delayed if spec.delayed else zero_offload
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
@@ -73,6 +80,11 @@ def delayed(spec: StepSpec) -> Iterator[Op]:
         yield from _update(spec, emit, b, None)
     if spec.save:
         yield emit.publish(last=True)
+
+
+def steadily_delayed(spec: StepSpec) -> Iterator[Op]:
+    """A delayed step like most: a gradient waits when it begins."""
+    return delayed(evolve(spec, pending=True))
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:

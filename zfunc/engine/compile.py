@@ -19,14 +19,13 @@ from torch.distributed import ProcessGroup
 
 from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
+from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.offload_ratio import fit_to_memory, log_offload
 from zfunc.engine.program import (
     Program,
     ProgramCache,
-    Recipe,
     make_plan,
-    recipe_of,
     specialize,
 )
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks

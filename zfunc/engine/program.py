@@ -17,11 +17,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
-from zfunc.core.graph import Graph, Op, Region, Tier
+from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.plan import Plan, PlanError
-from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.recipes import Recipe, recipe_of, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
@@ -41,7 +41,6 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
-Recipe = Callable[[StepSpec], Iterable[Op]]
 T = TypeVar("T")
 
 SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are kept: a new one is traced
@@ -165,16 +164,6 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
         plan=make_plan(program.spec, schedule, program.recipe),
         cache=ProgramCache(costs=program.cache.costs, reached=program.cache.reached),
     )
-
-
-def recipe_of(spec: StepSpec) -> Recipe:
-    """The recipe of a spec's steps, once all of them are under way."""
-    return steadily_delayed if spec.delayed else zero_offload
-
-
-def steadily_delayed(spec: StepSpec) -> Iterable[Op]:
-    """A delayed step like most: with a gradient that waits when it begins."""
-    return delayed(evolve(spec, pending=True))
 
 
 def specialize(

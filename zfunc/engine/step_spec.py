@@ -8,11 +8,12 @@ from zfunc.core.decision import ops_before_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
+from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.cost_trace import nbytes
-from zfunc.engine.program import Recipe, graph_of
+from zfunc.engine.program import graph_of
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
 

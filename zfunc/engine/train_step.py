@@ -18,11 +18,10 @@ from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Tier
 from zfunc.core.plan import Plan
-from zfunc.core.recipes import delayed, flush_recipe, zero_offload
+from zfunc.core.recipes import Recipe, delayed, flush_recipe, steadily_delayed, zero_offload
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import (
     Program,
-    Recipe,
     ShapedProgram,
     check_memory,
     check_state,
@@ -31,7 +30,6 @@ from zfunc.engine.program import (
     specialize_without_batch,
     split_batch,
     staging_buffers,
-    steadily_delayed,
 )
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save

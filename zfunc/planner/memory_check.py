@@ -1,7 +1,6 @@
-"""Is there room on this machine for a program's step? Asked before anything is allocated; if not, what would help.
+"""Refuses, before anything is allocated, a step that does not fit this machine; the error says what would help.
 
-The invariant: nothing is traced again where there is room; where there is none, what is advised was planned for the
-memory that is free here.
+A step that fits is not traced again. For one that does not, each suggestion was planned for the free memory.
 """
 
 from collections.abc import Collection
@@ -23,51 +22,51 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.units import format_bytes
 
-LARGEST = 3  # buffers of a peak that are named
+LARGEST = 3  # buffers of a peak that an error names
 
 
 def local_hardware(program: Program) -> Hardware:
-    """This machine's free memory, as one rank may take it. Its speed is not asked: the figures are round ones."""
+    """One rank's share of this machine's free memory. Its speed does not matter: those figures are round ones."""
     ranks = min(local_ranks(), program.ranks.world)
-    room = {"host": max(1, available_host_bytes() // ranks)}
+    free = {"host": max(1, available_host_bytes() // ranks)}
     if program.device.type == "cpu":
-        return evolve(ROUND, name="this machine", memory=room, unified=True)
+        return evolve(ROUND, name="this machine", memory=free, unified=True)
     device = max(1, available_bytes(program.device))
-    return evolve(ROUND, name="this machine", memory={**room, "device": device})
+    return evolve(ROUND, name="this machine", memory={**free, "device": device})
 
 
 def check_fits(program: Program, example: tuple[Any, Any], *, settable: Collection[str]) -> None:
-    """Raise OutOfMemory unless there is room for a step of `program` on such a batch.
+    """Raise OutOfMemory unless a step of `program` on such a batch fits this machine.
 
-    `settable` are the names of what may be advised to change.
+    `settable` are the names of the settings that the error may suggest to change.
     """
-    on, peaks = local_hardware(program), specialize(program, example).memory
-    if on.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
-        task = CostModel(program.segments, example, on, program.optimizer, program.ranks.world)
-        raise OutOfMemory(_no_room(task, _settings(program), settable))
+    hardware, peaks = local_hardware(program), specialize(program, example).memory
+    if hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()}):
+        model = CostModel(program.segments, example, hardware, program.optimizer, program.ranks.world)
+        raise OutOfMemory(_shortage(model, _settings(program), settable))
 
 
 def _settings(program: Program) -> StepSettings:
-    """What a program was compiled with; of its state on the host, what that came to."""
+    """The settings of a program, with the offload ratio that was chosen."""
     ratio = share_on_host(program.spec) if program.spec.resident else 1.0
     return evolve(program.settings, schedule=program.schedule, offload_ratio=ratio)
 
 
-def _no_room(task: CostModel, settings: StepSettings, settable: Collection[str]) -> str:
-    """What a step lacks, and what would help: each change planned."""
-    made = task.step(settings)
-    tier = max(made.lacking, key=lambda name: made.lacking[name])
-    parts = [f"{name} {format_bytes(n)}" for name, n in [*peak_breakdown(made.plan)[tier].items()][:LARGEST]]
-    advice = suggest(settings, made, rows=task.rows, replan=task.step, settable=settable)
-    would = "; ".join(map(_would, advice)) or "no single change that was tried helps"
+def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str]) -> str:
+    """What does not fit, and what would help: each change planned."""
+    step = model.step(settings)
+    tier = max(step.lacking, key=lambda name: step.lacking[name])
+    peak = [*peak_breakdown(step.plan)[tier].items()][:LARGEST]
+    parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
+    suggestions = suggest(settings, step, rows=model.rows, replan=model.step, settable=settable)
+    effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"
     return (
-        f"a step needs more memory than is free: {shortage_text(made.lacking)}, most of what it needs being "
-        f"{', '.join(parts)}; nothing was allocated. {would}; or make the model smaller (--num-layers, "
-        "--hidden-size)"
+        f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "
+        f"{parts}; nothing was allocated. {effects}; or make the model smaller (--num-layers, --hidden-size)"
     )
 
 
-def _would(advice: Suggestion) -> str:
-    if advice.step.fits:
-        return f"{advice.flags} would fit"
-    return f"with {advice.flags} it would still be {shortage_text(advice.step.lacking)}"
+def _effect(suggestion: Suggestion) -> str:
+    if suggestion.step.fits:
+        return f"{suggestion.flags} would fit"
+    return f"with {suggestion.flags} it would still be {shortage_text(suggestion.step.lacking)}"

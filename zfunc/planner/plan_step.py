@@ -1,9 +1,7 @@
-"""`zfunc.plan(...)`: does a step fit, how long does it take, what bounds it, what would help? Before it is there.
+"""`zfunc.plan(...)`: does a step fit, how long does it take, what bounds it, and what would help?
 
-The plan is the one `zfunc.compile` makes of the same settings, traced without data and simulated on given hardware:
-what is answered is answered of that.
-
-The invariant: nothing is allocated and no GPU is asked, whatever the size of the model and the number of ranks.
+The plan is the one that `zfunc.compile` makes of the same settings, traced without data and simulated on the given
+hardware. Nothing is allocated and no GPU is used, whatever the size of the model and the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -33,18 +31,18 @@ from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
 
-# What a search does not vary, and what goes with it: of all else there is nothing left to advise.
-BESIDE_SEARCH = ("precision", "micro_batches", "recompute", "moments", "stage", "delay", "speculate")
+# Settings that a search does not vary: only these are worth a suggestion after one.
+UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay", "speculate")
 
 
 @frozen(eq=False)
 class Planned:
-    """A step that was planned, and what is to be said of it.
+    """A step that was planned.
 
-    `step` has the simulated plan, and the settings with what was chosen. `tokens` is how many one rank's batch has,
-    a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that were
-    planned too, `reasons` and `tried` are of the search, if there was one. `profile` is where `hardware` comes
-    from, unless it was given.
+    `step` has the simulated plan and the settings, what was chosen among them. `tokens` are those of one rank's
+    batch, a token being an element of the targets; `world` is the number of ranks. `suggestions` are changes that
+    were planned too; `reasons` and `tried` are of the search, if there was one. `profile` is what `hardware` was
+    made from, or None.
     """
 
     hardware: Hardware
@@ -58,7 +56,7 @@ class Planned:
 
     @property
     def fits(self) -> bool:
-        """Whether every tier of the hardware has room for it."""
+        """Whether it fits on every tier of the hardware."""
         return self.step.fits
 
     @property
@@ -70,29 +68,29 @@ class Planned:
     def tflops(self) -> float:
         """The model's arithmetic on each GPU, in 1e12 FLOP/s: forward, and twice as much for backward.
 
-        What backward computes again is not counted.
+        Recomputation is not counted.
         """
         forward = sum(cost.flops for cost in self.step.spec.costs) * self.step.settings.micro_batches
         return 3 * forward / self.step.seconds / 1e12 if self.step.seconds else 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks together."""
+        """All ranks together."""
         return self.tokens * self.world / self.step.seconds if self.step.seconds else 0.0
 
     @property
     def memory(self) -> dict[Tier, int]:
-        """Bytes one rank needs on each tier, at the most; "host" is without what is pinned."""
+        """Peak bytes of one rank on each tier; "host" is without pinned memory."""
         return self.step.memory
 
     @property
     def lanes(self) -> dict[str, float]:
-        """The share of the step, 0 to 1, in which each lane is busy."""
+        """The share of the step in which each lane is busy, 0 to 1."""
         return {lane: self.timeline.busy(lane) for lane in self.timeline.lanes}
 
     @property
     def bound(self) -> str:
-        """What the step's critical path consists of: "compute 71%, d2h 20%, host 9%"."""
+        """Shares of the step's critical path: "compute 71%, d2h 20%, host 9%"."""
         return bounds_in_words(bound_by(critical_path_of(self.plan, self.timeline)))
 
     @property
@@ -102,7 +100,7 @@ class Planned:
 
     @property
     def held(self) -> dict[Tier, dict[str, int]]:
-        """What each tier's peak consists of, in bytes by buffer, the most first."""
+        """Bytes of each tier's peak by buffer, the largest first."""
         return peak_breakdown(self.plan)
 
     @property
@@ -112,7 +110,7 @@ class Planned:
 
     @property
     def timeline(self) -> Timeline:
-        """When everything would run."""
+        """When each operation would run."""
         return self.step.timeline
 
     @property
@@ -140,58 +138,58 @@ def plan(
 ) -> Planned:
     """Plan a training step of `segments` on `hardware`; nothing is allocated, segments may be on the meta device.
 
-    - `example`: a batch `(inputs, targets)` as one rank is given it, of which only shapes count: on the meta device
-      it takes no memory.
+    - `example`: one rank's batch `(inputs, targets)`, of which only shapes count: on the meta device it takes no
+      memory.
     - `optimizer`: as in `zfunc.compile`: AdamW, or one of your own.
-    - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, or a value.
-    - `world`: ranks. `delay`: plan a step of delayed updates, as `delay_from=1` does. `advice`: whether to look for
-      some; it takes longer.
+    - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, a Profile or a Hardware.
+    - `world`: ranks. `delay`: plan delayed updates, as `delay_from=1` does. `advice`: also plan changes that may
+      help, which takes longer.
 
-    The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Besides,
-    `schedule="auto"` searches: schedule, bucket size, slots, ratio and speculation are varied from those given, and
-    the fastest that fits is taken. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
-    device is the host itself. `offload_ratio="auto"` is the one that is fastest of those that fit.
+    The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
+    `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio and
+    speculation. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the device is the host.
+    `offload_ratio="auto"` is the fastest that fits.
 
     {settings}
 
-    Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for hardware that is not known.
+    Raises ValueError and PlanError as `zfunc.compile`, and FileNotFoundError for unknown hardware.
     """
-    on = resolve_hardware(hardware)
+    machine = resolve_hardware(hardware)
     if settings is None:
         changes = {"precision": AUTO, **changes}
     if "precision" in changes:
-        changes["precision"] = precision_for(on, changes["precision"])
+        changes["precision"] = precision_for(machine, changes["precision"])
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
-    task = CostModel(tuple(segments), example, on, optimizer, world)
+    model = CostModel(tuple(segments), example, machine, optimizer, world)
     if isinstance(settings.schedule, str):
         one_of((*schedules.__all__, AUTO))("schedule", settings.schedule)
-    return plan_settings(task, with_changes(settings, delay=True) if delay else settings, advice=advice)
+    return plan_settings(model, with_changes(settings, delay=True) if delay else settings, advice=advice)
 
 
-def plan_settings(task: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
+def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which `schedule` and `offload_ratio` may be "auto", as in `plan`."""
-    vary, vary_ratio = settings.schedule == AUTO, settings.offload_ratio == AUTO
+    search_all, search_ratio = settings.schedule == AUTO, settings.offload_ratio == AUTO
     settings, result = search_start(settings), None
-    if vary or vary_ratio:
-        alone = SearchSpace((), (), (), (), speculate=(), delay=())
-        result = task.search(settings, SearchSpace(delay=(settings.delayed,)) if vary else alone)
+    if search_all or search_ratio:
+        ratios_alone = SearchSpace((), (), (), (), speculate=(), delay=())
+        space = SearchSpace(delay=(settings.delayed,)) if search_all else ratios_alone
+        result = model.search(settings, space)
         settings = result.step.settings
-    step = task.step(settings)
-    searched = step.fits and result is not None and vary
-    settable = BESIDE_SEARCH if searched else None
+    step = model.step(settings)
+    settable = UNSEARCHED if search_all and step.fits else None
     return Planned(
         step.hardware,
-        task.on if isinstance(task.on, Profile) else None,
+        model.machine if isinstance(model.machine, Profile) else None,
         step,
-        sum(t.numel() for t in tree_leaves(task.example[1])),
-        task.world,
-        suggest(settings, step, rows=task.rows, replan=task.step, settable=settable) if advice else (),
+        sum(t.numel() for t in tree_leaves(model.example[1])),
+        model.world,
+        suggest(settings, step, rows=model.rows, replan=model.step, settable=settable) if advice else (),
         result.reasons if result else (),
         result.tried if result else (),
     )
 
 
 def search_start(settings: StepSettings) -> StepSettings:
-    """The settings that a search for those that are "auto" begins with: the defaults of these."""
+    """The settings where a search begins: those that are "auto" at their defaults."""
     auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) == AUTO}
     return evolve(settings, **auto)

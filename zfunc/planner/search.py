@@ -1,11 +1,11 @@
-"""The search: which schedule, buckets, slots, ratio and recipe make a step fastest on given hardware, and why.
+"""Coordinate descent over a step's settings: which make it fastest on given hardware, and why.
 
-One setting is varied at a time, by simulation, from where the last one led, until no single change helps
-(coordinate descent). What by arithmetic cannot fit or cannot be faster is not simulated.
+One setting is varied at a time, by simulation, until no single change helps. A choice that by arithmetic cannot fit
+or cannot be faster is not simulated.
 
-The invariant: of all that was tried, nothing that fits is faster than what was found by more than `WORTH`; where
-nothing fits, nothing lacks fewer bytes. What changes numbers (delay) is tried only if the space says so. Equal
-questions have equal answers on every rank: no clock is asked.
+The invariant: of all choices tried, none that fits is faster than the result by more than `WORTH`; where none fits,
+none lacks fewer bytes. Delay, which changes numbers, is tried only if the space says so. The result is the same on
+every rank: no clock is read.
 """
 
 from collections.abc import Iterator
@@ -29,25 +29,24 @@ from zfunc.planner.search_space import COORDINATES, SearchSpace
 from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
-ROUNDS = 3  # over all settings; the last one mostly finds nothing
+ROUNDS = 3  # over all settings; the last mostly changes nothing
 
 
 @frozen(eq=False)
 class TriedChoice:
-    """Settings that were weighed, and what came of it in words. `seconds` is None where it was not simulated."""
+    """Settings that were tried, and the outcome in words. `seconds` is None where nothing was simulated."""
 
     settings: StepSettings
     seconds: float | None
     lacking: dict[Tier, int]
-    told: str
+    outcome: str
 
 
 @frozen(eq=False)
 class SearchResult:
-    """The best step, where the search began, why each setting that differs does, and all that was tried."""
+    """The best step, why each setting differs from the start's, and all that was tried."""
 
     step: PlannedStep
-    start: PlannedStep
     reasons: tuple[str, ...]
     tried: tuple[TriedChoice, ...]
 
@@ -57,8 +56,7 @@ def search(
 ) -> SearchResult:
     """The fastest step of `spec` on `hardware` that fits its memory; if none does, the one that lacks least.
 
-    Varies what `space` allows, from `start` on, whose values stay where others gain nothing. Takes seconds for a
-    model of 50 layers.
+    Varies what `space` allows. Values of `start` stay where others gain nothing. Takes seconds for 50 layers.
 
     >>> from zfunc.core.spec import SegmentCost
     >>> from zfunc.core.hardware import ROUND
@@ -80,12 +78,12 @@ def search(
             break
     walk.undo_idle_changes()
     walk.count_shadows()
-    return SearchResult(walk.best, first, tuple(_reasons(walk)), tuple(walk.tried))
+    return SearchResult(walk.best, tuple(_reasons(walk)), tuple(walk.tried))
 
 
 @define(eq=False)
 class _Walk:
-    """A search under way: the best step up to now, the fastest that fits, and what has been seen."""
+    """A search in progress: the best step so far, the time of the fastest that fits, and what was tried."""
 
     spec: StepSpec
     hardware: Hardware
@@ -95,15 +93,15 @@ class _Walk:
     fastest: float = field(init=False)
     seen: dict[StepSettings, PlannedStep | None] = field(factory=dict[StepSettings, PlannedStep | None])
     tried: list[TriedChoice] = field(factory=list[TriedChoice])
-    last: tuple[StepSettings, Graph] | None = None  # the last graph, and what it was emitted for
+    last: tuple[StepSettings, Graph] | None = None  # the last graph, and its settings
 
     def __attrs_post_init__(self) -> None:
         self.best, self.fastest = self.first, self.first.seconds
         self.seen[self.first.settings] = self.first
-        self._note(self.first, "the start")
+        self._record(self.first, "the start")
 
     def weigh(self, settings: StepSettings) -> None:
-        """Try `settings`, unless it was, or arithmetic says that it cannot win. The better one stays the best."""
+        """Try `settings`, unless it was tried or arithmetic says that it cannot win. The better one stays best."""
         if settings in self.seen:
             return
         self.seen[settings] = None
@@ -112,61 +110,61 @@ class _Walk:
         lane, least = _longest_lane(graph, self.hardware)
         change = _change(settings, self.best.settings)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
-            told = f"{change}: cannot fit, {shortage_text(lacking)} for what is always there"
-            self.tried.append(TriedChoice(settings, None, lacking, told))
+            outcome = f"{change}: cannot fit, {shortage_text(lacking)} for what is kept from step to step"
+            self.tried.append(TriedChoice(settings, None, lacking, outcome))
         elif self.best.fits and least > self.best.seconds * (1 - WORTH):
-            told = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
-            self.tried.append(TriedChoice(settings, None, {}, told))
+            outcome = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
+            self.tried.append(TriedChoice(settings, None, {}, outcome))
         else:
             self._simulate(settings, graph)
 
     def _simulate(self, settings: StepSettings, graph: Graph) -> PlannedStep:
-        made = self.seen[settings] = simulate_choice(self.spec, settings, self.hardware, graph)
-        self._note(made, f"{_change(settings, self.best.settings)}: {gains_and_costs(made, self.best)}")
-        if _better(made, self.best):
-            self.best = made
-        return made
+        step = self.seen[settings] = simulate_choice(self.spec, settings, self.hardware, graph)
+        self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
+        if _better(step, self.best):
+            self.best = step
+        return step
 
-    def _note(self, made: PlannedStep, told: str) -> None:
-        if made.fits:
-            self.fastest = min(self.fastest, made.seconds) if self.best.fits else made.seconds
-        short = f"; {shortage_text(made.lacking)}" if made.lacking else ""
-        self.tried.append(TriedChoice(made.settings, made.seconds, made.lacking, told + short))
+    def _record(self, step: PlannedStep, outcome: str) -> None:
+        if step.fits:
+            self.fastest = min(self.fastest, step.seconds) if self.best.fits else step.seconds
+        shortage = f"; {shortage_text(step.lacking)}" if step.lacking else ""
+        self.tried.append(TriedChoice(step.settings, step.seconds, step.lacking, outcome + shortage))
 
     def graph(self, settings: StepSettings) -> Graph:
-        """The operations of `settings`; the schedule does not matter to them."""
+        """The operations of `settings`, which do not depend on the schedule."""
         plain = evolve(settings, schedule="")
         if self.last is None or self.last[0] != plain:
             self.last = plain, operations_of(self.spec, settings)
         return self.last[1]
 
     def simulated(self, settings: StepSettings) -> PlannedStep:
-        """The step of `settings`, whatever arithmetic says of it."""
+        """The step of `settings`, simulated even where it cannot win."""
         return self.seen.get(settings) or self._simulate(settings, self.graph(settings))
 
     def undo_idle_changes(self) -> None:
-        """Go back to the start's value of every setting that gains next to nothing by its change."""
+        """Restore the start's value of every setting whose change gains next to nothing."""
         for name in _changed(self.best.settings, self.first.settings):
             back = self.simulated(_with(self.best.settings, name, self.first.settings))
-            alike = sum(back.lacking.values()) == sum(self.best.lacking.values())
-            if alike and (not back.fits or back.seconds <= self.fastest * (1 + WORTH)):
+            equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
+            if equal and (not back.fits or back.seconds <= self.fastest * (1 + WORTH)):
                 self.best = back
 
     def count_shadows(self) -> None:
-        """Buckets that stay on the device are not speculated on: say how many are."""
+        """Set `speculate` to the number of buckets on the host: others are not speculated on."""
         most = len(self.best.spec.offloaded)
         if self.best.settings.speculate > most:
             self.best = self.simulated(evolve(self.best.settings, speculate=most))
 
 
 def _better(new: PlannedStep, old: PlannedStep) -> bool:
-    """Fewer bytes that there is no room for; of equals the faster one, by what is worth a change."""
+    """Whether `new` lacks fewer bytes, or as few and is faster by what is worth a change."""
     lacking, before = sum(new.lacking.values()), sum(old.lacking.values())
     return lacking < before or (lacking == before and new.seconds < old.seconds * (1 - WORTH))
 
 
 def _longest_lane(graph: Graph, hardware: Hardware) -> tuple[Kind | str, float]:
-    """The kind of operation that takes longest in all: no schedule makes a step shorter than that."""
+    """The kind of operation that takes longest in total: no schedule makes a step shorter than that."""
     seconds: dict[Kind | str, float] = {"nothing": 0.0}
     for op in graph:
         seconds[op.kind] = seconds.get(op.kind, 0.0) + hardware.seconds(op)
@@ -177,12 +175,12 @@ def _longest_lane(graph: Graph, hardware: Hardware) -> tuple[Kind | str, float]:
 
 
 def _reasons(walk: _Walk) -> Iterator[str]:
-    """For each setting that differs from the start's, what going back to that would cost."""
+    """For each setting that differs from the start's, what the start's value would cost."""
     for name in _changed(walk.best.settings, walk.first.settings):
         back = walk.simulated(_with(walk.best.settings, name, walk.first.settings))
-        told = f"{_value(walk.best.settings, name)} instead of {_value(back.settings, name, bare=True)}"
-        short = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and walk.best.fits else ""
-        yield f"{told}: {gains_and_costs(walk.best, back)}{short}"
+        change = f"{_named(name, walk.best.settings)} instead of {_value(name, back.settings)}"
+        shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and walk.best.fits else ""
+        yield f"{change}: {gains_and_costs(walk.best, back)}{shortage}"
 
 
 def _changed(new: StepSettings, old: StepSettings) -> list[str]:
@@ -190,17 +188,19 @@ def _changed(new: StepSettings, old: StepSettings) -> list[str]:
 
 
 def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings:
-    together = ("speculate", "delay_from")  # one of which excludes the other
-    names = together if name in together else (name,)
+    exclusive = ("speculate", "delay_from")
+    names = exclusive if name in exclusive else (name,)
     return evolve(settings, **{x: getattr(other, x) for x in names})
 
 
 def _change(new: StepSettings, old: StepSettings) -> str:
-    return ", ".join(_value(new, name) for name in _changed(new, old)) or "nothing new"
+    return ", ".join(_named(name, new) for name in _changed(new, old)) or "nothing new"
 
 
-def _value(settings: StepSettings, name: str, *, bare: bool = False) -> str:
+def _named(name: str, settings: StepSettings) -> str:
+    return f"{name} {_value(name, settings)}"
+
+
+def _value(name: str, settings: StepSettings) -> str:
     value = settings.schedule_name if name == "schedule" else getattr(settings, name)
-    number = isinstance(value, int) and not isinstance(value, bool)
-    told = f"{value:,}" if number else f"{value:g}" if isinstance(value, float) else str(value)
-    return told if bare else f"{name} {told}"
+    return f"{value:,}" if type(value) is int else f"{value:g}" if isinstance(value, float) else str(value)

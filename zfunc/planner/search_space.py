@@ -1,7 +1,4 @@
-"""What else could be chosen, one setting at a time: the neighbours that a search weighs.
-
-The invariant: an alternative differs from the best step's settings in one of them, and in what goes with it.
-"""
+"""The choices that a search tries: settings that differ from the best in one, and in what follows from it."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,22 +11,15 @@ from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import PlannedStep, operations_of, with_changes
 
 SEARCHED = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from")
-"""The settings that are varied: they change how a step runs and not, but for `delay_from`, its result."""
+"""The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
 
 
 @frozen
 class SearchSpace:
-    """What may be chosen. `speculate` is in shares of the buckets; of `offload_ratios`, None are those that fit."""
+    """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit."""
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
-    bucket_sizes: tuple[int, ...] = (
-        10_000_000,
-        25_000_000,
-        50_000_000,
-        100_000_000,
-        200_000_000,
-        500_000_000,
-    )
+    bucket_sizes: tuple[int, ...] = tuple(n * 1_000_000 for n in (10, 25, 50, 100, 200, 500))
     grad_slots: tuple[int, ...] = (1, 2, 3, 4)
     host_slots: tuple[int, ...] = (1, 2, 3, 4)
     offload_ratios: tuple[float, ...] | None = None
@@ -58,30 +48,30 @@ def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Step
 
 
 def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
-    """Shares of the state that may stay on the host: all, down to where the device is full, and half way.
+    """Offload ratios from 1 down to where the device is full, and half way.
 
-    What is kept on the device grows evenly from a ratio of 1 to one of 0. The last is the lowest by arithmetic: it
-    may turn out too low by a bucket, and the one before is a little higher. Where the device is the host, nothing
-    is gained by what stays there.
+    What the device keeps grows linearly from a ratio of 1 to one of 0. The last ratio is the lowest by arithmetic:
+    it may be too low by a bucket, and the one before is a little higher. Where the device is the host, a lower
+    ratio gains nothing.
     """
     if best.hardware.unified:
         return (1.0,)
-    there = best.hardware.memory.get("device")
-    if there is None:
+    capacity = best.hardware.memory.get("device")
+    if capacity is None:
         return (1.0, 0.5, 0.0)
     most, least = (
         persistent_bytes(operations_of(best.spec, evolve(best.settings, offload_ratio=ratio)))["device"]
         for ratio in (0.0, 1.0)
     )
-    free = there - best.memory["device"] + persistent_bytes(best.plan.graph)["device"] - least
+    free = capacity - best.memory["device"] + persistent_bytes(best.plan.graph)["device"] - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
-    whole = math.ceil(lowest * 100)
-    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + whole) // 2, min(100, whole + 2), whole)))
+    percent = math.ceil(lowest * 100)
+    return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, min(100, percent + 2), percent)))
 
 
 def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.settings.bucket_size)
-    known = {_cuts(best, size) for size in (best.settings.bucket_size,)}
+    known = {_cuts(best, best.settings.bucket_size)}
     for size in sizes:
         if (cuts := _cuts(best, size)) not in known:
             known.add(cuts)
@@ -92,7 +82,7 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
 
 
 def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
-    """Where buckets of that size end: two sizes that cut alike are one."""
+    """Where buckets of that size end: two sizes with equal cuts are one choice."""
     layout = make_layout(best.spec.layout.parameters, bucket_size=bucket_size, world=best.spec.world)
     return tuple(b.stop for b in layout.buckets)
 
@@ -103,7 +93,7 @@ def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
 
 
 def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.stage == 2:  # in stage 1 every bucket has its own
+    if best.spec.stage == 2:  # in stage 1 every bucket has a slot
         for count in _beside(space.grad_slots, best.settings.grad_slots):
             yield evolve(best.settings, grad_slots=count)
 
@@ -119,6 +109,6 @@ COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSetti
 
 
 def _beside(values: tuple[int, ...], value: int) -> Iterator[int]:
-    """The next smaller and the next larger one."""
+    """The next smaller and the next larger value."""
     yield from sorted(v for v in values if v < value)[-1:]
     yield from sorted(v for v in values if v > value)[:1]

@@ -1,8 +1,4 @@
-"""What to change, each found by planning the step again: to make it fit, or to make it faster.
-
-The invariant: a piece of advice is a change of settings that was planned on the same hardware, and what came of it.
-Nothing general is said, and nothing that was not tried.
-"""
+"""Changes of settings that make a step fit, or make it faster: each was planned on the same hardware."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
@@ -14,8 +10,8 @@ from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text, with_changes
 from zfunc.planner.search_space import ratios_that_fit
 
-WORTH = 0.02  # of a step's time: advice that gains less is not given
-MOST = 5  # pieces of advice
+WORTH = 0.02  # of a step's time: a change that gains less is not suggested
+MOST = 5  # suggestions
 REDUCTIONS = 6  # changes that are combined until a step fits
 
 OTHER_NUMBERS = {
@@ -26,42 +22,36 @@ OTHER_NUMBERS = {
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
 Replan = Callable[[StepSettings], PlannedStep]
-Trial = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
-
-
-def _dict(given: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(given)
+Attempt = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
 
 
 @frozen(eq=False)
 class Suggestion:
-    """Settings to change, by name, the step that came of it, and what it gains and costs."""
+    """Settings to change, by name, the step with them, and what that gains and costs."""
 
-    changes: Mapping[str, Any] = field(converter=_dict)
+    changes: Mapping[str, Any] = field(converter=dict[str, Any])
     step: PlannedStep
-    told: str
+    effect: str
 
     def __str__(self) -> str:
-        """As one writes it in Python, with what came of it."""
-        return f"{', '.join(f'{name}={value!r}' for name, value in self.changes.items())}: {self.told}"
+        """The changes as Python arguments, and their effect."""
+        return f"{', '.join(f'{name}={value!r}' for name, value in self.changes.items())}: {self.effect}"
 
     @property
     def flags(self) -> str:
-        """The changes as one types them.
-
-        Such as "--micro-batches 2 --offload-ratio 1".
-        """
+        """The changes as command-line flags, such as "--micro-batches 2 --offload-ratio 1"."""
         return " ".join(as_flag(name, value) for name, value in self.changes.items())
 
 
 def as_flag(name: str, value: Any) -> str:
-    """A setting as one types it.
+    """A setting as a command-line flag.
 
     >>> as_flag("offload_ratio", 0.5), as_flag("max", True)
     ('--offload-ratio 0.5', '--max')
     """
-    told = f"{value:g}" if isinstance(value, float) else value
-    return flag(name) if value is True else f"{flag(name)} {told}"
+    if value is True:
+        return flag(name)
+    return f"{flag(name)} {f'{value:g}' if isinstance(value, float) else value}"
 
 
 def suggest(
@@ -72,53 +62,52 @@ def suggest(
     replan: Replan,
     settable: Collection[str] | None = None,
 ) -> tuple[Suggestion, ...]:
-    """What to change about `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
+    """Changes that help `step`, the best first. `rows` is the size of a rank's batch; `replan` plans others.
 
     Where `step` does not fit: every single change after which it does, the fastest first; if there is none, a
-    combination; if not even all of them together are enough, those. Where it fits: what is faster and still fits.
-    Only names in `settable` are with_changes, if there is such a list.
+    combination; if all of them together are not enough, those. Where it fits: changes that make it faster and still
+    fit. Only settings in `settable` change, if it is given.
     """
 
-    def tried(base: StepSettings, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
+    def attempt(base: StepSettings, changes: Iterable[dict[str, Any]]) -> list[Suggestion]:
         possible = [c for c in changes if settable is None or c.keys() <= set(settable)]
-        return list(_tried(base, step, possible, replan))
+        return list(_planned(base, step, possible, replan))
 
     if step.fits:
-        return tuple(_faster(settings, step, rows, tried))[:MOST]
-    singles = tried(settings, _smaller(settings, step, rows))
+        return _faster(settings, step, rows, attempt)[:MOST]
+    singles = attempt(settings, _smaller(settings, step, rows))
     fitting = sorted((a for a in singles if a.step.fits), key=lambda a: a.step.seconds)
     if fitting or not singles:
-        return tuple(_distinct(fitting))[:MOST]
-    least = {name: value for a in singles for name, value in a.changes.items()}  # of each setting the last
-    together = tuple(tried(settings, [least]))
-    return _combined(settings, step, rows, tried) if together and together[0].step.fits else together
+        return _one_of_each(fitting)[:MOST]
+    smallest = {name: value for a in singles for name, value in a.changes.items()}  # the last of each setting
+    together = tuple(attempt(settings, [smallest]))
+    return _combined(settings, step, rows, attempt) if together and together[0].step.fits else together
 
 
-def _tried(
+def _planned(
     settings: StepSettings, step: PlannedStep, changes: list[dict[str, Any]], replan: Replan
 ) -> Iterator[Suggestion]:
     for change in changes:
         try:
             new = replan(with_changes(settings, **change))
-        except ValueError:  # a combination that is refused is no advice
+        except ValueError:  # settings that exclude each other
             continue
-        yield Suggestion(change, new, _told(change, new, step))
+        yield Suggestion(change, new, _effect(change, new, step))
 
 
-def _told(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
-    end = f"fits, {gains_and_costs(new, old)}" if new.fits and not old.fits else gains_and_costs(new, old)
-    short = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
-    other = ", ".join(OTHER_NUMBERS[name] for name in change if name in OTHER_NUMBERS)
-    return f"{end}{short}{f' ({other})' if other else ''}"
+def _effect(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
+    fits = "fits, " if new.fits and not old.fits else ""
+    shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
+    numbers = ", ".join(OTHER_NUMBERS[name] for name in change if name in OTHER_NUMBERS)
+    return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"
 
 
-def _distinct(found: list[Suggestion]) -> Iterator[Suggestion]:
-    """Of several values of one setting the first."""
-    seen: set[tuple[str, ...]] = set()
-    for advice in found:
-        if (names := tuple(advice.changes)) not in seen:
-            seen.add(names)
-            yield advice
+def _one_of_each(suggestions: list[Suggestion]) -> tuple[Suggestion, ...]:
+    """The first of those that change the same settings."""
+    first: dict[tuple[str, ...], Suggestion] = {}
+    for suggestion in suggestions:
+        first.setdefault(tuple(suggestion.changes), suggestion)
+    return tuple(first.values())
 
 
 # --- to make it fit ----------------------------------------------------------------------------------------
@@ -159,20 +148,22 @@ def _smaller_on_host(settings: StepSettings) -> Iterator[dict[str, Any]]:
         yield {"speculate": 0}
 
 
-def _combined(settings: StepSettings, step: PlannedStep, rows: int, tried: Trial) -> tuple[Suggestion, ...]:
-    """One change after the other, always the one after which least is lacking, until it fits or none helps."""
+def _combined(
+    settings: StepSettings, step: PlannedStep, rows: int, attempt: Attempt
+) -> tuple[Suggestion, ...]:
+    """One change after the other, each the one after which least is lacking, until it fits or none helps."""
     changes: dict[str, Any] = {}
     now = step
     for _ in range(REDUCTIONS):
         base = with_changes(settings, **changes)
-        options = tried(base, _smaller(base, now, rows))
+        options = attempt(base, _smaller(base, now, rows))
         best = min(options, key=lambda a: (sum(a.step.lacking.values()), a.step.seconds), default=None)
         if best is None or sum(best.step.lacking.values()) >= sum(now.lacking.values()):
             break
         changes, now = {**changes, **best.changes}, best.step
         if now.fits:
             break
-    return (Suggestion(changes, now, _told(changes, now, step)),) if changes else ()
+    return (Suggestion(changes, now, _effect(changes, now, step)),) if changes else ()
 
 
 def _divisors(rows: int) -> list[int]:
@@ -182,12 +173,12 @@ def _divisors(rows: int) -> list[int]:
 # --- to make it faster ---------------------------------------------------------------------------------------
 
 
-def _faster(settings: StepSettings, step: PlannedStep, rows: int, tried: Trial) -> Iterator[Suggestion]:
-    found = [a for a in tried(settings, _changes(settings, step, rows)) if a.step.fits]
-    if any("recompute" in a.changes for a in found):  # or keeping everything takes even more room
-        found += (a for a in tried(settings, [{"recompute": "none"}]) if a.step.fits)
-    gain = [a for a in found if a.step.seconds < step.seconds * (1 - WORTH)]
-    yield from _distinct(sorted(gain, key=lambda a: a.step.seconds))
+def _faster(settings: StepSettings, step: PlannedStep, rows: int, attempt: Attempt) -> tuple[Suggestion, ...]:
+    fitting = [a for a in attempt(settings, _changes(settings, step, rows)) if a.step.fits]
+    if any("recompute" in a.changes for a in fitting):  # otherwise keeping everything does not fit either
+        fitting += (a for a in attempt(settings, [{"recompute": "none"}]) if a.step.fits)
+    faster = [a for a in fitting if a.step.seconds < step.seconds * (1 - WORTH)]
+    return _one_of_each(sorted(faster, key=lambda a: a.step.seconds))
 
 
 def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:

@@ -176,7 +176,7 @@ def plan_text(answer: PlannedModel) -> str:
 
 def as_flags(suggestion: Suggestion) -> str:
     """A suggestion as one types it, and its effect."""
-    return f"{suggestion.flags}: {suggestion.told}"
+    return f"{suggestion.flags}: {suggestion.effect}"
 
 
 def _wrapped(sentence: str, indent: int = 2) -> list[str]:
