@@ -22,7 +22,7 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.run_folder import RunFolder, sample_text
+from zfunc.train.run_folder import RunFolder
 from zfunc.units import format_bytes, format_clock
 
 INTERVAL = 5.0  # seconds between two lines of steps, or of the progress of an evaluation
@@ -93,7 +93,7 @@ class PlainOutput:
                     yield f"  {name:<12}  {value}"
             case Sampled():
                 yield sample_title(event, self.unit)
-                yield from (f"  | {text}".rstrip() for text in sample_text(event, self.unit).split("\n"))
+                yield from (f"  | {text}".rstrip() for text in event.text.split("\n"))
             case _:
                 pass
 

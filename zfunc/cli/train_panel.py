@@ -36,7 +36,7 @@ from zfunc.train.events import (
     Stepped,
     Working,
 )
-from zfunc.train.run_folder import RunFolder, sample_text
+from zfunc.train.run_folder import RunFolder
 from zfunc.units import format_bytes, format_clock
 
 CURVE = 16  # characters of the loss curve
@@ -108,7 +108,7 @@ class LivePanel:
             table.add_row(Text(name, "dim"), Text(printable(value), overflow="fold"))
         self.console.print(self._panel(ending(self.finished), table))
         if self.sampled is not None:
-            lines = map(printable, sample_text(self.sampled, self.unit).split("\n"))
+            lines = map(printable, self.sampled.text.split("\n"))
             sample = Text("\n".join(lines), overflow="fold")
             self.console.print(self._panel(sample_title(self.sampled, self.unit), sample))
 

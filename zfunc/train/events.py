@@ -133,10 +133,10 @@ class Finished:
 
 @frozen
 class Sampled:
-    """What the trained model wrote, as tokens, and as text if there is a tokenizer."""
+    """What the trained model wrote."""
 
     tokens: tuple[int, ...]
-    words: str | None = None
+    text: str
 
 
 Event = (

@@ -218,7 +218,7 @@ class _Loop:
         )
         if self.ended != TERMINATED and not self.cut and not job.settings.no_sample:
             tokens = yield from sample(job, self.program, state, self.stop)
-            yield Sampled(tokens, job.tokenizer.decode(tokens) if job.tokenizer is not None else None)
+            yield Sampled(tokens, job.decode(tokens))
 
     def _due_to_evaluate(self, step: int) -> bool:
         every = self.job.settings.eval_every

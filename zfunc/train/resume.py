@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import attrs
 from attrs import field, frozen
@@ -77,11 +77,7 @@ def receive(ranks: RankGroup) -> ResumePoint:
 
 def resumed_from(run: Path) -> str | None:
     """The checkpoint that a run started from, by its `config.json`."""
-    try:
-        origin = json.loads((run / CONFIG).read_text())["resumed_from"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return cast("str | None", origin)
+    return _entry(run / CONFIG, "resumed_from")
 
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
@@ -115,7 +111,13 @@ def _over(run: Path, checkpoint: Checkpoint, settings: TrainSettings) -> bool:
 
 def _ended(run: Path) -> str:
     """How the run ended, by its summary; "" without a summary."""
+    return _entry(run / SUMMARY, "ended") or ""
+
+
+def _entry(path: Path, name: str) -> str | None:
+    """A text in a JSON file; None without it."""
     try:
-        return str(json.loads((run / SUMMARY).read_text())["ended"])
+        value = json.loads(path.read_text())[name]
     except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        return None
+    return value if isinstance(value, str) else None

@@ -174,7 +174,7 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
             name = event.checkpoint and event.checkpoint.name
             run.summarize({**fields, held_out: event.held_out, "checkpoint": name, "sample": ""})
         case Sampled():
-            run.summarize({"sample": sample_text(event, unit)})
+            run.summarize({"sample": event.text})
         case _:
             pass
 
@@ -189,15 +189,6 @@ def record_failure(run: RunFolder, error: BaseException) -> None:
         ended = {} if run.summary else {"ended": "stopped at once" if stopped else "failed"}
         with suppress(OSError):  # a full disk may be the error itself
             run.summarize({**ended, "error": message})
-
-
-def sample_text(event: Sampled, unit: str) -> str:
-    """The sample as text, for bytes and where a tokenizer is; as numbers, for tokens whose words are not known."""
-    if event.words is not None:
-        return event.words
-    if unit == "byte":
-        return bytes(event.tokens).decode("utf-8", errors="replace")
-    return " ".join(map(str, event.tokens))
 
 
 def _unnamed() -> Path:

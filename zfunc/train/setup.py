@@ -7,7 +7,7 @@ been allocated for the model.
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,12 @@ class TrainingJob:
     def unit(self) -> str:
         """What a token of the data is: "byte" or "token"."""
         return "byte" if self.corpus.train.dtype.itemsize == 1 else "token"
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Tokens as text; as numbers, without a tokenizer."""
+        if self.tokenizer is None and self.unit == "token":
+            return " ".join(map(str, tokens))
+        return (self.tokenizer or BYTES).decode(tokens)
 
     def batch(self, position: int) -> Batch:
         """This rank's rows of the batch at `position`, in sequences since the start."""

@@ -22,7 +22,7 @@ from attrs import frozen
 WANDB_MODE, OFFLINE = "WANDB_MODE", "offline"
 RUN_ID = "zfunc-run-id"  # in the run folder: the run's name in every sink
 SENT = "zfunc-sent"  # beside W&B's files, once its server has the run
-CSV_RUNS = ".zfunc-runs"  # in a folder of CSV files: who wrote to it
+CSV_RUNS = ".zfunc-runs"  # in a folder of CSV files: the runs that wrote to it
 log = logging.getLogger("zfunc")
 
 
@@ -44,7 +44,7 @@ class RunInfo:
 
 
 class Sink(Protocol):
-    """Takes scalars in the order of x. `block` is that of DeepSpeed's configuration, if one asks for the sink.
+    """Takes scalars in the order of x. `block` is the sink's block of DeepSpeed's configuration, if there is one.
 
     `empty`: the sink has nothing of this run, so all of its scalars are due; else it has those below the run's x.
     """
@@ -198,7 +198,7 @@ SINKS: Mapping[str, type[Sink]] = {"tensorboard": TensorBoard, "wandb": WandB, "
 
 
 def _folder(run: RunInfo, block: Mapping[str, Any] | None, kind: str) -> Path:
-    """Where the block says; without one in the run folder."""
+    """The folder of the block; without one, a folder in the run folder."""
     folder = run.path / kind
     if block is not None:
         folder = Path(block["output_path"], block["job_name"]).expanduser()

@@ -84,9 +84,9 @@ def check_packages(settings: TrainSettings) -> None:
 
 @contextmanager
 def tracking(settings: TrainSettings, run: Path) -> Iterator[Callable[[Event], None]]:
-    """A function that writes the scalars of each event, to be called after the event is in the run folder.
+    """A function that writes the scalars of an event; call it after the event is recorded in the run folder.
 
-    Enter before the first event: a folder that has a configuration by then is that of a run being resumed.
+    Enter this before the first event: if the folder has a configuration by then, the run is being resumed.
     """
     resumed = (run / CONFIG).exists()
     tracks, failed = [_Track(request, run, resumed) for request in sink_requests(settings)], True

@@ -20,7 +20,7 @@ END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 
 @frozen(eq=False)
 class Vocabulary:
-    """Tokens below `vocab_size`. By itself, that of data that is tokenized already.
+    """Tokens below `vocab_size`. Data that is tokenized already has only this.
 
     >>> Vocabulary("below 50257", 50257).dtype
     dtype('uint16')
@@ -31,7 +31,7 @@ class Vocabulary:
 
     @property
     def dtype(self) -> "np.dtype[Any]":
-        """The type its tokens are stored in. Only bytes take 8 bits: that is how they are told from tokens.
+        """The type its tokens are stored in. Only bytes take 8 bits, which marks them as bytes.
 
         >>> BYTES.dtype
         dtype('uint8')

@@ -79,7 +79,7 @@ def _check_divides(values: ResolvedValues, train: int, parts: int, product: str)
 def batch_left_open(values: ResolvedValues) -> bool:
     """Whether the batch is "auto" in the file and not given."""
     sizes = TRAIN, MICRO
-    return any(name in values.auto for name in sizes) and not any(values.says(name) for name in sizes)
+    return any(name in values.auto for name in sizes) and not any(values.sets(name) for name in sizes)
 
 
 def precision(values: ResolvedValues) -> str | None:
@@ -89,7 +89,7 @@ def precision(values: ResolvedValues) -> str | None:
         raise ValueError(f"{values.source}: got fp16 and bf16 both enabled, expected one: switch one off")
     if enabled:
         return enabled[0]
-    return "fp32" if any(values.says(key) for key in ENABLED.values()) else None
+    return "fp32" if any(values.sets(key) for key in ENABLED.values()) else None
 
 
 def loss_scale(values: ResolvedValues) -> LossScale:
@@ -142,7 +142,7 @@ def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
 def weight_decay(values: ResolvedValues) -> float:
     """The file's weight decay; by default 0, or 0.01 as in torch with torch_adam and AdamW."""
     of_torch = values["optimizer.params.torch_adam"] and str(values["optimizer.type"]).lower() == "adamw"
-    return 0.01 if of_torch and not values.says(WEIGHT_DECAY) else values[WEIGHT_DECAY]
+    return 0.01 if of_torch and not values.sets(WEIGHT_DECAY) else values[WEIGHT_DECAY]
 
 
 def has_16bit_moments(values: ResolvedValues) -> bool:

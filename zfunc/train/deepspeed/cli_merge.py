@@ -72,7 +72,7 @@ def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> d
     values = resolve_values(source, flags_by_key(flags))
     _check_lr(values, flags)
     settings = {
-        **{name: values[key] for name, key in SAME.items() if values.says(key)},
+        **{name: values[key] for name, key in SAME.items() if values.sets(key)},
         **_optimizer(values),
         **_offload(values, flags),
         **_batch(values, world),
@@ -84,7 +84,7 @@ def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> d
 
 def _batch(values: ResolvedValues, world: int) -> dict[str, Any]:
     if batch_left_open(values):
-        return {"micro_batches": values[ACCUMULATION]} if values.says(ACCUMULATION) else {}
+        return {"micro_batches": values[ACCUMULATION]} if values.sets(ACCUMULATION) else {}
     sizes = batch_sizes(values, world)
     return {"batch_size": sizes.train, "micro_batches": sizes.accumulation}
 
@@ -93,7 +93,7 @@ def _optimizer(values: ResolvedValues) -> dict[str, Any]:
     settings: dict[str, Any] = {"moments": "16bit"} if has_16bit_moments(values) else {}
     if values.has("optimizer"):
         settings |= {"lr": values[LR], "weight_decay": weight_decay(values)}
-    if values.says(MAX_LR) and not values.says(LR):
+    if values.sets(MAX_LR) and not values.sets(LR):
         settings["lr"] = values[MAX_LR]
     return settings
 

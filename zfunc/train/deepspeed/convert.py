@@ -91,9 +91,9 @@ def from_deepspeed(
         "micro_batches": batch.accumulation,
         "stage": zero_stage(values),
     }
-    if values.says(BUCKET_SIZE):
+    if values.sets(BUCKET_SIZE):
         compiled["bucket_size"] = values[BUCKET_SIZE]
-    if values.says(DEVICE) or values.says(RATIO):
+    if values.sets(DEVICE) or values.sets(RATIO):
         compiled["offload_ratio"] = arguments.offload_ratio(values)
     notes = (*name_notes(values), *decision_notes(values, batch, rate, scale), *_sink_notes(values))
     for line in notes:

@@ -270,7 +270,7 @@ def lr_schedule(
     fields = attrs.fields(cast("Any", SCHEDULERS[kind]))
     names = [field.name for field in fields]
     _check_names(values, kind, names)
-    params = {name: values[PARAMS + name] for name in names if values.says(PARAMS + name)}
+    params = {name: values[PARAMS + name] for name in names if values.sets(PARAMS + name)}
     if "lr" in names:
         params["lr"] = lr
     if "warmup_max_lr" in names and (MAX_LR in values.auto or kind == "WarmupLR"):
@@ -305,7 +305,7 @@ def sets_lr_alone(values: ResolvedValues) -> bool:
     return kind in ("LRRangeTest", "OneCycle") or (
         kind in ("WarmupLR", "WarmupDecayLR")
         and MAX_LR not in values.auto
-        and (values.says(MAX_LR) or kind != "WarmupLR")
+        and (values.sets(MAX_LR) or kind != "WarmupLR")
     )
 
 

@@ -1,7 +1,4 @@
-"""What is logged, once, of a file: what it sets, and what of it has no effect, and why.
-
-No key is dropped silently: a line names it, or what it sets.
-"""
+"""The log lines about a file: what it sets, and which keys have no effect, and why. No key is dropped silently."""
 
 from collections.abc import Iterator
 
@@ -17,7 +14,7 @@ def name_notes(values: ResolvedValues) -> Iterator[str]:
         yield f"{old} is the old name of {new}"
     for name in values.auto:
         if not name.startswith("scheduler.") and values[name] is not None:  # they are in the scheduler's line
-            origin = "" if values.says(name) else ", DeepSpeed's default"
+            origin = "" if values.sets(name) else ", DeepSpeed's default"
             yield f'{name}: "auto" is {values[name]}{origin}'
     for reason, keys in values.ignored().items():
         yield f"no effect: {', '.join(keys)}: {reason}"
@@ -34,7 +31,7 @@ def decision_notes(
         yield f"scheduler: {rate}"
     if cycles_betas(values):
         name = "optimizer.params.betas"
-        instead = f", and not the {values[name][1]:g} of {name}" if values.says(name) else ""
+        instead = f", and not the {values[name][1]:g} of {name}" if values.sets(name) else ""
         yield f"scheduler: OneCycle moves beta1 too, and beta2 is {BETA2:g}{instead}, as in DeepSpeed"
     if str(values["optimizer.type"]).lower() == "adam" and values["optimizer.params.adam_w_mode"]:
         yield "optimizer.type: Adam is AdamW unless adam_w_mode is false, as in DeepSpeed"
@@ -42,7 +39,7 @@ def decision_notes(
         yield f"fp16: {_loss_scale(scale)}"
     if values["zero_optimization.stage"] == 0 and batch.world > 1:
         yield "zero_optimization.stage: 0 trains as 1, with the same result: optimizer state is always sharded"
-    if not values.says("gradient_clipping") and "gradient_clipping" not in values.auto:
+    if not values.sets("gradient_clipping") and "gradient_clipping" not in values.auto:
         yield f"gradient_clipping: not in the file: {values['gradient_clipping']:g}, DeepSpeed's default"
 
 

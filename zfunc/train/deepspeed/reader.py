@@ -95,7 +95,7 @@ def _loads(text: str, hook: Any) -> Any:
 
 
 def _lines_of_duplicate(text: str, key: str) -> list[int]:
-    """The first two lines where one object has `key`; empty where they cannot be told.
+    """The first two lines where one object has `key`; empty if unknown.
 
     Every place that may be the key gets its line appended, and the text is parsed again.
     """

@@ -28,7 +28,7 @@ class ResolvedValues:
     """The value of every key.
 
     >>> values = resolve_values(ConfigSource("x.json", {"bf16": {"enabled": "auto"}}))
-    >>> values["bf16.enabled"], values.says("bf16.enabled"), values.auto
+    >>> values["bf16.enabled"], values.sets("bf16.enabled"), values.auto
     (False, False, ('bf16.enabled',))
     """
 
@@ -44,7 +44,7 @@ class ResolvedValues:
             return self.file[name]
         return self.given[name] if name in self.given else KEYS[name].default
 
-    def says(self, name: str) -> bool:
+    def sets(self, name: str) -> bool:
         """Whether the file or the caller sets a key."""
         return name in self.file or name in self.given
 
