@@ -168,8 +168,8 @@ SCENARIOS = {
 
 
 def note(rank: int, out: Path, error: Exception, seconds: float, **more: Any) -> None:
-    told = {"type": type(error).__name__, "text": str(error), "seconds": seconds, **more}
-    write(out / f"{rank}.json", json.dumps(told))
+    report = {"type": type(error).__name__, "text": str(error), "seconds": seconds, **more}
+    write(out / f"{rank}.json", json.dumps(report))
 
 
 def write(path: Path, text: str) -> None:
@@ -226,8 +226,10 @@ def run(scenario: Scenario, rank: int, out: Path) -> None:
 def play(scenario: Scenario, out: Path) -> None:
     """Fork the ranks, and keep how each ended: its exit code, minus a signal, or "still there"."""
     out.mkdir()
-    whole = scenario.ends_as_python
-    pids = [fork(partial(run, scenario, rank, out), ends_as_python=whole) for rank in range(scenario.world)]
+    as_python = scenario.ends_as_python
+    pids = [
+        fork(partial(run, scenario, rank, out), ends_as_python=as_python) for rank in range(scenario.world)
+    ]
     keeper = fork(partial(keep, out), ends_as_python=False) if scenario.store == "elsewhere" else None
     ends: dict[int, int] = {}
     until = time.monotonic() + PATIENCE

@@ -141,8 +141,8 @@ def shrunk(given: Case, error: BaseException) -> Case:
     """The smallest case found that fails with the same type of error."""
     while True:
         for less in smaller(given):
-            found = failure(less)
-            if type(found) is type(error):
+            failed_with = failure(less)
+            if type(failed_with) is type(error):
                 given = less
                 break
         else:
@@ -156,8 +156,8 @@ def fuzz(seed: int, *, cases: int, seconds: float) -> list[str]:
         given = case(seed + number)
         if error := failure(given):
             least = shrunk(given, error)
-            found = failure(least) or error
-            lines = "".join(traceback.format_exception(found)[-4:])
+            failed_with = failure(least) or error
+            lines = "".join(traceback.format_exception(failed_with)[-4:])
             failed.append(
                 f"{lines}seed {seed + number}: {least}\n  python tests/fuzz.py --cases 1 --seed {seed + number}"
             )

@@ -71,8 +71,8 @@ class Sample:
 @contextmanager
 def sample() -> Iterator[Sample]:
     """A small checkpoint in a folder that goes away."""
-    with TemporaryDirectory() as made:
-        path = save(Path(made), moments="8bit")
+    with TemporaryDirectory() as folder:
+        path = save(Path(folder), moments="8bit")
         shard = manifest_file.read_manifest(path).shards[0]
         fields = json.loads((path / FILE).read_bytes())
         del fields["checksum"]  # it would refuse nearly all, and nothing behind it would be tried
@@ -83,9 +83,9 @@ def try_manifest(known: Sample, raw: bytes) -> bool:
     """Whether a checkpoint with this manifest is read; every byte of it, then. Raises what no reader should."""
     (known.folder / FILE).write_bytes(raw)
     try:
-        found = open_checkpoint(known.folder)
-        fill(found.path, found.manifest, everything(found.manifest))
-        assert manifest_file.from_json(manifest_file.to_json(found.manifest)) == found.manifest
+        checkpoint = open_checkpoint(known.folder)
+        fill(checkpoint.path, checkpoint.manifest, everything(checkpoint.manifest))
+        assert manifest_file.from_json(manifest_file.to_json(checkpoint.manifest)) == checkpoint.manifest
         return True
     except CheckpointError as error:
         check_message(error)
@@ -140,8 +140,8 @@ def mutate_json(raw: bytes, by: random.Random) -> bytes:
     """Change a few values, names or lengths of lists, and write them as JSON, or nearly."""
     root = {"": json.loads(raw)}
     for _ in range(by.choice([1, 1, 1, 2, 4])):
-        if found := list(places(root)):
-            mutate_place(*by.choice(found), by)
+        if matches := list(places(root)):
+            mutate_place(*by.choice(matches), by)
     text = json.dumps(root.get("", by.choice(VALUES[:10])))
     for name, replacement in RAW.items():
         text = text.replace(json.dumps(name), replacement)

@@ -36,8 +36,8 @@ def program_of(model: str, precision: str, **settings: Any) -> tuple[Program, An
     """One that clips, unless told otherwise, and remembers the gradient; on a CPU, in small buckets."""
     moments = settings.pop("moments", "fp32")
     settings = {"clip_norm": CLIPS[model], "bucket_size": 100, **settings}
-    made, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
-    return evolve(made, optimizer=plain.remembering(made.optimizer)), batch
+    program, batch = trained.compiled(model, precision=precision, moments=moments, **settings)
+    return evolve(program, optimizer=plain.remembering(program.optimizer)), batch
 
 
 def check(program: Program, batch: Any) -> None:

@@ -82,7 +82,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/snapshot": [SAVED, WAITS, RESUMED],
     "checkpoint/reader": [
-        ["tests/checkpoint/test_manifest.py", "-k", "ranks_wrote or reads_fill or planned"],
+        ["tests/checkpoint/test_manifest.py", "-k", "any_ranks or reads_fill or planned"],
         RESUMED,
     ],
     "engine/restore": [SAVED, WAITS, RESUMED, ["tests/engine/test_partial.py", "-k", "any_ratio_loads"]],
@@ -145,13 +145,13 @@ def path_of(module: str) -> Path:
 
 def mutants(module: str) -> list[Mutant]:
     """Every mutant of a module, in the order of its source."""
-    found: list[Mutant] = []
+    result: list[Mutant] = []
     seen: Counter[str] = Counter()
-    for number, (said, _, _) in enumerate(places(ast.parse(path_of(module).read_text()))):
-        seen[said] += 1
-        again = f" ({seen[said]})" if seen[said] > 1 else ""
-        found.append(Mutant(module, number, f"{module}: {said}{again}"))
-    return found
+    for number, (change, _, _) in enumerate(places(ast.parse(path_of(module).read_text()))):
+        seen[change] += 1
+        again = f" ({seen[change]})" if seen[change] > 1 else ""
+        result.append(Mutant(module, number, f"{module}: {change}{again}"))
+    return result
 
 
 def places(tree: ast.AST, where: str = "") -> Iterator[tuple[str, Callable[[Any], None], ast.AST]]:

@@ -95,8 +95,10 @@ def _one(
                 uses.append((full, own[short].requires_grad_()))
         x = part.function({**own, **part.constants}, *((x, targets) if part is parts[-1] else (x,)))
     grads = torch.autograd.grad(x.float(), [t for _, t in uses], seed, allow_unused=True)
-    made = [(full, torch.zeros_like(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)]
-    return float(x.detach()), made[::-1]
+    result = [
+        (full, torch.zeros_like(t) if g is None else g) for (full, t), g in zip(uses, grads, strict=True)
+    ]
+    return float(x.detach()), result[::-1]
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:
@@ -205,7 +207,7 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
     """Every element was updated once, with its own gradient and its own decay, to the bit."""
     optimizer = program.optimizer
     for span, _, kept in _kept(program, state):
-        made = reference_update(
+        result = reference_update(
             **{kind: x.numpy(force=True) for kind, x in before[span.name].items()},
             grad=kept["exp_avg"].numpy(force=True),
             step=metrics.step,
@@ -215,7 +217,7 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
             weight_decay=optimizer.weight_decay if span.decay else 0.0,
         )
         for kind in ("master", "exp_avg_sq"):
-            assert (kept[kind].numpy(force=True) == getattr(made, kind)).all(), f"{kind} of {span.name}"
+            assert (kept[kind].numpy(force=True) == getattr(result, kind)).all(), f"{kind} of {span.name}"
     if (
         program.ranks.world == 1 and program.settings.clip_norm is None
     ):  # what reached it is what was measured

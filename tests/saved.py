@@ -110,14 +110,14 @@ def fill(path: Path, manifest: Manifest, wanted: list[WantedSlice]) -> list[byte
 def everything(manifest: Manifest) -> list[WantedSlice]:
     """All there is in a checkpoint."""
     return [
-        WantedSlice(kind, kept.name, 0, pieces[-1].stop if pieces else 0)
-        for kept in manifest.parameters
-        for kind, pieces in kept.pieces.items()
+        WantedSlice(kind, entry.name, 0, pieces[-1].stop if pieces else 0)
+        for entry in manifest.parameters
+        for kind, pieces in entry.pieces.items()
     ]
 
 
-def assert_whole(found: checkpoints.Checkpoint) -> None:
+def assert_complete(checkpoint: checkpoints.Checkpoint) -> None:
     """Every byte of a checkpoint is the one that `save` wrote."""
-    wanted = everything(found.manifest)
-    for w, got in zip(wanted, fill(found.path, found.manifest, wanted), strict=True):
-        assert got == content(w.parameter, w.kind, len(got), found.manifest.extra["salt"]), w
+    wanted = everything(checkpoint.manifest)
+    for w, got in zip(wanted, fill(checkpoint.path, checkpoint.manifest, wanted), strict=True):
+        assert got == content(w.parameter, w.kind, len(got), checkpoint.manifest.extra["salt"]), w

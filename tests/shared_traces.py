@@ -54,18 +54,18 @@ def _earliest(segment: Segment, call: CompiledSegment, way: tuple[Any, ...]) -> 
     return call
 
 
-def _shared_trace(made: program.Program, s: int, inputs: tuple[Any, ...]) -> Any:
-    segment, call = made.segments[s], made.calls[s]
+def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...]) -> Any:
+    segment, call = owner.segments[s], owner.calls[s]
     if not _shareable(segment):
-        return _trace_one(made, s, inputs)
+        return _trace_one(owner, s, inputs)
     leaves, structure = tree_flatten((call.trained, inputs, call.constants))
     shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
-    pulled = s >= made.layout.first_trainable
-    key = (id(call.passes), made.dtype, pulled, structure, shapes)
+    pulled = s >= owner.layout.first_trainable
+    key = (id(call.passes), owner.dtype, pulled, structure, shapes)
     if key not in _traces:
-        trace = _trace_one(made, s, inputs)
-        _traces[key] = trace, made.cache.reached.get(id(call.passes))
+        trace = _trace_one(owner, s, inputs)
+        _traces[key] = trace, owner.cache.reached.get(id(call.passes))
     trace, facts = _traces[key]
     if facts is not None:
-        made.cache.reached.setdefault(id(call.passes), facts)
+        owner.cache.reached.setdefault(id(call.passes), facts)
     return trace

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 from bad_disks import stopped_everywhere, with_more_room
-from saved import assert_whole, save
+from saved import assert_complete, save
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
@@ -36,10 +36,10 @@ def names(folder: Path) -> list[str]:
 
 
 def found_in(folder: Path) -> str:
-    found = find_checkpoint(folder)
-    assert found is not None
-    assert_whole(found)
-    return found.path.name
+    newest = find_checkpoint(folder)
+    assert newest is not None
+    assert_complete(newest)
+    return newest.path.name
 
 
 def test_the_newest_is_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
@@ -56,14 +56,14 @@ def test_the_newest_is_found_and_the_last_k_are_kept(tmp_path: Path) -> None:
     ]
 
 
-def test_where_there_is_none_none_is_found(tmp_path: Path) -> None:
+def test_an_empty_folder_has_none(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path) is None
     assert find_checkpoint(tmp_path / "nowhere") is None
     begin_checkpoint(tmp_path, 1).release()  # killed before it was done
     assert find_checkpoint(tmp_path) is None
 
 
-def test_training_that_went_back_goes_on_in_order(tmp_path: Path) -> None:
+def test_what_is_saved_last_is_the_newest_whatever_its_step(tmp_path: Path) -> None:
     """What is saved last is the newest, whatever its step, and nothing there is overwritten."""
     for step in (10, 20, 30):
         save(tmp_path, step=step, keep=9)
@@ -125,7 +125,7 @@ def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -
         find_checkpoint(tmp_path)
 
 
-def test_what_killed_writers_left_goes_and_live_ones_stay(tmp_path: Path) -> None:
+def test_only_unfinished_folders_of_dead_writers_are_deleted(tmp_path: Path) -> None:
     dead, live = begin_checkpoint(tmp_path, 1), begin_checkpoint(tmp_path, 2)
     dead.release()  # as its end would
     (dead.path / "half").write_bytes(b"abc")
@@ -141,13 +141,13 @@ def test_what_killed_writers_left_goes_and_live_ones_stay(tmp_path: Path) -> Non
 
 def test_links_are_not_followed_when_old_ones_are_deleted(tmp_path: Path) -> None:
     folder, other = tmp_path / "a", tmp_path / "b"
-    kept = save(other, step=1)
+    target = save(other, step=1)
     for step in (1, 2):
         save(folder, step=step)
-    (folder / "step-00000000").symlink_to(kept)
-    (folder / "unfinished-step-00000000-00000000").symlink_to(kept)
+    (folder / "step-00000000").symlink_to(target)
+    (folder / "unfinished-step-00000000-00000000").symlink_to(target)
     save(folder, step=3, keep=1)
-    assert_whole(open_checkpoint(kept))
+    assert_complete(open_checkpoint(target))
     assert found_in(folder) == "step-00000003"
 
 
@@ -174,7 +174,7 @@ def test_one_without_all_its_shards_is_not_published(tmp_path: Path) -> None:
     assert names(tmp_path) == before
 
 
-def test_what_cannot_be_published_says_why(tmp_path: Path) -> None:
+def test_bad_arguments_of_publishing_are_refused(tmp_path: Path) -> None:
     manifest = open_checkpoint(save(tmp_path, step=1)).manifest
     pending = begin_checkpoint(tmp_path, 2)
     with pytest.raises(ValueError, match="keep: got 0, expected at least 1: the newest"):
@@ -195,7 +195,7 @@ def test_stopped_before_any_operation_of_the_disk_nothing_is_lost(
         save(tmp_path, step=number + 2, salt=number + 2)
 
     def check() -> None:
-        assert_whole(open_checkpoint(tmp_path / (tmp_path / "latest").read_text().strip()))
+        assert_complete(open_checkpoint(tmp_path / (tmp_path / "latest").read_text().strip()))
         found_in(tmp_path)
 
     save(tmp_path, step=1, salt=1)
@@ -264,12 +264,12 @@ def test_killed_at_any_moment_a_complete_one_is_found(tmp_path: Path) -> None:
             writer.send_signal(signal.SIGKILL)
             steps = writer.stdout.read().split()
         published = max([published, *map(int, steps)])
-        found = find_checkpoint(folder)
-        assert found is not None or not published
-        if found:
-            assert_whole(found)
-            assert found.manifest.extra["salt"] == found.manifest.position.step >= published
-            published = found.manifest.position.step
+        newest = find_checkpoint(folder)
+        assert newest is not None or not published
+        if newest:
+            assert_complete(newest)
+            assert newest.manifest.extra["salt"] == newest.manifest.position.step >= published
+            published = newest.manifest.position.step
     assert published > 4  # they get somewhere, on a busy machine too
     save(folder, step=published + 1, keep=1)
     assert len(names(folder)) == 2  # all that was left unfinished is gone
@@ -336,7 +336,7 @@ def test_a_file_in_place_of_the_folder_is_named(tmp_path: Path, inner: str) -> N
     assert (tmp_path / "x").read_text() == "mine"
 
 
-def test_where_old_ones_cannot_be_deleted_the_new_one_is_there(
+def test_a_checkpoint_is_saved_where_old_ones_cannot_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (1, 2):

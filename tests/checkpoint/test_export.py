@@ -69,16 +69,16 @@ def not_written(out: Path) -> None:
 
 
 def by_hand(
-    folder: Path, shards: list[dict[TensorInfo, bytes]], kept: list[ParameterEntry], moments: Moments
+    folder: Path, shards: list[dict[TensorInfo, bytes]], entries: list[ParameterEntry], moments: Moments
 ) -> Path:
     """A checkpoint of any pieces."""
     pending = checkpoints.begin_checkpoint(folder, 1)
-    made = [
+    files = [
         saved.write_shard(pending.path / checkpoints.shard_name(rank, len(shards)), tensors, saved.CHUNK)
         for rank, tensors in enumerate(shards)
     ]
     position = TrainingPosition(1, 1, 1, 0, LossScale())
-    manifest = Manifest(len(shards), moments, tuple(made), tuple(kept), position, {}, {})
+    manifest = Manifest(len(shards), moments, tuple(files), tuple(entries), position, {}, {})
     return checkpoints.publish_checkpoint(pending, manifest)
 
 
@@ -100,10 +100,10 @@ def test_every_weight_is_exact_whoever_wrote_it(
     path = save(tmp_path, step=7, world=world, bucket_size=bucket_size, moments=moments)
     out = tmp_path / "a.safetensors"
     assert export_weights(path, out) == ExportedWeights(out, 3, out.stat().st_size, 7, "fp32")
-    found = load_file(out)
+    loaded = load_file(out)
     wanted = {p.name: p for segment in MODEL for p in segment}
-    assert found.keys() == wanted.keys()
-    for name, x in found.items():
+    assert loaded.keys() == wanted.keys()
+    for name, x in loaded.items():
         assert (tuple(x.shape), x.dtype) == (wanted[name].shape, torch.float32)
         assert as_bytes(x) == bits(name, moments, wanted[name].numel)
     with safe_open(out, "pt") as opened:
@@ -123,10 +123,10 @@ def test_weights_are_rounded_as_torch_rounds_them(
     model = [[Parameter("embed.weight", (10, 13))]]
     out = tmp_path / "a.safetensors"
     export_weights(save(tmp_path, moments=moments, model=model), out, dtype=dtype)
-    found, wanted = load_file(out)["embed.weight"], torch.from_numpy(x).view(10, 13).to(DTYPES[dtype])
-    assert found.dtype == wanted.dtype
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found.signbit() | found.isnan(), wanted.signbit() | wanted.isnan())
+    loaded, wanted = load_file(out)["embed.weight"], torch.from_numpy(x).view(10, 13).to(DTYPES[dtype])
+    assert loaded.dtype == wanted.dtype
+    torch.testing.assert_close(loaded, wanted, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(loaded.signbit() | loaded.isnan(), wanted.signbit() | wanted.isnan())
 
 
 def test_one_of_2_to_the_17_differs_from_the_high_half(
@@ -139,31 +139,31 @@ def test_one_of_2_to_the_17_differs_from_the_high_half(
     model = [[Parameter("w", (1 << 17,))]]
     out = tmp_path / "a.safetensors"
     export_weights(save(tmp_path, moments="8bit", bucket_size=1 << 20, model=model), out, dtype="bf16")
-    found = load_file(out)["w"]
-    assert torch.equal(found, torch.from_numpy(x).to(torch.bfloat16))
-    (differs,) = np.flatnonzero(found.view(torch.uint16).numpy() != split(x)[0])
+    loaded = load_file(out)["w"]
+    assert torch.equal(loaded, torch.from_numpy(x).to(torch.bfloat16))
+    (differs,) = np.flatnonzero(loaded.view(torch.uint16).numpy() != split(x)[0])
     assert x.view(np.uint32)[differs] == 0x3F808000
 
 
 @every_dtype
-def test_what_is_not_trained_is_converted_from_what_it_is_kept_in(tmp_path: Path, dtype: Precision) -> None:
+def test_frozen_parameters_are_converted_from_their_type(tmp_path: Path, dtype: Precision) -> None:
     kinds = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     values = {k: torch.linspace(-3, 3, 150).to(t).view(5, 30) for k, t in kinds.items()}
     tensors = {TensorInfo(f"{k}/{FROZEN}", k, (5, 30)): as_bytes(x) for k, x in values.items()}
-    kept = [
+    entries = [
         ParameterEntry(k, (5, 30), False, {FROZEN: (StateSlice(0, 150, 0, f"{k}/{FROZEN}", 0),)})
         for k in kinds
     ]
     tensors[TensorInfo("nan", "F16", (1,))] = b"\x01\x7c"  # a signalling one, which asks for a warning
-    kept.append(ParameterEntry("nan", (1,), False, {FROZEN: (StateSlice(0, 1, 0, "nan", 0),)}))
-    kept.append(ParameterEntry("empty", (0, 4), False, {FROZEN: ()}))
+    entries.append(ParameterEntry("nan", (1,), False, {FROZEN: (StateSlice(0, 1, 0, "nan", 0),)}))
+    entries.append(ParameterEntry("empty", (0, 4), False, {FROZEN: ()}))
     out = tmp_path / "a.safetensors"
-    export_weights(by_hand(tmp_path, [tensors], kept, "8bit"), out, dtype=dtype)
-    found = load_file(out)
-    assert found["nan"].isnan().all()
-    assert found.pop("empty").shape == (0, 4)
+    export_weights(by_hand(tmp_path, [tensors], entries, "8bit"), out, dtype=dtype)
+    loaded = load_file(out)
+    assert loaded["nan"].isnan().all()
+    assert loaded.pop("empty").shape == (0, 4)
     for kind, x in values.items():
-        assert torch.equal(found[kind], x.float().to(DTYPES[dtype]))
+        assert torch.equal(loaded[kind], x.float().to(DTYPES[dtype]))
 
 
 def test_halves_may_be_cut_in_different_places_and_lie_anywhere(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_weights(
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize(
-    ("dtype", "over", "told"),
+    ("dtype", "over", "message"),
     [
         (
             "fp16",
@@ -267,7 +267,7 @@ def test_memory_does_not_grow_with_the_weights(
     ],
 )
 def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, dtype: Precision, over: float, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: int, dtype: Precision, over: float, message: str
 ) -> None:
     limit = np.float32(65520 if dtype == "fp16" else over)
     x = np.full(130, sign * np.nextafter(limit, np.float32(0)))
@@ -277,12 +277,14 @@ def test_a_weight_too_large_is_named_and_the_next_smaller_is_not(
     assert load_file(out)["embed.weight"].isfinite().all()
     x[120], x[7:9] = sign * over, [np.inf, np.nan]
     path, again = save(tmp_path / "over", model=model, world=3), tmp_path / "b.safetensors"
-    with pytest.raises(ValueError, match=f"'embed.weight': got a weight of magnitude {re.escape(told)}"):
+    with pytest.raises(ValueError, match=f"'embed.weight': got a weight of magnitude {re.escape(message)}"):
         export_weights(path, again, dtype=dtype)
     not_written(again)
 
 
-def test_the_largest_of_the_parameter_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_weight_of_the_parameter_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where another piece, of another rank, has it."""
     monkeypatch.setattr(exporting, "PIECE", 50)
     x = np.linspace(-1, 1, 130, dtype=np.float32)
@@ -303,19 +305,19 @@ def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
             export_weights(save(tmp_path), tmp_path / "a.safetensors", dtype=dtype)  # pyright: ignore
 
 
-def test_what_cannot_be_a_new_file_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_bad_file_name_is_refused_before_anything_is_read(tmp_path: Path) -> None:
     path, mine = save(tmp_path), tmp_path / "mine.safetensors"
     mine.write_text("mine")
     (tmp_path / "dangling.safetensors").symlink_to(tmp_path / "nowhere")
     (tmp_path / "unfinished-x.safetensors").write_text("another's")
-    for name, told in {
+    for name, message in {
         "mine.safetensors": "which exists, expected a new file",
         "dangling.safetensors": "which exists, expected a new file",
         "x.bin": "expected the name of a file that ends in .safetensors",
         "none/x.safetensors": "expected a file in an existing folder: make .*none",
         "x.safetensors": "but unfinished-x.safetensors exists: another export is writing it or was killed",
     }.items():
-        with pytest.raises(ValueError, match=f"out: got .*{name}, {told}"):
+        with pytest.raises(ValueError, match=f"out: got .*{name}, {message}"):
             export_weights(tmp_path / "no checkpoint", tmp_path / name)
     assert mine.read_text() == "mine"
     assert (tmp_path / "unfinished-x.safetensors").read_text() == "another's"
@@ -338,7 +340,9 @@ def test_a_checkpoint_a_folder_of_them_and_a_run_are_found(tmp_path: Path) -> No
     assert locate_checkpoint(renamed) == renamed
 
 
-def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_named_checkpoint_is_not_replaced_by_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save(tmp_path, step=4)
     newest = save(tmp_path, step=5)
     (newest / "manifest.json").unlink()
@@ -351,18 +355,18 @@ def test_one_that_is_named_is_the_one(tmp_path: Path, caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "run"])
-def test_where_there_is_none_that_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_place_without_checkpoints_is_named(tmp_path: Path, kind: str) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    told = {
+    message = {
         "missing": "/missing: got no such folder, expected a checkpoint, a folder of them, or a run",
         "empty": "/empty: got no checkpoint in it, expected a checkpoint",
         "file": "/file: got 'Not a directory' while looking for checkpoints: name a folder",
         "run": "/run/checkpoints: got no checkpoint in it",
     }
     out = tmp_path / "a.safetensors"
-    with pytest.raises(CheckpointError, match=told[kind]):
+    with pytest.raises(CheckpointError, match=message[kind]):
         export_weights(tmp_path / kind, out)
     not_written(out)
 
@@ -377,10 +381,10 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
     shard = checkpoints.open_checkpoint(path).manifest.shards[1]
     file = path / shard.file
     begins = shard.begins
-    whole = file.read_bytes()
+    original = file.read_bytes()
     for tensor in shard.tensors:
         kind = tensor.name.split("/")[1]
-        broken = bytearray(whole)
+        broken = bytearray(original)
         broken[begins[tensor.name]] ^= 1
         file.write_bytes(broken)
         if not kind.startswith("master"):
@@ -394,7 +398,7 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
         assert f"(bytes {begins[tensor.name]} to " in message
         not_written(out)
     export_weights(path, out)
-    file.write_bytes(whole[:-1])
+    file.write_bytes(original[:-1])
     with pytest.raises(CheckpointError, match=f"{file}: got .* bytes, expected"):
         export_weights(path, tmp_path / "b.safetensors")
 
@@ -453,7 +457,7 @@ def test_a_full_disk_is_named_and_no_file_is_left(small_disk: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_what_came_under_the_name_meanwhile_is_not_overwritten(
+def test_a_file_that_appears_meanwhile_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
 ) -> None:
     path, out, link = save(tmp_path), tmp_path / "a.safetensors", os.link
@@ -473,7 +477,7 @@ def test_what_came_under_the_name_meanwhile_is_not_overwritten(
     assert not (tmp_path / "unfinished-a.safetensors").exists()
 
 
-def test_where_there_are_no_hard_links_it_is_renamed_and_said(
+def test_without_hard_links_it_is_renamed_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refused(*_: object) -> None:

@@ -22,8 +22,8 @@ from zfunc.errors import CheckpointError
 
 @pytest.fixture(scope="module")
 def known() -> Iterator[Sample]:
-    with sample() as made:
-        yield made
+    with sample() as checkpoint:
+        yield checkpoint
 
 
 def edited(raw: bytes, path: str, value: Any) -> bytes:
@@ -246,7 +246,7 @@ TEXTS: list[tuple[bytes, str]] = [
 
 
 @pytest.mark.parametrize(("raw", "message"), TEXTS, ids=[str(n) for n in range(len(TEXTS))])
-def test_what_is_no_strict_json_is_refused_with_its_reason(raw: bytes, message: str) -> None:
+def test_text_that_is_not_strict_json_is_refused_with_its_reason(raw: bytes, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"manifest.json: got {message}") as caught:
         manifest_file.from_json(raw)
     assert len(str(caught.value)) < 1000
@@ -272,7 +272,7 @@ def test_nothing_large_is_allocated_by_what_a_file_claims(known: Sample) -> None
 
 @pytest.mark.parametrize("place", ["manifest.json", "rank-00000-of-00002.safetensors"])
 @pytest.mark.parametrize("what", ["link", "link to a folder", "loop", "pipe", "device", "folder"])
-def test_what_is_no_file_of_its_own_is_refused(tmp_path: Path, place: str, what: str) -> None:
+def test_links_pipes_devices_and_folders_are_refused(tmp_path: Path, place: str, what: str) -> None:
     """A link out of the folder, though it leads to the right bytes; a pipe does not hang."""
     with sample() as known:
         path, away = known.folder / place, tmp_path / "away"

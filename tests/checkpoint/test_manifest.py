@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved import MODEL, assert_whole, content, everything, fill, save
+from saved import MODEL, assert_complete, content, everything, fill, save
 from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
@@ -43,7 +43,7 @@ def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[W
 @given(
     st.sampled_from(MOMENTS), st.integers(1, 7), st.integers(1, 7), st.integers(1, 400), st.integers(1, 400)
 )
-def test_what_any_ranks_wrote_any_others_read(
+def test_any_ranks_read_what_any_others_wrote(
     moments: Moments, writers: int, readers: int, their_bucket: int, our_bucket: int
 ) -> None:
     with TemporaryDirectory() as folder:
@@ -56,8 +56,8 @@ def test_what_any_ranks_wrote_any_others_read(
             for w, got in zip(wanted, fill(path, manifest, wanted), strict=True):
                 (buffer,) = (x for x in STATE_FORMATS[moments] if x.name == w.kind)
                 item = DTYPES[buffer.dtype].nbytes
-                whole = content(w.parameter, w.kind, buffer.nbytes(sizes[w.parameter]))
-                assert got == whole[w.start * item : w.stop * item]
+                original = content(w.parameter, w.kind, buffer.nbytes(sizes[w.parameter]))
+                assert got == original[w.start * item : w.stop * item]
 
 
 def partition(layout: Layout, world: int) -> Manifest:
@@ -91,9 +91,9 @@ EMPTY = manifest_file.from_json(
 
 @given(layouts(), st.integers(1, 7), st.integers(1, 7), st.integers(1, 300))
 def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
-    made: Any, writers: int, readers: int, bucket_size: int
+    inputs: Any, writers: int, readers: int, bucket_size: int
 ) -> None:
-    segments, their_bucket, _ = made
+    segments, their_bucket, _ = inputs
     manifest = partition(make_layout(segments, bucket_size=their_bucket, world=writers), writers)
     layout = make_layout(segments, bucket_size=bucket_size, world=readers)
     for rank in range(readers):
@@ -144,10 +144,10 @@ def test_of_a_parameter_without_elements_nothing_is_planned() -> None:
 
 @pytest.mark.parametrize("moments", MOMENTS)
 def test_what_is_written_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
-    found = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))
-    assert manifest_file.from_json(manifest_file.to_json(found.manifest)) == found.manifest
-    assert {w.kind for w in everything(found.manifest)} == {x.name for x in STATE_FORMATS[moments]}
-    assert_whole(found)
+    checkpoint = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))
+    assert manifest_file.from_json(manifest_file.to_json(checkpoint.manifest)) == checkpoint.manifest
+    assert {w.kind for w in everything(checkpoint.manifest)} == {x.name for x in STATE_FORMATS[moments]}
+    assert_complete(checkpoint)
 
 
 def test_neither_world_nor_buckets_can_be_told_from_the_elements(tmp_path: Path) -> None:
@@ -160,13 +160,13 @@ def test_neither_world_nor_buckets_can_be_told_from_the_elements(tmp_path: Path)
 def test_frozen_parameters_are_kept_as_they_are() -> None:
     for dtype in ("F32", "BF16", "F16"):
         shard = Shard("a", 1000, 0, 64, (TensorInfo("x", dtype, (5,)),), {"x": (0,)})
-        kept = ParameterEntry("stem", (5,), False, {FROZEN: (StateSlice(0, 5, 0, "x", 0),)})
-        made = evolve(EMPTY, shards=(shard,), parameters=(kept,))
-        assert manifest_file.from_json(manifest_file.to_json(made)) == made
+        entry = ParameterEntry("stem", (5,), False, {FROZEN: (StateSlice(0, 5, 0, "x", 0),)})
+        other = evolve(EMPTY, shards=(shard,), parameters=(entry,))
+        assert manifest_file.from_json(manifest_file.to_json(other)) == other
         with pytest.raises(
             CheckpointError, match="'stem': got the state frozen, expected master, exp_avg, exp"
         ):
-            evolve(made, parameters=(evolve(kept, trainable=True),))
+            evolve(other, parameters=(evolve(entry, trainable=True),))
 
 
 def test_the_pieces_of_one_kind_have_one_type() -> None:
@@ -181,9 +181,9 @@ def test_the_pieces_of_one_kind_have_one_type() -> None:
 
 
 def test_a_parameter_of_no_elements_has_no_pieces() -> None:
-    made = evolve(EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(KINDS, ())),))
-    assert manifest_file.from_json(manifest_file.to_json(made)) == made
-    assert plan_reads(made, [WantedSlice("master", "none", 0, 0)]) == ()
+    other = evolve(EMPTY, parameters=(ParameterEntry("none", (0, 3), True, dict.fromkeys(KINDS, ())),))
+    assert manifest_file.from_json(manifest_file.to_json(other)) == other
+    assert plan_reads(other, [WantedSlice("master", "none", 0, 0)]) == ()
 
 
 MODELS: list[tuple[list[Parameter], str]] = [
@@ -219,7 +219,7 @@ def test_another_model_is_refused_by_its_first_differences(
         check_model(manifest, parameters)
 
 
-def test_the_same_model_is_taken_in_any_order(manifest: Manifest) -> None:
+def test_the_same_model_is_accepted_in_any_order(manifest: Manifest) -> None:
     check_model(manifest, [*MODEL[1], *MODEL[0], *MODEL[0]])
 
 
@@ -234,12 +234,12 @@ PLAIN: list[tuple[dict[Any, Any], str]] = [
 
 
 @pytest.mark.parametrize(("extra", "message"), PLAIN)
-def test_what_json_would_change_is_not_written(extra: dict[Any, Any], message: str) -> None:
+def test_values_that_json_would_change_are_refused(extra: dict[Any, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         evolve(EMPTY, extra=extra)
 
 
-def test_what_refers_to_itself_is_not_written() -> None:
+def test_a_value_that_contains_itself_is_refused() -> None:
     endless: dict[str, Any] = {}
     endless["a"] = endless
     with pytest.raises(CheckpointError, match="at most 10 deep"):

@@ -29,35 +29,35 @@ TENSORS = (
 )
 
 
-def whole(tensors: tuple[TensorInfo, ...]) -> dict[str, bytes]:
+def contents(tensors: tuple[TensorInfo, ...]) -> dict[str, bytes]:
     return {t.name: content(t.name, t.dtype, t.nbytes) for t in tensors}
 
 
 def write(path: Path, tensors: tuple[TensorInfo, ...] = TENSORS, chunk: int = 32) -> Shard:
-    data = whole(tensors)
+    data = contents(tensors)
     return write_shard(path, {t: data[t.name] for t in tensors}, chunk)
 
 
 def read_all(path: Path, shard: Shard) -> dict[str, bytes]:
     with open_shard(path, shard) as reader:
-        found = {t.name: bytearray(t.nbytes) for t in shard.tensors}
-        for name, buffer in found.items():
+        buffers = {t.name: bytearray(t.nbytes) for t in shard.tensors}
+        for name, buffer in buffers.items():
             reader.read_into(name, 0, shard.by_name[name].numel, buffer)
-    return {name: bytes(x) for name, x in found.items()}
+    return {name: bytes(x) for name, x in buffers.items()}
 
 
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[TensorInfo, ...]:
     shapes = st.lists(st.integers(0, 12), max_size=3)
-    made = draw(st.lists(st.tuples(st.sampled_from(sorted(BYTES)), shapes), max_size=5))
-    return tuple(TensorInfo(f"t{n}", dtype, shape) for n, (dtype, shape) in enumerate(made))
+    drawn = draw(st.lists(st.tuples(st.sampled_from(sorted(BYTES)), shapes), max_size=5))
+    return tuple(TensorInfo(f"t{n}", dtype, shape) for n, (dtype, shape) in enumerate(drawn))
 
 
 @given(tables(), st.sampled_from([8, 24, 64, 1 << 20]), st.data())
 def test_any_writes_in_any_order_are_read_in_any_slices(
     tensors: tuple[TensorInfo, ...], chunk: int, data: st.DataObject
 ) -> None:
-    wanted = whole(tensors)
+    wanted = contents(tensors)
     parts = []
     for t in tensors:
         cuts = data.draw(st.sets(st.integers(0, t.numel), max_size=4))
@@ -88,7 +88,7 @@ def test_a_range_is_cut_where_chunks_meet(start: int, length: int, item: int, ch
 
 def test_threads_write_at_once(tmp_path: Path) -> None:
     t = TensorInfo("w", "F32", (4096,))
-    data = whole((t,))["w"]
+    data = contents((t,))["w"]
     writer = create_shard(tmp_path / "x", [t])
 
     def fill(thread: int) -> None:
@@ -114,7 +114,7 @@ def test_the_file_is_as_the_format_says(tmp_path: Path) -> None:
     assert raw[8 : 8 + length].rstrip(b" ")[-1:] == b"}"
     assert list(header) == ["w", "half", "codes"]  # larger elements first: each aligned to its own size
     assert header["half"] == {"dtype": "BF16", "shape": [9], "data_offsets": [132, 150]}
-    assert raw[8 + length :] == b"".join(whole(TENSORS)[name] for name in header)
+    assert raw[8 + length :] == b"".join(contents(TENSORS)[name] for name in header)
     assert (shard.file, shard.size, shard.header) == ("x", len(raw), zlib.crc32(raw[: 8 + length]))
 
 

@@ -33,7 +33,7 @@ def two_lanes() -> Plan:
     return build(graph, {"gpu": [0], "cpu": [1]})
 
 
-def test_a_lane_that_waits_too_long_says_for_which_operation_of_which_lane() -> None:
+def test_a_lane_that_waits_too_long_names_the_operation_and_its_lane() -> None:
     stages = {"make": lambda *_: time.sleep(0.5), "use": lambda *_: None}
     with pytest.raises(
         LaneTimeout, match=r"use \(lane cpu\) waited 0.1 s for make of lane gpu, which is in make"
@@ -106,14 +106,14 @@ def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() ->
         verify(broken)
 
     def result(plan: Plan, seed: int) -> torch.Tensor:
-        made = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000)
-        state = zfunc.init(made, seed=1)
-        special = specialize(made, data(0))
+        other = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000)
+        state = zfunc.init(other, seed=1)
+        special = specialize(other, data(0))
         smuggled = evolve(special.plan, waits=plan.waits)  # past compile, which verifies
-        ready = evolve(special, plan=smuggled, prepared=prepare_plan(smuggled, made.stages, CPU))
-        made.cache.specialized = dict.fromkeys(made.cache.specialized, ready)
-        state, _ = zfunc.train_step(made, state, data(0), jitter=Jitter(seed, 5e-3))
-        return torch.cat([p.flatten() for p in zfunc.params(made, state).values()])
+        ready = evolve(special, plan=smuggled, prepared=prepare_plan(smuggled, other.stages, CPU))
+        other.cache.specialized = dict.fromkeys(other.cache.specialized, ready)
+        state, _ = zfunc.train_step(other, state, data(0), jitter=Jitter(seed, 5e-3))
+        return torch.cat([p.flatten() for p in zfunc.params(other, state).values()])
 
     reference = result(good, 0)
     assert all(torch.equal(result(good, seed), reference) for seed in range(3))

@@ -194,13 +194,13 @@ def test_zfunc_train_ends_with_1_and_the_message_when_a_rank_hangs(
         for rank in range(2)
     ]
     try:
-        _, said = ranks[0].communicate(timeout=100)
+        _, message = ranks[0].communicate(timeout=100)
     finally:
         for rank in ranks:
             rank.kill()
         ranks[1].communicate()
     assert ranks[0].returncode == 1
-    assert "expected all 2 ranks: rank 1 did not come" in said
+    assert "expected all 2 ranks: rank 1 did not come" in message
 
 
 # --- ranks in different calls ---------------------------------------------------------------------------
@@ -212,8 +212,10 @@ def test_ranks_in_different_calls_name_the_calls_of_the_others(results: Path) ->
     seen = reports(results, "apart", 0, 1)
     for pair in permutations(CALLS, 2):
         for rank, call in enumerate(pair):
-            said = f"{call} on rank {rank}: got rank 0 in {pair[0]}, rank 1 in {pair[1]}, expected all 2 ranks in"
-            assert said in seen[rank].get(" ".join(pair), "nothing")
+            message = (
+                f"{call} on rank {rank}: got rank 0 in {pair[0]}, rank 1 in {pair[1]}, expected all 2 ranks"
+            )
+            assert message in seen[rank].get(" ".join(pair), "nothing")
     assert [x["together"] for x in seen] == ["2", "2"]
 
 

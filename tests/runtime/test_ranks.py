@@ -110,10 +110,10 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(results: Path, world: int
 
 
 @pytest.mark.parametrize("what", DISAGREE)
-def test_ranks_that_disagree_are_all_told_who_and_where(results: Path, what: str) -> None:
-    told = {(results / f"disagree-{what}-{rank}.txt").read_text() for rank in range(4)}
-    assert len(told) == 1
-    text = told.pop()
+def test_ranks_that_disagree_are_named_on_all(results: Path, what: str) -> None:
+    messages = {(results / f"disagree-{what}-{rank}.txt").read_text() for rank in range(4)}
+    assert len(messages) == 1
+    text = messages.pop()
     assert "on rank 2 than on rank 0" in text
     assert DISAGREE[what] in text
 
@@ -155,6 +155,6 @@ def test_a_world_of_one_sends_nothing() -> None:
     assert ranks.sent == 0
 
 
-def test_a_stage_that_there_is_not_is_refused() -> None:
+def test_an_unknown_stage_is_refused() -> None:
     with pytest.raises(ValueError, match="stage: got 3"):
         zfunc.compile(MODELS["odd sizes"]()[0], stage=3)  # type: ignore[arg-type]

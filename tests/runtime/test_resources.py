@@ -67,12 +67,12 @@ def test_huge_pages_are_asked_for_from_some_size_on() -> None:
         alloc_host(HUGE_MIN, torch.uint8),
         alloc_host(PAGE * 3, torch.uint8),
     )
-    told = [mapping_of(buffer.data_ptr()).get("VmFlags", "").split() for buffer in (large, small)]
-    if huge_page_mode() is None or not told[0]:
+    flags = [mapping_of(buffer.data_ptr()).get("VmFlags", "").split() for buffer in (large, small)]
+    if huge_page_mode() is None or not flags[0]:
         pytest.skip("this kernel has no transparent huge pages, or does not tell")
-    assert "hg" in told[0]
-    assert "sh" not in told[0]  # shared memory gets huge pages by another setting, mostly none
-    assert "hg" not in told[1]
+    assert "hg" in flags[0]
+    assert "sh" not in flags[0]  # shared memory gets huge pages by another setting, mostly none
+    assert "hg" not in flags[1]
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, LARGE])
@@ -84,7 +84,7 @@ def test_all_pages_are_there_when_it_returns(nbytes: int) -> None:
     assert not any(pages[i] for i in range(0, nbytes, 997))
 
 
-def test_every_rank_touches_its_part_from_its_seat(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_thread_touches_its_part_on_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[tuple[int, int, frozenset[int], int]] = []
     populate = paging._populate
 
@@ -117,7 +117,7 @@ def test_an_old_kernel_gets_its_pages_written_instead(monkeypatch: pytest.Monkey
     assert resident(pages) == -(-LARGE // PAGE)
 
 
-def test_no_room_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lack_of_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         MemoryError, match=r"got no memory for .* bytes \(Cannot allocate memory\), expected room"
     ):

@@ -45,7 +45,7 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
 
 
 @pytest.mark.parametrize(
-    ("environment", "told"),
+    ("environment", "message"),
     [
         ({}, ""),
         ({"OMP_NUM_THREADS": "4"}, ""),  # what it would be anyway
@@ -61,12 +61,12 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
         ({"OMP_NUM_THREADS": "8,2"}, "OMP_NUM_THREADS=8,2 is overruled"),
     ],
 )
-def test_the_environment_is_overruled_in_words(
-    tmp_path: Path, environment: dict[str, str], told: str
+def test_omp_num_threads_is_overruled_with_a_message(
+    tmp_path: Path, environment: dict[str, str], message: str
 ) -> None:
     decision = choose_threads(environment, frozenset(range(8)), two_sockets(tmp_path))
     assert decision.threads == 4
-    assert str(decision).partition("; ")[2] == told
+    assert str(decision).partition("; ")[2] == message
 
 
 @pytest.mark.parametrize("value", ["two", "0", "-1", "", "1.5"])
@@ -114,13 +114,13 @@ def test_torchrun_gets_one_line_and_the_full_team() -> None:
 
 def affinities() -> dict[int, str]:
     """Of every thread of this process: the CPUs it may run on."""
-    found = {}
+    affinity = {}
     for task in Path("/proc/self/task").iterdir():
         text = topology.read_text(task / "status")
         if text is None:  # it has ended meanwhile
             continue
-        found[int(task.name)] = re.search(r"Cpus_allowed_list:\s*(\S+)", text).group(1)  # type: ignore[union-attr]
-    return found
+        affinity[int(task.name)] = re.search(r"Cpus_allowed_list:\s*(\S+)", text).group(1)  # type: ignore[union-attr]
+    return affinity
 
 
 def in_a_thread(run: Any) -> None:
@@ -171,14 +171,14 @@ def test_only_the_lane_of_sweeps_takes_slots(monkeypatch: pytest.MonkeyPatch) ->
         return torch.cat([p.flatten() for p in zfunc.params(program, state).values()])
 
     plain = trained("Overlapped")
-    seated: list[str] = []
+    bound: list[str] = []
     slots = tuple(NumaSlot(n, frozenset({cpu})) for n, cpu in enumerate(CPUS[:2]))
     monkeypatch.setattr(teams, "default_numa_slots", lambda: slots)
-    monkeypatch.setattr(teams, "bind_team", lambda _: seated.append(threading.current_thread().name))
+    monkeypatch.setattr(teams, "bind_team", lambda _: bound.append(threading.current_thread().name))
     assert torch.equal(trained("Overlapped"), plain)
-    assert seated == ["zfunc host"]
+    assert bound == ["zfunc host"]
     assert torch.equal(trained("Serial"), plain)
-    assert seated == ["zfunc host"]  # one lane is the caller's: nobody sits
+    assert bound == ["zfunc host"]  # one lane is the caller's: nobody sits
     assert sorted(os.sched_getaffinity(0)) == CPUS
 
 
@@ -188,7 +188,7 @@ def test_on_one_node_nothing_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     in_a_thread(teams.bind_default_team)
 
 
-def test_a_runtime_that_cannot_be_asked_is_said(
+def test_an_openmp_runtime_without_the_call_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(teams.ctypes, "CDLL", lambda _: SimpleNamespace())
@@ -196,7 +196,7 @@ def test_a_runtime_that_cannot_be_asked_is_said(
     assert "not bound to its NUMA nodes" in caplog.text
 
 
-def test_slots_are_decided_once_and_said(
+def test_slots_are_chosen_once_and_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="zfunc")
@@ -216,18 +216,18 @@ def test_slots_are_decided_once_and_said(
 
 def test_a_sweep_beside_compute_has_the_full_team(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule: a lane's copies get one thread, its sweeps all there are, whatever compute does meanwhile."""
-    asked: list[tuple[str, int, int]] = []
+    calls: list[tuple[str, int, int]] = []
     kernel = sweeps.cpu_adam
 
     def spied(*given: Any, **into: Any) -> Any:
-        asked.append((threading.current_thread().name, torch.get_num_threads(), given[-1]))
+        calls.append((threading.current_thread().name, torch.get_num_threads(), given[-1]))
         return kernel.adam_update(*given, **into)
 
     monkeypatch.setattr(sweeps, "cpu_adam", Spied(kernel, adam_update=spied))
     segments, data = MODELS["odd sizes"]()
     program = zfunc.compile(segments, device="cpu", precision="fp32", schedule="Overlapped")
     zfunc.train_step(program, zfunc.init(program), data(0))
-    assert set(asked) == {("zfunc host", 1, threads.default_threads())}
+    assert set(calls) == {("zfunc host", 1, threads.default_threads())}
 
 
 class Spied:
@@ -245,6 +245,6 @@ def test_neither_compute_nor_sweeps_starve_beside_each_other() -> None:
     done = subprocess.run(
         [*command, "--seconds", "0.5"], capture_output=True, text=True, cwd=ROOT, env=environment
     )
-    kept = json.loads(done.stdout)
-    assert kept["compute_keeps"] > 1 / 8, kept
-    assert kept["sweeps_keep"] > 1 / 8, kept
+    shares = json.loads(done.stdout)
+    assert shares["compute_keeps"] > 1 / 8, shares
+    assert shares["sweeps_keep"] > 1 / 8, shares

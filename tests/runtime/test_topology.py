@@ -61,7 +61,7 @@ def test_nodes_in_order_of_their_numbers(tmp_path: Path) -> None:
     assert [node.index for node in numa_nodes(tmp_path)] == [2, 9, 10]
 
 
-def test_what_is_missing_is_unknown(tmp_path: Path) -> None:
+def test_missing_files_mean_unknown(tmp_path: Path) -> None:
     assert numa_nodes(tmp_path) == ()
     assert cpu_quota(tmp_path) == math.inf
     assert physical_cores([0, 1], tmp_path) == 2
@@ -86,7 +86,7 @@ def test_openmp_libraries_by_what_is_mapped(tmp_path: Path) -> None:
     assert topology.openmp_runtimes(tmp_path) == ("/a b/libgomp-a34b.so.1", "/c/libiomp5.so")
 
 
-def test_what_is_said_of_a_mapping(tmp_path: Path) -> None:
+def test_the_fields_of_a_mapping(tmp_path: Path) -> None:
     first, second = "1000-2000 rw-p 0 0:0 0", "2000-3000 rw-p 0 0:0 0"
     text = f"{first}\nAnonHugePages:   4 kB\n{second}\nAnonHugePages:   8 kB\nVmFlags: rd hg"
     root = tree(tmp_path, {"proc/self/smaps": text})
@@ -107,13 +107,13 @@ def test_how_long_cpus_have_worked(tmp_path: Path) -> None:
 # --- who runs where --------------------------------------------------------------------------------------
 
 
-def seated(tmp_path: Path, cpus: set[int], **given: int) -> list[int]:
+def nodes_of_slots(tmp_path: Path, cpus: set[int], **given: int) -> list[int]:
     root = two_sockets(tmp_path)
     cores = {n: physical_cores(node.cpus & cpus, root) for n, node in enumerate(numa_nodes(root))}
-    made = numa_slots(numa_nodes(root), frozenset(cpus), cores=lambda c: physical_cores(c, root), **given)
-    assert all(seat.cpus <= cpus and seat.cpus == numa_nodes(root)[seat.node].cpus & cpus for seat in made)
-    assert all(cores[seat.node] for seat in made)
-    return [seat.node for seat in made]
+    result = numa_slots(numa_nodes(root), frozenset(cpus), cores=lambda c: physical_cores(c, root), **given)
+    assert all(slot.cpus <= cpus and slot.cpus == numa_nodes(root)[slot.node].cpus & cpus for slot in result)
+    assert all(cores[slot.node] for slot in result)
+    return [slot.node for slot in result]
 
 
 @pytest.mark.parametrize(
@@ -132,10 +132,10 @@ def seated(tmp_path: Path, cpus: set[int], **given: int) -> list[int]:
 def test_threads_are_spread_over_the_nodes_of_their_rank(
     tmp_path: Path, cpus: set[int], given: dict[str, int], expected: list[int]
 ) -> None:
-    assert seated(tmp_path, cpus, **given) == expected
+    assert nodes_of_slots(tmp_path, cpus, **given) == expected
 
 
-def test_a_node_without_cpus_seats_nobody() -> None:
+def test_a_node_without_cpus_gets_no_slot() -> None:
     far = NumaNode(2, frozenset(), 1 << 30)
     assert numa_slots([NumaNode(0, frozenset({0})), far], frozenset({0, 1}), threads=1) == ()
     two = NumaNode(0, frozenset({0})), far, NumaNode(3, frozenset({1}))
@@ -157,10 +157,10 @@ def test_a_node_without_cpus_seats_nobody() -> None:
 def test_touches_cover_every_page_once(numel: int, itemsize: int, threads: int, edges: list[int]) -> None:
     marks = sorted({edge for edge in edges if edge < numel})
     sweeps = list(zip(marks[::2], marks[1::2], strict=False))
-    made = first_touches(numel, itemsize, threads=threads, page=PAGE, sweeps=sweeps)
-    assert [t.start for t in made] == [0, *(t.stop for t in made[:-1])]
-    assert made[-1].stop == numel * itemsize
-    assert all(t.start % PAGE == 0 and t.start < t.stop and 0 <= t.rank < threads for t in made)
+    result = first_touches(numel, itemsize, threads=threads, page=PAGE, sweeps=sweeps)
+    assert [t.start for t in result] == [0, *(t.stop for t in result[:-1])]
+    assert result[-1].stop == numel * itemsize
+    assert all(t.start % PAGE == 0 and t.start < t.stop and 0 <= t.rank < threads for t in result)
 
 
 def test_the_thread_that_sweeps_over_a_page_touches_it() -> None:
@@ -176,8 +176,8 @@ def test_the_thread_that_sweeps_over_a_page_touches_it() -> None:
 
 def test_every_sweep_is_divided_anew() -> None:
     page = PAGE // 4  # elements
-    made = first_touches(6 * page, 4, threads=2, page=PAGE, sweeps=[(0, 4 * page), (4 * page, 6 * page)])
-    assert made == (
+    result = first_touches(6 * page, 4, threads=2, page=PAGE, sweeps=[(0, 4 * page), (4 * page, 6 * page)])
+    assert result == (
         FirstTouch(0, 2 * PAGE, 0),
         FirstTouch(2 * PAGE, 4 * PAGE, 1),
         FirstTouch(4 * PAGE, 5 * PAGE, 0),
