@@ -65,6 +65,7 @@ def test_the_totals_of_a_budget_over_time() -> None:
     for step in range(1, WARM_STEPS + 1):
         warming = warming.after(step, 8.0 * step)
         assert (warming.total, warming.left(step, 8.0 * step)) == (1500, 140.0 - 8.0 * step)
+    assert warming.after(WARM_STEPS + 1, 8.0 * WARM_STEPS + 1.0).total == 1500, "one step is no pace"
 
 
 @hypothesis(max_examples=50)
