@@ -6,7 +6,9 @@ import shlex
 import shutil
 import subprocess
 import sys
+from inspect import cleandoc
 from pathlib import Path
+from textwrap import indent
 
 import attrs
 import pytest
@@ -21,7 +23,11 @@ from zfunc.planner.profile_toml import FOLDER
 
 Out = pytest.CaptureFixture[str]
 every_command = pytest.mark.parametrize("name", COMMANDS)
-EXAMPLES = [(name, typed) for name, command in COMMANDS.items() for _, typed in command.examples]
+EXAMPLES = [
+    (name, typed)
+    for name, command in COMMANDS.items()
+    for typed in re.findall(r"^(?!#)\S.*(?:\n .*)*", cleandoc(command.examples), re.MULTILINE)
+]
 
 
 def help_of(name: str, capsys: Out) -> str:
@@ -91,7 +97,7 @@ def test_examples_can_be_typed(
     _parse(words[words.index("zfunc") + 1 :], args)
     assert args.command == name
     assert isinstance(_settings(COMMANDS[name], args), COMMANDS[name].settings)
-    assert typed in help_of(name, capsys)
+    assert indent(typed, "  ") in help_of(name, capsys)
 
 
 def test_the_list_of_commands(capsys: Out) -> None:
@@ -101,7 +107,7 @@ def test_the_list_of_commands(capsys: Out) -> None:
     assert capsys.readouterr().out == text
     for name, command in COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(command.summary)}$", text, re.MULTILINE), "a line each"
-        assert 2 <= len(command.examples) <= 4
+        assert 2 <= [of for of, _ in EXAMPLES].count(name) <= 4
     assert list(make_parser(COMMANDS)[1]) == list(COMMANDS)
 
 

@@ -1,7 +1,9 @@
 """What every command has: settings with options, help, a function that runs it; and exit codes."""
 
 from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from attrs import frozen
@@ -16,7 +18,7 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 class Command:
     """A command: a line of help and more of it, its settings and their options, and what runs it.
 
-    `examples` are pairs of a purpose and what to type; `ending` says how the command ends. `run` returns an exit
+    `examples` are lines to type, each below a comment; `ending` says how the command ends. `run` returns its exit
     code.
     """
 
@@ -25,7 +27,7 @@ class Command:
     settings: type[Any]
     options: dict[str, Option]
     run: Callable[[Any], int]
-    examples: tuple[tuple[str, str], ...]
+    examples: str
     ending: str = ""
 
     @property
@@ -36,8 +38,8 @@ class Command:
     @property
     def epilog(self) -> str:
         """The end of its help."""
-        lines = (f"  # {purpose}\n  {typed}" for purpose, typed in self.examples)
-        return "\n\n".join(["examples:\n" + "\n".join(lines), *([self.ending] if self.ending else [])])
+        examples = f"examples:\n{indent(cleandoc(self.examples), '  ')}"
+        return f"{examples}\n\n{self.ending}" if self.ending else examples
 
 
 def write_files(files: dict[Path, str]) -> None:

@@ -121,12 +121,12 @@ COMMAND = Command(
     CalibrateSettings,
     CALIBRATE,
     run_calibrate,
-    (
-        (
-            "with a model of 12 layers",
-            "zfunc calibrate --num-layers 12 --hidden-size 768 --num-attention-heads 12",
-        ),
-        ("with the disk that checkpoints go to", "zfunc calibrate --folder runs --out machine.toml"),
-        ("the network too, between two GPUs", "torchrun --nproc-per-node 2 -m zfunc calibrate"),
-    ),
+    """
+    # with a model of 12 layers
+    zfunc calibrate --num-layers 12 --hidden-size 768 --num-attention-heads 12
+    # with the disk that checkpoints go to
+    zfunc calibrate --folder runs --out machine.toml
+    # the network too, between two GPUs
+    torchrun --nproc-per-node 2 -m zfunc calibrate
+    """,
 )

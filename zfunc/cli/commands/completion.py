@@ -50,11 +50,14 @@ def completion_command(commands: Mapping[str, Command]) -> Command:
         CompletionSettings,
         COMPLETION,
         run_completion,
-        (
-            ("bash, in ~/.bashrc", "source <(zfunc completion bash)"),
-            ("zsh, in ~/.zshrc, below compinit", 'eval "$(zfunc completion zsh)"'),
-            ("fish, once", "zfunc completion fish > ~/.config/fish/completions/zfunc.fish"),
-        ),
+        """
+        # bash, in ~/.bashrc
+        source <(zfunc completion bash)
+        # zsh, in ~/.zshrc, below compinit
+        eval "$(zfunc completion zsh)"
+        # fish, once
+        zfunc completion fish > ~/.config/fish/completions/zfunc.fish
+        """,
     )
 
 

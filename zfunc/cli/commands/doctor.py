@@ -109,6 +109,11 @@ COMMAND = Command(
     DoctorSettings,
     DOCTOR,
     run_doctor,
-    (("for a person", "zfunc doctor"), ("for a program", "zfunc doctor --json")),
+    """
+    # for a person
+    zfunc doctor
+    # for a program
+    zfunc doctor --json
+    """,
     "Exit codes: 0 nothing is wrong, 1 something is.",
 )

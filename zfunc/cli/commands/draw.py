@@ -285,12 +285,12 @@ COMMAND = Command(
     DrawSettings,
     DRAW,
     run_draw,
-    (
-        ("as text, under every schedule", "zfunc draw --schedule all"),
-        ("as a page to look into, on a V100", "zfunc draw --hardware v100-32gb --out step.html"),
-        (
-            "what a run measured, beside what was planned for this machine",
-            "zfunc draw --compare run --hardware machine.toml",
-        ),
-    ),
+    """
+    # as text, under every schedule
+    zfunc draw --schedule all
+    # as a page to look into, on a V100
+    zfunc draw --hardware v100-32gb --out step.html
+    # what a run measured, beside what was planned for this machine
+    zfunc draw --compare run --hardware machine.toml
+    """,
 )

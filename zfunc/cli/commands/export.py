@@ -85,12 +85,13 @@ COMMAND = Command(
     ExportSettings,
     EXPORT,
     run_export,
-    (
-        ("the newest checkpoint of a run", "zfunc export run --out weights.safetensors"),
-        (
-            "one of them, in bf16",
-            "zfunc export run/checkpoints/step-00001000 --dtype bf16 \\\n      --out weights.safetensors",
-        ),
-        ("a fine-tuned Hugging Face model", "zfunc export run --hf model --out tuned"),
-    ),
+    """
+    # the newest checkpoint of a run
+    zfunc export run --out weights.safetensors
+    # one of them, in bf16
+    zfunc export run/checkpoints/step-00001000 --dtype bf16 \\
+        --out weights.safetensors
+    # a fine-tuned Hugging Face model
+    zfunc export run --hf model --out tuned
+    """,
 )

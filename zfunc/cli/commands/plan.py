@@ -119,10 +119,8 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 
     def cost_model(settings: PlanSettings) -> CostModel:
-        segments, optimizer = (
-            gpt_segments(gpt_config(settings)),
-            AdamW(decay=matrices_only),
-        )  # as in zfunc train
+        segments = gpt_segments(gpt_config(settings))
+        optimizer = AdamW(decay=matrices_only)  # as in zfunc train
         return CostModel(segments, (tokens, tokens), hardware, optimizer, settings.world)
 
     precision = precision_for(hardware, settings.precision)
@@ -141,7 +139,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 def as_json(answer: PlannedModel) -> str:
     """The answer as one object; memory in bytes, times in seconds."""
     p = answer.planned
-    found: dict[str, Any] = {
+    content: dict[str, Any] = {
         "fits": p.fits,
         "step_seconds": p.step_seconds,
         "tflops": p.tflops,
@@ -159,7 +157,7 @@ def as_json(answer: PlannedModel) -> str:
         "settings": {**p.settings, "schedule": p.step.settings.schedule_name},
         "reasons": list(p.reasons),
     }
-    return json.dumps(found, indent=2)
+    return json.dumps(content, indent=2)
 
 
 def plan_text(answer: PlannedModel) -> str:
@@ -298,21 +296,15 @@ COMMAND = Command(
     PlanSettings,
     PLAN,
     run_plan,
-    (
-        (
-            "10 billion parameters on one V100",
-            "zfunc plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 \\\n"
-            "      --seq-length 1024 --vocab-size 50257 --batch-size 10",
-        ),
-        (
-            "the fastest settings that fit eight H100s",
-            "zfunc plan --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 \\\n"
-            "      --vocab-size 50257 --hardware h100 --world 8 --schedule auto",
-        ),
-        (
-            "the most layers that fit this machine",
-            "zfunc plan --hidden-size 1024 --data texts --hardware machine.toml --max",
-        ),
-    ),
+    """
+    # 10 billion parameters on one V100
+    zfunc plan --num-layers 50 --hidden-size 4096 --num-attention-heads 32 \\
+        --seq-length 1024 --vocab-size 50257 --batch-size 10
+    # the fastest settings that fit eight H100s
+    zfunc plan --hidden-size 4096 --num-attention-heads 32 --seq-length 1024 \\
+        --vocab-size 50257 --hardware h100 --world 8 --schedule auto
+    # the most layers that fit this machine
+    zfunc plan --hidden-size 1024 --data texts --hardware machine.toml --max
+    """,
     "Exit codes: 0 it fits, 1 it does not, 2 it cannot be planned.",
 )

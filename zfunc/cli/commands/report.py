@@ -42,8 +42,10 @@ COMMAND = Command(
     ReportSettings,
     REPORT,
     run_report,
-    (
-        ("into the run's folder", "zfunc report runs/20261121-050604"),
-        ("into a file of its own", "zfunc report runs/20261121-050604 --out report.html"),
-    ),
+    """
+    # into the run's folder
+    zfunc report runs/20261121-050604
+    # into a file of its own
+    zfunc report runs/20261121-050604 --out report.html
+    """,
 )

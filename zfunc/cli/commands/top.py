@@ -196,9 +196,11 @@ COMMAND = Command(
     TopSettings,
     TOP,
     run_top,
-    (
-        ("until it ends", "zfunc top runs/20261121-050604"),
-        ("what there is to see now", "zfunc top runs/20261121-050604 --once"),
-    ),
+    """
+    # until it ends
+    zfunc top runs/20261121-050604
+    # what there is to see now
+    zfunc top runs/20261121-050604 --once
+    """,
     "It ends with the run, or at Ctrl-C (exit code 0).",
 )

@@ -129,21 +129,16 @@ COMMAND = Command(
     TrainSettings,
     TRAIN,
     run_train,
-    (
-        (
-            "on your texts, with a checkpoint every 200 steps",
-            "zfunc train --data texts --steps 1000 --save-every 200 --out run",
-        ),
-        (
-            "go on where that stopped, or begin if it never began",
-            "zfunc train --data texts --steps 1000 --out run --resume auto",
-        ),
-        (
-            "fine-tune a Hugging Face model from a local folder",
-            "zfunc train --hf model --data pairs.jsonl --seq-length 512 --steps 500",
-        ),
-        ("on two GPUs", "torchrun --nproc-per-node 2 -m zfunc train --data texts"),
-    ),
+    """
+    # on your texts, with a checkpoint every 200 steps
+    zfunc train --data texts --steps 1000 --save-every 200 --out run
+    # go on where that stopped, or begin if it never began
+    zfunc train --data texts --steps 1000 --out run --resume auto
+    # fine-tune a Hugging Face model from a local folder
+    zfunc train --hf model --data pairs.jsonl --seq-length 512 --steps 500
+    # on two GPUs
+    torchrun --nproc-per-node 2 -m zfunc train --data texts
+    """,
     "Ctrl-C ends the training after the step under way, with checkpoint, evaluation, summary and sample (exit "
     "code 0); one in the middle of an evaluation ends that too; a second one stops at once (130). SIGTERM and "
     "SIGHUP end it with checkpoint and summary alone (0). Other exit codes: 1 failed while training or to save "
