@@ -24,6 +24,8 @@ STARTS_WITHOUT_TORCH = (
     "draw --compare runs/none",
     "report runs/none",
     "top runs/none",
+    "--version",
+    "completion bash",
 )
 INTERPRETERS = (
     *("core.plan", "core.verifier", "core.simulator", "core.hardware", "core.memory_model", "core.timeline"),

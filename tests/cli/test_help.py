@@ -4,7 +4,6 @@ import argparse
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from inspect import cleandoc
 from pathlib import Path
@@ -116,10 +115,3 @@ def test_versions(capsys: Out) -> None:
     python = ".".join(map(str, sys.version_info[:3]))
     expected = f"zfunc {zfunc.__version__} (torch {torch.__version__}, Python {python})\n"
     assert capsys.readouterr().out == expected
-
-
-@pytest.mark.parametrize("args", [["--help"], ["--version"], ["train", "--help"], ["completion", "bash"]])
-def test_no_answer_that_needs_no_torch_waits_for_it(args: list[str]) -> None:
-    code = f"import sys; from zfunc.cli.main import main; main({args}); sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -126,20 +126,6 @@ def test_what_datasets_wrote_is_read(tmp_path: Path) -> None:
     assert "left out: the columns number" in str(corpus)
 
 
-def test_what_datasets_itself_writes_is_read(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    texts = datasets.Dataset.from_dict({"text": TEXTS, "id": list(range(40))})
-    texts.save_to_disk(tmp_path / "d", num_shards=3)
-    assert bytes(tokens_of(opened(tmp_path / "d", tmp_path))) == b"".join(t.encode() + b"\0" for t in TEXTS)
-    both = datasets.DatasetDict({"train": texts, "test": texts.select([5, 3])})
-    both.save_to_disk(tmp_path / "both")
-    held_out = opened(tmp_path / "both", tmp_path).held_out
-    assert bytes(held_out.tolist()).decode() == f"{TEXTS[5]}\0{TEXTS[3]}\0"
-    ids = datasets.Dataset.from_dict({"input_ids": IDS, "labels": IDS})
-    ids.save_to_disk(tmp_path / "ids")
-    assert tokens_of(opened(tmp_path / "ids", tmp_path)) == [x for row in IDS for x in row]
-
-
 # --- trained on -------------------------------------------------------------------------------------------
 
 
