@@ -1,8 +1,10 @@
 """Disks without room and processes that stop, a little later each time."""
 
+import errno
 import os
 import subprocess
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,18 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a small disk cannot be mounted here: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)  # also where a failed test holds it open
+
+
+def full_once(write_all: Callable[..., None], at: int) -> Callable[..., None]:
+    """`durable_files.write_all` on a disk that has no room in its call number `at` from 1."""
+    calls = count(1)
+
+    def write(*args: Any) -> None:
+        if next(calls) == at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write_all(*args)
+
+    return write
 
 
 def with_more_room(disk: Path, write: Callable[[int], Any], check: Callable[[], Any]) -> list[str]:

@@ -1,14 +1,13 @@
 """What each rank of tests/engine/test_saving_ranks.py runs: `python save_worker.py FOLDER`."""
 
-import errno
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from bad_disks import full_once
 from forked import play
 from rank_worker import WORLDS, Batch, compiled, each_world, global_batch, groups_of, rows_of
 from small_models import flats
@@ -74,17 +73,10 @@ def fail(out: Path, rank: int) -> None:
     program, data = compiled(group=None, **SETTINGS["frozen"])
     state = zfunc.init(program, seed=1)
     messages: list[str] = []
-    write_all, calls = disk.write_all, [0]
-
-    def full(fd: int, data: memoryview, offset: int) -> None:
-        calls[0] += 1
-        if rank == 1 and calls[0] == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_all(fd, data, offset)
-
-    disk.write_all = full
+    write_all = disk.write_all
     for at in (1, 2):
-        calls[0] = 0
+        if rank == 1:
+            disk.write_all = full_once(write_all, at)
         rows = rows_of(global_batch(data, at), rank, program.ranks.world)
         try:
             state, m = zfunc.train_step(program, state, rows, save=out / "failing")

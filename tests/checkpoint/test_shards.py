@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bad_disks import full_once
 from hypothesis import given
 from hypothesis import strategies as st
 from saved import checksummed, content, write_shard
@@ -279,12 +280,9 @@ def test_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_a_file_in_which_a_write_failed_or_came_twice_is_not_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     writer = create_shard(tmp_path / "x", [TensorInfo("w", "U8", (64,))])
     with monkeypatch.context() as patched:
-        patched.setattr(disk, "write_all", full)
+        patched.setattr(disk, "write_all", full_once(disk.write_all, 1))
         with pytest.raises(
             CheckpointError, match="'No space left on device' while writing bytes 0 to 64 of 'w'"
         ):

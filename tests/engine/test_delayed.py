@@ -6,13 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import plain
 import pytest
 import torch
 import trained
 from attrs import evolve
-from small_models import bits, flats, regression
+from small_models import bits, flats
 from table import chain, in_pairs, spec
-from torch import Tensor, nn
+from torch import Tensor
 from trained import injecting, steps
 from zfunc.schedules import Overlapped
 
@@ -46,84 +47,50 @@ def compiled(settings: str, delay_from: int | None = 1, **more: Any) -> tuple[Pr
 # --- what it computes ----------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    """The same parameters as the segments below, as one module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.a, self.b, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 1)
-
-
-class Last(nn.Module):
-    def __init__(self, out: nn.Linear) -> None:
-        super().__init__()
-        self.out = out
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.out(x).squeeze(-1), targets)
-
-
-def by_hand(delay_from: int, clip: float | None, num_steps: int) -> tuple[list[float], list[Tensor]]:
-    """Plain PyTorch: from a step on, the gradient goes into the optimizer one step later."""
-    model, batch = Model(), regression()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+def in_plain_pytorch(
+    program: Program, batch: Any, delay_from: int, num_steps: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """From a step on, the gradient goes into the optimizer one step later."""
+    parts = [plain.Part.of(segment) for segment in program.segments]
+    values = zfunc.params(program, zfunc.init(program, seed=1))
+    names = {span.name for span in program.layout.spans}
+    groups = [
+        {
+            "params": [
+                values[name] for name in names if zfunc.matrices_only(name, values[name].shape) == decayed
+            ]
+        }
+        | {"weight_decay": 0.1 * decayed}
+        for decayed in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
     losses: list[float] = []
-    waiting: list[Tensor] | None = None
-
-    def apply(grads: list[Tensor]) -> None:
-        for p, grad in zip(model.parameters(), grads, strict=True):
-            p.grad = grad
-        optimizer.step()
-
+    waiting: list[dict[str, Tensor]] = []
     for i in range(num_steps):
-        x, y = batch(i)
-        hidden = torch.tanh(model.b(torch.tanh(model.a(x))))
-        loss = Last(model.out)(hidden, y)
-        grads = list(torch.autograd.grad(loss, list(model.parameters())))
-        losses.append(float(loss.detach()))
-        if clip is not None:
-            norm = torch.stack([g.norm() for g in grads]).norm()
-            grads = [g * min(1.0, clip / (float(norm) + 1e-6)) for g in grads]
-        if i + 1 < delay_from:
-            apply(grads)
-            continue
-        if waiting is not None:
-            apply(waiting)
-        waiting = grads
-    if waiting is not None:
-        apply(waiting)
-    return losses, [p.detach() for p in model.parameters()]
+        loss, grads = plain.gradient(parts, values, names, [batch(i)])
+        losses.append(loss)
+        waiting.append(plain.clipped(grads, program.settings.clip_norm)[1])
+        last = i + 1 == num_steps
+        while len(waiting) > (0 if last or i + 1 < delay_from else 1):
+            for name, grad in waiting.pop(0).items():
+                values[name].grad = grad
+            optimizer.step()
+    return losses, values
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("delay_from", [1, 2, 10, 31])
 def test_it_is_the_delayed_update_of_plain_pytorch(delay_from: int, clip: float | None) -> None:
-    model, batch = Model(), regression()
-    modules = {
-        "a": nn.Sequential(model.a, nn.Tanh()),
-        "b": nn.Sequential(model.b, nn.Tanh()),
-        "out": Last(model.out),
-    }
-    program = zfunc.compile(
-        [zfunc.segment(n, m) for n, m in modules.items()],
-        optimizer=zfunc.AdamW(lr=1e-2, weight_decay=0.1),
-        precision="fp32",
-        clip_norm=clip,
-        delay_from=delay_from,
-        bucket_size=100,
-        device="cpu",
+    program, batch = trained.compiled(
+        "odd sizes", precision="fp32", clip_norm=clip, delay_from=delay_from, bucket_size=100
     )
-    state, losses = zfunc.init(program), []
-    for i in range(30):
-        state, m = zfunc.train_step(program, state, batch(i))
-        losses.append(m.loss)
-    expected, weights = by_hand(delay_from, clip, 30)
+    state, seen = steps(program, zfunc.init(program, seed=1), batch, 0, 30)
+    expected, weights = in_plain_pytorch(program, batch, delay_from, 30)
+    losses = [loss for _, loss, *_ in seen]
     assert losses == pytest.approx(expected, abs=2e-4)
     assert losses[0] == pytest.approx(expected[0], abs=1e-6)
-    state = zfunc.flush(program, state)
-    for mine, theirs in zip(zfunc.params(program, state).values(), weights, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=3e-4)
+    for name, value in zfunc.params(program, zfunc.flush(program, state)).items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=3e-4)
 
 
 def test_the_first_delayed_step_trains_on_what_plain_steps_left() -> None:

@@ -1,6 +1,5 @@
 """A State to a checkpoint and back: to the bit, whatever reads it, whenever it is written, whatever goes wrong."""
 
-import errno
 import json
 import logging
 import os
@@ -16,6 +15,7 @@ import pytest
 import saved as checkpoint_of
 import torch
 import trained
+from bad_disks import full_once
 from small_models import MODELS, flats
 from threaded_ranks import ThreadedRanks
 from torch import Tensor
@@ -346,20 +346,13 @@ def test_a_folder_that_cannot_be_written_stops_nothing_but_the_save(tmp_path: Pa
 
 
 @pytest.mark.parametrize("at", [2, 5, 12])
-def test_a_disk_that_fills_up_meanwhile_is_told_and_the_step_goes_on(
+def test_a_disk_that_fills_up_is_reported_and_the_step_goes_on(
     at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     program, state, data = saved(tmp_path)
     names = sorted(x.name for x in tmp_path.iterdir())
-    calls, write_all = [0], disk.write_all
-
-    def full(fd: int, data: memoryview, offset: int) -> None:
-        calls[0] += 1
-        if calls[0] == at:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write_all(fd, data, offset)
-
-    monkeypatch.setattr(disk, "write_all", full)
+    write_all = disk.write_all
+    monkeypatch.setattr(disk, "write_all", full_once(write_all, at))
     after, m = zfunc.train_step(program, state, data(2), save=tmp_path)
     assert m.saved is not None
     assert m.saved.path is None
@@ -370,8 +363,7 @@ def test_a_disk_that_fills_up_meanwhile_is_told_and_the_step_goes_on(
     assert sorted(x.name for x in tmp_path.iterdir()) == names
     assert zfunc.load(tmp_path, program).step == 1
     assert after.step == 3
-    calls[0] = 0
-    monkeypatch.setattr(disk, "write_all", full)
+    monkeypatch.setattr(disk, "write_all", full_once(write_all, at))
     with pytest.raises(CheckpointError, match="No space left"):
         zfunc.save(tmp_path, program, after)
 
