@@ -1,7 +1,7 @@
-"""A machine's Profile from what operations took on it.
+"""A machine's Profile from the costs of operations that were measured on it.
 
-The invariant: nothing is assumed. What was not measured is not in the profile, and asking for it says so; every
-figure says how it was measured, and of what was reached all is counted on.
+Nothing is assumed: a figure that was not measured is not in the profile. Every figure says how it was measured, and
+counts in full.
 """
 
 import math
@@ -27,9 +27,9 @@ RATE_OF: dict[Kind, str] = {
 
 @frozen
 class MachineFacts:
-    """What can be looked up: how many devices and cores a node has, bytes free on each tier, and who trained.
+    """Devices and cores of a node, free bytes on each tier, and the ranks that trained.
 
-    `threads` is how many each kind of operation keeps busy where the device is the host (`unified`); {} elsewhere.
+    `threads` are those that each kind of operation keeps busy where the device is the host (`unified`); else {}.
     """
 
     title: str
@@ -46,16 +46,16 @@ class MachineFacts:
 
 
 def make_profile(
-    machine: MachineFacts, found: Costs, disk: LatencyBandwidth, how: str, *, handoff: float = 0.0
+    machine: MachineFacts, costs: Costs, disk: LatencyBandwidth, how: str, *, handoff: float = 0.0
 ) -> Profile:
-    """The Profile of `machine`, whose operations took what was `found`, measured as `how` says. `handoff` is what
-    passes before an operation learns of the end of another on another lane, in seconds.
+    """The Profile of `machine` from the costs of its operations; `how` says how they were measured. `handoff` are
+    the seconds until a lane learns that an operation of another has ended.
 
-    Raises ValueError where the steps had no operation to tell a rate by.
+    Raises ValueError where no operation of the steps gives a rate.
     """
     kinds = KINDS if machine.world > 1 else (*NEEDED, "disk")
-    lines: dict[Kind, LatencyBandwidth] = {k: line for k in kinds if (line := found.line(k)) is not None}
-    flops = found.flops()
+    lines: dict[Kind, LatencyBandwidth] = {k: line for k in kinds if (line := costs.line(k)) is not None}
+    flops = costs.flops()
     missing = [f"of kind {kind!r} that moves bytes" for kind in NEEDED if kind not in lines]
     if missing or flops is None:
         what = missing[0] if missing else "with FLOPs"
@@ -73,9 +73,9 @@ def make_profile(
         ),
     }
     words = {
-        "count": "as the operating system tells",
+        "count": "read from the operating system",
         "bytes": "free when this was measured",
-        "reached": "the figure is what was reached",
+        "reached": "the figure was reached",
     }
     return Profile(
         "calibrated",
@@ -88,14 +88,14 @@ def make_profile(
         },
         unified=machine.unified,
         shared=_shared(machine),
-        measured=found.measured,
+        measured=costs.measured,
     )
 
 
 def _rates(
     machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth], disk: LatencyBandwidth
 ) -> dict[str, float]:
-    """Those of the node are what each of its ranks reached, at the same time as the others, times their number."""
+    """A rate of the node is that of each of its ranks, all running at once, times their number."""
     rates = {RATE_OF[kind]: lines[kind].rate for kind in NEEDED}
     rates["host_memory"] *= machine.local_ranks
     rates["disk"] = disk.rate * machine.local_ranks
@@ -117,7 +117,7 @@ def _network(machine: MachineFacts) -> str:
 
 
 def _shared(machine: MachineFacts) -> dict[str, dict[str, Figure]]:
-    """Where the device is the host, operations compete for its cores: each takes those its threads run on."""
+    """Where the device is the host, operations compete for its cores: each takes those of its threads."""
     shares = {
         kind: Figure(
             min(1.0, n / machine.cores), "measured", f"{n} of {machine.cores} cores are busy with it"

@@ -1,10 +1,10 @@
-"""From measured steps to a machine's figures: what each operation takes alone, and the rates that follow from it.
+"""Costs of operations from measured steps, and the rates and latencies that follow from them.
 
-Steps of a plan with one lane are looked at, where nothing runs beside anything. An operation is charged with what
-happens between it and the next one, such as issuing that and giving memory back.
+The steps are of a plan with one lane, where operations run alone. An operation is charged with the time until the
+next one begins, in which that is issued and memory is freed.
 
-The invariant: the times of a step's operations add up to that step. So what `zfunc.core.simulator` says of a Serial
-step on the machine so described is what such steps took.
+The invariant: the costs of a step's operations add up to the step. So the simulated time of a Serial step on the
+machine so described is what such steps took.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ Work = tuple[Kind, int, int]  # kind, FLOPs, bytes: operations alike in these co
 
 @frozen
 class MeasuredStep:
-    """A measured step: its plan, when each operation ran, and how long all of it took, in seconds."""
+    """A measured step: its plan, when each operation ran, and its length in seconds."""
 
     plan: Plan
     timeline: Timeline
@@ -39,19 +39,19 @@ class LatencyBandwidth:
 
 @frozen
 class Costs:
-    """What operations took: the mean of each kind of work, in seconds, and how many of it a step has."""
+    """The mean seconds of each kind of work, and how many of it a step has."""
 
     seconds: Mapping[Work, float] = field(converter=dict[Work, float])
     counts: Mapping[Work, int] = field(converter=dict[Work, int])
 
     @property
     def measured(self) -> tuple[Measured, ...]:
-        """As Hardware wants them, in the order of kinds and sizes."""
+        """The costs for a Hardware, in the order of kinds and sizes."""
         works = sorted(self.seconds, key=lambda work: (KINDS.index(work[0]), *work[1:]))
         return tuple(Measured(*work, _rounded(self.seconds[work])) for work in works)
 
     def flops(self) -> float | None:
-        """FLOP/s of all that count FLOPs, together; None if none does."""
+        """FLOP/s of all operations that count FLOPs, together; None if none does."""
         works = [work for work in self.seconds if work[1]]
         spent = sum(self.seconds[work] * self.counts[work] for work in works)
         return sum(work[1] * self.counts[work] for work in works) / spent if works else None
@@ -65,15 +65,15 @@ class Costs:
 
 
 def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """The half of `steps` in the middle, by the time they took: what disturbed some is left out."""
+    """The middle half of `steps` by their length: those that were disturbed are left out."""
     ordered = sorted(steps, key=lambda step: step.seconds)
     quarter = len(ordered) // 4
     return ordered[quarter : len(ordered) - quarter]
 
 
 def handoff(steps: Iterable[MeasuredStep]) -> float | None:
-    """Seconds from the end of an operation to the start of one on another lane that waits for it and for nothing
-    else: the mean of the half in the middle, of every time that happened in `steps`. None if it did not.
+    """Seconds from the end of an operation to the start of one on another lane that waits for it alone: the mean of
+    the middle half of all in `steps`. None if there is none.
 
     >>> from zfunc.core.graph import Graph, Region
     >>> from zfunc.core.plan import build
@@ -95,14 +95,14 @@ def _gaps(step: MeasuredStep) -> Iterable[float]:
         free = 0.0
         for i in lane.ops:
             e = events[ops[i].name]
-            told = max((events[ops[n].name].end for n in step.plan.waits[i]), default=0.0)
-            if told > free:
-                yield max(0.0, e.start - told)  # clocks of two devices may cross
+            ready = max((events[ops[n].name].end for n in step.plan.waits[i]), default=0.0)
+            if ready > free:
+                yield max(0.0, e.start - ready)  # clocks of two devices may cross
             free = e.end
 
 
 def fit_costs(steps: Iterable[MeasuredStep]) -> Costs:
-    """What operations took in `steps` of a plan with one lane. Raises ValueError for a plan with more, or no step.
+    """The costs of operations in `steps` of a plan with one lane. Raises ValueError for more lanes, or no step.
 
     >>> from zfunc.core.plan import build
     >>> from zfunc.core.timeline import Event

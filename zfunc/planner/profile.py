@@ -1,15 +1,14 @@
-"""A machine's figures with where each comes from, and the Hardware a training on it gets.
+"""A machine as figures, each with its origin, and the Hardware that a rank on it gets.
 
-A figure is a peak of a data sheet, an assumption with its reason, or a measurement. The table `reached` says which
-share of a peak is counted on. So what is assumed is in the profile, in words, and not in this code.
+A figure is a peak from a data sheet, an assumption with its reason, or a measurement. The table `reached` has the
+share of each peak that is counted on, so what is assumed is in the profile, in words, and not in this code.
 
-The invariant: a Profile that exists has every figure it needs, each of a plausible size in its table's unit, and
-each with its origin.
+The invariant: a Profile has every figure it needs, each of a plausible size in its table's unit, with its origin.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Iterable, Mapping
+from typing import Literal, get_args
 
 from attrs import field, frozen
 
@@ -23,7 +22,7 @@ ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
 RATES = ("device_memory", "host_memory", "d2h", "h2d", "disk")
 NETWORKS = ("network_in_node", "network_between_nodes")
-# A table's name is the unit of what is in it. First the figures there must be, then those there may be.
+# A table's name is the unit of its figures: first those that are required, then those that are optional.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
     "count": (("devices", "cores"), ()),
@@ -35,10 +34,10 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bytes_per_s": (RATES, NETWORKS),
     # to start an operation; of a network, a hop; to tell another lane that an operation has ended
     "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), NETWORKS),
-    # the share that is counted on of the figure of that name
+    # the share of the figure of that name that is counted on
     "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
 }
-# What is outside is a slip of the unit: GB/s where B/s is meant, microseconds where seconds are.
+# A figure outside has the wrong unit: GB/s instead of B/s, microseconds instead of seconds.
 BOUNDS: dict[str, tuple[float, float]] = {
     "count": (1, 1e6),
     "bytes": (1e6, 1e16),
@@ -48,7 +47,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "reached": (1e-3, 1),
     "shared": (1e-6, 1),
 }
-NONE_SENT = 1.0  # B/s of the network of a single rank, which has nobody to send to
+NONE_SENT = 1.0  # B/s of the network of a single rank, which sends nothing
 
 
 @frozen
@@ -65,26 +64,22 @@ def _figures(given: Mapping[str, Mapping[str, Figure]]) -> dict[str, dict[str, F
     return {table: dict(figures) for table, figures in given.items()}
 
 
-def _texts(given: Mapping[str, str]) -> dict[str, str]:
-    return dict(given)
-
-
 @frozen
 class Profile:
-    """A machine: `figures[table][key]`, in the unit the table is named after (see TABLES).
+    """A machine: `figures[table][key]`, in the unit that the table is named after (see TABLES).
 
-    `sources` are titles and addresses of data sheets by the keys figures name. On a `unified` machine the device is
-    the host itself. `shared` says which resources kinds of operations compete for (see `Hardware`); where it is
-    empty and there is a device, copies compete with the host's work for host memory. `measured` are operations
-    timed on it.
+    `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
+    device is the host. `shared` are the resources that kinds of operations compete for (see `Hardware`); where it
+    is empty and the device is not the host, copies compete with the host's work for host memory. `measured` are
+    operations timed on the machine.
 
-    Raises ValueError, which names the profile, the table and the key, for a figure that is missing or absurd.
+    Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
     """
 
     name: str
     title: str
     figures: Mapping[str, Mapping[str, Figure]] = field(converter=_figures, hash=False)
-    sources: Mapping[str, str] = field(factory=dict[str, str], converter=_texts, hash=False)
+    sources: Mapping[str, str] = field(factory=dict[str, str], converter=dict[str, str], hash=False)
     unified: bool = False
     shared: Mapping[str, Mapping[str, Figure]] = field(
         factory=dict[str, dict[str, Figure]], converter=_figures, hash=False
@@ -92,35 +87,28 @@ class Profile:
     measured: tuple[Measured, ...] = field(default=(), converter=tuple)
 
     def __attrs_post_init__(self) -> None:
-        """Check that every figure is there, has a plausible value, and says where it comes from."""
-        self._check_names("", self.figures, tuple(TABLES))
+        check_names(self.name, "", self.figures, tuple(TABLES))
         for table, (needed, optional) in TABLES.items():
-            there = self.figures.get(table, {})
-            self._check_names(table, there, (*needed, *optional))
+            figures = self.figures.get(table, {})
+            check_names(self.name, table, figures, (*needed, *optional))
             for key in needed:
                 self._figure(table, key)
-            for key, figure in there.items():
+            for key, figure in figures.items():
                 self._check(table, table, key, figure)
         for resource, shares in self.shared.items():
-            self._check_names(f"shared.{resource}", shares, KINDS)
+            check_names(self.name, f"shared.{resource}", shares, KINDS)
             for kind, figure in shares.items():
                 self._check(f"shared.{resource}", "shared", kind, figure)
         if not self.precisions:
-            self._refuse(
-                "flops_per_s", "", "nothing in it", f"one at least of {', '.join(PRECISIONS)}: add it"
-            )
+            self._refuse("flops_per_s", "", "nothing", f"at least one of {', '.join(PRECISIONS)}: add it")
         for key in (*self.figures["flops_per_s"], *self.figures["bytes_per_s"]):
             self._figure("reached", key)
         for key in NETWORKS:
             if key in self.figures["bytes_per_s"]:
                 self._figure("seconds", key)
         if self.device_bytes <= 0:
-            self._refuse(
-                "bytes",
-                "context",
-                f"{self.value('bytes', 'context'):g}",
-                "less than the device has: lower it",
-            )
+            got = f"{self.value('bytes', 'context'):g}"
+            self._refuse("bytes", "context", got, "less than the device has: lower it")
 
     @property
     def precisions(self) -> tuple[Precision, ...]:
@@ -128,37 +116,36 @@ class Profile:
         return tuple(p for p in PRECISIONS if p in self.figures.get("flops_per_s", {}))
 
     def value(self, table: str, key: str) -> float:
-        """A figure's value. Raises ValueError where it is not known."""
+        """A figure's value. Raises ValueError where it is unknown."""
         return self._figure(table, key).value
 
     def reached(self, table: str, key: str) -> float:
-        """A peak times the share of it that is counted on."""
+        """A peak times its share that is counted on."""
         share = f"{key}_bytes" if table == "bytes" else key
         return self.value(table, key) * self.value("reached", share)
 
     @property
     def device_bytes(self) -> float:
-        """What tensors can have of a device: what is counted on of its bytes, less the process's own context."""
+        """A device's bytes for tensors: those that are counted on, less the context of the process."""
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
     def hardware(self, precision: str, world: int = 1) -> Hardware:
-        """What one of `world` ranks gets, computing in `precision`.
+        """One rank's share of the machine, of `world` ranks that compute in `precision`.
 
-        The ranks of a node share its host memory, bandwidth and disk evenly. Collectives go at the rate inside the
-        node as long as all ranks are in one; between nodes at that of all ports of a node together, because rings
-        enter it through every port, but never faster than inside. They take a latency for each of log2(world) hops.
+        The ranks of a node share its host memory, bandwidth and disk evenly. Collectives run at the rate inside the
+        node while all ranks are in one; between nodes at that of all ports of a node together, because rings enter
+        a node through every port, but never faster than inside. They take a latency for each of log2(world) hops.
 
-        Raises ValueError for a precision or a network whose figures are not known, and where `world` is no
-        positive number.
+        Raises ValueError for a precision or a network whose figures are unknown, and for a `world` below 1.
         """
         if precision not in self.precisions:
-            there = ", ".join(self.precisions)
             raise ValueError(
-                f"{self.name}: got precision {precision!r}, expected one it has: use {there}, or calibrate with it"
+                f"{self.name}: got precision {precision!r}, expected one it has: use {', '.join(self.precisions)}, "
+                "or calibrate with it"
             )
         if world < 1:
-            raise ValueError(f"{self.name}: got a world of {world}, expected 1 rank at least: give a count")
+            raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
         local = min(world, int(self.value("count", "devices")))
         rates, latencies = self._rates(local), self._latencies()
         if world > 1:
@@ -222,19 +209,24 @@ class Profile:
         if unit == "count" and figure.value != int(figure.value):
             self._refuse(where, key, f"{figure.value:g}", "a whole number: round it")
         if not figure.words.strip():
-            self._refuse(where, key, f"nothing for {figure.origin!r}", "where the figure comes from: say it")
+            self._refuse(where, key, f"nothing for {figure.origin!r}", "the origin of the figure: add it")
         if figure.origin == "source" and figure.words not in self.sources:
             hint = (
                 did_you_mean(figure.words, list(self.sources)) or ": add it to [sources], title and address"
             )
             self._refuse(where, key, f"the source {figure.words!r}", f"one of [sources]{hint}")
 
-    def _check_names(self, table: str, given: Mapping[str, Any], known: tuple[str, ...]) -> None:
-        for name in given:
-            if name not in known:
-                hint = did_you_mean(name, list(known)) or ": leave it out"
-                self._refuse(table, name, "a name that means nothing", f"one of {', '.join(known)}{hint}")
-
     def _refuse(self, table: str, key: str, got: str, expected: str) -> None:
         place = " ".join([*([f"[{table}]"] if table else []), *([key] if key else [])])
         raise ValueError(f"{self.name}: {place}: got {got}, expected {expected}")
+
+
+def check_names(profile: str, table: str, names: Iterable[str], known: tuple[str, ...]) -> None:
+    """Raise ValueError for a name in a table of a profile, or at its top (""), that is not known."""
+    for name in names:
+        if name not in known:
+            hint = did_you_mean(name, list(known)) or ": leave it out"
+            place = f"[{table}] {name}" if table else name
+            raise ValueError(
+                f"{profile}: {place}: got an unknown name, expected one of {', '.join(known)}{hint}"
+            )

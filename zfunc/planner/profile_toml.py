@@ -1,7 +1,6 @@
 """Profiles as TOML files: those that come with zfunc, and those that `zfunc calibrate` writes.
 
-The invariant: what is written reads back as the same Profile, and a file that says something a Profile does not
-know is refused, with its path.
+The invariant: a Profile that is written reads back as the same, and a file with an unknown name is refused.
 """
 
 import json
@@ -15,7 +14,7 @@ from attrs import asdict, fields
 
 from zfunc.core.hardware import Measured
 from zfunc.errors import did_you_mean
-from zfunc.planner.profile import ORIGINS, TABLES, Figure, Profile
+from zfunc.planner.profile import ORIGINS, TABLES, Figure, Profile, check_names
 
 FOLDER = Path(__file__).parent / "profiles"
 TOP = ("title", "unified", "sources", *TABLES, "shared", "measured")
@@ -31,9 +30,9 @@ def profile_names() -> tuple[str, ...]:
 
 
 def load_profile(name: str | Path) -> Profile:
-    """The profile of that name, or that a file holds.
+    """The profile of that name, or in a file of that path.
 
-    Raises FileNotFoundError for a name that is neither, and ValueError for a file that is not a profile.
+    Raises FileNotFoundError where there is neither, and ValueError for a file that is not a profile.
 
     >>> load_profile("h100").value("count", "devices")
     8
@@ -41,11 +40,9 @@ def load_profile(name: str | Path) -> Profile:
     if name in profile_names():
         path = FOLDER / f"{name}.toml"
     elif not (path := Path(name)).is_file():
-        begun = [known for known in profile_names() if name and known.startswith(str(name).lower())]
-        hint = (
-            did_you_mean(str(name), begun or list(profile_names()))
-            or ": zfunc calibrate writes one of this machine"
-        )
+        similar = [known for known in profile_names() if name and known.startswith(str(name).lower())]
+        hint = did_you_mean(str(name), similar or list(profile_names()))
+        hint = hint or ": zfunc calibrate writes one of this machine"
         raise FileNotFoundError(
             f"hardware: got {str(name)!r}, which is no profile and no file, expected one of "
             f"{', '.join(profile_names())}, or a path{hint}"
@@ -54,22 +51,17 @@ def load_profile(name: str | Path) -> Profile:
 
 
 def parse_profile(text: str, name: str) -> Profile:
-    """The profile in a file's `profile_text`; `name` is what it is called, in errors too. Raises ValueError.
+    """The profile that `profile_text` wrote; `name` is its name, also in errors. Raises ValueError.
 
     >>> parse_profile("titel = 'mine'", "mine.toml")
     Traceback (most recent call last):
-    ValueError: mine.toml: titel: got a name that means nothing, expected one of title, ... (did you mean 'title'?)
+    ValueError: mine.toml: titel: got an unknown name, expected one of title, ... (did you mean 'title'?)
     """
     try:
         top = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
-    for key in top:
-        if key not in TOP:
-            hint = did_you_mean(key, list(TOP)) or ": leave it out"
-            raise ValueError(
-                f"{name}: {key}: got a name that means nothing, expected one of {', '.join(TOP)}{hint}"
-            )
+    check_names(name, "", top, TOP)
     read = _Reader(name)
     return Profile(
         name,
@@ -86,7 +78,7 @@ def parse_profile(text: str, name: str) -> Profile:
 
 
 class _Reader:
-    """Values of the types a Profile wants, or an error that names the place."""
+    """Values of the types that a Profile has, or an error with the place."""
 
     def __init__(self, name: str) -> None:
         self._name = name
