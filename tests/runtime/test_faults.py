@@ -161,7 +161,7 @@ def job(tmp_path: Path) -> tuple[list[str], dict[str, str]]:
 
 @pytest.mark.slow
 def test_torchrun_ends_with_1_and_the_message_when_a_rank_dies(job: tuple[list[str], dict[str, str]]) -> None:
-    """With its processes, what "killed" says of forked ranks and test_cli.py of a training that fails."""
+    """With its processes, what "killed" says of forked ranks and test_train_command.py of a training that fails."""
     arguments, environment = job
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fault = {"ZFUNC_FAULTS": "rank=1,step=2,op=adam[0],do=kill"}

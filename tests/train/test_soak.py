@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow  # one kill of each kind: test_cli, test_checkpoints, test_resume, test_tracking
+@pytest.mark.slow  # one kill of each kind: test_train_command, test_checkpoints, test_resume, test_tracking
 def test_a_few_kills_lose_nothing() -> None:
     command = [sys.executable, str(Path(__file__).parents[1] / "soak.py"), "--kills", "6", "--seconds", "150"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
