@@ -300,7 +300,7 @@ def test_the_largest_weight_of_the_parameter_is_named(
 def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
     for dtype, near in (("bf61", "'bf16'"), ("float32", "'fp32'"), (torch.bfloat16, "'bf16'")):
         with pytest.raises(
-            ValueError, match=rf"dtype: got .* \(did you mean {near}\?\), expected fp32, bf16 or"
+            ValueError, match=rf"dtype: got .*, expected one of fp32, bf16, fp16 \(did you mean {near}\?\)"
         ):
             export_weights(save(tmp_path), tmp_path / "a.safetensors", dtype=dtype)  # pyright: ignore
 

@@ -24,9 +24,9 @@ from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import stored_buffers
-from zfunc.errors import did_you_mean
 from zfunc.optim.adam_reference import Array, round_to, to_float32
 from zfunc.optim.compact_reference import join
+from zfunc.options import one_of
 
 SUFFIX = ".safetensors"
 PIECE = 1 << 16  # elements at a time: they are converted while they are in the cache
@@ -70,11 +70,9 @@ def export_weights(source: Path, out: Path, *, dtype: Precision = "fp32") -> Exp
 
     >>> export_weights(Path("runs/mine"), Path("mine.safetensors"), dtype="bf61")
     Traceback (most recent call last):
-    ValueError: dtype: got 'bf61' (did you mean 'bf16'?), expected fp32, bf16 or fp16: choose one of them
+    ValueError: dtype: got 'bf61', expected one of fp32, bf16, fp16 (did you mean 'bf16'?)
     """
-    if dtype not in OVERFLOW:
-        hint = did_you_mean(str(dtype), list(OVERFLOW))
-        raise ValueError(f"dtype: got {dtype!r}{hint}, expected fp32, bf16 or fp16: choose one of them")
+    one_of(OVERFLOW)("dtype", dtype)
     partial = _partial_path(out)
     checkpoint = checkpoints.open_checkpoint(checkpoints.locate_checkpoint(source))
     manifest, step = checkpoint.manifest, checkpoint.manifest.position.step

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from zfunc.engine.segment import Segment, segment
 from zfunc.models.kv_cache import KVCache
 from zfunc.models.loss import next_token_loss
+from zfunc.options import probability
 from zfunc.values import whole
 
 _INIT_STD = 0.02
@@ -25,11 +26,8 @@ def _count(_: Any, attribute: Any, value: Any) -> None:
     whole(attribute.name, value, least=1)
 
 
-def _probability(_: Any, __: Any, value: Any) -> None:
-    if not 0.0 <= value < 1.0:
-        raise ValueError(
-            f"got dropout={value!r}; expected a probability in [0, 1); pass dropout=0.0 to leave it out"
-        )
+def _probability(_: Any, attribute: Any, value: Any) -> None:
+    probability(attribute.name, value)
 
 
 @frozen

@@ -25,6 +25,7 @@ from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.models.hf.weights import SINGLE, empty_model, read_config
+from zfunc.options import one_of
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 KEPT = (  # copied from the folder of the config
@@ -96,11 +97,7 @@ class _Folder:
     @classmethod
     def begin(cls, out: Path, config: Any, dtype: Precision) -> "_Folder":
         """Make it, with everything but the weights. Raises ValueError for a path that cannot be a new folder."""
-        if dtype not in OVERFLOW:
-            raise ValueError(
-                f"dtype: got {dtype!r}{did_you_mean(str(dtype), list(OVERFLOW))}, expected fp32, bf16 or fp16: "
-                "choose one"
-            )
+        one_of(OVERFLOW)("dtype", dtype)
         if os.path.lexists(out):
             raise ValueError(
                 f"out: got {out}, which exists, expected a new folder: name another, or move that one"
