@@ -109,7 +109,7 @@ TRAIN = [
     ("--data odd.bin", ["multiple of 2", "check that the file is complete"]),
     ("--out short.txt/run", ["--out: got short.txt/run", "cannot be written"]),
     ("--out used", ["--out: got used", "holds files already", "name another"]),
-    ("--out broken", ["--out: got broken", "go on in it with --resume auto"]),
+    ("--out broken", ["--out: got broken", "resume the run in it with --resume auto"]),
     ("--tokenizer nowhere", ["--tokenizer: got nowhere, which cannot be read"]),
     ("--tokenizer list.json", ["--tokenizer: got list.json, which cannot"]),
     ("--keep 0", ["--keep: got 0, expected a whole number of at least 1"]),
@@ -183,7 +183,7 @@ def test_a_model_that_was_not_trained_is_refused_by_the_flag(capsys: Out) -> Non
     small = '"n_layer": 1, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "bos_token_id": 0'
     Path("model/config.json").write_text(f'{{"model_type": "gpt2", {small}, "eos_token_id": 0}}')
     Path("empty/config.json").write_text("{}")
-    for folder, words in (("model", "--hf: got one of a model with "), ("empty", "--hf: Unrecognized model")):
+    for folder, words in (("model", "--hf: got one whose model has "), ("empty", "--hf: Unrecognized model")):
         capsys.readouterr()
         assert main(["export", "run", "--hf", folder, "--out", "new"]) == 2
         assert f"zfunc export: error: {words}" in capsys.readouterr().err

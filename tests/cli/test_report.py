@@ -215,7 +215,7 @@ def test_a_line_that_is_being_written_is_not_there_yet(tmp_path: Path) -> None:
         file.write('{"step": 9, "los')
     read = read_history(run)
     assert isinstance(read, RunHistory)
-    assert (len(read.rows), read.lost) == (len(STEPS), "")
+    assert (len(read.rows), read.damage) == (len(STEPS), "")
 
 
 @pytest.mark.parametrize("line", ["nothing", "[1]", '{"step": "1"}', '{"step": 3}', '{"step": true}'])
@@ -225,8 +225,8 @@ def test_a_line_that_is_none_is_told(line: str, tmp_path: Path) -> None:
         file.write(f"{line}\n{json.dumps(row(10))}\n")
     read = read_history(run)
     assert len(read.rows) == len(STEPS)
-    assert "line 10 is none" in read.lost
-    assert escape(read.lost) in report_page(read)
+    assert "line 10 is not valid" in read.damage
+    assert escape(read.damage) in report_page(read)
 
 
 @given(st.binary(max_size=80))

@@ -118,7 +118,7 @@ def test_however_it_is_cut_what_was_read_is_what_is_there(
     for cut in [*sorted(cuts), len(text)]:
         with (run / METRICS).open("r+") as file:
             file.write(text[:cut])
-        following.look()
+        following.update()
     assert following.curve == [loss for _, _, loss in steps if loss is not None]
     assert following.overflows == sum(skipped for skipped, _, _ in steps)
     assert following.last_held_out == max((n for n, s in enumerate(steps, 1) if s[1]), default=None)
@@ -131,7 +131,7 @@ def test_what_is_added_to_the_last_line_is_seen(tmp_path: Path) -> None:
     with (run / METRICS).open("r+b") as file:
         file.seek(-2, os.SEEK_END)
         file.write(b', "held_out_bits_per_byte": 3.5}\n')
-    following.look()
+    following.update()
     assert following.last_held_out == 3.5
     assert len(following.rows) == 2
 
@@ -142,7 +142,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_read_anew(tmp_path: Path) -> No
     new = run / "new"
     new.write_text("".join(json.dumps(r) + "\n" for r in [*STEPS[:4], row(4, loss=1.0)]))
     new.replace(run / METRICS)
-    following.look()
+    following.update()
     assert [r["step"] for r in following.rows] == [1, 2, 3, 4]
     assert following.curve[-1] == 1.0
 

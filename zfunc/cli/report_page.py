@@ -76,8 +76,8 @@ def _ending(run: RunHistory) -> tuple[str, str]:
     else:
         ending = ENDINGS.get(how, f"ended: {how}")
         ending += f": {run.summary['error']}" if "error" in run.summary else ""
-    if run.lost or "error" in run.summary:
-        return "bad", "\n".join([ending, *([run.lost] if run.lost else [])])
+    if run.damage or "error" in run.summary:
+        return "bad", "\n".join([ending, *([run.damage] if run.damage else [])])
     return "good" if how in ("steps", "seconds") else "", ending
 
 

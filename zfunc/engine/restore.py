@@ -90,8 +90,8 @@ def _convert(
     """Convert the state of one parameter; `slices` are this rank's, by kind."""
     manifest = reader.manifest
     stored = stored_buffers(manifest.state_format)
-    wanted = {x.name: x for x in stored_buffers(optimizer.state_format)}
-    unshared = next(x for kind, x in slices.items() if wanted[kind].shared == 1)
+    own = {x.name: x for x in stored_buffers(optimizer.state_format)}
+    unshared = next(x for kind, x in slices.items() if own[kind].shared == 1)
     for start in range(unshared.start, unshared.stop, PART):
         stop = min(start + PART, unshared.stop)
         parts = [WantedSlice(x.name, unshared.parameter, x.numel(start), x.numel(stop)) for x in stored]
@@ -99,7 +99,7 @@ def _convert(
             _read(reader, parts), manifest.state_format, manifest.position.step
         )
         for kind, values in converted.items():
-            at = wanted[kind].numel(start) - slices[kind].start
+            at = own[kind].numel(start) - slices[kind].start
             slice_memory(buffers, slices[kind])[at : at + values.numel()].copy_(values)
 
 

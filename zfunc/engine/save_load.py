@@ -1,6 +1,6 @@
 """`save` and `load`: a State to a folder and back, by one process or by all ranks together.
 
-The invariant: what is loaded trains on as if nothing had happened, to the bit where the number of ranks and the
+Training continues from a checkpoint as if it had never stopped, to the bit if the number of ranks and the
 format of the state are the same.
 """
 
@@ -46,32 +46,34 @@ def save(
     """Save `state` in a folder of its own inside `folder`, and return that when it is on the disk.
 
     Nothing is overwritten; the newest `keep` checkpoints stay. `extra`, a dict of JSON's own types, is saved with
-    it. With several ranks all of them have to call this, on one file system. To save while the next step goes on,
-    pass `save=` to `train_step`. Raises CheckpointError, on every rank, where it cannot be written: then the
-    checkpoints before it are as they were.
+    it. With several ranks all of them have to call this, on one file system. To save during the next step, pass
+    `save=` to `train_step`. Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are
+    unchanged then.
     """
     check_state(program, state, "save")
     with lock_staging(
         program, "save", "got a program that is in a step, expected none: pass save= to train_step"
     ):
-        at = f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
-        program.ranks.agree("save", "what is to be saved", at)
-        wanted = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
+        position = (
+            f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
+        )
+        program.ranks.agree("save", "what is to be saved", position)
+        request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = specialize_without_batch(program, checkpoint, pending=state.pending is not None)
-        on_its_way = begin_save(program, state, wanted)
-        mem = {**state.buffers.memory, Region("checkpoint"): on_its_way}
+        writer = begin_save(program, state, request)
+        mem = {**state.buffers.memory, Region("checkpoint"): writer}
         try:
             program.executor.run(special.prepared, mem, None, RunOptions(), set())
         finally:
-            on_its_way.abandon()
-    saved: SaveResult = mem[Region("published")]
-    if saved.path is None:
-        raise CheckpointError(saved.failure)
-    return saved.path
+            writer.abandon()
+    result: SaveResult = mem[Region("published")]
+    if result.path is None:
+        raise CheckpointError(result.failure)
+    return result.path
 
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
-    """Make room for a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
     precision: Dtype = program.settings.precision
     gradients = state.buffers.waiting() if state.pending is not None else {}
     snapshot = Snapshot(
@@ -88,29 +90,29 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
 
 
 def load(path: str | os.PathLike[str], program: Program) -> State:
-    """The State of a checkpoint: `path` is its folder, or one of checkpoints, of which it takes the newest.
+    """Load the State of a checkpoint. `path` is its folder, or a folder of checkpoints, whose newest is loaded.
 
-    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or format
-    of the state; each rank reads only the slices it keeps. (A gradient that waits has to find the buckets whose
-    gradients wait: with part of them on the device, load it as it was saved.) Settings of the optimizer are the
-    program's; where they are not those saved, one logged line says so. Of a folder of checkpoints, one that is
-    damaged is passed over for the one before, which is logged too. With several ranks all of them have to call it.
+    It may have been saved with any other number of ranks, bucket size, stage, schedule, precision or state format;
+    each rank reads only the slices it keeps. (A checkpoint of delayed updates, with a gradient that is still to be
+    applied, needs a program that delays the same parameters.) The optimizer's settings are the program's; if they
+    differ from the saved ones, a warning is logged. If the newest checkpoint of a folder is damaged, the one before
+    it is loaded, with a warning. With several ranks all of them have to call this.
 
-    Raises CheckpointError, on every rank, for another model, and for damage with file, parameter and offset;
+    Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
     OutOfMemory before anything is allocated.
     """
     return restore(path, program)[0]
 
 
 def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
-    """`load`, and the checkpoint it was: its folder and manifest."""
+    """`load`, and the checkpoint that was loaded."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
     buffers: Buffers | None = None
     ranks.agree("load")
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
-        checkpoint = all_or_none(ranks, partial(_opened, folder, program))
+        checkpoint = all_or_none(ranks, partial(_open, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
         fill = partial(fill_state, buffers, program.layout, program.optimizer, checkpoint, ranks)
         try:
@@ -121,30 +123,26 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
         send_parameters(buffers, program.layout, ranks)
-        _compare(checkpoint, program)
+        _log_changed_settings(checkpoint, program)
         return _state(buffers, program, checkpoint), checkpoint
     raise CheckpointError("; ".join(damaged))
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
     """The checkpoints to try, the newest first, as rank 0 sees them."""
-    found: list[str] = []
 
-    def look() -> None:
-        if ranks.rank == 0:
-            newest = checkpoints.locate_checkpoint(path)
-            named = newest == path  # it and no other
-            found.extend(
-                [str(path)]
-                if named
-                else [str(x.path) for x in checkpoints.complete_checkpoints(newest.parent, [])]
-            )
+    def candidates() -> list[str]:
+        if ranks.rank:
+            return []
+        newest = checkpoints.locate_checkpoint(path)
+        if newest == path:  # no other one was asked for
+            return [str(path)]
+        return [str(x.path) for x in checkpoints.complete_checkpoints(newest.parent, [])]
 
-    all_or_none(ranks, look)
-    return [Path(x) for x in json.loads(ranks.texts(json.dumps(found))[0])]
+    return [Path(x) for x in json.loads(ranks.texts(json.dumps(all_or_none(ranks, candidates)))[0])]
 
 
-def _opened(folder: Path, program: Program) -> Checkpoint:
+def _open(folder: Path, program: Program) -> Checkpoint:
     checkpoint = checkpoints.open_checkpoint(folder)
     try:
         check_model(checkpoint.manifest, (p for s in program.segments for p in s.parameters))
@@ -155,12 +153,12 @@ def _opened(folder: Path, program: Program) -> Checkpoint:
 
 
 def _check_pending(manifest: Manifest, program: Program) -> None:
-    """Gradients that wait go where gradients wait, in a type that holds them."""
+    """The program delays the updates that are pending, and keeps their gradients in a type that holds them."""
     if manifest.position.pending is None:
         return
     layout, spec = program.layout, program.spec
     buckets = [layout.buckets[b] for b in spec.offloaded] if spec.delayed else []
-    here = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
+    delayed = {x.name for bucket in buckets for x in bucket.spans if x.start < x.stop}
     narrow = {
         x.name
         for bucket in buckets
@@ -171,38 +169,37 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
         piece = manifest.by_name[name].pieces[PENDING][0]
         if (stored := manifest.tensor(piece).dtype) != "F16":
             raise CheckpointError(
-                f"{name!r}: got a gradient that waits in {stored}, expected F16, which it may not fit into. Load "
-                "it with the precision and micro_batches it was saved with, then zfunc.flush and save it again"
+                f"{name!r}: got a pending gradient in {stored}, expected F16, whose range is smaller. Load it with "
+                "the precision and micro_batches it was saved with, then zfunc.flush and save it again"
             )
-    if here != manifest.pending:
-        got = f"{len(manifest.pending)} parameters whose last gradient waits, as delayed updates leave it"
-        expected = f"them to be those that this program updates late, which are {len(here)}"
+    if delayed != manifest.pending:
         raise CheckpointError(
-            f"got {got}, expected {expected}. Load it with the delay_from, offload_ratio, bucket_size and number "
-            "of ranks it was saved with, then zfunc.flush and save it again for others"
+            f"got a pending gradient of {len(manifest.pending)} parameters, from delayed updates, expected one of "
+            f"the {len(delayed)} parameters that this program delays. Load it with the delay_from, offload_ratio, "
+            "bucket_size and number of ranks it was saved with, then zfunc.flush and save it again"
         )
 
 
 def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
-    at = checkpoint.manifest.position
-    scale, scaled = at.loss_scale, program.settings.precision == "fp16"
+    position = checkpoint.manifest.position
+    scale, scaled = position.loss_scale, program.settings.precision == "fp16"
     if scaled != (checkpoint.manifest.optimizer.get("precision") == "fp16"):
         scale = LossScale() if scaled else UNSCALED
     return State(
         buffers,
         program.identity,
         buffers.generation,
-        step=at.step,
-        batches=at.batches,
-        sequences=at.sequences,
+        step=position.step,
+        batches=position.batches,
+        sequences=position.sequences,
         loss_scale=scale,
-        seed=at.seed,
-        pending=at.pending,
+        seed=position.seed,
+        pending=position.pending,
     )
 
 
 def _settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's, in JSON's own types; what depends on the step is the last update's, or the first's."""
+    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
     optimizer, update = program.optimizer, max(1, step)
     return {
         **factor_fields(optimizer.factors(update)),
@@ -213,12 +210,13 @@ def _settings(program: Program, step: int) -> dict[str, Any]:
     }
 
 
-def _compare(checkpoint: Checkpoint, program: Program) -> None:
-    """Say which settings go on with other values than were saved."""
+def _log_changed_settings(checkpoint: Checkpoint, program: Program) -> None:
     if program.ranks.rank:
         return
     saved = checkpoint.manifest.optimizer
-    here = _settings(program, checkpoint.manifest.position.step)
-    changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in here.items() if k in saved and saved[k] != v]
+    current = _settings(program, checkpoint.manifest.position.step)
+    changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in current.items() if k in saved and saved[k] != v]
     if changed:
-        log.warning("checkpoint: %s: other settings than were saved: %s", checkpoint.path, ", ".join(changed))
+        log.warning(
+            "checkpoint: %s: settings differ from the saved ones: %s", checkpoint.path, ", ".join(changed)
+        )

@@ -1,8 +1,8 @@
-"""What a training left in its run folder, read back, also while it still grows.
+"""Reads a run folder, also while the run is still writing it.
 
-`RunHistory` has settings, plan and summary of a run, and a row for every step, whose numbers rise; a figure that is
-not a finite number is None. `LiveHistory` looks at a run again and again. `RecordedStep` is the measured step: its
-plan and timeline are of each other. What is not zfunc's is refused, with its path.
+`RunHistory` has settings, plan and summary of a run, and a row for every step, in ascending order. `LiveHistory`
+follows a run. `RecordedStep` is the measured step, a plan and its timeline. Files that zfunc did not write are
+refused with their path.
 """
 
 import json
@@ -29,76 +29,76 @@ T = TypeVar("T")
 
 @frozen
 class RunHistory:
-    """A run up to now. `rows` as in metrics.jsonl; `summary` is empty for one that goes on, or was killed.
+    """A run up to now. `rows` are those of metrics.jsonl; `summary` is empty while it runs, or if it was killed.
 
-    `lost` says which line of the metrics is none, after which nothing was read; "" if all were.
+    `damage` says which line of the metrics is not valid, and was the last one read; "" if all are.
     """
 
     path: Path
     config: dict[str, Any]
     rows: tuple[Row, ...]
     summary: dict[str, Any]
-    lost: str = ""
+    damage: str = ""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those it trained with, nothing left open."""
+        """The settings it trained with, all resolved."""
         return self.config["settings"]
 
     @property
     def model(self) -> str:
-        """What is trained, in a few words."""
+        """A short description of the model."""
         s, what = self.settings, self.config.get("architecture", "GPT")
         parameters = finite_number(self.config.get("parameters")) or 0
         return f"{what} {s.get('num_layers')} x {s.get('hidden_size')}, {parameters:,.0f} parameters"
 
     @property
     def held_out(self) -> str:
-        """The name of an evaluation among the figures of a row."""
+        """The name of the evaluation in a row."""
         return f"held_out_bits_per_{self.config.get('unit', 'byte')}"
 
     @property
     def planned(self) -> dict[str, int]:
-        """The most bytes on each tier, by the plan."""
+        """The plan's peak bytes on each tier."""
         return {tier: n for tier, n in self.config["plan"].get("planned_bytes", {}).items() if n}
 
     @property
     def planned_on_host(self) -> int:
-        """Bytes of tensors that are planned in the memory of the host. A CPU is its own device."""
+        """The plan's bytes of tensors in host memory, which is also the device's on a CPU."""
         tiers = ("host", "pinned") if self.config["machine"].get("gpu") else ("host", "pinned", "device")
         return sum(self.planned.get(tier, 0) for tier in tiers)
 
     @property
     def steps(self) -> tuple[Row, ...]:
-        """The rows of steps: the evaluation before the first has a row of its own."""
+        """The rows of steps, without that of the evaluation before the first."""
         return tuple(row for row in self.rows if "seconds" in row)
 
     @property
     def skipped(self) -> list[Row]:
-        """The rows of steps that were skipped for an overflow."""
+        """The rows of steps that an overflow skipped."""
         return [row for row in self.steps if row.get("skipped") is True]
 
     def of(self, name: str) -> tuple[tuple[int, float | None], ...]:
-        """A figure by step, from the rows that have it."""
+        """(step, value) of every row that has a figure; None for a value that is not a finite number."""
         return tuple((row["step"], finite_number(row[name])) for row in self.rows if name in row)
 
 
 def read_history(run: Path, *, rows: bool = True) -> RunHistory:
-    """The run in a folder, or but for its `rows`. Raises ValueError for a folder or files that are not zfunc's."""
-    config = _object(run / CONFIG)
+    """The run in a folder, on request without its `rows`. Raises ValueError for files that zfunc did not write."""
+    config = read_json_object(run / CONFIG)
     if not all(isinstance(config.get(part), dict) for part in ("settings", "plan", "machine")):
         raise ValueError(
             f"{run / CONFIG}: got no settings, plan and machine of a run, expected what zfunc train wrote: name "
             "the folder of another run"
         )
     metrics, summary = run / METRICS, run / SUMMARY
-    kept, lost = rows_of(metrics.read_bytes() if rows and metrics.exists() else b"")
-    note = f"{metrics}: line {lost} is none that zfunc wrote; what follows it is not read" if lost else ""
-    return RunHistory(run, config, kept, _object(summary) if summary.exists() else {}, note)
+    valid, bad_line = rows_of(metrics.read_bytes() if rows and metrics.exists() else b"")
+    damage = f"{metrics}: line {bad_line} is not valid; the rest is not read" if bad_line else ""
+    return RunHistory(run, config, valid, read_json_object(summary) if summary.exists() else {}, damage)
 
 
 def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
-    """The whole lines of metrics as rows, and the number of the first that is none, 0 if all are.
+    """The complete lines of metrics as rows, and the number of the first invalid one, 0 if all are valid.
 
     >>> rows_of(b'{"step": 1}\\n{"step": 2')
     (({'step': 1},), 0)
@@ -120,25 +120,26 @@ def rows_of(text: bytes, after: int = -1) -> tuple[tuple[Row, ...], int]:
 
 
 def finite_number(value: object) -> float | None:
-    """A finite number as one; anything else is None."""
+    """The value as a float, or None if it is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
 
 
 def numbers(values: Iterable[tuple[int, float | None]]) -> list[float]:
-    """Those of a figure by step that are numbers."""
+    """The values of a figure by step, without None."""
     return [y for _, y in values if y is not None]
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a run folder. Raises ValueError, naming the folder, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"got {path.parent} without a {path.name} that can be read ({reason}), expected the folder of a run: "
-            "name one that `zfunc train` left, such as runs/DATE-TIME"
+            "name one that `zfunc train` wrote, such as runs/DATE-TIME"
         ) from error
     if not isinstance(content, dict):
         raise ValueError(
@@ -152,7 +153,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 @frozen
 class Setting:
-    """What a prediction of the step needs: its schedule, the precision it computed in, and the number of ranks."""
+    """What a prediction of the step needs to know of the run."""
 
     schedule: str = field(validator=validators.instance_of(str))
     precision: str = field(validator=validators.instance_of(str))
@@ -171,7 +172,7 @@ class RecordedStep:
 def read_recorded_step(run: Path) -> RecordedStep:
     """The measured step in the folder of a run.
 
-    Raises ValueError for a folder without one, for files that are none of zfunc's, or not of one plan.
+    Raises ValueError for a folder without one, for files that zfunc did not write, or that are not of one plan.
     """
     plan, timeline = _read(run, PLAN, _plan), _read(run, TRACE, read_chrome_trace)
     try:
@@ -208,7 +209,7 @@ def _read(run: Path, name: str, reader: Callable[[str], T]) -> T:
         reason = getattr(error, "strerror", None) or str(error)
         raise ValueError(
             f"got {run} without a {name} that can be read ({reason}), expected the folder of a run that measured a "
-            "step: name one that `zfunc train` left, such as runs/DATE-TIME"
+            "step: name one that `zfunc train` wrote, such as runs/DATE-TIME"
         ) from error
     try:
         return reader(text)
@@ -221,7 +222,7 @@ def _read(run: Path, name: str, reader: Callable[[str], T]) -> T:
 
 @define(eq=False)
 class LiveHistory:
-    """A run folder that is looked at again and again."""
+    """Follows a run folder: `update` reads what was added since the last call."""
 
     path: Path
     run: RunHistory = field(init=False)
@@ -230,22 +231,22 @@ class LiveHistory:
     held_out: float | None = None
     skipped: int = 0
     step: RecordedStep | None = None  # the measured one
-    latest: Row | None = None  # the last whole line, which may still grow
-    at: int = 0  # bytes of the metrics that were read for good
+    latest: Row | None = None  # the last complete line, to which an evaluation may still be added
+    offset: int = 0  # in the metrics, of the line of `latest`
     inode: int = 0
-    measured: float = 0.0  # when the trace was written that `step` is from
+    trace_time: float = 0.0  # when the trace of `step` was written
 
     def __attrs_post_init__(self) -> None:
-        self.look()
+        self.update()
 
     @property
     def rows(self) -> list[Row]:
-        """The last steps, the newest included."""
+        """The last steps, including the newest."""
         return [*self.recent, *([self.latest] if self.latest and "seconds" in self.latest else [])]
 
     @property
     def curve(self) -> list[float]:
-        """The loss of every step up to now that has one."""
+        """The losses of all steps up to now."""
         newest = finite_number(self.latest.get("loss")) if self.latest else None
         return self.losses if newest is None else [*self.losses, newest]
 
@@ -257,38 +258,38 @@ class LiveHistory:
 
     @property
     def overflows(self) -> int:
-        """Steps that were skipped."""
+        """Number of skipped steps."""
         return self.skipped + bool(self.latest and self.latest.get("skipped") is True)
 
-    def look(self) -> None:
-        """Read what is new. Raises ValueError for a folder that is no run's."""
+    def update(self) -> None:
+        """Read what is new. Raises ValueError if the folder is not that of a run."""
         self.run = read_history(self.path, rows=False)
         path = self.path / METRICS
         if not path.exists():
             return
         with path.open("rb") as file:
-            status = os.fstat(file.fileno())  # of this very file: it may be replaced meanwhile
-            if status.st_ino != self.inode or status.st_size < self.at:
-                self._forget(status.st_ino)
-            file.seek(self.at)
-            self._take(file.read())
-        self._measured()
+            status = os.fstat(file.fileno())  # the path may name another file by now
+            if status.st_ino != self.inode or status.st_size < self.offset:
+                self._restart(status.st_ino)
+            file.seek(self.offset)
+            self._add_lines(file.read())
+        self._read_step()
 
-    def _forget(self, inode: int) -> None:
-        self.inode, self.at, self.skipped, self.held_out, self.latest = inode, 0, 0, None, None
+    def _restart(self, inode: int) -> None:
+        self.inode, self.offset, self.skipped, self.held_out, self.latest = inode, 0, 0, None, None
         self.losses.clear()
         self.recent.clear()
 
-    def _take(self, text: bytes) -> None:
-        """All but the last whole line for good; that one for now: it is `latest` until it is read again."""
+    def _add_lines(self, text: bytes) -> None:
+        """Add all complete lines but the last one, which becomes `latest` and is read again by the next update."""
         rows, _ = rows_of(text)
         lines = text.splitlines(keepends=True)[: len(rows)]
         for row, line in zip(rows[:-1], lines[:-1], strict=True):
-            self._keep(row)
-            self.at += len(line)
+            self._add(row)
+            self.offset += len(line)
         self.latest = rows[-1] if rows else None
 
-    def _keep(self, row: Row) -> None:
+    def _add(self, row: Row) -> None:
         value = finite_number(row.get(self.run.held_out))
         self.held_out = self.held_out if value is None else value
         if "seconds" not in row:
@@ -298,19 +299,19 @@ class LiveHistory:
         self.losses += [] if loss is None else [loss]
         self.recent = [*self.recent[-RECENT:], row]
 
-    def _measured(self) -> None:
+    def _read_step(self) -> None:
         trace = self.path / TRACE
         if not (trace.exists() and (self.path / PLAN).exists()):
             return
         written = trace.stat().st_mtime
-        if written != self.measured:
+        if written != self.trace_time:
             try:
-                self.step, self.measured = read_recorded_step(self.path), written
-            except ValueError:  # the plan is written before the trace: they may be of two steps for a moment
+                self.step, self.trace_time = read_recorded_step(self.path), written
+            except ValueError:  # the plan is written before the trace: for a moment they may not match
                 self.step = None
 
 
 def typical(rows: Sequence[Row], name: str) -> float | None:
-    """The median of a figure; None if no row has it."""
+    """The median of a figure over the rows that have it; None if none has."""
     values = [v for row in rows if (v := finite_number(row.get(name))) is not None]
     return median(values) if values else None

@@ -16,7 +16,7 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.train.history import CONFIG, SUMMARY
+from zfunc.train.history import CONFIG, SUMMARY, read_json_object
 from zfunc.train.pacing import restored_clock
 from zfunc.train.settings import AUTO, TrainSettings
 
@@ -117,7 +117,7 @@ def _ended(run: Path) -> str:
 def _entry(path: Path, name: str) -> str | None:
     """A text in a JSON file; None without it."""
     try:
-        value = json.loads(path.read_text())[name]
-    except (OSError, ValueError, KeyError, TypeError):
+        value = read_json_object(path).get(name)
+    except ValueError:
         return None
     return value if isinstance(value, str) else None

@@ -1,19 +1,18 @@
-"""The run folder: what a job leaves on disk, readable at every moment.
+"""The run folder: the files that a training run writes, readable at every moment.
 
-- `config.json`: all settings with nothing left open, data, plan, machine and versions, and the checkpoint it was
-  resumed from; written at the start.
+- `config.json`: all settings, resolved, data, plan, machine and versions, and the checkpoint it was resumed from;
+  written at the start.
 - `metrics.jsonl`: one JSON object a step, appended and flushed as the step ends. An evaluation adds
   `held_out_bits_per_byte` (or `..._per_token`, for tokens) to the object of the step it follows, a checkpoint adds
   `saved`, its name, or `not_saved`, the reason. The evaluation before the first step is an object of its own, with
   step 0.
 - `checkpoints`: see `zfunc.checkpoint.directory`.
-- `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, as a page to look into, as a
+- `timeline.svg`, `timeline.html`, `timeline.json`: one measured step, as a picture, an interactive page and a
   Chrome trace. `plan.txt`: the plan it ran. `zfunc draw --compare` reads plan and trace.
-- `summary.json`: how it ended. A job that was killed has none. The sample is added to it when it is complete.
+- `summary.json`: how it ended. A run that was killed has none. The sample is added to it when it is complete.
 
-Every file is complete, but for the last line of `metrics.jsonl`, and no run writes into another's folder. A run
-that resumes in its folder cuts off what came after its checkpoint, so the lines are those of a run that was never
-stopped.
+Every file is complete, except for the last line of `metrics.jsonl`, and no run writes into another's folder. A run
+that resumes in its folder removes the lines after its checkpoint, so they are those of a run that never stopped.
 `zfunc.train.history` reads these files.
 """
 
@@ -33,7 +32,7 @@ from attrs import define
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
-from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE
+from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object
 from zfunc.viz.draw import chrome_trace, svg
 from zfunc.viz.timeline_html import page
 
@@ -46,20 +45,20 @@ class RunFolder:
     """An open run folder, locked against other processes."""
 
     path: Path
-    new: bool  # made for this run
+    new: bool  # created by this run
     _lock: int
-    _metrics: BinaryIO | None = None  # None until a run that goes on has begun
+    _metrics: BinaryIO | None = None  # None in a resumed run, until it begins
     step: int = -1  # of the last line
     begun: bool = False
-    summary: dict[str, Any] | None = None  # that was written
+    summary: dict[str, Any] | None = None  # as written
 
     def begin(self, event: Started, held_out: str) -> None:
-        """Write down what begins. A run that goes on gets rid of what it has done since and says so no more."""
+        """Write the configuration. A resumed run first removes its summary and the metrics after its checkpoint."""
         if self._metrics is None:
             self.path.joinpath(SUMMARY).unlink(missing_ok=True)
             for partial in filter(is_partial, self.path.iterdir()):
                 partial.unlink()
-            self._cut(event, held_out)
+            self._truncate_metrics(event, held_out)
         replace_text(self.path / CONFIG, _json(_config(event)))
         self.begun = True
 
@@ -71,44 +70,46 @@ class RunFolder:
         self.step = step
 
     def amend(self, step: int, fields: dict[str, Any]) -> None:
-        """Add to the last line, in place; to a line of its own if the last is another step's."""
+        """Add to the last line, in place, or write a new line if the last one is another step's."""
         if self.step != step:
             self.append(step, fields)
             return
         assert self._metrics is not None
-        self._metrics.seek(-2, SEEK_END)  # its brace and its end
+        self._metrics.seek(-2, SEEK_END)  # the closing brace and the newline
         self._metrics.write(b", " + _line(fields)[1:])
         self._metrics.flush()
 
     def summarize(self, fields: dict[str, Any]) -> None:
-        """Write how it ended, or more of that."""
+        """Write the summary, or add to it."""
         self.summary = {**(self.summary or {}), **fields}
         replace_text(self.path / SUMMARY, _json(self.summary))
 
-    def _cut(self, event: Started, held_out: str) -> None:
-        """Keep the lines up to the checkpoint that was loaded, if it is the run's own; else none.
+    def _truncate_metrics(self, event: Started, held_out: str) -> None:
+        """Keep the lines up to the checkpoint that was loaded, if it is the run's own; otherwise none.
 
-        An evaluation at the step itself goes: where it was due, it is made again.
+        The checkpoint's own step loses its evaluation, which is repeated if it is due.
         """
         path, last = self.path / METRICS, event.step if event.own else -1
-        before, kept = _last_line(path, last)
-        if event.own and kept.get("step") != last:
-            log.warning("%s: got no line of step %d after which it goes on: some are lost", path, last)
+        nbytes, row = _last_line(path, last)
+        if event.own and row.get("step") != last:
+            log.warning(
+                "%s: got no line of step %d, after which the run resumes: lines are missing", path, last
+            )
         elif event.own and event.checkpoint is not None:
-            kept = {k: v for k, v in kept.items() if k not in (held_out, "not_saved")}
-            kept["saved"] = event.checkpoint.name
+            row = {k: v for k, v in row.items() if k not in (held_out, "not_saved")}
+            row["saved"] = event.checkpoint.name
         with atomic_replace(path) as file:
-            if before:
+            if nbytes:
                 with path.open("rb") as old:
-                    _copy(old, file, before)
-            if kept:
-                file.write(_line(kept))
+                    _copy(old, file, nbytes)
+            if row:
+                file.write(_line(row))
         self._metrics = path.open("r+b")
         self._metrics.seek(0, SEEK_END)
-        self.step = kept.get("step", -1)
+        self.step = row.get("step", -1)
 
     def close(self) -> None:
-        """Close the files; a folder in which nothing was written is removed if it was made for this run."""
+        """Close the files. A folder that this run created and wrote nothing to is removed."""
         if self._metrics is not None:
             self._metrics.close()
         if not (self.path / CONFIG).exists():
@@ -121,8 +122,8 @@ class RunFolder:
 def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
     """Make the folder `out`, or one in `runs` named after date and time, and open its metrics.
 
-    `again`: it may be that of a run, which goes on. Raises ValueError if it holds other files, is another
-    process's, or cannot be written: said before anything is computed.
+    With `again` the folder may be that of a run, which is resumed. Raises ValueError if it holds other files, is
+    locked by another process, or cannot be written.
     """
     try:
         path = out or _unnamed()
@@ -150,7 +151,7 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
 
 
 def record_event(run: RunFolder, event: Event, unit: str) -> None:
-    """Write down what happened. `unit` is that of the data."""
+    """Write an event to the folder. `unit` is that of the data, "byte" or "token"."""
     held_out = f"held_out_bits_per_{unit}"
     match event:
         case Started():
@@ -180,9 +181,7 @@ def record_event(run: RunFolder, event: Event, unit: str) -> None:
 
 
 def record_failure(run: RunFolder, error: BaseException) -> None:
-    """Write down that, and why, the job did not end by itself. Training that had ended stays so: only the sample is
-    missing.
-    """
+    """Write to the summary why the run failed. Training that had ended stays so: only the sample is missing."""
     stopped = isinstance(error, KeyboardInterrupt)
     if run.begun and not (stopped and run.summary):
         message = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -192,7 +191,7 @@ def record_failure(run: RunFolder, error: BaseException) -> None:
 
 
 def _unnamed() -> Path:
-    """A folder nobody has: made here, so that two runs of one second get one each."""
+    """A new folder, created here, so that two runs started in the same second get different ones."""
     RUNS.mkdir(exist_ok=True)
     name = datetime.now().strftime("%Y%m%d-%H%M%S")
     for number in range(1, 1000):
@@ -202,7 +201,7 @@ def _unnamed() -> Path:
         except FileExistsError:
             continue
         return path
-    raise FileExistsError(f"{RUNS / name} and a thousand more are there")
+    raise FileExistsError(f"{RUNS / name} and a thousand more exist")
 
 
 def _config(event: Started) -> dict[str, Any]:
@@ -240,13 +239,13 @@ def _line(fields: dict[str, Any]) -> bytes:
 
 
 def _last_line(path: Path, last: int) -> tuple[int, dict[str, Any]]:
-    """Of metrics: the newest line up to step `last`, if there is one, and the number of bytes before it.
+    """The last line of the metrics up to step `last`, or {}, and the number of bytes before it.
 
-    What follows a line that is none is not read.
+    Lines after an invalid one are not read.
     """
-    before, kept, end = 0, dict[str, Any](), 0
+    start, row, end = 0, dict[str, Any](), 0
     if last < 1 or not path.exists():
-        return before, kept
+        return start, row
     with path.open("rb") as file:
         for line in file:
             try:
@@ -255,8 +254,8 @@ def _last_line(path: Path, last: int) -> tuple[int, dict[str, Any]]:
                     break
             except (ValueError, KeyError, TypeError):
                 break
-            before, kept, end = end, fields, end + len(line)
-    return before, kept
+            start, row, end = end, fields, end + len(line)
+    return start, row
 
 
 def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
@@ -267,29 +266,28 @@ def _copy(old: BinaryIO, new: BinaryIO, nbytes: int) -> None:
 
 def _is_run(path: Path) -> bool:
     try:
-        fields = json.loads((path / CONFIG).read_text())
-    except (OSError, ValueError):
+        return {"settings", "plan"} <= read_json_object(path / CONFIG).keys()
+    except ValueError:
         return False
-    return isinstance(fields, dict) and {"settings", "plan"} <= fields.keys()
 
 
 def _check_empty(path: Path, *, again: bool) -> None:
-    """Refuse a folder with files; a run's that was killed before it began has but an empty one, which goes."""
-    left = list(path.iterdir())
+    """Refuse a folder with files, except for those of a run that was killed before it began, which are deleted."""
+    files = list(path.iterdir())
     if again:
-        debris = [x for x in left if is_partial(x) or (x.name == METRICS and not x.stat().st_size)]
-        if len(debris) == len(left):
-            for x in debris:
+        leftovers = [x for x in files if is_partial(x) or (x.name == METRICS and not x.stat().st_size)]
+        if len(leftovers) == len(files):
+            for x in leftovers:
                 x.unlink()
             return
         raise ValueError(
             f"--out: got {path}, which holds files, but no {CONFIG} of a run, expected the folder of a run, or one "
             "that is new or empty: name another"
         )
-    if left:
+    if files:
         raise ValueError(
-            f"--out: got {path}, which holds files already, expected a new or empty folder: name another, or go on "
-            "in it with --resume auto if it is a run's; no run is ever overwritten"
+            f"--out: got {path}, which holds files already, expected a new or empty folder: name another, or "
+            "resume the run in it with --resume auto; no run is ever overwritten"
         )
 
 

@@ -85,7 +85,7 @@ class TopView:
 
     def frame(self) -> list[str]:
         """The lines to show now."""
-        self.history.look()
+        self.history.update()
         rows = [
             ("run", self._run()),
             ("state", self._state()),
