@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import shared_traces
 import torch
+from fuzz_models import KEEPING, Apply, Sine
 from small_models import Loss, regression, tied_gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,22 +21,6 @@ from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 
 Params = dict[str, Tensor]
-
-
-class Square(torch.autograd.Function):
-    """Forward and context apart, as functorch wants them."""
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:  # noqa: ARG004
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * ctx.saved_tensors[0] * grad
 
 
 class Noisy(torch.autograd.Function):
@@ -52,28 +37,6 @@ class Noisy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Tensor:
         return grad * ctx.saved_tensors[0] + torch.randn_like(grad)
-
-
-class Transposed(nn.Module):
-    """Calls its module on (batch, channels, time)."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(x.transpose(1, 2)).transpose(1, 2)
-
-
-class First(nn.Module):
-    """The first of what its module returns: the outputs of a recurrent one, of attention to itself."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.module(*(x,) * (3 if isinstance(self.module, nn.MultiheadAttention) else 1))[0]
 
 
 def branching(params: Params, x: Tensor) -> Tensor:
@@ -94,20 +57,31 @@ FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
         (x @ x.mT).masked_fill(torch.tril(torch.ones(3, 3)) == 0, 0.0) @ x @ p["w"]
     ),
     "fourier": lambda p, x: torch.fft.irfft(torch.fft.rfft(x @ p["w"])),
-    "autograd Function": lambda p, x: Square.apply(x @ p["w"]),
+    "autograd Function": lambda p, x: Sine.apply(x @ p["w"]),
     "expanded": lambda p, x: (x @ p["w"])[:, :1].expand(-1, 3, -1),
     "sum over time": lambda p, x: (x @ p["w"]).sum(1),
     "branch on data": branching,
     "draws": draws_of_all_kinds,
     "draws in backward": lambda p, x: Noisy.apply(F.dropout(x @ p["w"], 0.5))[0],
 }
+
+
+def first_of(module: nn.Module) -> nn.Module:
+    return Apply(lambda self, x: self.inner(x)[0], inner=module)
+
+
+def attention() -> nn.Module:
+    inner = nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.2)
+    return Apply(lambda self, x: self.inner(x, x, x)[0], inner=inner)
+
+
 MODULES: dict[str, Callable[[], nn.Module]] = {
-    "mixer": lambda: nn.Sequential(Transposed(nn.Linear(3, 3)), nn.LayerNorm(8), nn.Linear(8, 8)),
-    "convolution": lambda: Transposed(nn.Conv1d(8, 8, 3, padding=1)),
-    "attention": lambda: First(nn.MultiheadAttention(8, 2, batch_first=True, dropout=0.2)),
-    "GRU": lambda: First(nn.GRU(8, 8, batch_first=True)),
-    "RNN": lambda: First(nn.RNN(8, 8, batch_first=True)),
-    "LSTM": lambda: First(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
+    "mixer": lambda: nn.Sequential(KEEPING["mixed"](3, 8), nn.LayerNorm(8), nn.Linear(8, 8)),
+    "convolution": lambda: KEEPING["conv"](3, 8),
+    "attention": attention,
+    "GRU": lambda: KEEPING["gru"](3, 8),
+    "RNN": lambda: KEEPING["rnn"](3, 8),
+    "LSTM": lambda: first_of(nn.LSTM(8, 8, 2, batch_first=True, dropout=0.2)),
 }
 IN_PLACE = ("min-cut",)  # a view is changed in place
 NOT_TRACED = {"branch on data": ("all", "min-cut"), "GRU": IN_PLACE, "fourier": IN_PLACE}
