@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_models import Loss, regression
 from torch import Tensor, nn
-from trained import compiled
+from trained import compiled, injecting
 
 import zfunc
 from zfunc.core.layout import Span
@@ -23,56 +23,39 @@ from zfunc.optim.loss_scale import UNSCALED, LossScale
 # --- loss scaling ---------------------------------------------------------------------------------------
 
 
-class Overflowing(nn.Module):
-    """A loss whose gradient is inf in fp16 whenever a target is above 100."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.out = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        y = self.out(x).squeeze(-1)
-        return (y.float() * torch.where(targets > 100, torch.inf, 1.0)).mean()
+def overflowing(at: set[int], scale: float) -> tuple[Any, State, Any]:
+    """A program whose gradient is inf in these steps, from 1."""
+    program, data = compiled("odd sizes", precision="fp16", stages=injecting(math.inf, at))
+    return program, zfunc.init(program, loss_scale=LossScale(scale)), data
 
 
-def overflowing(scale: float, **settings: Any) -> tuple[Any, State]:
-    torch.manual_seed(0)
-    program = zfunc.compile(
-        [zfunc.segment("loss", Overflowing())], precision="fp16", device="cpu", **settings
-    )
-    return program, zfunc.init(program, loss_scale=LossScale(scale))
-
-
-def batch(bad: bool) -> tuple[Tensor, Tensor]:
-    return torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.full(
-        (4,), 200.0 if bad else 0.0
-    )
+def assert_has(program: Any, state: State, values: dict[str, Tensor]) -> None:
+    assert all(torch.equal(v, values[k]) for k, v in zfunc.params(program, state).items())
 
 
 def test_an_overflow_skips_the_step_and_changes_no_parameter() -> None:
-    program, state = overflowing(2.0**8)
+    program, state, data = overflowing({1}, 2.0**8)
     before = zfunc.params(program, state)
-    state, metrics = zfunc.train_step(program, state, batch(bad=True))
+    state, metrics = zfunc.train_step(program, state, data(0))
     assert metrics.skipped
-    assert state.step == 0
-    assert state.batches == 1
-    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
-    state, metrics = zfunc.train_step(program, state, batch(bad=False))
+    assert (state.step, state.batches) == (0, 1)
+    assert_has(program, state, before)
+    state, metrics = zfunc.train_step(program, state, data(0))
     assert not metrics.skipped
     assert state.step == 1
 
 
 def test_the_scale_halves_after_the_hysteresis_and_fails_at_the_minimum() -> None:
-    program, state = overflowing(2.0**16)
+    program, state, data = overflowing(set(range(1, 19)), 2.0**16)
     scales = []
-    for _ in range(17):
-        state, _ = zfunc.train_step(program, state, batch(bad=True))
+    for i in range(17):
+        state, _ = zfunc.train_step(program, state, data(i))
         scales.append(state.loss_scale.scale)
     assert scales == [2.0 ** (16 - i) for i in range(17)]  # the first is forgiven
     before = zfunc.params(program, state)
     with pytest.raises(NonFiniteError, match="already at its minimum"):
-        zfunc.train_step(program, state, batch(bad=True))
-    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+        zfunc.train_step(program, state, data(17))
+    assert_has(program, state, before)
 
 
 # --- failures lose nothing ------------------------------------------------------------------------------
@@ -87,34 +70,25 @@ def test_a_non_finite_loss_names_the_step_and_leaves_the_state_unharmed(clip: fl
     x, y = data(1)
     with pytest.raises(NonFiniteError, match="step 2: got a loss of nan"):
         zfunc.train_step(program, state, (x, torch.full_like(y, math.nan)))
-    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+    assert_has(program, state, before)
     state, metrics = zfunc.train_step(program, state, data(1))  # the same state goes on
     assert metrics.step == 2
 
 
-class Cusp(nn.Module):
-    """A finite loss whose gradient is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(8))
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return (self.w.abs().sqrt() * x).float().mean() + 0 * targets.sum()
-
-
-def test_a_non_finite_gradient_is_refused_before_the_updates_with_clipping_and_never_silent() -> None:
-    clipped = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu", clip_norm=1.0)
-    state = zfunc.init(clipped)
-    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*unharmed"):
-        zfunc.train_step(clipped, state, regression(4)(0))
-    assert not any(p.isnan().any() for p in zfunc.params(clipped, state).values())
-    free = zfunc.compile([zfunc.segment("cusp", Cusp())], precision="bf16", device="cpu")
-    state = zfunc.init(free)
-    with pytest.raises(NonFiniteError, match="step 1: got a gradient norm of nan.*this state is gone"):
-        zfunc.train_step(free, state, regression(4)(0))
-    with pytest.raises(DonatedStateError, match="gradient norm of nan"):
-        zfunc.params(free, state)
+@pytest.mark.parametrize(("clip", "outcome"), [(1.0, "unharmed"), (None, "this state is gone")])
+def test_a_non_finite_gradient_is_refused_before_the_updates_only_with_clipping(
+    clip: float | None, outcome: str
+) -> None:
+    stages = injecting(math.nan, {1})
+    program, data = compiled("odd sizes", precision="bf16", clip_norm=clip, stages=stages)
+    state = zfunc.init(program)
+    with pytest.raises(NonFiniteError, match=f"step 1: got a gradient norm of nan.*{outcome}"):
+        zfunc.train_step(program, state, data(0))
+    if clip is None:
+        with pytest.raises(DonatedStateError, match="gradient norm of nan"):
+            zfunc.params(program, state)
+    else:
+        assert not any(p.isnan().any() for p in zfunc.params(program, state).values())
 
 
 @pytest.mark.parametrize("schedule", ["Serial", "Overlapped"])
@@ -431,7 +405,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
         return  # an update had begun, and it says so
     time.sleep(1.0)
     assert all(torch.equal(v, before[k]) for k, v in kept.items())
-    assert all(torch.equal(v, before[k]) for k, v in zfunc.params(program, state).items())
+    assert_has(program, state, before)
 
 
 def test_batches_of_another_structure_are_planned_anew() -> None:
