@@ -226,7 +226,7 @@ def test_old_names_set_the_new_keys() -> None:
         ('{ type = "int 1..", supported = "x", except = [3] }', "expected type"),
         ('{ supported = "x" }', "expected type"),
         ('{ type = "integer", supported = "x" }', "got 'integer'"),
-        ('{ type = "int one..", supported = "x" }', "invalid literal"),
+        ('{ type = "int one..", supported = "x" }', "could not convert"),
         ('{ type = "int 1..", ignored = "{mean}" }', "got 'mean'"),
         ('{ type = "int 1..", default = 0, ignored = "x" }', "got 0, expected a whole number of at least 1"),
     ],

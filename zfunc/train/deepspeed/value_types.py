@@ -28,41 +28,31 @@ def value_type(text: str | list[Any]) -> ValueType:
     if isinstance(text, list):
         return _choice(text)
     kind, _, bounds = text.partition(" ")
+    if kind not in ("int", "float"):
+        return PLAIN[text]
     low, _, high = bounds.partition("..")
-    if kind == "int":
-        return _integer(int(low), int(high) if high else None)
-    if kind == "float":
-        return _float(float(low or "-inf"), float(high or "inf"))
-    return PLAIN[text]
+    return _bounded(kind, float(low or "-inf"), float(high or "inf"))
 
 
-def _number(value: Any) -> float | None:
+def _to_float(value: Any) -> float | None:
     numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return value if numeric else None
+    return float(value) if numeric else None
 
 
 def _to_int(value: Any) -> int | None:
-    number = _number(value)
-    return None if number is None or number != int(number) else int(number)
+    return None if _to_float(value) is None or value != int(value) else int(value)
 
 
-def _integer(low: int, high: int | None) -> ValueType:
-    def read(value: Any) -> int | None:
-        n = _to_int(value)
-        return None if n is None or n < low or (high is not None and n > high) else n
+def _bounded(kind: str, low: float, high: float) -> ValueType:
+    convert, noun = (_to_int, "a whole number") if kind == "int" else (_to_float, "a number")
 
-    at_most = "" if high is None else f", at most {high}"
-    return ValueType(f"a whole number of at least {low}{at_most}", read)
-
-
-def _float(low: float, high: float) -> ValueType:
     def read(value: Any) -> float | None:
-        x = _number(value)
-        return None if x is None or not low <= x <= high else float(x)
+        x = convert(value)
+        return x if x is not None and low <= x <= high else None
 
-    if high == math.inf:
-        return ValueType("a number" if low == -math.inf else f"a number of at least {low:g}", read)
-    return ValueType(f"a number from {low:g} to {high:g}", read)
+    if high < math.inf:
+        return ValueType(f"{noun} from {low:g} to {high:g}", read)
+    return ValueType(noun if low == -math.inf else f"{noun} of at least {low:g}", read)
 
 
 def _choice(choices: list[Any]) -> ValueType:
@@ -78,8 +68,8 @@ def _choice(choices: list[Any]) -> ValueType:
 
 
 def _beta(value: Any) -> float | None:
-    x = _number(value)
-    return None if x is None or not 0 <= x < 1 else float(x)
+    x = _to_float(value)
+    return x if x is not None and 0 <= x < 1 else None
 
 
 def _betas(value: Any) -> tuple[float, ...] | None:
