@@ -2,12 +2,12 @@
 
     serial          one lane, the graph's own order
     overlapped      a lane for each kind of operation
-    interleaved     the same, other lanes in the order in which operations become possible
+    interleaved     the same, but all lanes except compute in the order in which operations become ready
     critical_path   a list scheduler for given hardware
-    search          the fastest of the others that fits, by simulation
+    search          the fastest of the others that fits into memory, by simulation
 
-Any of them can be made without arguments. A new one is one file here, one line in this list, and one line in
-the table of laws in the tests.
+All have default arguments. A new schedule is one file here, one line in this list and in `__all__`, and one line in
+the table of the tests (`tests/table.py`).
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ __all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"]
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:
-    """The schedule of that name, made for `hardware` if it takes one; one that is made already is left as it is.
+    """The schedule of this name, for `hardware` if it takes one; a schedule object is returned as it is.
 
     >>> make_schedule("CriticalPath").hardware is ROUND
     True
@@ -37,5 +37,5 @@ def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Sched
         return schedule
     one_of(__all__)("schedule", schedule)
     kind: Any = globals()[schedule]
-    takes_one = any(f.name == "hardware" for f in attrs.fields(kind))
-    return kind(hardware=hardware) if takes_one else kind()
+    takes_hardware = any(f.name == "hardware" for f in attrs.fields(kind))
+    return kind(hardware=hardware) if takes_hardware else kind()

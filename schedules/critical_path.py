@@ -1,16 +1,15 @@
-"""CriticalPath: list scheduling. Of what could run, each lane runs first what the most work still depends on.
+"""CriticalPath: list scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002).
 
-Every operation is given its upward rank: the seconds of the longest chain of dependencies that begins with it, at
-the speed of given hardware. Then the step is played through: whenever a lane is free it takes, of its operations
-whose dependencies are over, the one of highest rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). An operation ends
-after all it depends on has, so no such order can deadlock, and all ranks that are given one graph find the same.
+The upward rank of an operation is the length in seconds, on given hardware, of the longest chain of dependencies
+that begins with it. The step is simulated: a free lane takes the ready operation of highest rank. An operation ends
+after all its dependencies, so no such order deadlocks, and equal graphs give equal plans on all ranks.
 
-Of compute, operations that touch anything that comes and goes keep their order in the graph, or every micro-batch's
-forward would come first and fill the device. Only those between regions that are there anyway are free.
+Compute operations on transient memory keep their order in the graph: otherwise the forwards of all micro-batches
+would come first and fill the device. Those on kept regions alone are free.
 
-A greedy order can lose to a plain one. What is guaranteed: on the hardware given, as `zfunc.core.simulator` has it,
-the plan is as fast as those of `Overlapped` and `Interleaved`, and on no tier does it need more memory than both.
-Where the order found does not keep that, the faster of theirs is returned.
+A greedy order can be slower than a plain one. On the given hardware, as `zfunc.core.simulator` computes it, the
+result is at least as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the larger of
+the two. If the greedy order fails that, the faster of theirs is returned.
 """
 
 from collections.abc import Iterator
@@ -33,18 +32,18 @@ from .overlapped import Overlapped
 class CriticalPath:
     """One lane for each kind, in the order of a simulated step on `hardware` that runs the longest chains first.
 
-    List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). On `hardware` the plan is as fast
-    as those of `Overlapped` and `Interleaved`, and on no tier does it need more memory than both.
+    List scheduling by upward rank (Graham 1969; Topcuoglu, Hariri and Wu 2002). On `hardware` the plan is at least
+    as fast as `Overlapped` and `Interleaved`, and needs on no tier more memory than the larger of the two.
     """
 
     hardware: Hardware = ROUND
 
     def __call__(self, graph: Graph) -> Plan:
-        """Play the step through, and keep the order unless a plain one is better."""
-        greedy = build(graph, _Played(graph, self.hardware).lanes())
+        """Simulate the step, and keep its order unless a plain one is better."""
+        greedy = build(graph, _ListScheduler(graph, self.hardware).lanes())
         plain = [Overlapped()(graph), Interleaved()(graph)]
         plans = [greedy, *plain] if _no_larger(greedy, plain) else plain
-        return min(plans, key=lambda plan: simulate(plan, self.hardware).seconds)  # of equals the first
+        return min(plans, key=lambda plan: simulate(plan, self.hardware).seconds)  # the first of equals
 
 
 def _no_larger(plan: Plan, others: list[Plan]) -> bool:
@@ -56,44 +55,46 @@ def _no_larger(plan: Plan, others: list[Plan]) -> bool:
 
 
 def upward_ranks(graph: Graph, seconds: list[float], handoff: float = 0.0) -> list[float]:
-    """For each operation the seconds of the longest chain of dependencies that begins with it.
+    """For each operation, the seconds of the longest chain of dependencies that begins with it.
 
-    `handoff` is what it takes an operation to learn that one of another kind has ended.
+    `handoff` is the delay in seconds between dependent operations of different kinds.
     """
     ranks, kinds = list(seconds), [op.kind for op in graph]
     for i in reversed(range(len(graph))):
         for n in graph.predecessors[i]:
-            told = 0.0 if kinds[n] == kinds[i] else handoff
-            ranks[n] = max(ranks[n], seconds[n] + told + ranks[i])
+            delay = 0.0 if kinds[n] == kinds[i] else handoff
+            ranks[n] = max(ranks[n], seconds[n] + delay + ranks[i])
     return ranks
 
 
-def _chain(graph: Graph) -> Iterator[int]:
-    """The operations of compute that keep their order, because memory comes and goes with them."""
+def _transient_compute(graph: Graph) -> Iterator[int]:
+    """The compute operations on transient memory, which keep their order."""
     for i, op in enumerate(graph):
         if op.kind == "compute" and not all(r.kept for r in op.regions):
             yield i
 
 
 @define
-class _Played:
-    """A step under way: what is ready on each lane, and what will end, or be told, when."""
+class _ListScheduler:
+    """A simulated step: the ready operations of each lane, and the times of future ends and hand-offs."""
 
     graph: Graph
     hardware: Hardware
     ready: dict[Kind, list[tuple[float, int]]] = field(factory=dict[Kind, list[tuple[float, int]]])
-    events: list[tuple[float, int, bool]] = field(factory=list[tuple[float, int, bool]])  # True: it ends
+    events: list[tuple[float, int, bool]] = field(
+        factory=list[tuple[float, int, bool]]
+    )  # (time, operation, whether it ends); else a hand-off to it
     busy: set[Kind] = field(factory=set[Kind])
     seconds: list[float] = field(init=False)
     ranks: list[float] = field(init=False)
-    pending: list[int] = field(init=False)  # for each operation how many it still has to wait for
+    pending: list[int] = field(init=False)  # for each operation, the number of unfinished dependencies
     unlocks: list[list[int]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self.seconds = [self.hardware.seconds(op) for op in self.graph]
         self.ranks = upward_ranks(self.graph, self.seconds, self.hardware.handoff)
         before = [set(needed) for needed in self.graph.predecessors]
-        for previous, op in pairwise(_chain(self.graph)):
+        for previous, op in pairwise(_transient_compute(self.graph)):
             before[op].add(previous)
         self.pending = list(map(len, before))
         self.unlocks = [[] for _ in before]
@@ -102,7 +103,7 @@ class _Played:
                 self.unlocks[n].append(i)
 
     def lanes(self) -> dict[str, list[int]]:
-        """The order in which each lane ran its operations."""
+        """The order of the operations on each lane."""
         lanes: dict[str, list[int]] = {op.kind: [] for op in self.graph}
         for i, left in enumerate(self.pending):
             if not left:
@@ -120,19 +121,19 @@ class _Played:
             now = self.events[0][0]
             while self.events and self.events[0][0] == now:
                 _, i, ends = heappop(self.events)
-                self._ended(i, now) if ends else self._told(i)
+                self._ended(i, now) if ends else self._unblock(i)
 
     def _ended(self, done: int, now: float) -> None:
         kind = self.graph.ops[done].kind
         self.busy.discard(kind)
         for i in self.unlocks[done]:
             if self.graph.ops[i].kind == kind or not self.hardware.handoff:
-                self._told(i)
+                self._unblock(i)
             else:
                 heappush(self.events, (now + self.hardware.handoff, i, False))
 
-    def _told(self, i: int) -> None:
-        """One operation less for `i` to wait for."""
+    def _unblock(self, i: int) -> None:
+        """One dependency of `i` has finished."""
         self.pending[i] -= 1
         if not self.pending[i]:
             self._ready(i)

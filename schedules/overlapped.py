@@ -1,7 +1,4 @@
-"""Overlapped: each kind of work has its own lane, in graph order.
-
-Backward, the copies to the host, Adam and the copies back run at the same time, as far as they may.
-"""
+"""Overlapped: one lane for each kind of operation, in graph order."""
 
 from attrs import frozen
 
@@ -11,13 +8,13 @@ from zfunc.core.plan import Plan, build
 
 @frozen
 class Overlapped:
-    """One lane for each kind of operation in the graph, in graph order.
+    """One lane for each kind of operation, in graph order.
 
-    Backward, the copies to the host, Adam and the copies back run at the same time, as far as they may.
+    Backward, copies to the host, Adam and copies to the device run concurrently, as far as dependencies allow.
     """
 
     def __call__(self, graph: Graph) -> Plan:
-        """Deal the operations out by kind."""
+        """Put each operation on the lane of its kind."""
         lanes: dict[str, list[int]] = {}
         for i, op in enumerate(graph):
             lanes.setdefault(op.kind, []).append(i)

@@ -1,8 +1,7 @@
-"""Search: the other schedules tried by simulation, and the fastest that fits taken.
+"""Search: simulates the other schedules and returns the fastest plan that fits into memory.
 
-The invariant: of the plans tried, none that fits the hardware's memory is faster on it than the one returned; where
-none fits, none is short of fewer bytes. The same graph gives the same plan, so ranks agree. What else could be
-chosen besides the schedule (bucket size, slots, recipe) is not in a graph: `zfunc.planner.search` varies that.
+If none fits, it returns the plan that exceeds memory by the fewest bytes. Equal graphs give equal plans, so ranks
+agree. `zfunc.planner.search` varies what a graph does not contain: bucket size, slots, recipe.
 """
 
 from collections.abc import Callable
@@ -23,20 +22,20 @@ from .serial import Serial
 
 @frozen
 class Search:
-    """The best of `schedules` on `hardware`; by default of all others that there are, made for it.
+    """The fastest of `schedules` on `hardware` that fits into its memory; by default of all others.
 
-    None of the plans tried that fits its memory is faster there; where none fits, none is short of fewer bytes.
+    If none fits, the one that exceeds memory by the fewest bytes.
     """
 
     hardware: Hardware = ROUND
     schedules: tuple[Callable[[Graph], Plan], ...] = field(default=(), converter=tuple)
 
     def __call__(self, graph: Graph) -> Plan:
-        """Plan, simulate and weigh under each; of equals the simplest, which come first."""
-        all_there_are = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
-        return min((schedule(graph) for schedule in self.schedules or all_there_are), key=self._cost)
+        """Plan and simulate with each schedule; of equals the first, which is the simplest."""
+        all_others = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
+        return min((schedule(graph) for schedule in self.schedules or all_others), key=self._cost)
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
-        """Bytes there is no room for, then seconds."""
+        """The bytes that exceed memory, then seconds."""
         lacking = self.hardware.lacking({tier: peak.nbytes for tier, peak in peak_memory(plan).items()})
         return sum(lacking.values()), simulate(plan, self.hardware).seconds

@@ -1,4 +1,4 @@
-"""Serial: one lane, graph order. Slow, obviously right, and the reference all others are held to."""
+"""Serial: one lane in graph order. The reference for all other schedules."""
 
 from attrs import frozen
 

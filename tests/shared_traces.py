@@ -64,8 +64,8 @@ def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...]) -> An
     key = (id(call.passes), owner.dtype, pulled, structure, shapes)
     if key not in _traces:
         trace = _trace_one(owner, s, inputs)
-        _traces[key] = trace, owner.cache.reached.get(id(call.passes))
+        _traces[key] = trace, owner.cache.facts.get(id(call.passes))
     trace, facts = _traces[key]
     if facts is not None:
-        owner.cache.reached.setdefault(id(call.passes), facts)
+        owner.cache.facts.setdefault(id(call.passes), facts)
     return trace

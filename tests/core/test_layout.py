@@ -169,8 +169,8 @@ def test_decayed_parameters_of_a_segment_come_first() -> None:
 @pytest.mark.parametrize(
     ("segments", "sizes", "message"),
     [
-        (TIED, {"bucket_size": 0}, "bucket_size must be at least 1, got 0: give"),
-        (TIED, {"bucket_size": 1, "world": 0}, "world must be at least 1, got 0: give"),
+        (TIED, {"bucket_size": 0}, "bucket_size: got 0, expected at least 1: pass"),
+        (TIED, {"bucket_size": 1, "world": 0}, "world: got 0, expected at least 1: pass"),
         (
             [[EMBED], [Parameter("embed", (8, 10))]],
             {"bucket_size": 1},

@@ -49,7 +49,7 @@ def test_zero_offload_is_the_default_recipe() -> None:
             ),
             r"got adam\[\d+\], whose effect leaves the step.*let it read the region decision",
         ),
-        (delayed, "that nothing is updated with.*pass delay_from"),
+        (delayed, "that no operation reads.*pass delay_from"),
         (
             lambda spec: (
                 evolve(op, writes=(*op.writes, MINE)) if op.verb == "global_norm" else op

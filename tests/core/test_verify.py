@@ -16,6 +16,7 @@ from zfunc.schedules import Overlapped
 
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Lane, Plan, PlanError, build
+from zfunc.core.recipes import zero_offload
 from zfunc.core.verifier import races, verify
 from zfunc.engine.program import make_plan
 
@@ -281,6 +282,6 @@ def test_whatever_a_schedule_returns_is_a_right_plan_or_a_plan_error(given: Any)
 def test_a_schedule_that_returns_no_plan_is_told_what_to_return() -> None:
     for returned in (None, "plan", {"x": [0]}):
         with pytest.raises(PlanError) as error:
-            make_plan(SPECS["one segment"], lambda _, returned=returned: returned)
+            make_plan(SPECS["one segment"], lambda _, returned=returned: returned, zero_offload)
         assert f"schedule: got {returned!r} from <function" in str(error.value)
         assert "expected a Plan: return zfunc.core.plan.build(graph, lanes)" in str(error.value)

@@ -106,7 +106,7 @@ SEGMENTS: dict[str, tuple[Callable[[], list[Any]], type[Exception], str]] = {
     "a share of another shape": (
         lambda: [linear("a", "loss.out.weight"), loss()],
         ValueError,
-        r"weight has shape \(8, 8\), 'loss.out.weight'.* \(1, 8\)",
+        r"weight has shape \(8, 8\), but 'loss.out.weight'.* \(1, 8\)",
     ),
     "one tensor in two": (
         lambda: [*one_tensor(None), loss()],

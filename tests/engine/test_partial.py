@@ -123,7 +123,7 @@ def test_the_share_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
         program, _ = compiled("fp32", 0.25)
     share = f"{100 * share_on_host(program.spec):.1f}%"
-    assert f"offload: {share} of the optimizer's state is on the host (asked: 25%)" in caplog.text
+    assert f"offload: {share} of the optimizer's state is on the host (requested: 25%)" in caplog.text
 
 
 def test_auto_keeps_on_the_device_what_fits_there(monkeypatch: pytest.MonkeyPatch) -> None:

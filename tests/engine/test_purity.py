@@ -157,7 +157,7 @@ IMPURE: dict[str, tuple[Callable[[], Any], str]] = {
         r"another tensor in operation number 0 \(aten.add.Tensor\), perhaps .* attribute last",
     ),
     "a sum": (Sums, r"an in-place change \(aten.add_.Tensor\) of attribute total"),
-    "a buffer replaced": (Average, r"'mean' replaced in forward"),
+    "a buffer replaced": (Average, r"an assignment to 'mean' in forward"),
 }
 
 

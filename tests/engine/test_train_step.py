@@ -138,7 +138,7 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pyt
     program, _ = compiled()
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
     monkeypatch.setattr("zfunc.engine.init.allocate", lambda *_: pytest.fail("allocated"))
-    with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are there"):
+    with pytest.raises(OutOfMemory, match=r"init: needs [\d,]+ bytes of host memory, 1,000 are free"):
         zfunc.init(program)
 
 

@@ -20,6 +20,7 @@ from table import SPECS, Scattered
 
 import zfunc
 from zfunc.core.plan import PlanError
+from zfunc.core.recipes import zero_offload
 from zfunc.engine.program import make_plan
 from zfunc.runtime.collectives import RankGroup
 
@@ -146,7 +147,7 @@ def test_torchrun_trains_as_one_process_does(tmp_path: Path) -> None:
 def test_collectives_on_two_lanes_are_refused() -> None:
     job = evolve(SPECS["tied barrier"], layout=SPECS["tied accumulated"].layout, world=2)
     with pytest.raises(PlanError, match="collectives on the lanes lane"):
-        make_plan(job, Scattered())
+        make_plan(job, Scattered(), zero_offload)
 
 
 def test_a_world_of_one_sends_nothing() -> None:

@@ -1,8 +1,7 @@
-"""What bounds a step: the chain of operations that led to its end, each held up by the one before it.
+"""The critical path of a timeline, simulated or measured: the chain of operations that led to the step's end.
 
-Of a simulated timeline or a measured one. The invariant: what the chain's operations ran and idled adds up to the
-step. It is a chain of this plan on this hardware, lane order included; `zfunc.core.simulator.lower_bound` is the
-bound that no plan can beat.
+The times that the operations of the chain ran and idled add up to the step. It includes lane order, so it belongs
+to one plan on one machine; `zfunc.core.simulator.lower_bound` is the bound that no plan can beat.
 """
 
 from collections.abc import Iterable
@@ -14,15 +13,17 @@ from zfunc.core.graph import Kind
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 
-Bound = Kind | Literal["waiting"]  # what bounds a part of a step; "waiting" where nothing on the chain ran
+Bound = (
+    Kind | Literal["waiting"]
+)  # what bounds a part of a step; "waiting" where no operation of the chain ran
 
 
 @frozen
 class Link:
-    """An operation of the chain: it could begin when the link before it ended, idled, and ran.
+    """An operation of the chain: after the link before it ended, it idled and then ran, in seconds.
 
-    `after` says what made it follow that one: the "lane" they share, a "wait", or "" for the first. Where two
-    clocks disagree, `ran` leaves out what overlaps; times in seconds.
+    `after` is the reason that it follows that link: their "lane", a "wait", or "" for the first. If clocks
+    disagree, `ran` leaves out the overlap.
     """
 
     event: Event
@@ -34,32 +35,31 @@ class Link:
 def events_of(plan: Plan, timeline: Timeline) -> tuple[Event, ...]:
     """The event of each operation, by position in the graph.
 
-    Raises ValueError if the timeline is not one of this plan: every operation once, on its lane.
+    Raises ValueError unless the timeline has every operation of the plan once, on its lane.
     """
-    found: dict[int, Event] = {}
+    events: dict[int, Event] = {}
     for e in timeline.events:
         i = plan.graph.position.get(e.op, -1)
-        if i in found or i not in plan.place or plan.lanes[plan.place[i][0]].name != e.lane:
-            what = "twice" if i in found else f"on lane {e.lane}"
+        if i in events or i not in plan.place or plan.lanes[plan.place[i][0]].name != e.lane:
+            problem = "twice" if i in events else f"on lane {e.lane}"
             raise ValueError(
-                f"got a {timeline.source} timeline with {e.op} {what}, expected the operations of the plan, each "
-                "once and on its lane: give the timeline of this very plan"
+                f"got a {timeline.source} timeline with {e.op} {problem}, expected the operations of the plan, "
+                "each once and on its lane: pass the timeline of this plan"
             )
-        found[i] = e
+        events[i] = e
     for i, op in enumerate(plan.graph):
-        if i not in found:
+        if i not in events:
             raise ValueError(
-                f"got a {timeline.source} timeline without {op.name}, expected every operation of the plan: give "
-                "the timeline of this very plan"
+                f"got a {timeline.source} timeline without {op.name}, expected every operation of the plan: pass "
+                "the timeline of this plan"
             )
-    return tuple(found[i] for i in range(len(plan.graph)))
+    return tuple(events[i] for i in range(len(plan.graph)))
 
 
 def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
-    """For each operation, the last to end of those it has to follow: the one before it on its lane, and those it
-    waits for. -1 for an operation that follows none.
+    """For each operation, the one that ended last of those it follows: on its lane, or by a wait; -1 if none.
 
-    `events` by position in the graph, as `events_of` gives them. Of two that end together, lane order comes first.
+    `events` are those of `events_of`. Of two that end together, the one on its lane counts.
     """
     before: list[int] = []
     for i in range(len(plan.graph)):
@@ -70,7 +70,7 @@ def held_up_by(plan: Plan, events: tuple[Event, ...]) -> tuple[int, ...]:
 
 
 def last_of(events: tuple[Event, ...]) -> int:
-    """The operation that ended last, -1 if there is none."""
+    """The operation that ended last; -1 if there is none."""
     return max(range(len(events)), key=lambda n: events[n].end, default=-1)
 
 
@@ -101,9 +101,9 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
 
 
 def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
-    """Which share of the step each kind of operation bounds, and which nothing but waiting; the largest first.
+    """The share of the step that each kind of operation bounds, or "waiting", the largest first.
 
-    Shares add up to 1. Without a chain, or where it took no time, there are none.
+    Shares add up to 1; there are none for a chain that took no time.
     """
     seconds: dict[Bound, float] = {}
     for link in chain:
@@ -111,11 +111,11 @@ def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
         seconds["waiting"] = seconds.get("waiting", 0.0) + link.idle
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])
-    return {what: part / total for what, part in largest if part}
+    return {bound: part / total for bound, part in largest if part}
 
 
 def bounds_in_words(shares: dict[Bound, float]) -> str:
-    """Those shares in words.
+    """The shares of `bound_by` as text.
 
     >>> bounds_in_words({"compute": 0.75, "waiting": 0.25})
     'compute 75%, waiting 25%'

@@ -1,7 +1,4 @@
-"""What a step decided about its gradient, before anything is updated with it. No torch here.
-
-The invariant: with the gradient itself this is all an update needs, however much later it is made.
-"""
+"""What a step decided about its gradient, and which operations have to wait for that decision."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -13,10 +10,10 @@ from zfunc.core.graph import Graph, Op
 
 @frozen
 class StepDecision:
-    """What was decided of a gradient: all that an update needs besides.
+    """All that an update needs beside the gradient, also if it is made a step later.
 
-    `skip` for an overflow; the factor for every gradient (unscale and clip); the update it goes into: its
-    `number`, from 1, and the optimizer's `factors` of it. `loss` is the mean loss, for whoever wants to know.
+    `skip` is set by an fp16 overflow. `grad_scale` multiplies every gradient: unscaling and clipping in one factor.
+    `number` is that of the update, from 1, with the optimizer's `factors`. `loss` is the mean loss, for metrics.
     """
 
     skip: bool
@@ -27,17 +24,17 @@ class StepDecision:
 
 
 def ops_before_decision(graph: Graph) -> Iterator[Op]:
-    """The operations whose effect leaves the step although it may be refused: there must be none.
+    """The operations with an effect outside of the step that may run although the step is refused.
 
-    What updates the state, or publishes it, has to be ordered behind what writes the decision, or to read the
-    decision that the step began with: a delayed update was decided one step earlier. A collective has to be ordered
-    behind the decision or before it: in between, a rank that refuses the step may leave others waiting. A graph
-    without a decision refuses nothing.
+    A correct recipe has none. An operation that updates or publishes the state has to depend on the operation that
+    writes the decision, or to read the decision of the step before (a delayed update). A collective has to precede
+    the decision or to depend on it: otherwise a rank that refuses the step could leave the others waiting. A graph
+    without a decision refuses no step.
     """
-    decides = [i for i, op in enumerate(graph) if any(r.buffer == "decision" for r in op.writes)]
-    if not decides:
+    writers = [i for i, op in enumerate(graph) if any(r.buffer == "decision" for r in op.writes)]
+    if not writers:
         return
-    (decide, *_), needs = decides, graph.predecessors
+    decide, needs = writers[0], graph.predecessors
     behind, before = {decide}, {decide}
     for i in range(decide + 1, len(graph)):
         behind |= {i} if behind.intersection(needs[i]) else set()
@@ -45,7 +42,7 @@ def ops_before_decision(graph: Graph) -> Iterator[Op]:
         before |= {*needs[i]} if i in before else set()
     for i, op in enumerate(graph):
         applies_pending = i < decide and any(r.buffer == "decision" for r in op.reads)
-        lasts = any(r.trained or r.buffer == "published" for r in op.writes) and not applies_pending
-        sends = op.kind == "network" and i not in before
-        if i not in behind and (lasts or sends):
+        persists = any(r.trained or r.buffer == "published" for r in op.writes) and not applies_pending
+        communicates = op.kind == "network" and i not in before
+        if i not in behind and (persists or communicates):
             yield op

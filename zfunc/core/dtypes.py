@@ -1,4 +1,4 @@
-"""The types of elements, each with its size and its names elsewhere: the one table of them. No torch here."""
+"""Dtypes: the size of an element, and the names in torch, NumPy and safetensors. No torch here."""
 
 from typing import Literal, get_args
 
@@ -13,7 +13,7 @@ Dtype = Literal["fp64", "fp32", "bf16", "fp16", "int16", "uint8"]
 
 @frozen
 class DtypeInfo:
-    """Bytes of an element; what torch, NumPy and safetensors call the type. Of bf16 NumPy has the bits alone."""
+    """Bytes of an element, and the dtype's names. NumPy has no bf16: uint16 holds its bits."""
 
     nbytes: int
     torch: str

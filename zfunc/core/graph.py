@@ -1,7 +1,7 @@
-"""What a step means: operations in serial order, each with the regions it reads and writes.
+"""Operations in serial order, each with the regions it reads and writes; dependencies are derived from these.
 
-The invariant: everything else about order is derived. Two operations conflict if they touch a region and one
-of them writes it; a conflicting pair keeps its serial order in every plan. Nobody writes a dependency down.
+Two operations conflict if both touch a region and one of them writes it. Every plan keeps the serial order of a
+conflicting pair.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,29 +29,31 @@ def label(name: str, index: tuple[int, ...]) -> str:
     return f"{name}[{','.join(map(str, index))}]" if index else name
 
 
-def _tuple(given: Any) -> tuple[Any, ...]:
-    """What is listed, as a tuple; `Graph` looks at what is in it."""
-    if type(given) is tuple:  # nearly always
-        return cast("tuple[Any, ...]", given)
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"Op, Region: got {given!r:.200}, expected a tuple: (x,) for one alone")
-    return tuple(cast("Iterable[Any]", given))
+def _tuple(items: Any) -> tuple[Any, ...]:
+    """An iterable as a tuple; `Graph` checks its items."""
+    if type(items) is tuple:  # nearly always
+        return cast("tuple[Any, ...]", items)
+    if isinstance(items, str) or not isinstance(items, Iterable):
+        raise TypeError(f"Op, Region: got {items!r:.200}, expected a tuple: pass (x,) for a single item")
+    return tuple(cast("Iterable[Any]", items))
 
 
 @frozen(cache_hash=True)
 class Region:
-    """A piece of memory an operation can read or write; `buffer` and `index` are its identity.
+    """A piece of memory that operations read and write; `buffer` and `index` identify it.
 
-    `nbytes` is its size in bytes and `tier` where it lives. `lifetime` says for how long:
+    `nbytes` is its size in bytes and `tier` its place. `lifetime` is one of
 
     - "operation": from its first write to its last access;
-    - "program": a staging buffer of `dtype` that the program allocates once; its content is a step's own;
+    - "program": a staging buffer of `dtype`, allocated once a program; its content is valid within one step;
     - "state": memory of the training state, of `dtype`, allocated with it;
-    - "value": what a step is given or leaves: the batch, a norm, a decision.
+    - "value": an input or output of a step: the batch, a norm, a decision.
 
-    `role` is what operations use it for, where several buffers serve one purpose: "params" as forward reads them,
-    the optimizer's "state" of a bucket and its "shadow", the "grad" of a whole bucket, a rank's "grad_shard"
-    wherever it waits, the "copy" of new parameters on its way to the device, "squares" of a gradient, a "loss".
+    `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
+    "state" of a bucket and its "shadow", the "grad" of a whole bucket, a rank's "grad_shard", the "copy" of new
+    parameters on its way to the device, "squares" of a gradient, a "loss".
+
+    Raises ValueError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """
 
     buffer: str
@@ -64,7 +66,7 @@ class Region:
 
     @dtype.validator  # pyright: ignore
     def _check_dtype(self, _: object, dtype: RegionDtype | None) -> None:
-        """What is allocated has a type, and nothing else has."""
+        """Allocated regions have a dtype, others have none."""
         if (dtype is not None) != (self.lifetime in ALLOCATED):
             raise ValueError(
                 f"{self}: got dtype {dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the lifetime "
@@ -75,12 +77,12 @@ class Region:
 
     @property
     def kept(self) -> bool:
-        """Whether it is there from step to step."""
+        """Whether it outlives its operations."""
         return self.lifetime != "operation"
 
     @property
     def trained(self) -> bool:
-        """Whether a step updates it: once an operation that writes it has begun, the State before it is gone."""
+        """Whether a step updates it: once an operation that writes it has started, the previous State is lost."""
         return self.lifetime == "state" and self.role in ("params", "state")
 
     def __str__(self) -> str:
@@ -89,12 +91,11 @@ class Region:
 
 @frozen
 class Op:
-    """One operation: a verb, its index, what it touches, and how much work it is.
+    """One operation: a verb, its index, the regions it reads and writes, and its work.
 
-    `kind` is the resource it occupies: the device's arithmetic, the network, the bus to the host (d2h) and back
-    (h2d), the host's cores, the disk. `flops` and `nbytes` are its work (floating-point operations; bytes
-    moved over the resource `kind` stands for). `workspace` is the device memory it needs for itself while it
-    runs, in bytes.
+    `kind` is the resource it occupies: device arithmetic ("compute"), the network, the bus to the host ("d2h") and
+    to the device ("h2d"), host cores, the disk. `flops` is its floating-point operations, `nbytes` the bytes it
+    moves over its resource, `workspace` the device memory in bytes that it needs while it runs.
     """
 
     verb: str
@@ -108,7 +109,7 @@ class Op:
 
     @cached_property
     def name(self) -> str:
-        """The verb and index, unique in a graph: `adam[3]`."""
+        """Verb and index, unique in a graph: `adam[3]`."""
         return label(self.verb, self.index)
 
     def __str__(self) -> str:
@@ -116,31 +117,31 @@ class Op:
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Every region touched, once each."""
+        """The regions read or written, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
 
     def read(self, name: str) -> Region:
-        """The one region of that role or buffer that this operation reads."""
+        """The region of this role or buffer that the operation reads; ValueError unless there is exactly one."""
         (region,) = (r for r in self.reads if name in (r.role, r.buffer))
         return region
 
     def write(self, name: str) -> Region:
-        """The one region of that role or buffer that this operation writes."""
+        """The region of this role or buffer that the operation writes; ValueError unless there is exactly one."""
         (region,) = (r for r in self.writes if name in (r.role, r.buffer))
         return region
 
     def touches(self, name: str) -> bool:
-        """Whether any region of that role or buffer is read or written."""
+        """Whether a region of this role or buffer is read or written."""
         return any(name in (r.role, r.buffer) for r in self.regions)
 
     def operands(self, role: Role) -> tuple[Region, ...]:
-        """The regions of that role, in the order they are declared."""
+        """The regions of this role, in the order of declaration."""
         return tuple(r for r in self.regions if r.role == role)
 
 
 @frozen
 class Conflict:
-    """Two operations, by position in the graph, that must keep their order because of `region`."""
+    """Two operations, by position in the graph, that conflict over `region`."""
 
     before: int
     after: int
@@ -149,10 +150,10 @@ class Conflict:
 
 @frozen
 class Graph:
-    """Operations in serial order: run top to bottom, they *are* the reference result.
+    """Operations in serial order: run from first to last, they define the reference result.
 
-    Raises ValueError where two operations share a name, or a region has two sizes or tiers, and TypeError for what
-    is no operation.
+    Raises ValueError for two operations with one name or a region declared in two ways, and TypeError for an item
+    that is not an Op.
 
     >>> x = Region("x", nbytes=4)
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -165,11 +166,11 @@ class Graph:
     @ops.validator  # pyright: ignore
     def _check(self, _: object, ops: tuple[Any, ...]) -> None:
         seen: set[str] = set()
-        sizes: dict[Region, tuple[Any, ...]] = {}
+        declarations: dict[Region, tuple[Any, ...]] = {}
         for op in ops:
             if not isinstance(op, Op):
                 raise TypeError(
-                    f"recipe: got {op!r:.200} among the operations, expected zfunc.core.graph.Op alone"
+                    f"recipe: got {op!r:.200} among the operations, expected only zfunc.core.graph.Op: yield one"
                 )
             _check_name("operation", op.verb, op.index)
             if op.name in seen:
@@ -178,15 +179,16 @@ class Graph:
             for r in op.regions:
                 if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise TypeError(
-                        f"{op.name}: got {r!r:.200} among what it touches, expected zfunc.core.graph.Region"
+                        f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
+                        "pass one"
                     )
-                if r not in sizes:
+                if r not in declarations:
                     _check_name("region", r.buffer, r.index)
-                now = (r.nbytes, r.tier, r.lifetime, r.dtype, r.role)
-                if (was := sizes.setdefault(r, now)) != now:
+                declared = (r.nbytes, r.tier, r.lifetime, r.dtype, r.role)
+                if (first := declarations.setdefault(r, declared)) != declared:
                     raise ValueError(
-                        f"{op.name} declares {r} as {now}, an earlier operation as {was} (bytes, tier, lifetime, "
-                        "dtype, role): a region has one size and one place"
+                        f"{op.name} declares {r} as {declared}, an earlier operation as {first} (bytes, tier, "
+                        "lifetime, dtype, role): declare a region the same way everywhere"
                     )
 
     def __len__(self) -> int:
@@ -197,26 +199,26 @@ class Graph:
 
     @cached_property
     def position(self) -> dict[str, int]:
-        """Where each operation stands, by name."""
+        """The position of each operation, by name."""
         return {op.name: i for i, op in enumerate(self.ops)}
 
     @cached_property
     def regions(self) -> tuple[Region, ...]:
-        """Every region any operation touches, in order of first appearance."""
+        """All regions of all operations, in order of first appearance."""
         return tuple(dict.fromkeys(r for op in self.ops for r in op.regions))
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
-        """The pairs that order must keep; every other conflicting pair follows from these by transitivity.
+        """The conflicting pairs from which all others follow by transitivity.
 
-        Linear in operations x regions touched: a read follows the last write, a write follows the last write
-        and every read since.
+        A read follows the last write; a write follows the last write and every read since. Linear in the number of
+        operations times the regions of each.
         """
         return tuple(_conflicts(self.ops))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """For each operation, the positions of the operations it must follow."""
+        """For each operation, the positions of the operations it depends on directly."""
         before: list[dict[int, None]] = [{} for _ in self.ops]
         for c in self.conflicts:
             before[c.after][c.before] = None
@@ -224,11 +226,13 @@ class Graph:
 
 
 def _check_name(what: str, name: Any, index: tuple[Any, ...]) -> None:
-    """A name and an index as the text of a plan has them."""
+    """Raise for a name or an index that a plan's text cannot hold."""
     if not isinstance(name, str) or name.split() != [name] or "[" in name:
-        raise ValueError(f"{what}: got the name {name!r}, expected a word, without spaces and brackets")
+        raise ValueError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
     if not all(type(i) is int for i in index):
-        raise TypeError(f"{what} {name}: got the index {index!r:.200}, expected whole numbers")
+        raise TypeError(
+            f"{what} {name}: got the index {index!r:.200}, expected integers: pass a tuple of int"
+        )
 
 
 def _conflicts(ops: Iterable[Op]) -> Iterator[Conflict]:

@@ -1,13 +1,12 @@
-"""What a machine does in a second, what it has room for, and what its resources get in each other's way over.
+"""The rates, latencies, memory and shared resources of a machine.
 
-The invariant: a value that exists can be computed with: every rate is positive and finite, every share above 0 and
-at most 1, every tier one that holds bytes of its own. No operation is known by name: its time follows from its kind
-and its declared work.
+Every rate is positive and finite and every share above 0 and at most 1. The time of an operation follows from its
+kind and its declared work, not from its name.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +20,7 @@ CAPACITIES: tuple[Tier, ...] = ("device", "host", "disk")  # pinned memory is ho
 
 @frozen
 class Measured:
-    """The `seconds` that an operation of this kind, with these FLOPs and bytes, took on the machine, alone."""
+    """The measured `seconds` of an operation of this kind, with these FLOPs and bytes, running alone."""
 
     kind: Kind = field(validator=validators.in_(KINDS))
     flops: int
@@ -29,39 +28,37 @@ class Measured:
     seconds: float
 
     def __attrs_post_init__(self) -> None:
-        """Work is 0 or more, and nothing takes no time."""
+        """Check that work is 0 or more and time above 0."""
         if self.flops < 0 or self.nbytes < 0 or not 0 < self.seconds < math.inf:
             raise ValueError(
                 f"got {self}, expected FLOPs and bytes of 0 or more and seconds above 0: measure it again"
             )
 
 
-def _dict(given: Mapping[Any, Any]) -> dict[Any, Any]:
-    return dict(given)
+def _dict(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
+    return dict(mapping)
 
 
-def _shares(given: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, float]]:
-    return {resource: dict(of) for resource, of in given.items()}
+def _shares(shared: Mapping[str, Mapping[Kind, float]]) -> dict[str, dict[Kind, float]]:
+    return {resource: dict(shares) for resource, shares in shared.items()}
 
 
 @frozen
 class Hardware:
-    """What a machine does in a second, and what it has room for.
+    """The rates, latencies and memory of a machine.
 
-    `flops` is FLOP/s, as reached, not as advertised; `rates` are the bytes an operation of each kind moves a second
-    (B/s). `latency` is what starting an operation costs, in seconds; `latencies` says it for kinds that differ.
-    `handoff` is what passes, in seconds, between the end of an operation and the start of
-    one on another lane that waits for it: a thread has to be woken, or an event to be seen.
+    - `flops`: FLOP/s as reached, not as advertised. `rates`: bytes a second that an operation of each kind moves.
+    - `latency`: seconds to start an operation; `latencies` for kinds that differ.
+    - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
+      a thread or to see an event.
+    - `memory`: bytes on the tiers "device", "host" (pinned and pageable together) and "disk". A tier that is left
+      out has no known limit. On a `unified` machine, device memory is host memory.
+    - `shared`: resources that several kinds compete for, with the share that one operation of a kind uses while it
+      runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
+    - `measured`: operations whose time is known.
 
-    `memory` is the bytes there are on the tiers "device", "host" (pinned and pageable together) and "disk"; a tier
-    that is not in it has no limit that is known. On a `unified` machine the device is the host, and its bytes come
-    out of the host's too.
-
-    `shared` names resources that several kinds compete for, with the share that an operation of a kind takes of one
-    while it runs alone: {"cores": {"compute": 1.0, "host": 1.0, "d2h": 0.5}}. See `zfunc.core.simulator`.
-    `measured` are operations whose time is known.
-
-    Raises ValueError for a rate that is missing, zero or negative, a share outside (0, 1], an unknown kind or tier.
+    Raises ValueError for a rate that is missing, zero or negative, a share outside (0, 1], or an unknown kind or
+    tier.
 
     >>> Hardware("unit", flops=10.0, rates={**ROUND.rates, "compute": 5.0}, latency=1.0).seconds(
     ...     Op("work", (), "compute", flops=20, nbytes=15)
@@ -87,7 +84,7 @@ class Hardware:
         rates: dict[str, float] = {"flops": self.flops, **{k: self.rates.get(k, 0.0) for k in KINDS}}
         for what, rate in rates.items():
             if not 0 < rate < math.inf:
-                self._refuse(f"a {what} rate of {rate}", "a positive number a second: give one")
+                self._refuse(f"a {what} rate of {rate}", "a positive number a second: pass one")
         for latency in (self.latency, self.handoff, *self.latencies.values()):
             if not 0 <= latency < math.inf:
                 self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
@@ -96,18 +93,20 @@ class Hardware:
         self._check_names("memory", self.memory, CAPACITIES)
         for tier, nbytes in self.memory.items():
             if not 0 < nbytes < math.inf:
-                self._refuse(f"{nbytes} bytes on the tier {tier}", "more than 0: leave it out if not known")
-        for resource, of in self.shared.items():
-            self._check_names(f"shared {resource!r}", of, KINDS)
-            for kind, share in of.items():
+                self._refuse(
+                    f"{nbytes} bytes on the tier {tier}", "more than 0: leave it out if it is not known"
+                )
+        for resource, shares in self.shared.items():
+            self._check_names(f"shared {resource!r}", shares, KINDS)
+            for kind, share in shares.items():
                 if not 0 < share <= 1:
                     self._refuse(
                         f"a share of {share} of {resource!r} for {kind}",
-                        "above 0 and at most 1: it is what one operation alone takes; leave out what takes none",
+                        "above 0 and at most 1: pass what one operation uses alone, or leave the kind out",
                     )
 
-    def _check_names(self, what: str, given: Mapping[Any, Any], known: tuple[str, ...]) -> None:
-        for name in given:
+    def _check_names(self, what: str, names: Iterable[Any], known: tuple[str, ...]) -> None:
+        for name in names:
             if name not in known:
                 hint = did_you_mean(str(name), list(known)) or ": use one of them"
                 self._refuse(f"{name!r} in {what}", f"only {', '.join(known)}{hint}")
@@ -116,8 +115,11 @@ class Hardware:
         raise ValueError(f"{self.name}: got {got}, expected {expected}")
 
     def seconds(self, op: Op) -> float:
-        """How long `op` takes alone: as measured; where its FLOPs lie between those of measured operations of its
-        kind, in proportion to them (both on a log scale); otherwise latency, plus arithmetic, plus bytes."""
+        """How long `op` takes alone.
+
+        The measured time of such an operation; else interpolated by FLOPs (log-log) between measured operations of
+        its kind; else latency, plus FLOPs and bytes over their rates.
+        """
         if self.measured:
             if (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
                 return known
@@ -132,7 +134,7 @@ class Hardware:
 
     @cached_property
     def _curves(self) -> dict[Kind, list[tuple[int, float]]]:
-        """For each kind the measured (FLOPs, seconds), in order; one for each number of FLOPs."""
+        """The measured (FLOPs, seconds) of each kind, ascending, one for each number of FLOPs."""
         curves: dict[Kind, dict[int, float]] = {}
         for m in self.measured:
             if m.flops:
@@ -140,19 +142,19 @@ class Hardware:
         return {kind: sorted(points.items()) for kind, points in curves.items()}
 
     def lacking(self, needed: Mapping[Tier, int]) -> dict[Tier, int]:
-        """Of bytes `needed` on each tier, those there is no room for; empty where everything fits.
+        """The bytes of `needed` that exceed the memory of each tier; empty if everything fits.
 
         >>> Hardware("small", flops=1.0, rates=ROUND.rates, memory={"host": 10}).lacking({"host": 8, "pinned": 5})
         {'host': 3}
         """
-        wanted: dict[Tier, int] = {tier: needed.get(tier, 0) for tier in CAPACITIES}
-        wanted["host"] += needed.get("pinned", 0) + (wanted["device"] if self.unified else 0)
-        there = self.memory
-        return {tier: n - there[tier] for tier, n in wanted.items() if tier in there and n > there[tier]}
+        demand: dict[Tier, int] = {tier: needed.get(tier, 0) for tier in CAPACITIES}
+        demand["host"] += needed.get("pinned", 0) + (demand["device"] if self.unified else 0)
+        limits = self.memory
+        return {tier: n - limits[tier] for tier, n in demand.items() if tier in limits and n > limits[tier]}
 
 
 def _interpolated(work: int, curve: list[tuple[int, float]]) -> float:
-    """Seconds for `work` between its neighbours on `curve`; beyond the ends, at the rate of the last one."""
+    """Seconds for `work`, between its neighbours on `curve`; beyond the ends, at the rate of the last point."""
     at = bisect_left(curve, (work, 0.0))
     if at in (0, len(curve)):
         nearest_work, seconds = curve[min(at, len(curve) - 1)]
@@ -167,4 +169,4 @@ ROUND = Hardware(
     flops=200e12,
     rates={"compute": 2e12, "network": 20e9, "d2h": 20e9, "h2d": 20e9, "host": 100e9, "disk": 4e9},
 )
-"""Figures of the order of a data-centre GPU and its host, to draw with: neither measured nor advertised."""
+"""Round figures of the order of a data-centre GPU and its host, for pictures: neither measured nor advertised."""

@@ -1,10 +1,7 @@
-"""Where every parameter lives in the flat buffer, and which spans travel together.
+"""The place of every parameter in the flat buffer, and the buckets that are reduced, moved and updated as a unit.
 
-All trainable parameters of a model are one flat buffer, in segment order. A `Bucket` is a span of it that is
-reduced, moved and updated as a unit. The invariant: spans and buckets never overlap, and a layout depends on
-names, shapes and sizes alone, so every process that builds it gets the same one.
-
-No torch here: a layout can be made, printed and tested without it.
+All trainable parameters of a model are one flat buffer, in segment order. Spans and buckets never overlap. A layout
+depends on names, shapes and sizes alone, so every process that builds it gets the same one. No torch here.
 """
 
 from collections.abc import Sequence
@@ -13,16 +10,18 @@ from math import prod
 
 from attrs import field, frozen, validators
 
-PARTS = 32  # buckets there are at least where a share of them is asked for, so that there is such a share
-ALIGNMENT = 64  # elements; every span starts on one, so views are aligned for vector units at any precision
+MIN_PARTIAL_BUCKETS = 32  # with partial offload: a share of the state is a number of whole buckets
+ALIGNMENT = (
+    64  # elements; every span begins at a multiple, so views are aligned for vector units in any precision
+)
 
 
 @frozen
 class Parameter:
     """One parameter as a segment declares it: full name, shape, whether it is trained, and with weight decay.
 
-    A parameter that appears in two segments under the same name is tied: it has one place in the buffer and
-    its gradient is the sum of both contributions.
+    A name that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both
+    contributions.
     """
 
     name: str = field(validator=validators.min_len(1))
@@ -38,7 +37,7 @@ class Parameter:
 
 @frozen
 class Span:
-    """A parameter's place: elements `start` to `stop` of the flat buffer. The shape is kept."""
+    """Elements `start` to `stop` of the flat buffer, which hold one parameter of this shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,13 +46,12 @@ class Span:
     decay: bool
 
 
-@frozen(cache_hash=True)  # a key, of hundreds of spans
+@frozen(cache_hash=True)  # a dictionary key with hundreds of spans
 class Bucket:
-    """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments that fill it.
+    """Elements `start` to `stop` of the flat buffer, the spans in it, and the segments with gradients for it.
 
-    `deliveries` groups the contributing segments by the slot their gradients share, in the order backward
-    reaches them: one group for an ordinary bucket, one for each segment of a tied one, whose contributions
-    are too far apart to keep a slot occupied in between.
+    `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
+    has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them.
     """
 
     index: int
@@ -64,22 +62,22 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Number of elements, padding included; every rank's slice of it is aligned."""
+        """Number of elements, padding included; every rank's slice is aligned."""
         return self.stop - self.start
 
     def slice_of(self, rank: int, world: int) -> tuple[int, int]:
-        """Elements, relative to the bucket, that `rank` of `world` ranks keeps and updates."""
+        """Start and stop, relative to the bucket, of the slice that `rank` of `world` ranks updates."""
         size = self.numel // world
         return rank * size, (rank + 1) * size
 
     def runs_within(self, start: int, stop: int) -> tuple[tuple[int, int, bool], ...]:
-        """The `runs` between `start` and `stop`, cut off there."""
-        cut = ((max(start, a), min(stop, b), decay) for a, b, decay in self.runs)
-        return tuple(run for run in cut if run[0] < run[1])
+        """The `runs` clipped to `start` and `stop`."""
+        clipped = ((max(start, a), min(stop, b), decay) for a, b, decay in self.runs)
+        return tuple(run for run in clipped if run[0] < run[1])
 
     @cached_property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """Maximal `(start, stop, decay)` runs, relative to the bucket, that tile it without a gap."""
+        """Maximal `(start, stop, decay)` runs of equal decay, relative to the bucket, that tile it."""
         runs: list[tuple[int, int, bool]] = []
         for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
             stop = following.start if following else self.stop
@@ -92,7 +90,7 @@ class Bucket:
 
 @frozen
 class Piece:
-    """Elements `start` to `stop` of a parameter, and where a rank's slice of its bucket has them; none if equal."""
+    """Elements `start` to `stop` of a parameter, at offset `at` of a rank's slice of its bucket; maybe none."""
 
     start: int
     stop: int
@@ -101,10 +99,10 @@ class Piece:
 
 @frozen
 class Layout:
-    """Every span, every bucket, and which names each segment uses.
+    """All spans and buckets, and the parameter names of each segment.
 
-    `numel` is the length of the flat buffer in elements. Frozen parameters have spans in a buffer of their
-    own (`frozen`), in no bucket: they are read, never reduced, moved or updated.
+    Frozen parameters have spans in a flat buffer of their own (`frozen`) and belong to no bucket: they are read,
+    and never reduced, moved or updated.
     """
 
     segments: tuple[tuple[str, ...], ...]
@@ -114,17 +112,17 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Length of the flat buffer of trainable parameters, padding included."""
+        """Elements of the flat buffer of trainable parameters, padding included."""
         return self.buckets[-1].stop if self.buckets else 0
 
     @property
     def frozen_numel(self) -> int:
-        """Length of the flat buffer of frozen parameters, padding included."""
+        """Elements of the flat buffer of frozen parameters, padding included."""
         return round_up(self.frozen[-1].stop, ALIGNMENT) if self.frozen else 0
 
     @cached_property
     def num_trainable(self) -> int:
-        """Trainable parameters, tied ones counted once, padding not counted."""
+        """Trainable elements: tied parameters counted once, no padding."""
         return sum(span.stop - span.start for span in self.spans)
 
     @cached_property
@@ -133,12 +131,14 @@ class Layout:
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        of = self._buckets_of
-        return tuple(tuple(sorted({of[name] for name in names if name in of})) for names in self.segments)
+        index = self._buckets_of
+        return tuple(
+            tuple(sorted({index[name] for name in names if name in index})) for names in self.segments
+        )
 
     @cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], ...]:
-        """The parameters each segment uses, as `make_layout` was given them.
+        """The parameters of each segment, as passed to `make_layout`.
 
         >>> layout = make_layout([[Parameter("a", (4, 4)), Parameter("b", (2,), trainable=False)]], bucket_size=64)
         >>> [p.name for p in layout.parameters[0]], layout.parameters[0][1].trainable
@@ -149,15 +149,15 @@ class Layout:
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
     def buckets_of(self, segment: int) -> tuple[int, ...]:
-        """Indices of the buckets whose parameters segment number `segment` reads, ascending."""
+        """The ascending indices of the buckets with parameters of segment number `segment`."""
         return self._used[segment]
 
     def bucket_of(self, span: Span) -> Bucket:
-        """The bucket a trainable parameter is in."""
+        """The bucket that contains a trainable parameter."""
         return self.buckets[self._buckets_of[span.name]]
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
-        """What `rank` of `world` ranks keeps of a parameter."""
+        """The part of a parameter in the slice of `rank` of `world` ranks."""
         bucket = self.bucket_of(span)
         first, last = (bucket.start + edge for edge in bucket.slice_of(rank, world))
         start, stop = max(span.start, first), min(span.stop, last)
@@ -165,19 +165,19 @@ class Layout:
 
     @cached_property
     def first_trainable(self) -> int:
-        """The lowest segment with a trainable parameter: backward stops there."""
+        """The first segment with a trainable parameter: backward stops there."""
         return next(s for s, used in enumerate(self._used) if used)
 
 
 def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, world: int = 1) -> Layout:
-    """Lay out `segments` (each the parameters it uses) in buckets of at most `bucket_size` elements.
+    """Lay out `segments` (the parameters of each) in buckets of at most `bucket_size` elements.
 
     A parameter larger than `bucket_size` has a bucket of its own. Bucket ends are padded so that each of `world`
-    ranks has an equal slice that begins on the alignment. Buckets fill from the last segment backwards, the order
-    gradients arrive in, so a short one is left at the front. Tied and untied parameters never share a bucket.
+    ranks has an equal, aligned slice. Buckets fill from the last segment backwards, the order in which gradients
+    arrive, so the first bucket may be short. Tied and untied parameters never share a bucket.
 
-    Raises ValueError for a bucket size or world below 1, for one name with two shapes, and for a model
-    without a trainable parameter.
+    Raises ValueError for a bucket size or world below 1, for one name declared in two ways, and for a model without
+    a trainable parameter.
 
     >>> layout = make_layout([[Parameter("a", (4, 4))], [Parameter("b", (100,))]], bucket_size=128)
     >>> [(b.start, b.stop, [s.name for s in b.spans]) for b in layout.buckets]
@@ -185,12 +185,12 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
     """
     for what, value in (("bucket_size", bucket_size), ("world", world)):
         if value < 1:
-            raise ValueError(f"{what} must be at least 1, got {value}: give it as a positive count")
+            raise ValueError(f"{what}: got {value}, expected at least 1: pass a positive count")
     contributors = _contributors(segments)
     owned = _owned(segments)
     trainable = [[p for p in own if p.trainable] for own in owned]
     if not any(trainable):
-        raise ValueError("no parameter is trainable: give at least one segment one with requires_grad=True")
+        raise ValueError("no parameter is trainable: set requires_grad=True on at least one")
 
     groups = _group(trainable, contributors, bucket_size)
     quantum = ALIGNMENT * world
@@ -211,19 +211,23 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
 
 
 def part_size(bucket_size: int, num_trainable: int, offload_ratio: float | str) -> int:
-    """The bucket size to lay out with: the one asked for, or less where only a share of the buckets is offloaded.
+    """The bucket size of the layout: `bucket_size`, or less if only a share of the buckets is offloaded.
 
     >>> part_size(1000, 6400, 1.0), part_size(1000, 6400, 0.5)
     (1000, 200)
     """
-    return bucket_size if offload_ratio in (0, 1) else max(1, min(bucket_size, -(-num_trainable // PARTS)))
+    return (
+        bucket_size
+        if offload_ratio in (0, 1)
+        else max(1, min(bucket_size, -(-num_trainable // MIN_PARTIAL_BUCKETS)))
+    )
 
 
 def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
-    """The buckets whose optimizer state stays on the device if `offload_ratio` of it, 0 to 1, is to be on the host.
+    """The buckets whose optimizer state stays on the device, if a share `offload_ratio` (0 to 1) is on the host.
 
-    As near to that as whole buckets come, and among them the last to arrive: their way to the host and back is what
-    backward does not hide.
+    The share is rounded to whole buckets. Those that backward completes last stay on the device, because it does
+    not hide their copies to the host and back.
 
     >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
@@ -247,7 +251,7 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 
 
 def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
-    """Each parameter under the first segment that uses it, decayed ones first so that runs stay few."""
+    """Each parameter under the first segment that declares it, those with decay first to keep runs few."""
     seen: dict[str, Parameter] = {}
     owned: list[list[Parameter]] = []
     for used in segments:
@@ -259,7 +263,7 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
             elif first != p:
                 raise ValueError(
                     f"parameter {p.name!r} is declared twice, as {first} and as {p}: "
-                    "a tied parameter has one shape and one way of being trained"
+                    "a tied parameter has one shape, trainable flag and decay flag"
                 )
         owned.append(sorted(new, key=lambda p: not p.decay))
     return owned
@@ -268,14 +272,14 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
 def _group(
     owned: Sequence[Sequence[Parameter]], contributors: dict[str, list[int]], bucket_size: int
 ) -> list[list[Parameter]]:
-    """Cut the parameters into buckets, filling them from the back."""
+    """Group the parameters into buckets, which fill from the last parameter backwards."""
 
     def tie(p: Parameter) -> tuple[int, ...]:
         used_by = tuple(contributors[p.name])
         return used_by if len(used_by) > 1 else ()
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
-        """No bucket is open while a segment in its midst delivers a tied one: that would take a second slot."""
+        """Whether one slot stays enough: no segment in the midst of a bucket may deliver a tied one."""
         if tie(p) or tie(group[-1]):
             return tie(p) == tie(group[-1])
         highest, lowest = contributors[group[0].name][0], contributors[group[-1].name][0]

@@ -1,8 +1,8 @@
-"""How many bytes a plan needs on each tier, and at which operation that is.
+"""The peak memory of a plan on each tier, and the operation at which it is reached.
 
-The invariant: an upper bound for every timing the plan allows. A kept region counts always. Any other counts
-at an operation unless it is certain to be gone before (all its accesses finished) or to come later (none
-began). An operation's workspace counts where it may run beside the others.
+An upper bound for every timing the plan allows. A kept region always counts. Any other region counts at an
+operation unless all of its accesses have certainly finished, or certainly none has started. A workspace counts
+wherever its operation may run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from zfunc.core.plan import Clock, Plan, happens_before
 
 @frozen
 class Peak:
-    """Bytes on one tier: `kept` all the time, `transient` more at `op`, where the peak is ("" if nowhere)."""
+    """The peak of a tier: `kept` bytes all the time, and `transient` bytes at operation `op` ("" if none)."""
 
     tier: Tier
     kept: int
@@ -30,7 +30,7 @@ class Peak:
 
 
 def peak_memory(plan: Plan) -> dict[Tier, Peak]:
-    """The peak of every tier, in bytes: enough for every timing that the plan allows.
+    """The peak of every tier, in bytes: an upper bound for every timing that the plan allows.
 
     >>> from zfunc.core.graph import Graph, Op
     >>> from zfunc.core.plan import build
@@ -46,15 +46,15 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
-    """Bytes of what is there from step to step, by tier: no schedule needs less."""
-    found: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    """The bytes of the kept regions, by tier: no schedule needs less."""
+    nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
     for r in graph.regions:
-        found[r.tier] += r.nbytes if r.kept else 0
-    return found
+        nbytes[r.tier] += r.nbytes if r.kept else 0
+    return nbytes
 
 
 def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
-    """What makes up the peak of every tier: bytes by buffer, the most first; they add up to `Peak.nbytes`.
+    """The peak of every tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
 
     >>> from zfunc.core.graph import Graph, Op
     >>> from zfunc.core.plan import build
@@ -63,10 +63,10 @@ def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     >>> peak_breakdown(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     {'workspace': 100, 'x': 8, 'y': 4}
     """
-    found: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}
+    parts: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}
 
     def count(tier: Tier, buffer: str, nbytes: int) -> None:
-        found[tier][buffer] = found[tier].get(buffer, 0) + nbytes
+        parts[tier][buffer] = parts[tier].get(buffer, 0) + nbytes
 
     for r in plan.graph.regions:
         if r.kept:
@@ -77,12 +77,12 @@ def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
         start, stop = _span(plan, clocks, at[life.tier].lane, life)
         if start <= at[life.tier].moment < stop:
             count(life.tier, life.buffer, life.nbytes)
-    return {tier: dict(sorted(of.items(), key=lambda item: -item[1])) for tier, of in found.items()}
+    return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
 
 
 @frozen
 class _Lifetime:
-    """Something that comes and goes, and the operations that access it; the first is the one that allocates it."""
+    """A transient allocation, and the operations that access it; the first one allocates it."""
 
     buffer: str
     tier: Tier
@@ -92,31 +92,31 @@ class _Lifetime:
 
 @frozen
 class _Highest:
-    """The largest sum of what may be alive together: at a moment of one lane, just before `op` there ends."""
+    """The largest sum of allocations that may be alive together, at a moment of one lane just before `op` ends."""
 
     nbytes: int
     lane: int
-    moment: int  # 0 is before the lane's first operation starts, n after that of its n-th
+    moment: int  # 0 is before the lane's first operation starts, n after its n-th has started
     op: str
 
 
 def _lifetimes(plan: Plan) -> list[_Lifetime]:
     accesses: dict[Region, list[int]] = {}
-    found: list[_Lifetime] = []
+    workspaces: list[_Lifetime] = []
     for i, op in enumerate(plan.graph):
         for r in op.regions:
             if not r.kept:
                 accesses.setdefault(r, []).append(i)
         if op.workspace:
-            found.append(_Lifetime("workspace", "device", op.workspace, (i,)))
-    return found + [_Lifetime(r.buffer, r.tier, r.nbytes, tuple(ops)) for r, ops in accesses.items()]
+            workspaces.append(_Lifetime("workspace", "device", op.workspace, (i,)))
+    return workspaces + [_Lifetime(r.buffer, r.tier, r.nbytes, tuple(ops)) for r, ops in accesses.items()]
 
 
 def _highest(plan: Plan, clocks: Mapping[int, Clock], lifetimes: Sequence[_Lifetime]) -> dict[Tier, _Highest]:
-    """Of every tier on which something comes and goes.
+    """The peak of every tier with transient allocations.
 
-    Every moment lies between the starts of two neighbours on any one lane, before the first or after the last,
-    so the maximum over these of one lane is a bound. All lanes bound the same thing; the tightest counts.
+    Every point in time lies in one moment of a lane, so the maximum over the moments of any lane is an upper bound.
+    The result is the smallest of these bounds.
     """
     changes: dict[Tier, list[list[int]]] = {}
     for life in lifetimes:
@@ -128,7 +128,7 @@ def _highest(plan: Plan, clocks: Mapping[int, Clock], lifetimes: Sequence[_Lifet
     return {
         tier: min(
             (_highest_of(plan, n, deltas) for n, deltas in enumerate(lanes) if plan.lanes[n].ops),
-            key=lambda at: (at.nbytes, at.op),
+            key=lambda peak: (peak.nbytes, peak.op),
         )
         for tier, lanes in changes.items()
     }
@@ -142,7 +142,7 @@ def _highest_of(plan: Plan, lane: int, deltas: list[int]) -> _Highest:
 
 
 def _span(plan: Plan, clocks: Mapping[int, Clock], lane: int, life: _Lifetime) -> tuple[int, int]:
-    """The moments of a lane, from the first to before the last, at which something may be alive."""
+    """The first moment of a lane at which an allocation may be alive, and the first after it."""
     return clocks[life.accesses[0]][lane] + 1, _first_after(plan, clocks, lane, life.accesses) + 1
 
 
@@ -150,14 +150,14 @@ def _first_after(plan: Plan, clocks: Mapping[int, Clock], lane: int, accesses: S
     """The first position on `lane` whose operation starts after every access has finished."""
     last: dict[int, int] = {}
     for a in accesses:
-        there, p = plan.place[a]
-        last[there] = max(p, last.get(there, -1))
+        other, p = plan.place[a]
+        last[other] = max(p, last.get(other, -1))
     ops = plan.lanes[lane].ops
     low, high = last.get(lane, -1) + 1, len(ops)
-    while low < high:  # what an operation knows to be finished only grows along its lane
+    while low < high:  # clocks only grow along a lane
         middle = (low + high) // 2
         known = clocks[ops[middle]]
-        if all(there == lane or known[there] >= p for there, p in last.items()):
+        if all(other == lane or known[other] >= p for other, p in last.items()):
             high = middle
         else:
             low = middle + 1

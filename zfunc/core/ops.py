@@ -1,7 +1,7 @@
-"""The vocabulary of the recipes: one short function for each operation, saying what it reads and writes.
+"""One constructor for each operation of the built-in recipes, with the regions it reads and writes.
 
-The invariant: this is the only place that knows what an operation touches. A stage function (`zfunc.engine.stages`)
-is handed exactly these regions; every interpreter derives the rest from them.
+A stage function (`zfunc.engine.stages`) may touch exactly these regions; dependencies, memory and plans are derived
+from them.
 """
 
 from attrs import frozen
@@ -13,16 +13,18 @@ from zfunc.core.spec import ALLOCATION
 
 @frozen
 class OpBuilder(Regions):
-    """Makes the operations of one spec. Method names are the verbs; arguments are their indices."""
+    """Constructs the operations of one spec. Methods are named by the verb; their arguments are its indices:
+    micro-batch
+    `m`, segment `s`, bucket `b`, delivery `d`."""
 
     def load(self, m: int) -> Op:
-        """Bring micro-batch `m` to the device."""
+        """Copy micro-batch `m` to the device."""
         nbytes = self.spec.costs[0].input_bytes + self.spec.target_bytes
         batch = Region("batch", (m,), nbytes, "host", "value")
         return Op("load", (m,), "h2d", (batch,), (self._input(m, 0), self._targets(m)), nbytes=nbytes)
 
     def forward(self, m: int, s: int) -> Op:
-        """Run segment `s`; the last one returns the loss. What backward needs is kept or recomputed."""
+        """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them."""
         last = s == self.spec.num_segments - 1
         cost = self.spec.costs[s]
         return Op(
@@ -36,7 +38,7 @@ class OpBuilder(Regions):
         )
 
     def backward(self, m: int, s: int) -> Op:
-        """The pullback of segment `s`. It holds the weights, so it reads them, recomputing or not."""
+        """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
         last = s == self.spec.num_segments - 1
         cost, layout = self.spec.costs[s], self.spec.layout
         above = (self._targets(m),) if last else (self._cotangent(m, s + 1),)
@@ -53,36 +55,37 @@ class OpBuilder(Regions):
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:
-        """Copy what segment `s` has of bucket `b` into a slot; the first to come clears the rest."""
+        """Copy the gradients of segment `s` for bucket `b` into a slot; the `first` one zeroes the gaps."""
         into = self._grad_slot(slot)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         reads = (self._grads(m, s),) if first else (self._grads(m, s), into)
         return Op("pack", (m, b, s), "compute", reads, (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
-        """Add what segment `s` has of bucket `b` to the sum on the device (stage 1)."""
+        """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self._grad_slot(b)
         nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         return Op("add", (m, b, s), "compute", (self._grads(m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int, slot: int) -> Op:
-        """Sum bucket `b` over the ranks; each keeps its slice, in place. Losses are divided by their number."""
+        """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
+        # A rank that refuses the step must not leave others waiting: a collective precedes the decision or
+        # follows it.
         early = self._sends_before_decision(m)
         reads = (region,) if self.spec.barrier or early else (region, self._decision())
         writes = (region, self._sent(m, b, d)) if early else (region,)
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
 
     def square_sum(self, b: int, slot: int | None) -> Op:
-        """Sum the squares of a complete bucket while it is on the device: in its slot, or where it was added up."""
+        """Sum the squares of a complete bucket on the device: in its slot, or in its sum."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) if slot is not None else grad.nbytes
         return Op("square_sum", (b,), "compute", (grad,), (self._squares(b),), nbytes=nbytes)
 
     def to_host(self, m: int, b: int, d: int, slot: int, host_slot: int | None) -> Op:
-        """Copy a bucket's gradient to pinned memory: into a slot, or where it waits for the norm."""
+        """Copy a bucket's gradient to pinned memory: into a slot, or to its own buffer to wait for the norm."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
         into = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
         if self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1:
@@ -91,24 +94,24 @@ class OpBuilder(Regions):
         return Op("to_host", (m, b, d), "d2h", reads, (into, self._host_squares(b)), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, host_slot: int, *, first: bool) -> Op:
-        """Add a delivered gradient to the bucket's fp32 sum, and square the new sum in the same sweep."""
+        """Add a delivered gradient to the bucket's fp32 sum, and sum its squares in the same pass."""
         total, slot = self._waiting(b), self._host_slot(host_slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self._host_squares(b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, slot: int, *, first: bool) -> Op:
-        """Put a delivered gradient where it waits on the device: a copy, or a term of the fp32 sum."""
+        """Copy a delivered gradient to its own buffer on the device, or add it to the fp32 sum there."""
         into, grad = self._waiting(b), self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * into.nbytes
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def squares_to_host(self, b: int) -> Op:
-        """Of a bucket that is updated on the device the host gets the squares alone, for the norm."""
+        """Copy the squares of a bucket that is updated on the device to the host, for the norm."""
         return Op("squares_to_host", (b,), "d2h", (self._squares(b),), (self._host_squares(b),), nbytes=FP64)
 
     def global_norm(self) -> Op:
-        """The norm of the whole gradient, from the squares of every bucket, in a fixed order."""
+        """The norm of the whole gradient, from the squares of all buckets in a fixed order."""
         squares = tuple(self._host_squares(b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.world > 1 else "host"
         return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)
@@ -117,29 +120,29 @@ class OpBuilder(Regions):
         return tuple(self._loss(m) for m in range(self.spec.micro_batches))
 
     def mean_loss(self) -> Op:
-        """The mean loss over all ranks, so that they decide alike."""
+        """The mean loss over all ranks, on which all of them decide."""
         nbytes = FP64 * (self.spec.world - 1)
         return Op("mean_loss", (), "network", self._losses(), (self._mean_loss(),), nbytes=nbytes)
 
     def decide(self) -> Op:
-        """Whether this step counts and by what factor gradients are scaled, before anything is updated."""
+        """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
         losses = (self._mean_loss(),) if self.spec.world > 1 else self._losses()
         norm = (self._norm(),) if self.spec.barrier else ()
         return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._decision(),))
 
     def _all_sent(self) -> tuple[Region, ...]:
-        """What says that every collective which does not wait for the decision is over."""
+        """The regions that order every collective of earlier micro-batches before the decision."""
         early = (m for m in range(self.spec.micro_batches) if self._sends_before_decision(m))
         parts = [(x.index, d) for x in self.spec.layout.buckets for d in range(len(x.deliveries))]
         return tuple(self._sent(m, b, d) for m in early for b, d in parts)
 
     def _sends_before_decision(self, m: int) -> bool:
-        """Whether micro-batch `m` sends gradients before the decision, which is on losses without a barrier."""
+        """Whether micro-batch `m` sends gradients before the decision, on losses alone without a barrier."""
         spec = self.spec
         return spec.world > 1 and spec.stage == 2 and not spec.barrier and m < spec.micro_batches - 1
 
     def adam(self, b: int, host_slot: int | None) -> Op:
-        """Update bucket `b` in one sweep: unscale, clip, Adam, and the copy for the device."""
+        """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device."""
         grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
         state, copy = self._state(b), self._new_copy(b)
         return Op(
@@ -152,18 +155,18 @@ class OpBuilder(Regions):
         )
 
     def speculate(self, b: int) -> Op:
-        """Update bucket `b` as if nothing were clipped or skipped, before that is known: into its shadow."""
+        """Update bucket `b` into its shadow before the decision, as if nothing were clipped or skipped."""
         reads, writes = (self._waiting(b), *self._state(b)), (*self._shadow(b), *self._new_copy(b))
         return Op("speculate", (b,), "host", reads, writes, nbytes=self._sweep_bytes(b))
 
     def confirm(self, b: int) -> Op:
-        """Swap the shadow of bucket `b` in, or update it again with the right factor: mostly nothing is moved."""
+        """Swap state and shadow of bucket `b`, which moves no bytes, or update it again with the right factor."""
         changed = (*self._state(b), *self._shadow(b), *self._new_copy(b))
         reads = (self._decision(), self._waiting(b), *changed)
         return Op("confirm", (b,), "host", reads, changed)
 
     def adam_on_device(self, b: int, slot: int | None) -> Op:
-        """Update bucket `b`, whose state is on the device, and this rank's slice of its parameters with it."""
+        """Update bucket `b`, whose state is on the device, and this rank's slice of its parameters."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
         changed = (*self._state(b), self._params(b))
         return Op(
@@ -180,40 +183,40 @@ class OpBuilder(Regions):
         return () if self.spec.send_high_half else (self._param_slot(b),)
 
     def _sweep_bytes(self, b: int) -> int:
-        """What an update reads and writes: the state twice, the gradient, and the copy unless it is part of it."""
+        """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it."""
         copied = 0 if self.spec.send_high_half else self._shard_bytes(b, self.spec.element_bytes)
         return 2 * sum(r.nbytes for r in self._state(b)) + self._waiting(b).nbytes + copied
 
     def to_device(self, b: int) -> Op:
-        """Copy the new parameters of bucket `b` (this rank's slice) to the device, if the step counts."""
+        """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
         reads = (self._decision(), self._copy(b), self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:
-        """Exchange the new slices of bucket `b` between the ranks."""
+        """Gather the new slices of bucket `b` from all ranks."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # A delayed step decides at its end: whatever it decides then, what came before is whole.
+        # A delayed step decides at its end: its all_gathers precede that, so no rank can leave one unfinished.
         reads = (self._params(b), *((self._decision(),) if self.spec.delayed else ()))
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:
-        """Write this rank's slice of the state of bucket `b` to the checkpoint, before it is updated again."""
+        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update."""
         into = self._written(b)
         return Op("write", (b,), "disk", (self._checkpoint(), *self._saved(b)), (into,), nbytes=into.nbytes)
 
     def write_frozen(self) -> Op:
-        """Write the parameters that are not trained, which every rank has: one of them does."""
+        """Write the frozen parameters; every rank has them all, and rank 0 writes them."""
         into = self._written_frozen()
         return Op(
             "write_frozen", (), "disk", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
         )
 
     def publish(self, *, last: bool = False) -> Op:
-        """When every rank has written everything: on to the disk, and give the checkpoint its name.
+        """Sync the checkpoint to disk and give it its name, after every rank has written its part.
 
-        The `last` one of a step waits for its decision: a refused step leaves no checkpoint. It waits for the norm
-        too: on the network lane it would hold up all other collectives.
+        As the `last` operation of a step it waits for the decision, because a refused step leaves no checkpoint,
+        and for the norm, because on the network lane it would delay all other collectives.
         """
         written = tuple(self._written(b.index) for b in self.spec.layout.buckets)
         frozen = (self._written_frozen(),) if self.spec.layout.frozen else ()

@@ -1,8 +1,8 @@
-"""What optimizers keep of every parameter: one table of buffers for each format of their state. No torch here.
+"""The formats of the optimizer state: the buffers of each, by name. No torch here.
 
-The invariant: a buffer's elements follow the layout, one for each parameter or one for each block of 64, so a
-slice of the layout that begins on its alignment is a slice of every buffer. Every format has the fp32 weights, as
-`master` or as the two halves `master_high` and `master_low`.
+A buffer has one element for each parameter of the layout, or for each block of 64, so an aligned slice of the
+layout is a slice of every buffer. Every format has the fp32 weights, as `master` or as the two halves `master_high`
+and `master_low`. ("Parameters" here counts elements.)
 """
 
 from collections.abc import Mapping
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 @frozen
 class StateBuffer:
-    """A buffer of the optimizer's state: its element type, and how many parameters share an element."""
+    """A buffer of the optimizer state: its dtype, and how many parameters share an element."""
 
     name: str
     dtype: Dtype
     shared: int = 1
 
     def numel(self, parameters: int) -> int:
-        """Elements for so many parameters."""
+        """The number of elements for `parameters`."""
         return -(-parameters // self.shared)
 
     def nbytes(self, parameters: int) -> int:
-        """Bytes for so many parameters."""
+        """The size in bytes for `parameters`."""
         return self.numel(parameters) * DTYPES[self.dtype].nbytes
 
 
@@ -51,7 +51,7 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
     ),
 }
-"""By name; these are Adam's, for each choice of moments: 12, 8 and 6.03 bytes a parameter."""
+"""The formats by name. These are Adam's: 12, 8 and 6.03 bytes a parameter."""
 
 FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "8bit-1": (
@@ -62,19 +62,19 @@ FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         StateBuffer("exp_avg_sq_exponent", "uint8", shared=ALIGNMENT),
     ),
 }
-"""What a checkpoint may hold besides: the first 8-bit moments, which are read and no longer written."""
+"""Formats that checkpoints are read in, but no longer written: the first 8-bit moments."""
 
 ADAM_FORMATS = (*MOMENTS, *FORMER_FORMATS)
-"""Those that hold Adam's two moments, and are converted into each other when a checkpoint is loaded."""
+"""Formats of Adam's state, which loading a checkpoint converts into each other."""
 
 
 def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
-    """The buffers of a format that a checkpoint may hold."""
+    """The buffers of any format that a checkpoint may have."""
     return (STATE_FORMATS if name in STATE_FORMATS else FORMER_FORMATS)[name]
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
-    """The state of parameters `start` to `stop`, of buffers by name; `start` begins a block of those that share."""
+    """The state of parameters `start` (a multiple of 64) to `stop`, as slices of the buffers by name."""
     return {
         x.name: state[x.name][x.numel(start) : x.numel(stop)]  # pyright: ignore
         for x in STATE_FORMATS[name]
@@ -82,4 +82,4 @@ def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dic
 
 
 HIGH_HALF = _SPLIT[0].name
-"""Of a split master: the bf16 that goes to the device, where that computes in bf16."""
+"""The bf16 half of a split master, which is also the device's copy when that computes in bf16."""

@@ -1,10 +1,8 @@
-"""When each operation happens: lanes, the order on each, and the waits between them.
+"""Plans: the operations of a graph on FIFO lanes, and the waits between lanes.
 
-A `Plan` is a graph, an order of its operations on FIFO lanes, and for each operation the operations on other
-lanes it waits for. The invariant: `build` keeps a wait only if nothing else implies it, so deleting any one
-breaks a dependency. A plan prints as text and parses back; its digest is how two processes tell they agree.
-
-Called, as `zfunc.plan(...)`, this module plans a whole training step: see `zfunc.planner.plan_step.plan`.
+`build` keeps a wait only if nothing else implies it, so deleting any one breaks a dependency. A plan prints as text
+and parses back; ranks compare its digest. (`zfunc.plan`, which plans a training step, is in
+`zfunc.planner.plan_step`.)
 """
 
 import hashlib
@@ -19,23 +17,24 @@ from attrs import field, frozen
 
 from zfunc.core.graph import Graph, Op, Region
 
-# For each lane the position of the last operation known to have finished, -1 if none.
-Clock = tuple[int, ...]
+Clock = tuple[
+    int, ...
+]  # for each lane, the position of the last operation known to have finished; -1 if none
 
 
 class PlanError(ValueError):
-    """A plan that cannot run, or would run to another result. The message shows the plan, marked."""
+    """A plan that cannot run, or would give another result. The message shows the plan, with the lines marked."""
 
 
 def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
-    """A converter to a tuple of plain ints, for what a schedule says of operations."""
+    """A converter of operation positions from a schedule to a tuple of plain ints."""
 
-    def convert(given: Any) -> tuple[int, ...]:
+    def convert(positions: Any) -> tuple[int, ...]:
         try:
-            return tuple(map(index, given))
+            return tuple(map(index, positions))
         except TypeError:
             raise PlanError(
-                f"{what}: got {given!r:.200}, expected positions of operations in the graph, as whole numbers: "
+                f"{what}: got {positions!r:.200}, expected positions of operations in the graph, as integers: "
                 "[i for i, op in enumerate(graph) if ...]"
             ) from None
 
@@ -45,28 +44,27 @@ def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
 _waits = _positions("waits of an operation")
 
 
-def _all_waits(given: Any) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(given, Iterable):
+def _all_waits(waits: Any) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(waits, Iterable):
         raise PlanError(
-            f"waits: got {given!r:.200}, expected the waits of each operation: make a plan with build"
+            f"waits: got {waits!r:.200}, expected the waits of each operation: make a plan with build"
         )
-    return tuple(map(_waits, cast("Iterable[Any]", given)))
+    return tuple(map(_waits, cast("Iterable[Any]", waits)))
 
 
-def _lanes(given: Any) -> tuple["Lane", ...]:
-    lanes = tuple(cast("Iterable[Any]", given)) if isinstance(given, Iterable) else (given,)
-    if strangers := [x for x in lanes if not isinstance(x, Lane)]:
-        raise PlanError(
-            f"lanes: got {strangers[0]!r:.200}, expected a zfunc.core.plan.Lane: make a plan with build"
-        )
+def _lanes(lanes: Any) -> tuple["Lane", ...]:
+    lanes = tuple(cast("Iterable[Any]", lanes)) if isinstance(lanes, Iterable) else (lanes,)
+    for x in lanes:
+        if not isinstance(x, Lane):
+            raise PlanError(f"lanes: got {x!r:.200}, expected a zfunc.core.plan.Lane: make a plan with build")
     return lanes
 
 
 @frozen
 class Lane:
-    """A FIFO resource: operations, by position in the graph, in the order they run.
+    """A thread or stream that runs operations, given by position in the graph, in order.
 
-    Raises PlanError for a name that is none in the text of a plan, or positions that are no whole numbers.
+    Raises PlanError for a name with spaces, or positions that are not integers.
     """
 
     name: str = field()
@@ -75,14 +73,14 @@ class Lane:
     @name.validator  # pyright: ignore
     def _check_name(self, _: object, name: Any) -> None:
         if not isinstance(name, str) or name.split() != [name]:
-            raise PlanError(f"lane: got the name {name!r}, expected a word, without spaces")
+            raise PlanError(f"lane: got the name {name!r}, expected a word without spaces")
 
 
 @frozen
 class Plan:
-    """A graph put on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
+    """A graph on lanes. `waits[i]` are the operations on other lanes that operation `i` waits for.
 
-    Make one with `build`; `zfunc.core.verifier.verify` says whether it is right. Raises PlanError for other types.
+    `build` makes one and `zfunc.core.verifier.verify` checks it. Raises PlanError for arguments of other types.
     """
 
     graph: Graph = field()
@@ -92,16 +90,16 @@ class Plan:
     @graph.validator  # pyright: ignore
     def _check_graph(self, _: object, graph: Any) -> None:
         if not isinstance(graph, Graph):
-            raise PlanError(f"plan: got {graph!r:.200}, expected the graph that the schedule was handed")
+            raise PlanError(f"plan: got {graph!r:.200}, expected the Graph that was passed to the schedule")
 
     @cached_property
     def place(self) -> dict[int, tuple[int, int]]:
-        """For each operation, the number of its lane and its position there."""
+        """For each operation, the number of its lane and its position on it."""
         return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
 
     @property
     def num_waits(self) -> int:
-        """How many cross-lane waits there are."""
+        """The number of waits between lanes."""
         return sum(map(len, self.waits))
 
     def text(self) -> str:
@@ -110,7 +108,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the text: equal plans, equal digests."""
+        """A short hash of the text."""
         return hashlib.sha256(self.text().encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
@@ -120,9 +118,9 @@ class Plan:
 def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
     """Put `graph` on `lanes` (name to positions of its operations, in order) and derive the waits.
 
-    Waits are the conflicting pairs that cross lanes, less those implied by lane order and other waits: the
-    transitive reduction, found with one vector clock an operation. Raises PlanError if the order deadlocks, and
-    for an operation that is there twice or that the graph does not have.
+    The waits are the conflicting pairs across lanes that lane order and other waits do not imply: a transitive
+    reduction, with one vector clock an operation. Raises PlanError for an order that deadlocks, and for an
+    operation that is on the lanes twice or not in the graph.
 
     >>> x = Region("x")
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -139,24 +137,23 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
     order = Plan(graph, tuple(Lane(name, ops) for name, ops in lanes.items()), ((),) * len(graph))
     for problem in lane_errors(order):
         raise PlanError(problem)
-    needs = graph.predecessors
     clocks: dict[int, Clock] = {}
     waits: list[tuple[int, ...]] = [()] * len(graph)
-    for op in topological_order(order, needs):
-        waits[op] = _needed(op, needs[op], clocks, order)
+    for op in topological_order(order, graph.predecessors):
+        waits[op] = _waits_of(op, clocks, order)
         clocks[op] = _tick(order, op, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
 
 
 def lane_errors(plan: Plan) -> Iterator[str]:
-    """What is wrong with lanes alone: operations that the graph does not have, or that are there more than once."""
+    """Errors of the lanes alone: operations that are not in the graph or on the lanes twice, and repeated names."""
     expected = "expected every operation of the graph once"
     times = Counter(op for lane in plan.lanes for op in lane.ops)
     for i in sorted(times.keys() - range(len(plan.graph))):
         names = ", ".join(lane.name for lane in plan.lanes if i in lane.ops)
         yield (
-            f"got operation number {i} on a lane ({names}), {expected}. Correct the schedule's lanes: there are "
-            f"{len(plan.graph)}, and the first is number 0"
+            f"got operation number {i} on a lane ({names}), {expected}. Correct the schedule's lanes: the "
+            f"graph has operations 0 to {len(plan.graph) - 1}"
         )
     for i, op in enumerate(plan.graph):
         if times[i] > 1:
@@ -168,13 +165,13 @@ def lane_errors(plan: Plan) -> Iterator[str]:
             )
     for name, count in Counter(lane.name for lane in plan.lanes).items():
         if count > 1:
-            yield f"got {count} lanes named {name}, expected names of their own: a lane is one thread or stream"
+            yield f"got {count} lanes named {name}, expected unique names: a lane is one thread or stream"
 
 
 def happens_before(plan: Plan) -> dict[int, Clock]:
     """The vector clock of every operation, from lane order and waits alone.
 
-    `a` is sure to finish before `b` starts exactly if `clocks[b][lane of a] >= position of a`, for `a != b`.
+    For `a != b`, `a` finishes before `b` starts in every run exactly if `clocks[b][lane of a] >= position of a`.
     """
     clocks: dict[int, Clock] = {}
     for op in topological_order(plan, plan.waits):
@@ -183,7 +180,7 @@ def happens_before(plan: Plan) -> dict[int, Clock]:
 
 
 def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
-    """Every operation after the one before it on its lane and after all of `needs[op]`.
+    """The operations in an order that keeps every lane's order and puts each after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
@@ -208,25 +205,34 @@ def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[in
         raise PlanError(_deadlock(plan, needs, pending))
 
 
-def _needed(op: int, needs: Sequence[int], clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
-    lane, position = order.place[op]
-    known = clocks[order.lanes[lane].ops[position - 1]] if position else (-1,) * len(order.lanes)
-    latest: dict[int, int] = {}  # lane -> position of the last operation needed from it and not known done
-    for there, p in (order.place[n] for n in needs if n in order.place):
-        if there != lane and p > known[there]:
-            latest[there] = max(p, latest.get(there, -1))
-    needed = {there: order.lanes[there].ops[p] for there, p in sorted(latest.items())}
+def _waits_of(op: int, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
+    """The dependencies of `op` on other lanes that no other wait and no lane order implies."""
+    lane, _ = order.place[op]
+    known = _clock_before(order, op, clocks)
+    latest: dict[
+        int, int
+    ] = {}  # lane -> position of the last operation needed from it and not known to be done
+    for other, p in (order.place[n] for n in order.graph.predecessors[op] if n in order.place):
+        if other != lane and p > known[other]:
+            latest[other] = max(p, latest.get(other, -1))
+    needed = {other: order.lanes[other].ops[p] for other, p in sorted(latest.items())}
     # Two of these cannot imply each other, so dropping every implied one at once is safe.
     return tuple(
         n
-        for there, n in needed.items()
-        if not any(clocks[m][there] >= latest[there] for m in needed.values() if m != n)
+        for other, n in needed.items()
+        if not any(clocks[m][other] >= latest[other] for m in needed.values() if m != n)
     )
+
+
+def _clock_before(plan: Plan, op: int, clocks: Mapping[int, Clock]) -> Clock:
+    """The clock of the operation before `op` on its lane."""
+    lane, position = plan.place[op]
+    return clocks[plan.lanes[lane].ops[position - 1]] if position else (-1,) * len(plan.lanes)
 
 
 def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]) -> Clock:
     lane, position = plan.place[op]
-    clock = clocks[plan.lanes[lane].ops[position - 1]] if position else (-1,) * len(plan.lanes)
+    clock = _clock_before(plan, op, clocks)
     for n in waits:
         if n in clocks:
             clock = tuple(map(max, clock, clocks[n]))
@@ -234,7 +240,7 @@ def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:
-    """Walk from a stuck operation to one it is stuck behind, until one comes again: that is the cycle."""
+    """The error text for a cycle: follow blocked operations until one comes again."""
     op = next(iter(pending))
     path: list[int] = []
     while op not in path:
@@ -252,20 +258,20 @@ def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, 
 
 
 def _why(plan: Plan, op: int, behind: int, *, waits: bool) -> str:
-    """What makes `op` come after `behind`: the lane they share, or a wait, mostly because of a region."""
+    """Why `op` has to follow `behind`: their lane, or a wait and its region."""
     name, before = plan.graph.ops[op].name, plan.graph.ops[behind].name
-    lane, there = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
+    lane, other = (plan.lanes[plan.place[i][0]].name for i in (op, behind))
     if not waits:
         return f"{name} is after {before} on lane {lane}"
-    of = (c.region for c in plan.graph.conflicts if (c.before, c.after) == (behind, op))
-    region = next((f" because of {r}" for r in of), "")
-    return f"{name} (lane {lane}) waits for {before} (lane {there}){region}"
+    regions = (c.region for c in plan.graph.conflicts if (c.before, c.after) == (behind, op))
+    reason = next((f" because of {r}" for r in regions), "")
+    return f"{name} (lane {lane}) waits for {before} (lane {other}){reason}"
 
 
 def plan_excerpt(plan: Plan, ops: Iterable[int], *, missing: int | None = None) -> str:
-    """The lanes as text, with an arrow at the lines of `ops`, and only the lines near them in a long plan.
+    """The lanes as text, with "->" at the lines of `ops`; of a long plan only the lines near them.
 
-    An operation that is `missing` has a line with "+>" where its kind and the graph's order would have it.
+    A `missing` operation has a line with "+>" where its kind and the graph's order put it.
     """
     names = {f"  {plan.graph.ops[i].name}" for i in ops}
     lines = [("->" if line.split("  after ")[0] in names else "  ") + line for line in _lane_lines(plan)]
@@ -282,15 +288,15 @@ def plan_excerpt(plan: Plan, ops: Iterable[int], *, missing: int | None = None) 
 
 
 def lane_for(plan: Plan, op: int) -> Lane | None:
-    """The lane that has most operations of the same kind; None if no lane has any."""
+    """The lane with the most operations of the kind of `op`; None if no lane has any."""
     kind, ops = plan.graph.ops[op].kind, plan.graph.ops
-    alike = {n: sum(ops[i].kind == kind for i in lane.ops) for n, lane in enumerate(plan.lanes)}
-    best = max(alike, key=lambda n: alike[n], default=-1)
-    return plan.lanes[best] if best >= 0 and alike[best] else None
+    count = {n: sum(ops[i].kind == kind for i in lane.ops) for n, lane in enumerate(plan.lanes)}
+    best = max(count, key=lambda n: count[n], default=-1)
+    return plan.lanes[best] if best >= 0 and count[best] else None
 
 
 def _line_for(plan: Plan, op: int) -> int:
-    """The number of the line before which `op` belongs."""
+    """The number of the text line before which `op` belongs."""
     lane, line = lane_for(plan, op), 0
     for other in plan.lanes:
         line += 1
@@ -312,7 +318,7 @@ def _lane_lines(plan: Plan) -> Iterator[str]:
 def _lines(plan: Plan) -> Iterator[str]:
     yield "zfunc plan 1"
     for r in plan.graph.regions:
-        shown = r.lifetime == "program" or r.role == "grad_shard"  # the types of all else are the settings'
+        shown = r.lifetime == "program" or r.role == "grad_shard"  # the settings determine all other dtypes
         kept = [*(["kept"] if r.kept else []), *([str(r.dtype)] if r.dtype and shown else [])]
         yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
     for op in plan.graph.ops:
@@ -322,7 +328,7 @@ def _lines(plan: Plan) -> Iterator[str]:
 
 
 def parse(text: str) -> Plan:
-    """The plan that `Plan.text` printed. Raises ValueError, with the line, for text that is not one.
+    """The plan that `Plan.text` printed. Raises ValueError, with the line, for any other text.
 
     >>> plan = build(Graph((Op("make", (), "compute", writes=(Region("x"),)),)), {"gpu": [0]})
     >>> parse(plan.text()) == plan
@@ -360,7 +366,7 @@ def parse(text: str) -> Plan:
     readers: dict[str, Callable[[list[str]], None]] = {"region": region, "op": op, "lane": lane}
     first, *lines = text.splitlines() or [""]
     if first != "zfunc plan 1":
-        raise ValueError(f"got {first!r} as the first line, expected 'zfunc plan 1': give the text of a plan")
+        raise ValueError(f"got {first!r} as the first line, expected 'zfunc plan 1': pass the text of a plan")
     for number, line in enumerate(lines, start=2):
         word, *rest = line.split() or [""]
         try:
@@ -368,7 +374,11 @@ def parse(text: str) -> Plan:
         except (KeyError, ValueError, IndexError, TypeError) as error:
             raise ValueError(f"line {number} of the plan cannot be read: {line!r} ({error!r})") from error
     graph = Graph(tuple(ops))
-    return Plan(graph, tuple(Lane(*made) for made in lanes), tuple(waits.get(i, ()) for i in range(len(ops))))
+    return Plan(
+        graph,
+        tuple(Lane(name, positions) for name, positions in lanes),
+        tuple(waits.get(i, ()) for i in range(len(ops))),
+    )
 
 
 def _split(name: str) -> tuple[str, tuple[int, ...]]:
@@ -377,5 +387,5 @@ def _split(name: str) -> tuple[str, tuple[int, ...]]:
 
 
 def _any(value: object) -> Any:
-    """A word that the value it goes into checks itself."""
+    """A word for a field that validates it."""
     return value

@@ -1,7 +1,7 @@
-"""Recipes: what a training step does, in the order the paper says it. This order is the reference result.
+"""Recipes: the operations of a training step in the paper's order, which defines the reference result.
 
-A recipe is a generator of operations. It knows nothing of lanes, streams or waits: those come from what the
-operations touch (`zfunc.core.ops`) and from the schedule.
+A recipe is a generator of operations. Lanes, streams and waits follow from the regions of the operations
+(`zfunc.core.ops`) and from the schedule.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,14 +24,14 @@ def recipe_of(spec: StepSpec) -> Recipe:
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
     """ZeRO-Offload: parameters on the device, master weights and Adam on the host.
 
-    Gradients leave the device a bucket at a time, while backward goes on, through `spec.grad_slots` slots.
-    With a barrier (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam
-    of a bucket follows its gradient at once. On several ranks each reduces, copies, updates and sends back its
-    slice of every bucket: ZeRO's stage 2; with `spec.stage` 1 gradients are added up on the device first.
-    With `spec.save` a checkpoint is written meanwhile. The buckets in `spec.resident` never leave the device.
+    During backward, gradients leave the device a bucket at a time, through `spec.grad_slots` slots. With a barrier
+    (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam of a bucket follows
+    its gradient. Each rank reduces, copies, updates and sends back its slice of every bucket (ZeRO stage 2); with
+    `spec.stage` 1, gradients are added up on the device first. The buckets in `spec.resident` stay on the device.
+    With `spec.save` the step also writes a checkpoint.
 
-    With a barrier, buckets in `spec.shadowed` are updated at once all the same, into shadows: as if nothing were
-    clipped or skipped. When that is known, a shadow is swapped in, or the update is done again.
+    With a barrier, the buckets in `spec.shadowed` are updated into shadows before the norm is known, as if nothing
+    were clipped or skipped. Afterwards the shadow is swapped in, or the update is made again.
 
     Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
     """
@@ -54,12 +54,11 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
 
 
 def delayed(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload with the one-step delayed update: the host applies the gradient of the step before this one.
+    """ZeRO-Offload with one-step delayed updates: the host applies the gradient of the previous step.
 
-    All of a step's forward and backward is there to hide Adam behind; what waits for backward is only the copy of
-    the new parameters. The norm of a gradient is known long before it is applied, so nothing waits for it either.
-    In the first delayed step no gradient waits yet (`spec.pending` is False). Buckets in `spec.resident` are not
-    delayed.
+    Adam overlaps with all of forward and backward; only the copy of the new parameters waits for backward. No
+    update waits for a norm, which is known from the previous step. In the first delayed step no gradient is pending
+    (`spec.pending` is False). Buckets in `spec.resident` are not delayed.
 
     Source: Ren et al. (2021), section 5.2, "One-step delayed parameter update".
     """
@@ -83,12 +82,12 @@ def delayed(spec: StepSpec) -> Iterator[Op]:
 
 
 def steadily_delayed(spec: StepSpec) -> Iterator[Op]:
-    """A delayed step like most: a gradient waits when it begins."""
+    """A delayed step like all but the first: with a pending gradient."""
     return delayed(evolve(spec, pending=True))
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:
-    """The end of delayed updates: the gradient that waits is applied, and none does any more."""
+    """Apply the pending gradient of delayed updates."""
     spec = evolve(spec, delayed=True)
     emit = OpBuilder(spec)
     yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
@@ -96,14 +95,14 @@ def flush_recipe(spec: StepSpec) -> Iterator[Op]:
 
 
 def checkpoint(spec: StepSpec) -> Iterator[Op]:
-    """A checkpoint by itself, between two steps."""
+    """Write a checkpoint between two steps."""
     emit = OpBuilder(spec)
     yield from _write(spec, emit)
     yield emit.publish()
 
 
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """The state as this step found it, in the order in which the step will want to update it."""
+    """Write the state before this step, in the order in which the step updates it."""
     for bucket in reversed(spec.layout.buckets):
         yield emit.write(bucket.index)
     if spec.layout.frozen:
@@ -111,7 +110,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
 
 
 def _forward(spec: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
-    """Forward of micro-batch `m`; after the last one ranks agree on the loss."""
+    """Forward of micro-batch `m`; after the last one, the mean loss over the ranks."""
     yield emit.load(m)
     for s in range(spec.num_segments):
         yield emit.forward(m, s)
@@ -120,10 +119,10 @@ def _forward(spec: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
 
 
 def _backward(spec: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Iterator[Op]:
-    """Backward of micro-batch `m`, each bucket delivered to the host as soon as it is complete.
+    """Backward of micro-batch `m`; each bucket is delivered to the host as soon as it is complete.
 
-    Slots are dealt round robin. Of a segment's buckets, the one begun above comes first and the one that goes
-    on below comes last, so at most one is open at any time and even a single slot is enough.
+    Slots are assigned round robin. Of a segment's buckets, the one that the segment above began comes first and the
+    one that the segment below continues comes last. So at most one bucket is open, and a single slot is enough.
     """
     layout = spec.layout
     slot = m * sum(len(b.deliveries) for b in layout.buckets)
@@ -141,7 +140,7 @@ def _backward(spec: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Itera
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
-    """Stage 1: add to the bucket's sum on the device, and deliver it after the last contribution of the step."""
+    """Stage 1: add to the bucket's sum on the device, and deliver that after the step's last contribution."""
     deliveries = spec.layout.buckets[b].deliveries
     if m == 0 and d == 0:
         yield emit.pack(m, b, s, b, first=s == deliveries[0][0])
@@ -152,14 +151,14 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
 
 
 def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
-    """Which delivery of `bucket` segment `s` fills, and with which other segments."""
+    """The number of the delivery that segment `s` contributes to, and all its segments."""
     return next((d, group) for d, group in enumerate(bucket.deliveries) if s in group)
 
 
 def _deliver(
     spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
 ) -> Iterator[Op]:
-    """Reduce a bucket, measure it, and send it to where it is updated; add it up there if more are to come."""
+    """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
     added = spec.num_deliveries(spec.layout.buckets[b]) > 1
     first, complete = not added or (m == 0 and d == 0), _is_last(spec, m, b, d)
     waits = added or spec.barrier
@@ -185,14 +184,14 @@ def _deliver(
 
 
 def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
-    """Whether a delivery is the last one of its bucket in this step."""
+    """Whether a delivery is the last of its bucket in this step."""
     if m < spec.micro_batches - 1:
         return False
     return spec.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
 def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
-    """Adam where the state is, and the new parameters to all devices. `slot` has the gradient, unless it waits."""
+    """Update a bucket and send the new parameters to all devices. `slot` has the gradient; None if it waits."""
     if b in spec.resident:
         yield emit.adam_on_device(b, slot)
     else:
@@ -203,7 +202,7 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterat
 
 
 def _send(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """What the host has updated, to all devices."""
+    """Send the parameters of all offloaded buckets to all devices."""
     for b in reversed(spec.offloaded):
         yield emit.to_device(b)
         if spec.world > 1:

@@ -1,5 +1,4 @@
-"""The regions of a step, each with its size, tier, lifetime and role; `zfunc.core.ops` says which operation touches
-which."""
+"""The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 FP32, FP64 = 4, 8  # bytes
-SHADOW = "shadow_"  # begins the name of the buffer that a speculative update goes to
+SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
 
 
 @frozen
@@ -25,7 +24,7 @@ class Regions:
         return Region("params", (b,), nbytes, lifetime="state", dtype="compute", role="params")
 
     def _weights(self, s: int) -> tuple[Region, ...]:
-        """What segment `s` reads: its buckets, and its frozen parameters."""
+        """The parameters that segment `s` reads: its buckets, and the frozen ones."""
         return tuple(self._params(b) for b in self.spec.layout.buckets_of(s)) + self._frozen()
 
     def _frozen(self) -> tuple[Region, ...]:
@@ -53,11 +52,11 @@ class Regions:
         return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)
 
     def _grads(self, m: int, s: int) -> Region:
-        """The gradients one backward returns, before they are packed: one segment's, no more."""
+        """The gradients that backward of one segment returns, before they are packed."""
         return Region("grads", (m, s), self.spec.grad_bytes(s))
 
     def _grad_slot(self, k: int) -> Region:
-        """Where a bucket's gradient waits on the device: one of a few slots, or in stage 1 its own."""
+        """The flat gradient of a bucket on the device: slot `k`, or in stage 1 the buffer of bucket `k`."""
         if self.spec.stage == 1:
             nbytes = self.spec.layout.buckets[k].numel * self.spec.element_bytes
             return self._staging("grad_slot", k, nbytes, "device", role="grad")
@@ -69,9 +68,9 @@ class Regions:
         return self._staging("host_slot", k % self.spec.host_slots, nbytes, "pinned", role="grad_shard")
 
     def _param_slot(self, b: int) -> Region:
-        """Where the new parameters of a bucket wait for their copy to the device.
+        """The new parameters of a bucket, before their copy to the device.
 
-        One that waits long has a place of its own: for the decision, or for backward to be done with the old ones.
+        They have a buffer of their own where they wait long: for the decision, or for backward with the old ones.
         """
         if self.spec.delayed or b in self.spec.shadowed:
             nbytes = self._shard_bytes(b, self.spec.element_bytes)
@@ -88,7 +87,7 @@ class Regions:
         return self.spec.layout.buckets[b].numel // self.spec.world * element_bytes
 
     def _waiting(self, b: int) -> Region:
-        """Where the whole gradient of a bucket waits for its update: fp32 where several are added up."""
+        """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
         added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
         nbytes = self._shard_bytes(b, FP32 if added else self.spec.element_bytes)
         dtype = "fp32" if added else "compute"
@@ -96,13 +95,13 @@ class Regions:
             buffer = "device_sum" if added else "device_grad"
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
-        lifetime = "state" if self.spec.delayed else "program"  # until the next step, or in this one
+        lifetime = "state" if self.spec.delayed else "program"  # it waits for the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def state(self) -> Iterator[Region]:
-        """All memory of a State: what every recipe's operations have of it, and no more.
+        """The regions of a State, which are those of lifetime "state" in any recipe's operations.
 
-        What the model keeps beside its frozen parameters is not the State's.
+        The constants of the model, which the frozen region counts, are no part of a State.
         """
         layout = self.spec.layout
         for frozen_parameters in self._frozen():
@@ -116,11 +115,11 @@ class Regions:
                 yield self._waiting(b)
 
     def _state(self, b: int) -> tuple[Region, ...]:
-        """What is kept of a bucket from step to step; what is sent to the device from where it lies is pinned."""
+        """The optimizer state of a bucket; pinned where the device gets it as it is."""
         return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.state_format])
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
-        """Where the speculated update of a bucket goes."""
+        """The buffers that a speculative update of a bucket writes."""
         return tuple(evolve(r, buffer=SHADOW + r.buffer, role="shadow") for r in self._state(b))
 
     def _kept(self, b: int, kind: StateBuffer) -> Region:
@@ -130,7 +129,7 @@ class Regions:
         return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
 
     def _copy(self, b: int) -> Region:
-        """The new parameters of a bucket as the device wants them."""
+        """The new parameters of a bucket in the device's dtype."""
         if self.spec.send_high_half:
             return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
         return self._param_slot(b)
@@ -151,15 +150,15 @@ class Regions:
         return Region("decision", (), FP64, "host", "value")
 
     def _sent(self, m: int, b: int, d: int) -> Region:
-        """Holds nothing: it orders a collective before the decision."""
+        """Empty; it orders a collective before the decision."""
         return Region("sent", (m, b, d), tier="host")
 
     def _checkpoint(self) -> Region:
-        """The file being written, and what is known of it."""
+        """The checkpoint being written."""
         return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint has of a bucket: its state, and the gradient that is still to be applied."""
+        """What a checkpoint contains of a bucket: its state, and the pending gradient of a delayed update."""
         waits = self.spec.pending and b not in self.spec.resident
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
@@ -171,5 +170,5 @@ class Regions:
         return Region("written_frozen", (), nbytes, "disk", "value")
 
     def _published(self) -> Region:
-        """The checkpoint under its name, or why there is none."""
+        """The result of a save: the checkpoint's path, or why it failed."""
         return Region("published", (), 0, "disk", "value")

@@ -1,16 +1,15 @@
-"""How long a plan takes on given hardware: each lane in order, each operation when its waits are over.
+"""Simulates a plan on given hardware: each lane runs its operations in order, each when its waits are over.
 
-Operations that run at the same time slow each other down where they use the same resource (`Hardware.shared`).
-Each takes a share of it, at most all; where the shares of those that run add up to more than 1, each runs at 1 over
-their sum. One that uses several resources runs at the speed of the scarcest. Besides, every kind of operation is a
-resource of its own: two lanes of one kind get no more done than one. That an operation it waits for has ended on
-another lane, an operation learns `Hardware.handoff` later.
+Concurrent operations slow each other down where they share a resource (`Hardware.shared`). Each operation uses a
+share of it, at most 1; if the shares of the running operations add up to S > 1, each runs at speed 1 / S. An
+operation that uses several resources runs at the lowest of its speeds. Each kind of operation is also a resource of
+its own, so two lanes of one kind are no faster than one. A wait across lanes ends `Hardware.handoff` seconds after
+the operation waited for.
 
-The invariant: the result lies between the critical path (no lane is ever busy) and the serial sum (one lane), plus
-what hand-offs take. Not below: no operation runs faster than alone. Not above: while anything runs, the speeds add
-up to at least 1. For let the scarcest resource be shared to a sum S > 1. No speed is below 1 / S, and no operation
-takes more than all of it, so at least S operations run. If no resource is overdrawn, all speeds are 1. And while
-nothing runs, the end of some operation is being told, each once.
+The result lies between the critical path and the serial sum plus all hand-offs. Not below: no operation runs faster
+than alone. Not above: while any operation runs, the speeds add up to at least 1. If the scarcest resource is shared
+to a sum S > 1, no speed is below 1 / S, and at least S operations run, because none uses more than all of it; if no
+resource is overcommitted, all speeds are 1. While nothing runs, a hand-off is pending, each once.
 """
 
 import math
@@ -43,7 +42,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
     while run.running or run.handed:
         run.advance()
     if len(run.ended) < len(plan.place):
-        list(topological_order(plan, plan.waits))  # says which operations wait for each other
+        list(topological_order(plan, plan.waits))  # raises, with the operations that wait for each other
     events = (
         Event(lane.name, plan.graph.ops[i].name, plan.graph.ops[i].kind, run.started[i], run.ended[i])
         for lane in plan.lanes
@@ -53,7 +52,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
 
 
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
-    """Seconds of the longest chain of dependencies: no schedule is faster."""
+    """Seconds of the longest chain of dependencies, which no schedule can beat."""
     end: list[float] = []
     for op, before in zip(graph, graph.predecessors, strict=True):
         end.append(max((end[n] for n in before), default=0.0) + hardware.seconds(op))
@@ -61,38 +60,38 @@ def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
 
 
 class Speeds:
-    """How fast operations run beside each other: for how many of each kind there are, the speed of each kind."""
+    """The speed of each kind of operation, given how many of each kind run."""
 
     def __init__(self, hardware: Hardware) -> None:
         own: dict[str, Mapping[Kind, float]] = {f"kind {kind}": {kind: 1.0} for kind in KINDS}
         shared = {f"shared {name}": of for name, of in hardware.shared.items()}
         self._resources = list({**own, **shared}.values())
-        self._found: dict[tuple[int, ...], dict[Kind, float]] = {}
+        self._cache: dict[tuple[int, ...], dict[Kind, float]] = {}
 
     def of(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
-        """The speed of each kind that runs, above 0 and at most 1, where alone would be 1.
+        """The speed of each running kind, above 0 and at most 1, the speed of one alone.
 
         >>> on = Hardware("cpu", flops=1.0, rates=ROUND.rates, shared={"cores": {"compute": 1.0, "host": 0.5}})
         >>> Speeds(on).of({"compute": 1, "host": 1})["compute"]
         0.6666666666666666
         """
         key = tuple(counts.get(kind, 0) for kind in KINDS)
-        if key not in self._found:
-            self._found[key] = self._speeds({kind: n for kind, n in zip(KINDS, key, strict=True) if n})
-        return self._found[key]
+        if key not in self._cache:
+            self._cache[key] = self._speeds({kind: n for kind, n in zip(KINDS, key, strict=True) if n})
+        return self._cache[key]
 
     def _speeds(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
         speeds: dict[Kind, float] = dict.fromkeys(counts, 1.0)
         for shares in self._resources:
-            wanted = math.fsum(shares.get(kind, 0.0) * n for kind, n in counts.items())
-            for kind in counts.keys() & shares.keys() if wanted > 1 else ():
-                speeds[kind] = min(speeds[kind], 1 / wanted)
+            demand = math.fsum(shares.get(kind, 0.0) * n for kind, n in counts.items())
+            for kind in counts.keys() & shares.keys() if demand > 1 else ():
+                speeds[kind] = min(speeds[kind], 1 / demand)
         return speeds
 
 
 @define
 class _Running:
-    """An operation under way. At `since` it had `left` seconds to go, alone; at `speed` it ends at `end`."""
+    """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`."""
 
     op: int
     lane: int
@@ -104,16 +103,16 @@ class _Running:
 
 @define
 class _Run:
-    """What changes during a simulation. `end` of an operation stays as it is while its speed does, to the bit."""
+    """The state of a simulation. The `end` of an operation changes only with its speed, so it is exact."""
 
     plan: Plan
     hardware: Hardware
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
     counts: dict[Kind, int] = field(factory=lambda: dict.fromkeys(KINDS, 0))
-    at: list[int] = field(init=False)  # for each lane the position of its next operation
+    at: list[int] = field(init=False)  # for each lane, the position of its next operation
     idle: list[bool] = field(init=False)
-    pending: dict[int, int] = field(init=False)  # for each operation how many waits are not over
+    pending: dict[int, int] = field(init=False)  # for each operation, the number of waits that are not over
     unlocks: dict[int, list[int]] = field(factory=dict[int, list[int]])
     handed: deque[tuple[float, list[int]]] = field(factory=deque[tuple[float, list[int]]])  # in order of time
     started: dict[int, float] = field(factory=dict[int, float])
@@ -143,7 +142,7 @@ class _Run:
         self.started[ops[at]] = now
 
     def advance(self) -> None:
-        """On to what comes next, an end or a hand-off: start what was waiting, share the resources anew."""
+        """Advance to the next end or hand-off, start operations that it unblocks, and share the resources again."""
         ends = [r.end for r in self.running]
         now = min(min(ends, default=math.inf), self.handed[0][0] if self.handed else math.inf)
         done = [r for r in self.running if r.end == now]
@@ -164,7 +163,7 @@ class _Run:
         self.share(now)
 
     def share(self, now: float) -> None:
-        """Give every operation under way the speed it has beside the others."""
+        """Update the speed of every running operation."""
         speeds = self.speeds.of(self.counts)
         for r in self.running:
             speed = speeds[self.plan.graph.ops[r.op].kind]

@@ -1,4 +1,4 @@
-"""What a recipe knows of a training step: its layout, the costs of its segments, and the settings resolved."""
+"""What a recipe knows of a training step: the layout, the costs of the segments, and the resolved settings."""
 
 from functools import cached_property
 from typing import Literal
@@ -8,16 +8,16 @@ from attrs import field, frozen, validators
 from zfunc.core.layout import Bucket, Layout, round_up
 from zfunc.core.optimizer_state import STATE_FORMATS
 
-ALLOCATION = 512  # bytes; what an allocator rounds a tensor of its own up to
+ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 
 
 @frozen
 class SegmentCost:
-    """What one segment costs for one micro-batch: FLOPs and bytes.
+    """The cost of one segment for one micro-batch, in FLOPs and bytes.
 
-    `flops` is the forward's, `backward_flops` the backward's, recomputing included; `input_bytes` what it is
-    handed; `residual_bytes` what its forward keeps for its backward (0 where that recomputes from the input);
-    the workspaces are the peaks of what each pass allocates beyond its inputs and declared outputs.
+    `flops` is that of forward, `backward_flops` that of backward with recomputation; `residual_bytes` is kept
+    between them (0 if backward recomputes from the input). A workspace is the peak that a pass allocates beside its
+    inputs and outputs.
     """
 
     flops: int = 0
@@ -30,22 +30,23 @@ class SegmentCost:
 
 @frozen
 class StepSpec:
-    """Everything a recipe needs to know about a training step, and nothing about tensors.
+    """Everything a recipe needs to know about a training step, without tensors. Sizes are in bytes.
 
-    `element_bytes` is the size of a parameter and of a gradient on the device. With `barrier` no parameter is
-    updated before the norm of the whole gradient is known (clipping, fp16). `grad_slots` and `host_slots`
-    are the staging buffers on the device and in pinned memory, each the size of the largest bucket.
-    `recompute[s]` says whether segment `s` recomputes its forward in backward. `constant_bytes` is the size
-    of what the model keeps on the device beside its parameters. Of `world` ranks each keeps and updates its slice
-    of every bucket; `stage` is ZeRO's: with 2 every micro-batch's gradient is reduced at once, with 1 the device
-    adds them up in full and the sum is reduced. With `send_high_half` the device gets the high
-    half of the split master as it is, and there is no other copy. With `save` the step also writes a checkpoint of
-    the state it began with.
+    - `element_bytes`: size of a parameter and of a gradient on the device.
+    - `recompute[s]`: whether backward of segment `s` recomputes its forward.
+    - `barrier`: no parameter is updated before the norm of the whole gradient is known (clipping, fp16).
+    - `grad_slots`, `host_slots`: the staging buffers on the device and in pinned memory, each of the size of the
+      largest bucket.
+    - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 2 reduces the
+      gradient of every micro-batch, 1 adds full gradients up on the device and reduces the sum.
+    - `constant_bytes`: device memory of the model beside its parameters.
+    - `send_high_half`: the device's copy is the high half of the split master; there is no other.
+    - `save`: the step also writes a checkpoint of the state before it.
+    - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
+    - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
+    - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
 
-    The state of the buckets in `resident` is on the device and is updated there, with `update_workspace` bytes
-    beside it. The first `shadows` of the others that backward completes are updated before the norm is known. With
-    `delayed` the host applies a gradient one step late; `pending` says that one waits when the step begins. Sizes
-    are in bytes.
+    Raises ValueError for a value out of range, an unknown format of the state or an unknown bucket.
     """
 
     layout: Layout
@@ -79,39 +80,39 @@ class StepSpec:
 
     @resident.validator  # pyright: ignore
     def _check_resident(self, _: object, resident: frozenset[int]) -> None:
-        if strangers := resident - set(range(len(self.layout.buckets))):
+        if unknown := resident - set(range(len(self.layout.buckets))):
             raise ValueError(
-                f"resident: got buckets {sorted(strangers)}, expected some of the {len(self.layout.buckets)} there "
-                "are: make it with zfunc.core.layout.resident_buckets"
+                f"resident: got buckets {sorted(unknown)}, expected some of 0 to {len(self.layout.buckets) - 1}: "
+                "make it with zfunc.core.layout.resident_buckets"
             )
 
     @property
     def num_segments(self) -> int:
-        """How many segments the model has."""
+        """The number of segments."""
         return len(self.costs)
 
     @cached_property
     def slot_numel(self) -> int:
-        """Elements of the largest bucket: the size of every staging slot."""
+        """Elements of the largest bucket, which every staging slot has room for."""
         return max(b.numel for b in self.layout.buckets)
 
     @cached_property
     def offloaded(self) -> tuple[int, ...]:
-        """The buckets whose state is on the host, ascending."""
+        """The ascending indices of the buckets whose state is on the host."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
     @cached_property
     def shadowed(self) -> frozenset[int]:
-        """The buckets whose update does not wait for the norm: those that backward completes first."""
+        """The buckets that are updated before the norm is known: the first that backward completes."""
         return frozenset(self.offloaded[::-1][: self.shadows] if self.barrier else ())
 
     def grad_bytes(self, s: int) -> int:
-        """Bytes of the gradients of segment `s`, as tensors of their own."""
+        """Bytes of the gradients of segment `s` as separate tensors."""
         names = set(self.layout.segments[s])
         spans = (x for b in self.layout.buckets_of(s) for x in self.layout.buckets[b].spans)
         sizes = ((x.stop - x.start) * self.element_bytes for x in spans if x.name in names)
         return sum(round_up(size, ALLOCATION) for size in sizes)
 
     def num_deliveries(self, bucket: Bucket) -> int:
-        """How many times a step sends a gradient of `bucket` to the host; more than one is accumulated there."""
+        """How many gradients of `bucket` a step delivers to where it is updated; several are accumulated there."""
         return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)

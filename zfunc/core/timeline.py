@@ -1,4 +1,4 @@
-"""When operations ran: one type for what was simulated and what was measured."""
+"""Timelines: when each operation of a step ran, simulated or measured."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -20,7 +20,7 @@ class Event:
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """The duration in seconds."""
         return self.end - self.start
 
 
@@ -37,12 +37,12 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> float:
-        """From the first start, counted as 0, to the last end."""
+        """The duration of the step: the last end, in seconds since the step began."""
         return max((e.end for e in self.events), default=0.0)
 
     @cached_property
     def lanes(self) -> tuple[str, ...]:
-        """Names of the lanes, in the order of the plan."""
+        """The names of the lanes, in the order of the plan."""
         return tuple(dict.fromkeys(e.lane for e in self.events))
 
     def on(self, lane: str) -> Iterator[Event]:
@@ -50,9 +50,9 @@ class Timeline:
         return (e for e in self.events if e.lane == lane)
 
     def busy(self, lane: str) -> float:
-        """The share of the step, 0 to 1, in which `lane` was running something."""
+        """The share of the step, 0 to 1, in which `lane` ran an operation."""
         return sum(e.seconds for e in self.on(lane)) / self.seconds if self.seconds else 0.0
 
     def seconds_of(self, kind: Kind) -> float:
-        """Time spent on operations of `kind`, over all lanes."""
+        """The seconds spent on operations of `kind`, summed over the lanes."""
         return sum(e.seconds for e in self.events if e.kind == kind)

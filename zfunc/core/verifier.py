@@ -1,7 +1,7 @@
-"""Is this plan right: every operation there once, no deadlock, every conflicting pair in its serial order.
+"""Checks a plan: every operation once, no deadlock, every conflicting pair in its serial order.
 
-The invariant: a plan that passes gives the serial result, to the bit, whatever the timing. Only lane order
-and waits are believed; how the plan was made does not matter. Linear in the size of the plan.
+A plan that passes gives the serial result, to the bit, in any timing. The check reads lane order and waits alone,
+not how the plan was made, and is linear in the size of the plan.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from zfunc.core.plan import Plan, PlanError, happens_before, lane_errors, lane_f
 
 
 def verify(plan: Plan) -> Plan:
-    """Return `plan` if it is right. Raises PlanError naming operations, region and lanes, the plan marked.
+    """Return a correct plan. Raises PlanError with the operations, the region, the lanes and the marked plan.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -29,7 +29,7 @@ def verify(plan: Plan) -> Plan:
 
 
 def races(plan: Plan) -> Iterator[Conflict]:
-    """The conflicting pairs whose serial order `plan` does not keep. Raises PlanError on a deadlock.
+    """The conflicting pairs whose serial order `plan` does not keep. Raises PlanError for a deadlock.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import Lane
@@ -48,10 +48,10 @@ def races(plan: Plan) -> Iterator[Conflict]:
 
 def _count(plan: Plan) -> Iterator[str]:
     yield from lane_errors(plan)
-    there = {op for lane in plan.lanes for op in lane.ops}
+    planned = {op for lane in plan.lanes for op in lane.ops}
     expected = "expected every operation of the graph once. Correct the schedule's lanes"
     for i, op in enumerate(plan.graph):
-        if i not in there:
+        if i not in planned:
             got = f"{op.name}: got it on the lanes 0 times"
             yield f"{got}, {expected}: {_dropped(plan, i)}:\n{plan_excerpt(plan, [], missing=i)}"
     if len(plan.waits) != len(plan.graph):
@@ -63,22 +63,22 @@ def _count(plan: Plan) -> Iterator[str]:
 
 
 def _dropped(plan: Plan, i: int) -> str:
-    """Where it belongs, and who would miss what it writes."""
+    """Where a missing operation belongs, and which operation needs what it writes."""
     lane = lane_for(plan, i)
     kind = plan.graph.ops[i].kind
     where = f"put it on lane {lane.name}, with the others of kind {kind}" if lane else f"give {kind} a lane"
-    missed = next(
+    needed = next(
         (c for c in plan.graph.conflicts if c.before == i and c.region in plan.graph.ops[i].writes), None
     )
-    if missed is None:
+    if needed is None:
         return where
-    after = plan.graph.ops[missed.after].name
-    there = next((x.name for x in plan.lanes if missed.after in x.ops), "")
-    return f"without it {missed.region} is not written before {after}{f' (lane {there})' if there else ''}; {where}"
+    after = plan.graph.ops[needed.after].name
+    reader = next((f" (lane {x.name})" for x in plan.lanes if needed.after in x.ops), "")
+    return f"without it {needed.region} is not written before {after}{reader}; {where}"
 
 
 def _defined(plan: Plan) -> Iterator[str]:
-    """A region that is not kept holds nothing until it is written."""
+    """Errors for regions of one step that are read before they are written."""
     written = {r for r in plan.graph.regions if r.kept}
     for i, op in enumerate(plan.graph):
         for r in op.reads:
@@ -93,11 +93,10 @@ def _defined(plan: Plan) -> Iterator[str]:
 def _describe(plan: Plan, race: Conflict) -> str:
     before, after = plan.graph.ops[race.before], plan.graph.ops[race.after]
     lanes = [plan.lanes[plan.place[i][0]].name for i in (race.before, race.after)]
-    what = "writes" if race.region in before.writes else "reads"
-    then = "writes" if race.region in after.writes else "reads"
+    first, second = ("writes" if race.region in op.writes else "reads" for op in (before, after))
     return (
-        f"race on {race.region}: {before.name} (lane {lanes[0]}) {what} it, {after.name} (lane {lanes[1]}) "
-        f"{then} it, and nothing makes the second wait for the first. Let {after.name} come after "
+        f"race on {race.region}: {before.name} (lane {lanes[0]}) {first} it, {after.name} (lane {lanes[1]}) "
+        f"{second} it, and nothing makes the second wait for the first. Let {after.name} come after "
         f"{before.name}, on one lane or through a wait (zfunc.core.plan.build derives it):\n"
         f"{plan_excerpt(plan, [race.before, race.after])}"
     )

@@ -1,6 +1,6 @@
 """The Python values that a function or a module can reach: attributes, closures, globals, random generators.
 
-The invariant: walking changes nothing and calls nothing of the user's; equal facts mean equal values.
+The walk changes nothing and calls no code of the user. Equal facts mean equal values.
 """
 
 import functools
@@ -22,75 +22,64 @@ import torch
 from attrs import define, field
 from torch import Tensor, nn
 
-MOST = 20_000  # facts of one walk; what lies beyond is not looked at
-DEPTH = 40
-HASHED = 1 << 22  # bytes of an array that are compared by value
-_PLAIN = (
-    bool,
-    int,
-    complex,
-    str,
-    bytes,
-    type(None),
-    Enum,
-    torch.dtype,
-    torch.device,
-    torch.Size,
-    range,
-    slice,
-)
-_OTHERS = {"torch", "numpy", "functorch", "attr", "attrs", *sys.stdlib_module_names} - {"__main__"}
+MAX_FACTS = 20_000  # of one walk; values beyond are ignored
+MAX_DEPTH = 40
+MAX_HASHED = 1 << 22  # bytes; a larger array is compared by identity
+_PLAIN = (bool, int, complex, str, bytes, type(None), Enum, range, slice)
+_PLAIN = (*_PLAIN, torch.dtype, torch.device, torch.Size)
+_LIBRARIES = {"torch", "numpy", "functorch", "attr", "attrs", *sys.stdlib_module_names} - {"__main__"}
 
 
 @define(eq=False)
 class CapturedFacts:
-    """What was reached, by a name a user knows it by.
+    """The values of a walk, by names that the user knows.
 
-    `reads` has, for what is outside the module itself (closures, globals, classes), how to look it up again: that
-    tells in microseconds that nothing has changed.
+    `reads` has a function to look up each value outside of the module (closures, globals, classes) again, which
+    checks in microseconds that nothing has changed.
     """
 
     values: dict[str, Any] = field(factory=dict[str, Any])
     reads: list[tuple[str, Callable[[], Any], Any]] = field(factory=list[tuple[str, Callable[[], Any], Any]])
 
     def change(self, after: "CapturedFacts") -> str:
-        """The first difference to a later walk, in words, or nothing."""
+        """A description of the first difference to a later walk, or ""."""
         for name in {**self.values, **after.values}:
             old, new = (x.values.get(name, _Absent) for x in (self, after))
             if old != new:
-                return _told(name, old, new)
+                return _describe(name, old, new)
         return ""
 
     def moved(self) -> str:
-        """What of `reads` is not what it was, in words, or nothing."""
+        """A description of the first of `reads` that has changed, or ""."""
         for name, read, old in self.reads:
             try:
                 new = read()
             except (LookupError, ValueError, AttributeError):  # a key, or a closure's value, is gone
                 new = _Absent
             if new is not old and not (isinstance(old, _PLAIN) and new == old):
-                return _told(name, old, new)
+                return _describe(name, old, new)
         return ""
 
 
 class _Absent:
-    """In the place of a value that is not there."""
+    """Stands for a missing value."""
 
 
 @define
 class _Hidden:
-    """A value that is compared, but too long or of no use to be shown."""
+    """A value that is compared but not shown."""
 
     value: Any
 
 
 class _Same:
-    """A tensor, equal to itself; a parameter as long as it is trained or not, others as long as nothing is written
-    into them. It is not kept alive."""
+    """A weak reference to a tensor. It is equal while the tensor is the same, with the same requires_grad and,
+    unless
+    it is a parameter, the same version."""
 
     def __init__(self, t: Tensor) -> None:
-        values = isinstance(t, nn.Parameter) or t.is_inference()  # a parameter's values are free to change
-        self.ref, self.state = weakref.ref(t), (0 if values else t._version, t.requires_grad)
+        unversioned = isinstance(t, nn.Parameter) or t.is_inference()  # a parameter's values may change
+        self.ref, self.state = weakref.ref(t), (0 if unversioned else t._version, t.requires_grad)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Same) and self.ref() is other.ref() and self.state == other.state
@@ -99,15 +88,14 @@ class _Same:
 
 
 def captured(root: Any, *, tensors: bool = False) -> CapturedFacts:
-    """All plain values that `root`, a module or a function, can reach; with `tensors` the identity and version of
-    each tensor too, and whether it is trained."""
+    """All plain values that `root`, a module or a function, can reach; with `tensors` also the tensors."""
     walk = _Walk(tensors)
     walk.visit(root, "", 0)
     return walk.facts
 
 
 def path_of(root: Any, t: Tensor) -> str:
-    """The name of a tensor that `root` can reach, or nothing."""
+    """The name of a tensor that `root` can reach, or ""."""
     facts = captured(root, tensors=True).values
     return next((name for name, x in facts.items() if isinstance(x, _Same) and x.ref() is t), "")
 
@@ -116,27 +104,27 @@ class _Walk:
     def __init__(self, tensors: bool) -> None:
         self.facts = CapturedFacts()
         self._tensors = tensors
-        self._seen: dict[int, Any] = {}  # the values too, so that no id is used twice
+        self._seen: dict[int, Any] = {}  # holds the values, so that ids stay unique
         self._classes: set[type] = set()
 
     def visit(self, value: Any, path: str, depth: int) -> None:
-        """Take down a plain value, or what there is in any other; each once."""
+        """Record a plain value, or visit the parts of any other, each once."""
         values = self.facts.values
         if isinstance(value, _PLAIN):
             values[path] = value
         elif isinstance(value, float | np.generic):
-            values[path] = repr(value)  # a NaN is equal to itself
+            values[path] = repr(value)  # so that a NaN equals itself
         elif isinstance(value, Tensor):
             if self._tensors:
                 values[path] = _Same(value)
-        elif id(value) not in self._seen and depth < DEPTH and len(values) < MOST:
+        elif id(value) not in self._seen and depth < MAX_DEPTH and len(values) < MAX_FACTS:
             self._seen[id(value)] = value
             self._visit_parts(value, path, depth + 1)
 
     def _visit_parts(self, value: Any, path: str, depth: int) -> None:
         if isinstance(value, np.ndarray):
-            known = value.nbytes <= HASHED and not value.dtype.hasobject
-            self.facts.values[path] = _Hidden((value.shape, hash(value.tobytes()) if known else id(value)))
+            by_value = value.nbytes <= MAX_HASHED and not value.dtype.hasobject
+            self.facts.values[path] = _Hidden((value.shape, hash(value.tobytes()) if by_value else id(value)))
         elif isinstance(value, random.Random):
             self.facts.values[path] = _Hidden(hash(value.getstate()))
         elif isinstance(value, np.random.BitGenerator):
@@ -167,7 +155,7 @@ class _Walk:
             self.facts.values[path] = operator.length_hint(value, -1)
         elif isinstance(value, type):
             self._visit_class(value, depth)
-        elif not _others(type(value)) and not isinstance(value, types.ModuleType):
+        elif not _is_library(type(value)) and not isinstance(value, types.ModuleType):
             self._visit_class(type(value), depth)
             self._visit_all(_attributes(value), path, depth)
 
@@ -176,7 +164,7 @@ class _Walk:
             self.visit(part, _joined(path, name), depth)
 
     def _visit_container(self, value: Any, path: str, depth: int) -> None:
-        if len(value) > MOST:
+        if len(value) > MAX_FACTS:
             self.facts.values[path] = f"{len(value)} items"
             return
         self._visit_all(_items(value), path, depth)
@@ -192,7 +180,7 @@ class _Walk:
 
     def _visit_class(self, kind: type, depth: int) -> None:
         for base in kind.__mro__:
-            if _others(base) or base in self._classes:
+            if _is_library(base) or base in self._classes:
                 continue
             self._classes.add(base)
             for name, value in [*vars(base).items()]:
@@ -204,7 +192,7 @@ class _Walk:
                     self._watch(functools.partial(getattr, base, name), value, path, depth)
 
     def _visit_function(self, f: types.FunctionType, path: str, depth: int) -> None:
-        if _others(f):
+        if _is_library(f):
             return
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if _filled(cell):
@@ -222,8 +210,8 @@ class _Walk:
                 self._watch(functools.partial(operator.getitem, scope, name), value, f"global {name}", depth)
 
     def _visit_named(self, f: types.FunctionType, module: types.ModuleType, depth: int) -> None:
-        """Of another file of the user's: the values that a function names."""
-        if _others(module):
+        """Visit the values that a function uses from another file of the user."""
+        if _is_library(module):
             return
         for name in _names(f.__code__):
             value = vars(module).get(name, module)
@@ -234,7 +222,7 @@ class _Walk:
     def _watch(self, read: Callable[[], Any], value: Any, path: str, depth: int) -> None:
         self.facts.reads.append((path, read, value))
         self.visit(value, path, depth)
-        if isinstance(value, list | dict) and len(value) <= MOST:  # what is in it can change too
+        if isinstance(value, list | dict) and len(value) <= MAX_FACTS:  # its items can change too
             keys = range(len(value)) if isinstance(value, list) else [*value]
             for key, (name, item) in zip(keys, _items(value), strict=True):
                 if isinstance(item, (*_PLAIN, float)):
@@ -275,7 +263,7 @@ def _listed(slots: Any) -> Iterable[str]:
 
 
 def _names(code: types.CodeType) -> list[str]:
-    """The names that a function, or one inside it, looks up outside."""
+    """The global names that a function and its inner functions use."""
     inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
     return [*code.co_names, *(name for x in inner for name in _names(x))]
 
@@ -283,17 +271,17 @@ def _names(code: types.CodeType) -> list[str]:
 def _filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not _Absent
-    except ValueError:  # not yet
+    except ValueError:  # not assigned yet
         return False
 
 
-def _others(x: Any) -> bool:
-    """Whether something is of torch, NumPy or Python itself: what that keeps is no part of a model."""
+def _is_library(x: Any) -> bool:
+    """Whether `x` belongs to torch, NumPy or Python, whose values are no part of a model."""
     name = x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", None) or ""
-    return name.partition(".")[0] in _OTHERS
+    return name.partition(".")[0] in _LIBRARIES
 
 
-def _told(name: str, *values: Any) -> str:
+def _describe(name: str, *values: Any) -> str:
     if any(isinstance(x, (*_PLAIN, float)) for x in values):
         return f"{name} ({', then '.join(map(_shown, values))})"
     return name

@@ -1,7 +1,6 @@
 """`compile`: segments and settings become a Program, planned and verified before anything is allocated.
 
-The invariant: everything about the arguments is checked here, once, with what was got, what was expected and
-what to do; nothing below checks again.
+All arguments are checked here, and nothing below checks them again.
 """
 
 import logging
@@ -22,12 +21,7 @@ from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.offload_ratio import fit_to_memory, log_offload
-from zfunc.engine.program import (
-    Program,
-    ProgramCache,
-    make_plan,
-    specialize,
-)
+from zfunc.engine.program import Program, ProgramCache, make_plan, specialize
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
@@ -66,21 +60,22 @@ def compile(
 ) -> Program:
     """Compile `segments` into a Program: lay them out, emit the recipe, plan it, verify the plan.
 
-    - `group`: the ranks to train with, a `torch.distributed` process group; None is the default group where there
-      is one. Each rank keeps and updates its slice of every bucket and is given its rows of a batch.
-    - `example`: a batch `(inputs, targets)`, of which only shapes count, to plan memory with right away.
-    - `recipe`: what a step does, as operations in serial order: `zfunc.core.recipes.zero_offload`, or one of your
-      own. New operations need a function each in `stages`.
-    - `stages`: more stage functions, or others, by verb. `patience`: seconds a lane waits for another.
+    - `group`: the `torch.distributed` process group of the ranks; None is the default group if there is one. Each
+      rank updates its slice of every bucket and passes its own rows of a batch.
+    - `example`: a batch `(inputs, targets)`, of which only shapes matter, to plan memory now.
+    - `recipe`: the operations of a step in serial order: `zfunc.core.recipes.zero_offload`, or your own. New
+      operations need a function each in `stages`.
+    - `stages`: stage functions by verb, in addition to the built-in ones or instead of them.
+    - `patience`: seconds that a lane waits for another before the step fails.
 
-    The settings of the step, as `settings`, by name, or both, of which names win:
+    The settings of the step, as `settings` or by name; names take precedence:
 
     {settings}
 
-    Raises ValueError or TypeError for arguments that cannot work, PlanError for a schedule whose plan is wrong.
+    Raises ValueError or TypeError for bad arguments, PlanError for a schedule whose plan is wrong.
     """
     refuse_inference_mode("compile")
-    segments = _checked(segments)
+    segments = _checked_segments(segments)
     settings = settings_with(settings, changes)
     optimizer, settings = choose_optimizer(optimizer, settings)
     of_type(
@@ -93,33 +88,35 @@ def compile(
     ranks = _ranks(group)
     if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):
         raise TypeError(
-            f"recipe: got {recipe!r}, expected a function Job -> operations, as zfunc.core.recipes.zero_offload"
+            f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
+            "zfunc.core.recipes.zero_offload"
         )
     if recipe is not None and settings.delayed:
         raise ValueError(
-            "recipe: got one with delay_from, expected one of the two: a delayed step has its own"
+            "recipe: got one with delay_from, expected one of the two: a delayed step has its own recipe"
         )
     if settings.offload_ratio == AUTO and example is None:
-        raise ValueError("offload_ratio: got 'auto' without an example, expected a batch to plan memory with")
-    where = pick_device(device)
-    default_threads()  # decided, and said in the log, before any lane runs
-    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(where))
+        raise ValueError(
+            "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
+        )
+    device = pick_device(device)
+    default_threads()  # chosen and logged before any lane runs
+    spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
     recipe = recipe or recipe_of(spec)
     program = Program(
         segments=segments,
-        calls=_calls(segments, spec.layout, settings, where),
-        layout=spec.layout,
+        calls=_calls(segments, spec.layout, settings, device),
         settings=settings,
         optimizer=optimizer,
         schedule=schedule,
-        device=where,
+        device=device,
         spec=spec,
         plan=make_plan(spec, schedule, recipe),
         stages=functions,
-        executor=Executor(where, patience=patience),
+        executor=Executor(device, patience=patience),
         cache=ProgramCache(),
         ranks=ranks,
         recipe=recipe,
@@ -161,11 +158,13 @@ def with_moments(optimizer: Optimizer, moments: Moments) -> Optimizer:
     return optimizer
 
 
-def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+def _checked_segments(segments: Sequence[Segment]) -> tuple[Segment, ...]:
     of_type("segments", segments, Iterable, "a list of Segments: pass [segment, ...]")
     segments = tuple(segments)
     if not segments:
-        raise ValueError("segments: got none, expected at least one: the last ends in the loss")
+        raise ValueError(
+            "segments: got none, expected at least one: pass them, the last one ending in the loss"
+        )
     for s in segments:
         if not isinstance(s, Segment):
             raise TypeError(
@@ -173,14 +172,14 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             )
     for name, times in Counter(s.name for s in segments).items():
         if times > 1:
-            raise ValueError(f"segments: got two named {name!r}, expected a name of its own for each")
+            raise ValueError(f"segments: got two named {name!r}, expected unique names: rename one")
     known: dict[str, Parameter] = {}
     origins: dict[int, str] = {}
     for s in segments:
         for name, p in _owned(s).items():
             if name in known:
                 raise ValueError(
-                    f"segments: got two parameters named {name!r}, expected a name of its own for each: rename "
+                    f"segments: got two parameters named {name!r}, expected unique names: rename "
                     f"segment {s.name!r}, or tie them with share="
                 )
             known[name] = p
@@ -190,7 +189,7 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             if origins.setdefault(id(tensor), name) != name and name not in s.shared:
                 raise ValueError(
                     f"segments: got one tensor as {origins[id(tensor)]!r} and {name!r}, expected tied parameters "
-                    f"to be said: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
+                    f"to be declared: segment({s.name!r}, ..., share={{...: {origins[id(tensor)]!r}}})"
                 )
     check_memory_apart("segments", {name: t for s in segments for name, t in s.origins.items()})
     for s in segments:
@@ -198,11 +197,11 @@ def _checked(segments: Sequence[Segment]) -> tuple[Segment, ...]:
             if p.name not in known:
                 raise ValueError(
                     f"segment {s.name!r}: {short} is shared with {p.name!r}, which no segment has"
-                    f"{did_you_mean(p.name, list(known))}: give the full name, 'segment.name in its module'"
+                    f"{did_you_mean(p.name, list(known))}: pass the full name, 'segment.name in its module'"
                 )
             if p.shape != known[p.name].shape:
                 raise ValueError(
-                    f"segment {s.name!r}: {short} has shape {p.shape}, {p.name!r} it is shared with has "
+                    f"segment {s.name!r}: {short} has shape {p.shape}, but {p.name!r}, which it shares, has "
                     f"{known[p.name].shape}: tied parameters have one shape"
                 )
     return segments
@@ -215,27 +214,26 @@ def _owned(segment: Segment) -> dict[str, Parameter]:
 def _calls(
     segments: Sequence[Segment], layout: Layout, settings: StepSettings, device: torch.device
 ) -> tuple[CompiledSegment, ...]:
-    """One pair of passes for each distinct segment, so that it is traced or compiled once."""
+    """The segments with their forward and backward; equal segments share these, to be traced or compiled once."""
     recompute, compiled = settings.recompute, settings.compile_segments
     trainable = {span.name for span in layout.spans}
-    made: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
+    pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
     calls: list[CompiledSegment] = []
     last = len(segments) - 1
     for s, segment in enumerate(segments):
         keep: Recompute = recompute
         if s == last and recompute == "all":
             keep = "min-cut" if compiled else "none"
-        way = (keep, s > layout.first_trainable, s == last)
-        pair = next((p for other, seen, p in made if seen == way and segment.like(other)), None)
+        options = (keep, s > layout.first_trainable, s == last)
+        pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
-            pair_of = partial(
-                make_vjp, function, recompute=keep, wrt_input=way[1], last=s == last, name=segment.name
+            make = partial(
+                make_vjp, function, recompute=keep, wrt_input=options[1], last=s == last, name=segment.name
             )
-            plain = pair_of()
-            fast = pair_of(compiled=True) if compiled else plain
-            pair = fast, plain
-            made.append((segment, way, pair))
+            eager = make()
+            pair = make(compiled=True) if compiled else eager, eager
+            pairs.append((segment, options, pair))
         names = segment.by_short
         calls.append(
             CompiledSegment(
@@ -249,7 +247,7 @@ def _calls(
 
 
 def _scalar(segment: Segment) -> Callable[..., Tensor]:
-    """The last segment, its loss checked and in fp32. One that is fp16 inside overflows at a scale of 2**16."""
+    """The last segment with its loss checked and in fp32: an fp16 loss would overflow at a loss scale of 2**16."""
 
     def loss(*args: Any) -> Tensor:
         y = segment.function(*args)
@@ -267,7 +265,7 @@ def _scalar(segment: Segment) -> Callable[..., Tensor]:
 def _ranks(group: Any) -> RankGroup:
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(
-            f"group: got {group!r}, expected a process group of torch.distributed that this rank is in, or None: "
+            f"group: got {group!r}, expected a torch.distributed process group that this rank is in, or None: "
             "make one with torch.distributed.new_group"
         )
     ranks = RankGroup.of(group)
@@ -276,7 +274,7 @@ def _ranks(group: Any) -> RankGroup:
             (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
         except RuntimeError as error:
             raise ValueError(
-                f"group: got one without a backend for tensors on the host ({error}), expected one with: pass "
+                f"group: got one without a backend for host tensors ({error}), expected one: pass "
                 'init_process_group("cpu:gloo,cuda:nccl")'
             ) from error
     return ranks

@@ -1,7 +1,7 @@
-"""What a segment costs, found by running it on tensors without data: shapes, FLOPs, memory, randomness.
+"""The cost of a segment, traced on fake tensors: shapes, FLOPs, peak memory, whether it draws random numbers.
 
-The invariant: nothing is allocated and nothing is computed; the same code runs as in training, on fake
-tensors, and what it would have kept alive is counted. So a plan's memory is known before it is run.
+The code of training runs on tensors without data, and their allocations are counted, so the memory of a plan is
+known before it runs.
 """
 
 import logging
@@ -28,23 +28,23 @@ T = TypeVar("T")
 
 
 class InPlaceError(ValueError):
-    """A function writes into `tensor`, which it did not allocate. `what` names it, `instead` says what to use."""
+    """A function wrote into `tensor`, which it did not allocate. `name` describes it, `instead` is what to use."""
 
-    def __init__(self, func: Any, tensor: Tensor, what: str = "", instead: str = "") -> None:
-        what = what or (
+    def __init__(self, func: Any, tensor: Tensor, name: str = "", instead: str = "") -> None:
+        name = name or (
             f"a tensor of shape {tuple(tensor.shape)} made outside the function (a parameter, the input, a buffer "
             "or a captured tensor)"
         )
         instead = instead or "return a new tensor instead (running statistics cannot be kept)"
-        super().__init__(f"got an in-place change ({func}) of {what}, expected a pure function: {instead}")
+        super().__init__(f"got an in-place change ({func}) of {name}, expected a pure function: {instead}")
         self.func, self.tensor = func, tensor
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the bytes of all storages made under it that are alive: `live` now, `peak` at most.
+    """Counts the FLOPs and the bytes of live storages allocated under it, now (`live`) and at most (`peak`).
 
-    Also notes whether an operation drew random numbers, and refuses to write into a tensor made elsewhere:
-    the function would not be pure.
+    `random` records whether an operation drew random numbers. With `pure`, a write into a tensor allocated
+    elsewhere raises InPlaceError.
     """
 
     def __init__(self, *, pure: bool = False) -> None:
@@ -61,7 +61,9 @@ class AllocationTracker(TorchDispatchMode):
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         self.random = self.random or is_draw(func, args, kwargs or {})
-        if not any(r.alias_info for r in func._schema.returns):  # a view, or its own argument, is nothing new
+        if not any(
+            r.alias_info for r in func._schema.returns
+        ):  # a view, or an argument returned, allocates nothing
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     self._count(t)
@@ -82,42 +84,40 @@ class AllocationTracker(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
 
     def holds(self, t: Tensor) -> bool:
-        """Whether the storage of `t` was made under this tracker."""
+        """Whether the storage of `t` was allocated under this tracker."""
         return t.untyped_storage()._cdata in self._sizes
 
     def _check_pure(self, func: Any, args: Any, kwargs: Any) -> None:
         if any(isinstance(t, torch.nn.Parameter) for t in tree_leaves((args, kwargs))):
             raise ValueError(
                 f"got an nn.Parameter the function captured (in {func}), expected it to use the parameters it is "
-                "handed: a captured one would never be trained"
+                "passed: a captured one would never be trained"
             )
         if kwargs.get("generator") is not None:
             raise ValueError(
-                f"got a generator of the function's own (in {func}), expected the default one: that is seeded the "
+                f"got a generator of the function's own (in {func}), expected the default one, which is seeded the "
                 "same for the forward and for recomputing it"
             )
         if not func._schema.is_mutable:
             return
-        for value, declared in zip(args, func._schema.arguments, strict=False):
+        by_name = {declared.name: declared for declared in func._schema.arguments}
+        passed = [
+            *zip(func._schema.arguments, args, strict=False),
+            *((by_name[k], x) for k, x in kwargs.items()),
+        ]
+        for declared, value in passed:
             if declared.alias_info is not None and declared.alias_info.is_write:
-                self._check_own(func, value)
-        for name, value in kwargs.items():
-            declared = next(a for a in func._schema.arguments if a.name == name)
-            if declared.alias_info is not None and declared.alias_info.is_write:
-                self._check_own(func, value)
-
-    def _check_own(self, func: Any, value: Any) -> None:
-        for t in tree_leaves(value):
-            if isinstance(t, Tensor) and not self.holds(t):
-                raise InPlaceError(func, t)
+                for t in tree_leaves(value):
+                    if isinstance(t, Tensor) and not self.holds(t):
+                        raise InPlaceError(func, t)
 
 
 @frozen
 class Trace:
-    """What a segment costs for one micro-batch, in FLOPs and bytes, and what it returns (`out`, on meta).
+    """The cost of a segment for one micro-batch, in FLOPs and bytes, and its output (`out`, on meta).
 
-    The peaks count what a pass allocates, its results included; `residual_bytes` is what is alive between the
-    two beside the output. `random` is whether one of them draws random numbers.
+    The peaks are those of each pass, results included. `residual_bytes` is alive between them beside the output.
+    `random` is whether one of them draws random numbers.
     """
 
     out: Any
@@ -135,7 +135,7 @@ Backward = Callable[..., Any]
 
 
 def run_on_fake_tensors(function: Callable[..., T], *args: Any, device: torch.device) -> T:
-    """`function(*args)`, on tensors without data in the place of those in `args`."""
+    """`function(*args)` with fake tensors for those in `args`."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return function(*_faked(args, device))
 
@@ -147,11 +147,10 @@ def trace(
     device: torch.device,
     prepare: Callable[..., None] = lambda *_: None,
 ) -> Trace:
-    """Trace one segment: `forward(*args)` returns `(y, residuals)`, `backward(*args, residuals, cotangents)`
-    what is handed down; None where nothing below is trained. `prepare(*args)` does before what they do only
-    the first time (tracing themselves), which is no cost of training.
+    """Trace one segment: `forward(*args)` returns `(y, residuals)`; `backward(*args, residuals, cotangents)` is
+    None if nothing below is trained. `prepare(*args)` runs first, to leave out of the costs what happens only once.
 
-    `args` are pytrees of tensors, of which only shape, strides and dtype count.
+    `args` are pytrees of tensors, of which only shape, strides and dtype matter.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args = _faked(args, device)
@@ -182,7 +181,7 @@ def trace(
 
 @contextmanager
 def silence_fake_errors() -> Iterator[None]:
-    """Without torch's log of errors in this thread's fake tensors: they are raised as well, and told shorter."""
+    """Mute torch's log of errors in this thread's fake tensors, which are raised as well."""
     logger, thread = logging.getLogger(fake_tensor.__name__), threading.get_ident()
 
     def others(record: logging.LogRecord) -> bool:
@@ -204,7 +203,7 @@ def _cotangents(y: Any) -> list[Tensor]:
 
 
 def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:
-    """An empty tensor of the same shape, strides and dtype: what a trace sees depends on the strides too."""
+    """An empty tensor of the same shape, strides and dtype, all of which a trace depends on."""
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
 
 
@@ -215,6 +214,6 @@ def _storage_bytes(tree: Any) -> int:
 
 
 def nbytes(tree: Any) -> int:
-    """Bytes of the tensors of a pytree, each rounded as an allocator would."""
+    """The bytes of the tensors of a pytree, each rounded up as by an allocator."""
     leaves = [t for t in tree_leaves(tree) if isinstance(t, Tensor)]
     return sum(round_up(t.numel() * t.dtype.itemsize, ALLOCATION) for t in leaves)

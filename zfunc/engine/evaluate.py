@@ -1,7 +1,4 @@
-"""What reads a State and changes nothing: its parameters by name, and the model it is, run forward.
-
-The invariant: nothing here is part of a step, so none of it is planned.
-"""
+"""Reading a State without changing it: its parameters, the model's outputs, the loss of a batch."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,11 +14,10 @@ from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
 def params(program: Program, state: State) -> dict[str, Tensor]:
-    """Every parameter by full name, as fp32 on the host: copies of the master weights; tied ones once.
+    """Every parameter by full name, in fp32 on the host: copies of the master weights, tied ones once.
 
-    With several ranks all of them have to call this, and each gets everything. Frozen parameters have no master:
-    theirs are the values on the device, in the compute precision. Raises DonatedStateError for a state that a step
-    has taken.
+    Frozen parameters have no master: they are the device's values, in the compute dtype. All ranks have to call
+    this together, and each gets all parameters. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "params")
     program.ranks.agree("params")
@@ -30,26 +26,26 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
 
 
 def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
-    """Run the segments forward, without dropout, with the device's parameters.
+    """Run the segments forward with the device's parameters, without dropout and gradients; the state stays.
 
-    The last segment is called with `more` after its input: the targets for a loss, or nothing if it can do
-    without (as `zfunc.models.gpt.Head`, which then returns logits). No gradient, no change; where a segment returns
-    a parameter or a part of one, this returns a copy. What a segment draws all the same depends on the state alone.
+    The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
+    as `zfunc.models.gpt.Head`, which then returns logits). An output that shares memory with a parameter is copied.
+    Random numbers that a segment still draws depend on the state alone. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     program.executor.check_process("apply")
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
-        last = y  # without keeping those before it
-    lent = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
-    storages = {t.untyped_storage()._cdata for t in lent}
-    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, last)
+        output = y  # only the last is kept
+    owned = [*state.buffers.params(), *(t for c in program.calls for t in c.constants.values())]
+    storages = {t.untyped_storage()._cdata for t in owned}
+    return tree_map_only(Tensor, lambda t: t.clone() if t.untyped_storage()._cdata in storages else t, output)
 
 
 def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[Any, ...]]) -> Iterator[Any]:
-    """The output of one segment after the other, of which the last is that of `apply`; as they are asked for.
+    """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
 
-    `more` is what each segment is called with after its input: targets for a loss, a
-    `zfunc.models.kv_cache.KVCache` to go on token by token.
+    `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.kv_cache.KVCache` to
+    generate token by token.
     """
     views = state.buffers.views
     x = tree_map_only(
@@ -59,16 +55,16 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
         weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
-        with torch.no_grad(), randomness, redirected():  # not around the yield, which would let it out
+        with torch.no_grad(), randomness, redirected():  # not around the yield, where they would leak
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
         yield x
 
 
 def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
-    """The mean loss of `batch = (inputs, targets)`, without dropout. Changes nothing.
+    """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
 
-    The batch is run at once, not in micro-batches; with several ranks it is each one's own. Raises
-    DonatedStateError for a state that a step has taken.
+    The batch is not split into micro-batches. Each rank evaluates its own. Raises DonatedStateError for a used
+    state.
     """
     inputs, targets = batch
     return float(apply(program, state, inputs, targets))

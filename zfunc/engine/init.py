@@ -1,6 +1,6 @@
-"""`init`: a State to begin with, and the empty buffers of any State.
+"""`init`: the first State, and the zeroed buffers of any State.
 
-The invariant: initial values depend on the seed, the segments and what was given, never on the layout or the ranks.
+Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
 
 from collections.abc import Mapping
@@ -25,11 +25,11 @@ def init(
     params: Mapping[str, Tensor] | None = None,
     loss_scale: LossScale | None = None,
 ) -> State:
-    """A fresh State: initial values from the segments, or from `params` ({full name: tensor}) where given.
+    """A new State, with initial values from `params` ({full name: tensor}), and else from the segments.
 
-    Values are made, copied into the fp32 master weights and rounded to the device one segment at a time.
-    Raises OutOfMemory before allocating anything if the plan does not fit, RuntimeError in inference mode, and
-    ValueError for names or shapes in `params` that the program does not have.
+    Values are created, copied into the fp32 master weights and rounded to the device one segment at a time. Raises
+    OutOfMemory before any allocation if the plan does not fit, RuntimeError in inference mode, and ValueError or
+    TypeError for names, shapes or types in `params` that the program does not have.
     """
     refuse_inference_mode("init")
     check_program(program, "init")
@@ -46,49 +46,51 @@ def init(
         LossScale | None,
         "a zfunc.LossScale or None: pass zfunc.LossScale(scale=...)",
     )
-    given = dict(params or {})
-    _check_names(program, given)
-    buffers = allocated(program, "init")
+    params = dict(params or {})
+    _check_params(program, params)
+    buffers = allocate_state(program, "init")
     spans = {span.name: span for span in program.layout.spans}
     for s, segment in enumerate(program.segments):
         values = segment.initial(fold_seed(seed, "init", s))
         names = [p.name for p in segment.parameters if p.name not in segment.shared]
-        if missing := [name for name in names if name not in values and name not in given]:
+        if missing := [name for name in names if name not in values and name not in params]:
             raise ValueError(
                 f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
                 "owns: return it from initial, or pass it in params"
             )
         for name in names:
-            value = (given[name] if name in given else values[name]).detach()
-            here = buffers.views[name]
-            if value.shape != here.shape:
-                got, expected = tuple(value.shape), tuple(here.shape)
-                raise ValueError(f"{name}: got initial values of shape {got}, expected {expected}")
+            value = (params[name] if name in params else values[name]).detach()
+            view = buffers.views[name]
+            if value.shape != view.shape:
+                got, expected = tuple(value.shape), tuple(view.shape)
+                raise ValueError(
+                    f"{name}: got initial values of shape {got}, expected {expected}: correct `initial`"
+                )
             if name in spans:
                 put_weights(buffers, program.layout, spans[name], value, program.ranks)
             else:
-                here.copy_(value)
+                view.copy_(value)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 
 
-def allocated(program: Program, action: str) -> Buffers:
-    """Buffers of a State without its values, and the program's own. Raises OutOfMemory before there are any."""
-    check_memory(program, peak_memory(program.plan), held={}, action=action)
+def allocate_state(program: Program, action: str) -> Buffers:
+    """Zeroed buffers for a State, and the program's staging. Raises OutOfMemory before any allocation."""
+    check_memory(program, peak_memory(program.plan), allocated={}, action=action)
     buffers = allocate(program.spec, program.dtype, program.device)
     staging_buffers(program)
     return buffers
 
 
-def _check_names(program: Program, given: Mapping[str, Tensor]) -> None:
+def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
     shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
-    for name, value in given.items():
+    for name, value in params.items():
         if name not in shapes:
             raise ValueError(
                 f"params: got {name!r}, which the program does not have{did_you_mean(name, list(shapes))}"
             )
         if not isinstance(value, Tensor) or value.is_complex():
             got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers")
+            raise TypeError(f"params: got {name!r} as {got}, expected a tensor of real numbers: convert it")
         if tuple(value.shape) != shapes[name]:
             raise ValueError(f"params: got {name!r} of shape {tuple(value.shape)}, expected {shapes[name]}")

@@ -1,7 +1,4 @@
-"""Partial offload: how much of the optimizer's state fits on the device, and what was chosen.
-
-The invariant: what is said to be on the host is what the plan has there.
-"""
+"""Partial offload: how much of the optimizer state fits on the device, and the log of what was chosen."""
 
 import logging
 from bisect import bisect_left
@@ -19,89 +16,85 @@ from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes
 from zfunc.runtime.host_memory import available_host_bytes
 
-STEPS = 32  # ratios that are tried
-HEADROOM = 0.05  # of what is free, left free: an allocator cannot use every byte
+STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
+HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
 
 log = logging.getLogger("zfunc")
 
 
 def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
-    """The program with as much of the optimizer's state on the device as fits beside a step on such a batch.
+    """The program with as much of the optimizer state on the device as fits beside a step on `example`.
 
-    On a CPU the device is the host, and everything stays where it is. Raises OutOfMemory if not even a step without
-    any of it fits.
+    On a CPU the device is the host, and everything stays. Raises OutOfMemory if a step with all of the state on the
+    host does not fit.
     """
     spec = specialize(program, example).spec
     on_cpu = program.device.type == "cpu"
-    there = available_host_bytes() if on_cpu else available_bytes(program.device)
+    available = available_host_bytes() if on_cpu else available_bytes(program.device)
 
     def needed(spec: StepSpec) -> int:
         peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))
         return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
-    room = int(there * (1 - HEADROOM))
+    limit = int(available * (1 - HEADROOM))
 
     def fits(ratio: float) -> bool:
-        return needed(with_ratio(spec, ratio)) <= room
+        return needed(with_ratio(spec, ratio)) <= limit
 
-    # On a CPU less is needed the more stays where it is.
+    # On a CPU, memory shrinks with the ratio, so 0 is first.
     ratio = 0.0 if on_cpu and fits(0.0) else smallest_ratio(fits)
     program.ranks.agree("compile")
-    told = program.ranks.texts(
-        "" if ratio is None else str(ratio)
-    )  # the same on all ranks: the most any needs
-    if "" in told:
+    ratios = program.ranks.texts("" if ratio is None else str(ratio))
+    if "" in ratios:
         raise OutOfMemory(
-            f"offload_ratio 'auto': got {there:,} free bytes on {program.device}, of which {room:,} may be used, "
+            f"offload_ratio 'auto': got {available:,} free bytes on {program.device}, {limit:,} of them usable, "
             f"expected {needed(spec):,} for a step with all of the optimizer's state on the host, on every rank. "
             "Use more micro_batches, or a smaller model"
         )
-    ratio = max(map(float, told))
+    ratio = max(map(float, ratios))  # the same on all ranks: the largest that any needs
     key = batch_key(program, example)
     _, random = program.cache.costs[key]
     spec = with_ratio(spec, ratio)
-    bare = evolve(program.spec, resident=spec.resident)
-    return evolve(
-        program, spec=bare, cache=ProgramCache(costs={key: (spec, random)}, reached=program.cache.reached)
-    )
+    cache = ProgramCache(costs={key: (spec, random)}, facts=program.cache.facts)
+    return evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:
-    """The smallest share of the state on the host for which `fits` holds, in STEPS; None if for none."""
+    """The smallest multiple of 1 / STEPS for which `fits` holds; None if there is none."""
     ratios = [n / STEPS for n in range(STEPS + 1)]
-    found = bisect_left(ratios, True, key=fits)
-    return ratios[found] if found < len(ratios) else None
+    first = bisect_left(ratios, True, key=fits)
+    return ratios[first] if first < len(ratios) else None
 
 
 def with_ratio(spec: StepSpec, offload_ratio: float) -> StepSpec:
-    """The spec with that share of its state on the host, in the buckets it has."""
+    """The spec with this share of its state on the host, in the same buckets."""
     return evolve(spec, resident=resident_buckets(spec.layout, offload_ratio))
 
 
 def share_on_host(spec: StepSpec) -> float:
-    """The share of the optimizer's state that is on the host, 0 to 1."""
+    """The share of the optimizer state on the host, 0 to 1."""
     return sum(spec.layout.buckets[b].numel for b in spec.offloaded) / spec.layout.numel
 
 
 def log_offload(program: Program) -> Program:
-    """The program, after a logged line on what is where unless everything is on the host."""
-    spec, asked = program.spec, program.settings.offload_ratio
-    if spec.resident or asked != 1:
+    """Log what is where, unless everything is on the host, and which settings have no effect; returns `program`."""
+    spec, requested = program.spec, program.settings.offload_ratio
+    if spec.resident or requested != 1:
         log.info(
-            "offload: %.1f%% of the optimizer's state is on the host (asked: %s); %d of %d buckets stay on the "
+            "offload: %.1f%% of the optimizer's state is on the host (requested: %s); %d of %d buckets stay on the "
             "device",
             100 * share_on_host(spec),
-            asked if asked == AUTO else f"{100 * asked:g}%",
+            requested if requested == AUTO else f"{100 * requested:g}%",
             len(spec.resident),
             len(spec.layout.buckets),
         )
     if spec.shadows and not spec.shadowed:
-        why = (
+        reason = (
             "without clipping or fp16 nothing waits for the norm"
             if spec.offloaded
             else "nothing is on the host"
         )
-        log.info("speculate: %s: there is nothing to speculate on", why)
+        log.info("speculate: %s: there is nothing to speculate on", reason)
     if spec.delayed and not spec.offloaded:
         log.info("delay_from: nothing is on the host, so nothing is delayed")
     return program

@@ -1,7 +1,7 @@
-"""A compiled training step, and what it becomes once the shapes of a batch are known.
+"""A compiled training step, and its plan for the shapes of a batch.
 
-The invariant: a Program holds no training state and does not change. What it makes on first need (the plan for
-a batch's shapes, staging buffers, threads) is determined by it and kept for every later step.
+A Program holds no training state. What it creates on first use (plans for the shapes of a batch, staging buffers,
+threads) follows from its fields, and is cached for later steps.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +22,7 @@ from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.plan import Plan, PlanError
-from zfunc.core.recipes import Recipe, recipe_of, zero_offload
+from zfunc.core.recipes import Recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
@@ -43,7 +44,7 @@ from zfunc.values import of_type
 
 T = TypeVar("T")
 
-SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are kept: a new one is traced
+SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
 log = logging.getLogger("zfunc")
 _identities = itertools.count(1)
 
@@ -52,13 +53,11 @@ _identities = itertools.count(1)
 class Program:
     """A compiled training step: segments, layout, settings, schedule. Made by `zfunc.compile`.
 
-    `plan` is the verified plan. Until a batch has been seen its activations count as 0 bytes, unless
-    `compile` was given an example.
+    `plan` is the verified plan. Without an `example` for `compile`, its activations count as 0 bytes.
     """
 
     segments: tuple[Segment, ...] = field(repr=lambda s: f"<{len(s)} segments>")
     calls: tuple[CompiledSegment, ...] = field(repr=False)
-    layout: Layout = field(repr=False)
     settings: StepSettings
     optimizer: Optimizer
     schedule: Schedule
@@ -69,24 +68,29 @@ class Program:
     executor: Executor = field(repr=False)
     cache: "ProgramCache" = field(repr=False)
     ranks: RankGroup = field(factory=RankGroup, repr=False)
-    recipe: Recipe = field(default=zero_offload, repr=False)  # of its plan
+    recipe: Recipe = field(default=zero_offload, repr=False)  # of `plan`
     identity: int = field(factory=_identities.__next__)
 
     @property
+    def layout(self) -> Layout:
+        """The layout of the parameters."""
+        return self.spec.layout
+
+    @property
     def dtype(self) -> torch.dtype:
-        """The precision parameters and gradients have on the device."""
+        """The dtype of parameters and gradients on the device."""
         return TORCH_DTYPES[self.settings.precision]
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """What its steps do: the first is that of the plan; they may need buffers the others do not."""
-        later = (self.settings.delay_from or 0) > 1
-        return (self.recipe, *((zero_offload,) if later else ()))
+        """The recipes of its steps, that of `plan` first; each may use staging buffers that others do not."""
+        delayed_later = (self.settings.delay_from or 0) > 1
+        return (self.recipe, *((zero_offload,) if delayed_later else ()))
 
 
 @frozen(eq=False)
 class ShapedProgram:
-    """A program for the shapes of one batch: the plan with real sizes, ready to issue."""
+    """A program for the shapes of one batch: the plan with real sizes, prepared for the executor."""
 
     spec: StepSpec
     plan: Plan
@@ -97,33 +101,31 @@ class ShapedProgram:
 
 @define(eq=False)
 class ProgramCache:
-    """What a Program keeps: costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
+    """Costs and plans for the last SHAPES sets of batch shapes, and the staging buffers."""
 
     costs: dict[Any, tuple[StepSpec, frozenset[int]]] = field(factory=dict)
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
-    reached: dict[int, tuple[str, CapturedFacts]] = field(
-        factory=dict
-    )  # Python values that traced segments depend on
-    overflowed: bool = False  # more shapes have come than are kept
+    facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
+    overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Tensor] | None = None
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
 def check_program(program: Any, action: str) -> None:
-    """Raise TypeError for what is no Program."""
-    of_type(f"{action}: program", program, Program, "what zfunc.compile returns: pass that")
+    """Raise TypeError unless `program` is a Program."""
+    of_type(f"{action}: program", program, Program, "the Program that zfunc.compile returned: pass it")
 
 
 def check_state(program: Any, state: Any, action: str) -> None:
-    """Raise unless `state` is one of `program`'s that may be used: TypeError, ValueError or DonatedStateError."""
+    """Raise TypeError, ValueError or DonatedStateError unless `program` may use `state`."""
     check_program(program, action)
-    of_type(f"{action}: state", state, State, "what zfunc.init or the last step returned: pass that")
+    of_type(f"{action}: state", state, State, "the State that zfunc.init or the last step returned: pass it")
     state.check(program.identity, action)
 
 
-def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe | None = None) -> Plan:
-    """Emit the recipe, let the schedule plan it, verify what it says."""
-    graph = graph_of(recipe or recipe_of(spec), spec)
+def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
+    """Emit the recipe, plan it with the schedule, and verify the plan. Raises PlanError for a wrong one."""
+    graph = graph_of(recipe, spec)
     plan = schedule(graph)
     if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PlanError(
@@ -133,21 +135,21 @@ def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe | None = None) 
     verify(plan)
     if plan.graph != graph:
         raise PlanError(
-            "got a plan of another graph, expected one of the graph the schedule was handed: return "
+            "got a plan of another graph, expected one of the graph that was passed to the schedule: return "
             "zfunc.core.plan.build(graph, lanes)"
         )
     networks = [lane.name for lane in plan.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
     if spec.world > 1 and len(networks) > 1:
         raise PlanError(
-            f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks must issue them in "
-            "the same order, and two lanes have none. Put every operation of kind 'network' on one lane"
+            f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks have to issue "
+            "them in one order. Put every operation of kind 'network' on one lane"
         )
-    # The recipe's own graph has lifetimes and roles, which a plan that was read from text has not.
+    # The recipe's graph has lifetimes and roles, which a plan that was parsed from text lacks.
     return plan if plan.graph is graph else evolve(plan, graph=graph)
 
 
 def graph_of(recipe: Recipe, spec: StepSpec) -> Graph:
-    """The operations of a recipe. Raises TypeError or ValueError for a recipe that makes anything else."""
+    """The operations of a recipe. Raises TypeError or ValueError if it yields anything else."""
     ops = recipe(spec)
     if not isinstance(ops, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(
@@ -157,73 +159,81 @@ def graph_of(recipe: Recipe, spec: StepSpec) -> Graph:
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
-    """The same program under another schedule, for the same States; what was traced is kept."""
+    """The same program with another schedule, for the same States; it keeps the traces."""
     return evolve(
         program,
         schedule=schedule,
         plan=make_plan(program.spec, schedule, program.recipe),
-        cache=ProgramCache(costs=program.cache.costs, reached=program.cache.reached),
+        cache=ProgramCache(costs=program.cache.costs, facts=program.cache.facts),
     )
 
 
 def specialize(
     program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
 ) -> ShapedProgram:
-    """The program for the shapes of `batch`; traced and planned the first time they are seen, and again if SHAPES
-    others have come since. With `save` its steps write a checkpoint too. `recipe` is that of the program's plan, or
-    another.
+    """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    Raises ValueError where a segment cannot take its input or the last one returns no scalar.
+    `recipe` is that of the step, by default the program's; with `save` the step also writes a checkpoint. Raises
+    ValueError where a segment cannot take its input or the last one returns no scalar.
     """
-    key = batch_key(program, batch)
+    key, costs = batch_key(program, batch), program.cache.costs
     recipe = recipe or program.recipe
-    _check_reached(program)
-    cached, costs = program.cache.specialized, program.cache.costs
-    if key not in costs:
-        if not costs:
-            _say_changed(program.segments)
-        if len(costs) == SHAPES and not program.cache.overflowed:
-            program.cache.overflowed = True
-            log.warning(
-                "batches of more than %d shapes: each that comes anew is traced and planned. Round lengths up to a "
-                "few (docs/quickstart.md)",
-                SHAPES,
-            )
-    spec, random = _recent(
-        costs,
-        key,
-        lambda: traced_spec(program, split_batch(batch, program.settings.micro_batches)[0]),
-        most=SHAPES,
-    )
-    made = (key, recipe, save)
-    return _recent(
-        cached, made, lambda: plan_recipe(program, evolve(spec, save=save), random, recipe), most=2 * SHAPES
+    _check_facts(program)
+    if not costs:
+        _warn_of_changes(program.segments)
+    if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
+        program.cache.overflowed = True
+        log.warning(
+            "batches of more than %d shapes: each new one is traced and planned. Round lengths up to a few "
+            "(docs/quickstart.md)",
+            SHAPES,
+        )
+    micro = split_batch(batch, program.settings.micro_batches)[0]
+    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    return _cached(
+        program.cache.specialized,
+        (key, recipe, save),
+        lambda: _plan(program, evolve(spec, save=save), random, recipe),
+        most=2 * SHAPES,
     )
 
 
-def _recent(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
-    """`cache[key]`, made if it is not there; of more than `most` the one longest unused is dropped."""
+def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool) -> ShapedProgram:
+    """The plan of a recipe that needs a State alone, such as a checkpoint; planned at first use."""
+    spec = evolve(program.spec, pending=pending)
+    make = partial(_plan, program, spec, frozenset[int](), recipe)
+    return _cached(program.cache.specialized, (recipe, pending), make, most=2 * SHAPES)
+
+
+def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
+    plan = make_plan(spec, program.schedule, recipe)
+    prepared = prepare_plan(plan, program.stages, program.device)
+    return ShapedProgram(spec, plan, prepared, peak_memory(plan), random)
+
+
+def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
+    """`cache[key]`, made if missing; beyond `most` entries the least recently used is dropped."""
     cache[key] = value = cache.pop(key) if key in cache else make()
     while len(cache) > most:
         del cache[next(iter(cache))]
     return value
 
 
-def _say_changed(segments: Iterable[Segment]) -> None:
-    """Log what was changed in modules after segments were made of them: it has no effect."""
+def _warn_of_changes(segments: Iterable[Segment]) -> None:
+    """Log changes of modules after `zfunc.segment` copied them, which have no effect."""
     for segment in segments:
-        if what := segment.changed():
+        if change := segment.changed():
             log.warning(
                 "segment %r: %s was changed after zfunc.segment copied the module, which has no effect: call "
                 "zfunc.segment after such changes",
                 segment.name,
-                what,
+                change,
             )
 
 
-def _check_reached(program: Program) -> None:
-    """Raise ValueError where a Python value has changed that a segment was traced with."""
-    for name, facts in program.cache.reached.values():
+def _check_facts(program: Program) -> None:
+    """Raise ValueError if a Python value has changed that a trace depends on."""
+    for name, facts in program.cache.facts.values():
         if moved := facts.moved():
             raise ValueError(
                 f"segment {name!r}: got {moved}, changed since the segment was traced, expected the same value in "
@@ -232,27 +242,18 @@ def _check_reached(program: Program) -> None:
 
 
 def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
-    """What batches have in common that a plan is good for."""
+    """The structure, shapes and dtypes of a micro-batch: batches with equal keys share a plan."""
     leaves, structure = tree_flatten(split_batch(batch, program.settings.micro_batches)[0])
     return structure, tuple((t.shape, t.dtype) for t in leaves)
 
 
-def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool) -> ShapedProgram:
-    """What is done with a State without a batch, such as a checkpoint; planned the first time."""
-    cached = program.cache.specialized
-    if (recipe, pending) not in cached:
-        spec = evolve(program.spec, pending=pending)
-        cached[recipe, pending] = plan_recipe(program, spec, frozenset(), recipe)
-    return cached[recipe, pending]
-
-
 def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
-    """`batch` in equal parts along the first dimension of every tensor, as views."""
+    """`batch` in equal parts along the first dimension of every tensor, as views; TypeError or ValueError."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise TypeError(f"batch: got {type(batch).__name__}, expected a pair (inputs, targets)")
-    strangers = {type(t).__name__ for t in tree_leaves(tuple(batch)) if not isinstance(t, Tensor)}
-    if strangers:
-        raise TypeError(f"batch: got {sorted(strangers)} in it, expected tensors: use torch.from_numpy, say")
+    others = {type(t).__name__ for t in tree_leaves(tuple(batch)) if not isinstance(t, Tensor)}
+    if others:
+        raise TypeError(f"batch: got {sorted(others)} in it, expected tensors: use torch.from_numpy, say")
     sizes = {t.shape[0] if t.dim() else 0 for t in tree_leaves(tuple(batch))}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
@@ -273,17 +274,17 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
 
 
 def staging_buffers(program: Program) -> dict[Region, Tensor]:
-    """The program's own buffers: slots, sums, squares. Made once, pinned ones at their exact size."""
+    """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
         graphs = [graph_of(recipe, program.spec) for recipe in program.recipes]
-        own = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
-        program.cache.staging = allocate_regions(own, program.dtype, program.device)
+        regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
+        program.cache.staging = allocate_regions(regions, program.dtype, program.device)
     return program.cache.staging
 
 
 @contextmanager
 def lock_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
-    """The program's staging buffers for one caller. RuntimeError, with `refusal`, where another has them."""
+    """Reserve the staging buffers for one caller; RuntimeError with `refusal` if another has them."""
     program.executor.check_process(action)
     if not program.cache.busy.acquire(blocking=False):
         raise RuntimeError(f"{action}: {refusal}")
@@ -293,27 +294,29 @@ def lock_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
         program.cache.busy.release()
 
 
-def check_memory(program: Program, needed: dict[Tier, Peak], *, held: dict[Tier, int], action: str) -> None:
-    """Raise OutOfMemory if `needed`, less what is `held` already, is more than there is."""
-    want = {tier: peak.nbytes - held.get(tier, 0) for tier, peak in needed.items()}
-    host = want["host"] + want["pinned"]
+def check_memory(
+    program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
+) -> None:
+    """Raise OutOfMemory if the peaks, less the bytes already `allocated`, exceed the free memory."""
+    needed = {tier: peak.nbytes - allocated.get(tier, 0) for tier, peak in peaks.items()}
+    host = needed["host"] + needed["pinned"]
     on_cpu = not on_accelerator(program.device)
-    checks = [("host", host + (want["device"] if on_cpu else 0), available_host_bytes())]
+    checks = [("host", host + (needed["device"] if on_cpu else 0), available_host_bytes())]
     if not on_cpu:
         free = available_bytes(program.device) - unplanned_bytes(program.device)
-        checks.append(("device", want["device"], free))
-    for what, bytes_needed, there in checks:
-        if bytes_needed > there:
-            at = needed["device"].op if what == "device" or on_cpu else ""
+        checks.append(("device", needed["device"], free))
+    for memory, required, available in checks:
+        if required > available:
+            op = peaks["device"].op if memory == "device" or on_cpu else ""
             raise OutOfMemory(
-                f"{action}: needs {bytes_needed:,} bytes of {what} memory, {there:,} are there"
-                f"{f' (the peak is at {at})' if at else ''}; nothing was allocated or started. Use more "
+                f"{action}: needs {required:,} bytes of {memory} memory, {available:,} are free"
+                f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use more "
                 "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
 
 
 def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
-    """The spec with the costs of such a micro-batch, and the segments that draw random numbers."""
+    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers."""
     traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
@@ -323,16 +326,8 @@ def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, fro
     return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def plan_recipe(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
-    """A spec's recipe as the program's schedule plans it."""
-    plan = make_plan(spec, program.schedule, recipe)
-    return ShapedProgram(
-        spec, plan, prepare_plan(plan, program.stages, program.device), peak_memory(plan), random
-    )
-
-
 def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCost:
-    """What a pass returns is a region of its own; what else its peak holds is workspace."""
+    """Outputs, gradients and residuals are regions; the rest of the traced peak is workspace."""
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
         flops=t.forward_flops,
@@ -345,8 +340,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCo
 
 
 def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], frozenset[int]]:
-    """Trace every segment on what its predecessor hands it, alike segments with alike inputs once; and find
-    which draw random numbers."""
+    """Trace every segment on its predecessor's output, equal ones once; and which of them draw random numbers."""
     seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
     random: set[int] = set()
@@ -355,7 +349,7 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
     last = len(program.segments) - 1
     for s, call in enumerate(program.calls):
         leaves, structure = tree_flatten(x)
-        _check_real(program, s, leaves)
+        _check_inputs(program, s, leaves)
         key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
         if key not in seen:
             seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,))
@@ -365,17 +359,17 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
     return traces, frozenset(random)
 
 
-def _check_real(program: Program, s: int, leaves: list[Any]) -> None:
-    """What segment `s` is handed: tensors, and none that a gradient would be lost of."""
+def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
+    """Raise ValueError unless the inputs of segment `s` are real tensors."""
     for t in leaves:
         if not isinstance(t, Tensor):
-            got, mend = f"a {type(t).__name__}", "pass tensors, or close over it"
+            got, action = f"a {type(t).__name__}", "pass tensors, or close over it"
         elif t.is_complex():
-            got, mend = "a complex tensor", "pass torch.view_as_real(x)"
+            got, action = "a complex tensor", "pass torch.view_as_real(x)"
         else:
             continue
         raise ValueError(
-            f"segment {program.segments[s].name!r}: got {got} in its input, expected real tensors alone: {mend}"
+            f"segment {program.segments[s].name!r}: got {got} in its input, expected only real tensors: {action}"
         )
 
 
@@ -397,7 +391,7 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
 
     def check(trained: Any, fixed: Any, inputs: Any) -> Any:
         y, facts = check_deterministic(segment, {**trained, **fixed}, inputs)
-        program.cache.reached.setdefault(id(call.passes), (segment.name, facts))
+        program.cache.facts.setdefault(id(call.passes), (segment.name, facts))
         last = s == len(program.segments) - 1
         return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
 
@@ -412,8 +406,8 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
 
     try:
         y = run_on_fake_tensors(check, *weights, inputs, device=device)
-        pulled = backward if s >= program.layout.first_trainable else None
-        return trace(forward, pulled, *weights, inputs, device=device, prepare=prepare)
+        pullback = backward if s >= program.layout.first_trainable else None
+        return trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise
@@ -426,6 +420,6 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
     except Exception as error:
         shapes = [tuple(t.shape) for t in tree_leaves(inputs)]
         raise ValueError(
-            f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to run: "
+            f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
             f"{type(error).__name__}: {error}"
         ) from error

@@ -1,7 +1,7 @@
-"""Whether a segment is a pure function: two calls on the same input run the same operations and change no state.
+"""Checks that a segment is a pure function: two calls on one input run the same operations and change no state.
 
-The invariant: a segment that passes computes the same in forward and when backward recomputes it, as long as the
-Python values it depends on stay. Those outside the module are compared again before every step.
+So backward recomputes what forward computed, as long as the Python values that the segment depends on stay. Those
+outside the module are compared again before every step.
 """
 
 import random
@@ -20,43 +20,43 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves
 
-from zfunc.engine.closure_facts import HASHED, CapturedFacts, captured, path_of
+from zfunc.engine.closure_facts import MAX_HASHED, CapturedFacts, captured, path_of
 from zfunc.engine.cost_trace import AllocationTracker, InPlaceError
 from zfunc.engine.segment import Segment
 
 INSTEAD = "Make it part of the input, or set it once, before zfunc.segment"
-SEEDED = "those are seeded the same for the forward and for recomputing it"
+SEEDED = "those are seeded the same for forward and for its recomputation"
 SO = "forward and its recomputation in backward would differ"
 
 
 class _Log(AllocationTracker):
-    """The operations of a call, each with what it was given."""
+    """Records the operations of a call, each with its arguments."""
 
     def __init__(self) -> None:
         super().__init__(pure=True)
         self.ops: list[tuple[str, list[Any], Any]] = []
-        self._made: dict[int, tuple[Any, ...]] = {}
-        self._alive: list[Any] = []  # so that no id is used twice
+        self._results: dict[int, tuple[Any, ...]] = {}
+        self._alive: list[Any] = []  # ids stay unique
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.note(str(func), (args, kwargs or {}))
+        self.record(str(func), (args, kwargs or {}))
         out = super().__torch_dispatch__(func, types, args, kwargs)
         for n, t in enumerate(tree_leaves(out)):
             self._alive.append(t)
-            self._made[id(t)] = "made", len(self.ops), n
+            self._results[id(t)] = "result", len(self.ops), n
         return out
 
-    def note(self, what: str, given: Any) -> None:
-        leaves, structure = tree_flatten(given)
-        self.ops.append((what, [self._token(x) for x in leaves], structure))
+    def record(self, name: str, arguments: Any) -> None:
+        leaves, structure = tree_flatten(arguments)
+        self.ops.append((name, [self._token(x) for x in leaves], structure))
 
     def _token(self, x: Any) -> Any:
         if not isinstance(x, Tensor):
             return repr(x) if isinstance(x, float) else x
-        if id(x) in self._made:
-            return self._made[id(x)]
+        if id(x) in self._results:
+            return self._results[id(x)]
         self._alive.append(x)
-        if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > HASHED or x.layout is not torch.strided:
+        if isinstance(x, FakeTensor) or x.is_meta or x.nbytes > MAX_HASHED or x.layout is not torch.strided:
             return "outside", id(x)
         with _disable_current_modes():
             values = x.detach().cpu().resolve_conj().resolve_neg().contiguous()
@@ -66,10 +66,10 @@ class _Log(AllocationTracker):
 def check_deterministic(
     segment: Segment, params: dict[str, Tensor], inputs: tuple[Any, ...]
 ) -> tuple[Any, CapturedFacts]:
-    """What the segment returns, and the Python values it depends on.
+    """The segment's output, and the Python values that it depends on.
 
-    Raises ValueError, with the name of what changes, where it writes into what it was given, or where two calls
-    differ or leave a change behind.
+    Raises ValueError, with the name of what changes, if it writes into an argument, if two calls differ, or if a
+    call changes a value.
     """
     root = segment.module or segment.function
     try:
@@ -79,62 +79,62 @@ def check_deterministic(
 
 
 def _called_twice(root: Any, call: Callable[[], Any]) -> tuple[Any, CapturedFacts]:
-    drawn, generator = random.getstate(), np.random.get_bit_generator()
-    numbers = captured(generator)
+    python_state, generator = random.getstate(), np.random.get_bit_generator()
+    numpy_state = captured(generator)
     _, first = _logged(call)
     before = captured(root)
     y, second = _logged(call)
-    if random.getstate() != drawn and _draws_from_random(call):
+    if random.getstate() != python_state and _draws_from_random(call):
         raise ValueError(f"got random numbers from Python's random module, expected torch's: {SEEDED}")
-    if numbers.change(captured(generator)) and _draws_from_numpy(call, generator):
+    if numpy_state.change(captured(generator)) and _draws_from_numpy(call, generator):
         raise ValueError(f"got random numbers from numpy.random, expected torch's: {SEEDED}")
     if change := before.change(captured(root)):
         raise ValueError(
             f"got {change}, which changes from call to call, expected a pure function: {SO}. {INSTEAD}"
         )
-    if _difference(first, second):  # what the first call has set up, the third finds as the second does
+    if _difference(first, second):  # the first call may initialize: compare the second and third
         y, third = _logged(call)
         if difference := _difference(second, third):
-            difference += _kept(root, call)
+            difference += _leaks(root, call)
             raise ValueError(f"got {difference} when called again, expected a pure function: {SO}. {INSTEAD}")
     return y, before
 
 
 def _named(error: InPlaceError, segment: Segment, params: dict[str, Tensor], root: Any) -> ValueError:
-    """The error with the name of what is written into, and what to do instead."""
+    """The error with the name of the tensor that was written, and what to use instead."""
     short = next((name for name, t in params.items() if t is error.tensor), "")
     if not short or segment.module is None:
-        what = repr(short) if short else path_of(root, error.tensor)
-        return InPlaceError(error.func, error.tensor, what)
+        name = repr(short) if short else path_of(root, error.tensor)
+        return InPlaceError(error.func, error.tensor, name)
     owner = short.rpartition(".")[0]
     path = owner.partition("parametrizations")[0].rstrip(".")
     module = segment.module.get_submodule(path)
-    what = f"{short.removeprefix(path).lstrip('.')!r} of the {type(module).__name__}{path and f' {path!r}'}"
+    name = f"{short.removeprefix(path).lstrip('.')!r} of the {type(module).__name__}{path and f' {path!r}'}"
     instead = _instead(module, segment.module.get_submodule(owner))
-    return InPlaceError(error.func, error.tensor, what, instead)
+    return InPlaceError(error.func, error.tensor, name, instead)
 
 
 def _instead(module: nn.Module, owner: nn.Module) -> str:
-    """What to use in the place of a module that is known to write into its buffers."""
-    stays = ".eval() on it before zfunc.segment, which keeps {} as it is"
+    """What to use instead of a module that is known to write into its buffers."""
+    frozen = ".eval() on it before zfunc.segment, which keeps {} as it is"
     if isinstance(module, nn.modules.batchnorm._NormBase):
         other = "use track_running_stats=False, nn.GroupNorm or nn.LayerNorm"
-        return f"{other}, or call {stays.format('what it has')} (running statistics cannot be kept)"
+        return f"{other}, or call {frozen.format('what it has')} (running statistics cannot be kept)"
     spectral = any(isinstance(x, SpectralNorm) for x in module._forward_pre_hooks.values())
     if spectral or isinstance(owner, parametrizations._SpectralNorm):
-        return f"use parametrizations.weight_norm, or call {stays.format('its estimate of the norm')}"
+        return f"use parametrizations.weight_norm, or call {frozen.format('its estimate of the norm')}"
     return ""
 
 
 def _logged(call: Callable[[], Any]) -> tuple[Any, _Log]:
     with _Log() as log:
         y = call()
-        log.note("what it returns", y)
+        log.record("what it returns", y)
     return y, log
 
 
 def _difference(one: _Log, other: _Log) -> str:
-    """The first operation that is not the same, in words, or nothing."""
+    """A description of the first operation that differs, or ""."""
     nothing = "nothing", list[Any](), None
     for n, (a, b) in enumerate(zip_longest(one.ops, other.ops, fillvalue=nothing)):
         if (a[0], a[2]) != (b[0], b[2]):
@@ -148,35 +148,35 @@ def _difference(one: _Log, other: _Log) -> str:
     return ""
 
 
-def _kept(root: Any, call: Callable[[], Any]) -> str:
-    """Where a call leaves tensors for the next, in words, or nothing."""
+def _leaks(root: Any, call: Callable[[], Any]) -> str:
+    """A description of where a call leaves tensors for the next, or ""."""
     before = captured(root, tensors=True)
     call()
-    what = before.change(captured(root, tensors=True))
-    return f", perhaps what a call keeps in {what}," if what else ""
+    change = before.change(captured(root, tensors=True))
+    return f", perhaps what a call keeps in {change}," if change else ""
 
 
 def _draws_from_random(call: Callable[[], Any]) -> bool:
-    """Whether it is the call that draws from Python's generator, and not another thread meanwhile."""
-    shared, seen = random.random.__self__, list[Any]()  # type: ignore[attr-defined]
+    """Whether the call, and not another thread, draws from Python's generator."""
+    generator, calls = random.random.__self__, list[Any]()  # type: ignore[attr-defined]
 
-    def watch(_: Any, event: str, what: Any) -> None:
-        if event == "c_call" and getattr(what, "__self__", None) is shared:
-            seen.append(what)
+    def watch(_: Any, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__self__", None) is generator:
+            calls.append(function)
 
     before = sys.getprofile()
-    sys.setprofile(watch)  # of this thread alone
+    sys.setprofile(watch)  # in this thread alone
     try:
         call()
     finally:
         sys.setprofile(before)
-    return bool(seen)
+    return bool(calls)
 
 
 def _draws_from_numpy(call: Callable[[], Any], generator: Any) -> bool:
-    """The same of NumPy's global generator: who draws has its lock."""
+    """Whether the call, and not another thread, draws from NumPy's global generator, which has a lock."""
     if not isinstance(generator.lock, type(threading.RLock())):
-        return True  # the call itself could not draw while this thread has it
+        return True  # the call would deadlock on a lock that is not reentrant
     with generator.lock:
         before = captured(generator)
         call()

@@ -1,7 +1,4 @@
-"""What ranks compare before every step, so that none trains on something else without a word.
-
-The invariant: either all ranks begin a step, with one plan, of equal batches, from equal weights, or all raise.
-"""
+"""Ranks compare their step before it begins: either all have one plan, equal shapes and weights, or all raise."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,15 +11,15 @@ from zfunc.engine.program import Program, ShapedProgram
 from zfunc.engine.state import State
 
 
-def check_ranks_agree(program: Program, special: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
+def check_ranks_agree(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
-    Weights are compared once for each State, by a checksum of what is on the device.
+    The weights on the device are compared by checksum, once after `init` or `load`.
     """
     ranks = program.ranks
     if ranks.world == 1:
         return
-    told, weights = _told(program, state, batch), ""
+    facts, weights = _step_facts(program, state, batch), ""
     if not state.buffers.compared:
         weights = (
             f"weights of checksum {_checksum(state.buffers.params())}: equal seeds or params make them equal"
@@ -30,13 +27,13 @@ def check_ranks_agree(program: Program, special: ShapedProgram, state: State, ba
     ranks.agree(
         "train_step",
         "what the next step does",
-        "\n".join([*told, special.plan.digest, weights]),
-        lambda: "\n".join([*told, special.plan.text(), weights]),
+        "\n".join([*facts, shaped.plan.digest, weights]),
+        lambda: "\n".join([*facts, shaped.plan.text(), weights]),
     )
     state.buffers.compared = True
 
 
-def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
+def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
     optimizer, number = program.optimizer, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
@@ -49,12 +46,12 @@ def _told(program: Program, state: State, batch: tuple[Any, Any]) -> list[str]:
 
 
 def _checksum(params: Iterable[Tensor]) -> int:
-    """A sum over the bits of all parameters on the device, each weighted by where it is."""
+    """A checksum of the bits of all parameters on the device, weighted by position."""
     total = 0
     for flat in params:
         bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-        for start in range(0, bits.numel(), 1 << 24):  # a bounded piece at a time: it is widened
+        for start in range(0, bits.numel(), 1 << 24):  # in pieces, because int64 takes more memory
             piece = bits[start : start + (1 << 24)].to(torch.int64)
-            place = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
-            total = (total * 31 + int((piece * place).sum())) % (1 << 61)
+            position = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
+            total = (total * 31 + int((piece * position).sum())) % (1 << 61)
     return total

@@ -23,7 +23,7 @@ from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_n
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
-from zfunc.engine.init import allocated
+from zfunc.engine.init import allocate_state
 from zfunc.engine.program import Program, check_program, check_state, lock_staging, specialize_without_batch
 from zfunc.engine.restore import fill_state, send_parameters
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
@@ -113,7 +113,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
     ranks.agree("load")
     for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program))
-        buffers = buffers or all_or_none(ranks, partial(allocated, program, "load"))
+        buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
         fill = partial(fill_state, buffers, program.layout, program.optimizer, checkpoint, ranks)
         try:
             all_or_none(ranks, fill)

@@ -1,7 +1,7 @@
-"""Segments: a model as a tuple of pure functions `(params, x) -> y`, the last one ending in the loss.
+"""Segments: a model as a tuple of pure functions `(params, x) -> y`, the last of which returns the loss.
 
-The invariant: a segment owns no training state. Its function gets the parameters by name and the input, and
-calling it changes nothing; what a module held is only the initial values.
+A segment owns no training state: its function gets the parameters by name, and calling it changes nothing. The
+tensors of a module are initial values only.
 """
 
 import copy
@@ -30,14 +30,16 @@ Values = dict[str, Tensor]
 class Segment:
     """A pure function with the names, shapes and initial values of its parameters.
 
-    `function(params, x)`, or `function(params, x, targets)` for the last one, takes the parameters by their
-    short names (`short[i]` is the short name of `parameters[i]`, whose own name is the full one) and must not
-    change anything. `evaluate` is the same without dropout. `initial(seed)` returns fp32 values by full name
-    of the parameters this segment owns: all but the `shared` ones, which are another's. `constants` are
-    tensors by short name that are read and never trained (a module's buffers). `origins` (the module's own
-    tensors, by full name) and `twins` (names tied inside the module) are what `segment` found out.
+    - `function(params, x)`, or `function(params, x, targets)` for the last segment, gets the parameters by short
+      name and must not change anything. `short[i]` is the short name of `parameters[i]`, whose `name` is the full
+      one.
+    - `evaluate` is the same without dropout.
+    - `initial(seed)` returns the fp32 values, by full name, of all parameters but the `shared` ones, which other
+      segments own.
+    - `constants` are tensors by short name that are read and never trained (a module's buffers).
+    - `origins` (the module's tensors by full name) and `twins` (names tied inside the module) are set by `segment`.
 
-    Usually made by `segment` from a module; made by hand from a function:
+    `segment` makes one from a module. One from a function:
 
     >>> from zfunc.core.layout import Parameter
     >>> double = Segment(
@@ -79,35 +81,32 @@ class Segment:
         if len(self.parameters) != len(self.short):
             raise ValueError(
                 f"segment {self.name!r}: got {len(self.parameters)} parameters and {len(self.short)} short "
-                "names, expected one for each: name every parameter as the function knows it"
+                "names, expected one for each: pass the names that the function uses"
             )
 
     @cached_property
     def by_short(self) -> dict[str, str]:
-        """Full name of each short one."""
+        """The full name of each short one."""
         return {short: p.name for short, p in zip(self.short, self.parameters, strict=True)}
 
     @property
     def evaluation(self) -> Callable[..., Any]:
-        """The function to evaluate with: without dropout if there is such a one."""
+        """The function without dropout, if there is one."""
         return self.evaluate or self.function
 
     def changed(self) -> str:
-        """What has been changed in the module after `segment` copied it, in words, or nothing."""
+        """A description of the first change in the module since `segment` copied it, or ""."""
         if self._source is None:
             return ""
         module, facts = self._source
         return facts.change(captured(module, tensors=True))
 
     def like(self, other: "Segment") -> bool:
-        """Whether both compute the same function, so that one trace or compilation serves both."""
-        if self.short != other.short or [p.shape for p in self.parameters] != [
-            p.shape for p in other.parameters
-        ]:
-            return False
-        if [p.trainable for p in self.parameters] != [p.trainable for p in other.parameters]:
-            return False
-        if self.twins != other.twins:
+        """Whether both compute the same function, so that they can share a trace and a compilation."""
+        signatures = [
+            (x.short, x.twins, [(p.shape, p.trainable) for p in x.parameters]) for x in (self, other)
+        ]
+        if signatures[0] != signatures[1]:
             return False
         if self.module is None or other.module is None:
             return self.function is other.function and not self.constants and not other.constants
@@ -115,23 +114,24 @@ class Segment:
 
 
 def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = None) -> Segment:
-    """An `nn.Module` as a `Segment`; its parameters are named `name.<name in the module>`.
+    """An `nn.Module` as a `Segment`, with parameters named `name.<name in the module>`.
 
-    `share` ties a name in the module to another segment's parameter, by full name; that one's value counts.
-    Initial values are the module's own; a module on the meta device is made real one segment at a time by
-    `reset_parameters`, and never all at once. Parameters with `requires_grad=False` stay frozen. Buffers are
-    constants, kept in their own dtype. The module itself is not changed by training, and changing it from now on
-    (`module.eval()`, `module.drop.p = 0`, another buffer) changes nothing here: the first step says so in the log.
+    `share` ties a name in the module to another segment's parameter, by full name, and takes that one's value.
+    Initial values are the module's. A module on the meta device is initialized by `reset_parameters`, one segment
+    at a time. Parameters with `requires_grad=False` stay frozen. Buffers are constants in their own dtype. Training
+    does not change the module, and changing it afterwards (`module.eval()`, `module.drop.p = 0`, another buffer)
+    has no effect, which the first step logs.
 
-    Raises TypeError for what is no module, and ValueError for a name with no parameter in `share`, a module that is
-    partly on meta, parameters with gradient hooks, and for two tensors in the same memory, one of them trained.
+    Raises TypeError for anything but a module, and ValueError for an unknown name in `share`, a module partly on
+    the meta device, lazy or integer parameters, gradient hooks, and two tensors in the same memory, one of them
+    trained.
 
     >>> [(p.name, p.shape) for p in segment("body", nn.Linear(8, 4)).parameters]
     [('body.weight', (4, 8)), ('body.bias', (4,))]
     """
     refuse_inference_mode("segment")
     _check_name(name)
-    of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: make a Segment by hand from a function")
+    of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
     of_type(
         f"segment {name!r}: share",
         {} if share is None else share,
@@ -141,7 +141,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     share = dict(share or {})
     for full in share.values():
         of_type(
-            f"segment {name!r}: share", full, str, "full names of other segments' parameters: give strings"
+            f"segment {name!r}: share", full, str, "full names of other segments' parameters: pass strings"
         )
     own = _slots(module, "_parameters")
     _check_hooks(name, module)
@@ -161,13 +161,13 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
         if short not in own:
             raise ValueError(
                 f"segment {name!r}: share names {short!r}, expected one of its parameters {sorted(own)}: "
-                "give the name inside the module, then the full name of the other segment's parameter"
+                "pass {name in the module: full name of the other segment's parameter}"
             )
-    twin: dict[int, str] = {}  # tied inside the module: the shared name, else the first, counts
+    twin: dict[int, str] = {}  # of names tied inside the module, the shared one, else the first
     for short, p in (*((x, own[x]) for x in share), *own.items()):
         twin.setdefault(id(p), short)
     fulls = {x: share.get(x) or share.get(twin[id(p)]) or f"{name}.{twin[id(p)]}" for x, p in own.items()}
-    chosen: dict[str, str] = {}  # full name -> the one name it is differentiated by
+    chosen: dict[str, str] = {}  # full name -> the short name that it is differentiated by
     for short, full in fulls.items():
         chosen.setdefault(full, short)
     twins = {short: chosen[full] for short, full in fulls.items()}
@@ -175,7 +175,7 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     on_meta = {t.is_meta for t in own.values()}
     if len(on_meta) > 1:
         raise ValueError(
-            f"segment {name!r}: got a module partly on the meta device, expected all of it there or none: "
+            f"segment {name!r}: got a module partly on the meta device, expected all or nothing there: "
             "build it under one `with torch.device(...)`"
         )
     skeleton = _skeleton(module)
@@ -206,15 +206,13 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
 
 
 def _check_name(name: Any) -> None:
-    of_type("segment: name", name, str, "a string, by which its parameters are called: pass such as 'head'")
+    of_type("segment: name", name, str, "a string: pass such as 'head', the prefix of its parameters")
     if not name:
-        raise ValueError(
-            "segment: name: got '', expected a name: parameters are called by it. Pass such as 'head'"
-        )
+        raise ValueError("segment: name: got '', expected a name: pass such as 'head'")
 
 
 def _check_hooks(name: str, module: nn.Module) -> None:
-    """Raise ValueError for gradient hooks: gradients come from `vjp`, which runs none of them."""
+    """Raise ValueError for gradient hooks, which `vjp` does not run."""
     hooked = [
         *(f"parameter {x!r}" for x, p in module.named_parameters() if gradient_hooks(p)),
         *(f"module {x!r}" for x, m in module.named_modules() if m._backward_hooks or m._backward_pre_hooks),
@@ -224,53 +222,53 @@ def _check_hooks(name: str, module: nn.Module) -> None:
 
 
 def gradient_hooks(p: Tensor) -> bool:
-    """Whether `register_hook` or `register_post_accumulate_grad_hook` was called on a parameter."""
+    """Whether a parameter has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None))
 
 
-def refuse_hooks(name: str, what: str) -> NoReturn:
-    """Raise for a gradient hook, with what to use instead."""
+def refuse_hooks(name: str, owner: str) -> NoReturn:
+    """Raise ValueError for a gradient hook on `owner`, with what to use instead."""
     raise ValueError(
-        f"segment {name!r}: got a gradient hook on {what}, expected none, because it would never run: to clip, "
+        f"segment {name!r}: got a gradient hook on {owner}, expected none, because it would never run: to clip, "
         "pass clip_norm to zfunc.compile; to change a gradient, use a torch.autograd.Function in forward; to read "
-        "gradients or do more with them, add a stage (zfunc.compile's recipe and stages)"
+        "gradients, add a stage (zfunc.compile's recipe and stages)"
     )
 
 
 def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where two tensors, one of them trained, have memory in common without being one tensor."""
-    of_storage: dict[int, dict[int, tuple[int, int, str, Tensor]]] = {}
+    """Raise ValueError if two different tensors, one of them trained, share memory."""
+    storages: dict[int, dict[int, tuple[int, int, str, Tensor]]] = {}
     for name, t in tensors.items():
         if is_lazy(t) or t.layout is not torch.strided or not t.numel():
             continue
         start = t.storage_offset() * t.element_size()
         extent = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        there = of_storage.setdefault(t.untyped_storage()._cdata, {})
-        there.setdefault(id(t), (start, start + extent * t.element_size(), name, t))
-    for there in of_storage.values():
-        known: list[tuple[int, int, str, Tensor]] = []
-        for start, end, name, t in sorted(there.values(), key=lambda x: x[:2]):
-            known = [x for x in known if x[1] > start]
-            for _, _, other, u in known:
+        views = storages.setdefault(t.untyped_storage()._cdata, {})
+        views.setdefault(id(t), (start, start + extent * t.element_size(), name, t))
+    for views in storages.values():
+        before: list[tuple[int, int, str, Tensor]] = []
+        for start, end, name, t in sorted(views.values(), key=lambda x: x[:2]):
+            before = [x for x in before if x[1] > start]
+            for _, _, other, u in before:
                 if (t.requires_grad or u.requires_grad) and _overlap(t, u):
                     raise ValueError(
-                        f"{where}: got {other!r} and {name!r} in the same memory, expected memory of its own "
+                        f"{where}: got {other!r} and {name!r} in the same memory, expected separate memory "
                         "for each: to tie them use one nn.Parameter (between segments, share=), else clone one"
                     )
-            known.append((start, end, name, t))
+            before.append((start, end, name, t))
 
 
 def _overlap(t: Tensor, u: Tensor) -> bool:
-    """Whether two tensors whose ends overlap have an element in common."""
+    """Whether two tensors whose extents overlap share an element."""
     if t.dtype != u.dtype or (t.is_contiguous() and u.is_contiguous()):
         return True
-    taken = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool)
-    taken.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
-    return bool(taken.as_strided(u.shape, u.stride(), u.storage_offset()).any())
+    used = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool)
+    used.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
+    return bool(used.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 
 
 def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
-    """Every parameter or buffer by name, once for each place that holds it: a module used twice has its once."""
+    """Every parameter or buffer by name, tied ones under each name; those of a module used twice once."""
     return {
         f"{prefix}.{k}" if prefix else k: t
         for prefix, m in module.named_modules()
@@ -280,17 +278,17 @@ def _slots(module: nn.Module, kind: str) -> dict[str, Any]:
 
 
 def _functional(skeleton: nn.Module, twins: Mapping[str, str]) -> Callable[..., Any]:
-    lock = threading.RLock()  # the call puts the parameters into the skeleton for as long as it runs
+    lock = threading.RLock()  # during the call the skeleton holds the parameters
 
     def function(params: Mapping[str, Tensor], *inputs: Any) -> Any:
-        given = {**params, **{x: params[twin] for x, twin in twins.items()}}
-        left = dict(given)
+        tensors = {**params, **{x: params[twin] for x, twin in twins.items()}}
+        after = dict(tensors)  # functional_call records assignments here
         with lock:
-            y = torch.func.functional_call(skeleton, left, inputs, tie_weights=False)
-        if replaced := [name for name, t in left.items() if t is not given[name]]:
+            y = torch.func.functional_call(skeleton, after, inputs, tie_weights=False)
+        if replaced := [name for name, t in after.items() if t is not tensors[name]]:
             raise ValueError(
-                f"got {replaced[0]!r} replaced in forward, expected a pure function: parameters and buffers "
-                "cannot be assigned to (running statistics cannot be kept)"
+                f"got an assignment to {replaced[0]!r} in forward, expected a pure function: do not assign to "
+                "parameters and buffers (running statistics cannot be kept)"
             )
         return y
 
@@ -298,7 +296,7 @@ def _functional(skeleton: nn.Module, twins: Mapping[str, str]) -> Callable[..., 
 
 
 def _skeleton(module: nn.Module) -> nn.Module:
-    """The module's structure on the meta device: a copy that holds no memory."""
+    """A copy of the module on the meta device, without memory."""
     tensors = [*module.parameters(), *module.buffers()]
     memo: dict[int, Any] = {}
     for t in tensors:
@@ -308,30 +306,30 @@ def _skeleton(module: nn.Module) -> nn.Module:
 
 
 def _real_module(name: str, module: nn.Module, seed: int) -> tuple[Values, Values]:
-    """Parameters and buffers of a meta module, made on the CPU and filled by `reset_parameters`."""
+    """Parameters and buffers of a meta module, allocated on the CPU and set by `reset_parameters`."""
     real = copy.deepcopy(module).to_empty(device="cpu")
     with torch.no_grad():
         for t in (*real.parameters(), *real.buffers()):
             if t.is_floating_point():
-                t.fill_(math.nan)  # so that what reset_parameters leaves out is seen
+                t.fill_(math.nan)  # to detect what reset_parameters leaves out
     with torch.no_grad(), seeded_sequence(seed):
-        for child in reversed([*real.modules()]):  # a module's own reset comes after its children's
+        for child in reversed([*real.modules()]):  # a module is reset after its children
             reset = getattr(child, "reset_parameters", None)
             if callable(reset):
                 reset()
     for what, t in (*real.named_parameters(), *real.named_buffers()):
         if t.is_floating_point() and t.isnan().any():
             raise ValueError(
-                f"segment {name!r}: {what} has no value, expected reset_parameters of the module or one above "
-                "it to fill it: define it there, or build the module on the CPU"
+                f"segment {name!r}: {what} has no value, expected reset_parameters of its module or a parent to "
+                "set it: define it there, or build the module on the CPU"
             )
     return _slots(real, "_parameters"), _slots(real, "_buffers")
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two modules, or two of their attributes, are sure to behave alike. In doubt, they are not."""
+    """Whether two modules, or two attributes, certainly behave alike; False if in doubt."""
     if isinstance(a, nn.Module) and type(a) is type(b):
-        # Buffers are constants, handed to the function by name, so their values do not matter here.
+        # Buffers are passed to the function by name, so their values do not matter here.
         skip = {"_parameters", "_buffers", "_modules"}
         mine, theirs = ({k: v for k, v in vars(x).items() if k not in skip} for x in (a, b))
         children = _same(dict(a._modules), dict(b._modules))
@@ -346,6 +344,6 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _is_value(a: Any) -> bool:
-    """Whether equality means the same for ever: its type defines it, and can be hashed. A tensor is not one."""
+    """Whether equality is permanent: the type defines it and is hashable. Tensors are excluded."""
     kind = type(a)
     return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and not isinstance(a, Tensor)

@@ -1,7 +1,4 @@
-"""What a stage function is, and what it is handed: an operation, the memory it declares, the constants of its step.
-
-The invariant: nothing here changes in a step but what is in `Memory`.
-"""
+"""The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
 
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -23,10 +20,10 @@ Memory = MutableMapping[Region, Any]
 
 @frozen(eq=False)
 class CompiledSegment:
-    """What the stages know of one segment: how to run it, and its parameters' full names by short name."""
+    """A segment as the stages run it, and the full names of its parameters by short name."""
 
     passes: SegmentVJP
-    plain: SegmentVJP  # the same, never through torch.compile: what costs are traced with
+    plain: SegmentVJP  # the same without torch.compile, to trace costs
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants: dict[str, Tensor]
@@ -34,37 +31,30 @@ class CompiledSegment:
 
 @frozen(eq=False)
 class StepContext:
-    """The constants of one step: nothing a stage could change.
-
-    `number` is that of the update this step's gradient goes into, from 1, with the optimizer's `factors` of it.
-    Gradients on the device are of the loss times `loss_scale`. With `skip_overflow`, as in fp16, a gradient that is
-    not finite skips the step instead of raising. `dtype` is the precision on the `device`. `randomness(m, s)` is a
-    context in which what segment `s` draws for micro-batch `m` is seeded. `applies_pending`: the gradient of the
-    step before is applied in this one.
-    """
+    """The constants of one step. Gradients on the device are those of the loss times `loss_scale`."""
 
     layout: Layout
     calls: tuple[CompiledSegment, ...]
     optimizer: Optimizer
-    number: int  # of the update that this step's gradient goes into, from 1
-    factors: Mapping[str, Any]  # the optimizer's, of that update
+    number: int  # of the update with this step's gradient, from 1
+    factors: Mapping[str, Any]  # of the optimizer, for that update
     loss_scale: float
     clip_norm: float | None
     skip_overflow: bool  # fp16: a non-finite gradient skips the step instead of raising
     micro_batches: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of parameters and gradients on the device
     device: torch.device
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
-    applies_pending: bool  # the gradient of the step before
+    applies_pending: bool  # whether this step applies the gradient of the previous one
     patience: float = 600.0  # seconds to wait for the device
 
     def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
-        """What is decided of this step, which clips by `factor`."""
+        """The decision that skips this step, or clips its gradient by `factor`."""
         return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss)
 
     def slice_of(self, b: int) -> slice:
-        """Of a bucket's elements those that this rank keeps and updates."""
+        """This rank's slice of a bucket's elements."""
         return slice(*self.layout.buckets[b].slice_of(self.ranks.rank, self.ranks.world))
 
 

@@ -1,7 +1,7 @@
-"""What each operation does: `{verb: function}`, each a few lines over the regions its operation declares.
+"""The stage functions: `STAGES[verb]` executes an operation on the memory of its regions.
 
-The invariant: a stage touches `mem[region]` for the regions of its own operation and nothing else that can
-change; in debug mode it is handed no others. A stage returns nothing: it writes what its operation writes.
+A stage accesses `mem[region]` for the regions of its own operation and no other mutable state; in debug mode it
+gets no others. It returns nothing: it writes the regions that its operation writes.
 """
 
 from collections.abc import Callable
@@ -24,14 +24,14 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def load(op: Op, mem: Memory, step: StepContext) -> None:
-    """Bring one micro-batch to the device; floating-point inputs in the compute precision."""
+    """Copy one micro-batch to the device; floating-point inputs in the compute dtype."""
     inputs, targets = mem[op.read("batch")]
     mem[op.write("act")] = _tree_map(lambda t: _to_device(t, step, cast=True), inputs)
     mem[op.write("targets")] = _tree_map(lambda t: _to_device(t, step, cast=False), targets)
 
 
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
-    """Run one segment, its randomness seeded by where it stands."""
+    """Run one segment, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
     with step.randomness(m, s):
         y, residuals = step.calls[s].passes.forward(_weights(op, mem, step.calls[s]), _inputs(op, mem))
@@ -41,7 +41,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def backward(op: Op, mem: Memory, step: StepContext) -> None:
-    """Pull the cotangent back through one segment, under the seed its forward had."""
+    """Backward of one segment, with the seed of its forward."""
     m, s = op.index
     call = step.calls[s]
     residuals = mem[op.read("residuals")] if op.touches("residuals") else None
@@ -56,7 +56,7 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy one segment's gradients into its bucket's slot; the first to come zeroes what it does not cover."""
+    """Copy one segment's gradients into its bucket's slot; the first segment zeroes the gaps."""
     _, b, s = op.index
     bucket, call = step.layout.buckets[b], step.calls[s]
     slot, grads = mem[op.write("grad")], mem[op.read("grads")]
@@ -78,14 +78,14 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum a bucket over the ranks: this rank's slice of the slot becomes the sum of everybody's."""
+    """Sum a bucket over the ranks into this rank's slice of the slot."""
     _, b, _ = op.index
     slot = mem[op.write("grad")][: step.layout.buckets[b].numel]
     step.ranks.reduce_scatter(slot[step.slice_of(b)], slot)
 
 
 def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
-    """Sum the squares of this rank's slice of a complete bucket, where it is."""
+    """Sum the squares of this rank's slice of a complete bucket, on the device."""
     (b,) = op.index
     grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
@@ -97,7 +97,7 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def to_host(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy this rank's slice of a bucket's gradient, and its squares if it is complete, to pinned memory."""
+    """Copy this rank's slice of a gradient, and its squares if it is complete, to pinned memory."""
     _, b, _ = op.index
     grad = mem[op.read("grad")][step.slice_of(b)]
     mem[op.write("grad_shard")][: grad.numel()].copy_(grad, non_blocking=True)
@@ -106,7 +106,7 @@ def to_host(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
-    """Add a delivered gradient to its fp32 sum, and square the new sum in the same sweep."""
+    """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
     total = mem[op.write("grad_shard")]
     first = op.write("grad_shard") not in op.reads
     grad = mem[op.read("host_slot")][: total.numel()]
@@ -114,7 +114,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
-    """Put this rank's slice of a delivered gradient where it waits on the device, or add it to what is there."""
+    """Copy this rank's slice of a delivered gradient to its buffer on the device, or add it to the sum there."""
     _, b, _ = op.index
     grad = mem[op.read("grad")][step.slice_of(b)]
     (into,) = op.writes
@@ -122,28 +122,28 @@ def hold(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the squares of a bucket that stays on the device to pinned memory."""
+    """Copy the squares of a bucket that is updated on the device to pinned memory."""
     mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
 
 
 def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state to the checkpoint."""
     (b,) = op.index
-    kept = {r.buffer: mem[r] for r in op.operands("state")}
+    state = {r.buffer: mem[r] for r in op.operands("state")}
     if op.touches("grad_shard"):
-        kept[PENDING] = mem[op.read("grad_shard")]
-    mem[op.read("checkpoint")].write(b, kept)
+        state[PENDING] = mem[op.read("grad_shard")]
+    mem[op.read("checkpoint")].write(b, state)
     mem[op.write("written")] = None
 
 
 def write_frozen(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write the parameters that are not trained; only rank 0's file has room for them."""
+    """Write the frozen parameters; only rank 0's file contains them."""
     mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
     mem[op.write("written_frozen")] = None
 
 
 def publish(op: Op, mem: Memory, step: StepContext) -> None:
-    """Finish the checkpoint on all ranks; whether that went well is what this writes."""
+    """Finish the checkpoint on all ranks; its region receives the path, or why it failed."""
     mem[op.write("published")] = mem[op.read("checkpoint")].publish()
 
 
@@ -176,7 +176,7 @@ STAGES: dict[str, Stage] = {
 
 def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:
     dtype = step.dtype if cast and t.is_floating_point() else t.dtype
-    return t.to(step.device, dtype, non_blocking=True).contiguous()  # as it was traced
+    return t.to(step.device, dtype, non_blocking=True).contiguous()  # the strides it was traced with
 
 
 def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -200,7 +200,7 @@ def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
-    """From the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
+    """Those from the segment above; for the loss, the loss scale over the number of micro-batches of all ranks."""
     if op.touches("targets"):
         seed = step.loss_scale / (step.micro_batches * step.ranks.world)
         return [torch.full((), seed, dtype=torch.float32, device=step.device)]
@@ -211,7 +211,7 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
 def _cover(
     bucket: Bucket, names: tuple[str, ...]
 ) -> tuple[tuple[tuple[str, int, int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:
-    """Which spans of `bucket` have these names, and the gaps between them, relative to the bucket."""
+    """The spans of `bucket` with these names, and the gaps between them, relative to the bucket."""
     covered = [
         (x.name, x.start - bucket.start, x.stop - bucket.start, x.shape)
         for x in bucket.spans

@@ -1,7 +1,7 @@
-"""The donated training state: what a step consumes and returns.
+"""The training state, which a step consumes and returns, and the allocation of its memory.
 
-The invariant: there is one copy of the buffers and one State that may use them. `train_step` takes a State and
-returns the next; the one it took is donated, and using it again raises, with what to do instead.
+There is one copy of the buffers, and one State that may use them. `train_step` takes a State and returns the next;
+the one it took is donated, and using it again raises DonatedStateError.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,7 +26,7 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 @frozen(eq=False)
 class Flat:
-    """A bucket's piece of a flat buffer and, by full name, the parameters in it as views with their shapes."""
+    """The flat parameters of a bucket on the device, and its parameters by full name, as views in their shapes."""
 
     flat: Tensor  # [bucket.numel], 16- or 32-bit, device
     views: dict[str, Tensor]
@@ -34,15 +34,15 @@ class Flat:
 
 @define(eq=False)
 class Buffers:
-    """The memory behind a State: a tensor for each of its regions, or for parameters a `Flat`.
+    """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
-    `generation` is that of the one State that may use it.
+    Only the State of this `generation` may use it.
     """
 
     memory: dict[Region, Any] = field(repr=False)
     generation: int = 0
-    lost: str = ""  # why no State can use it any more
-    compared: bool = False  # with those of the other ranks
+    lost: str = ""  # why no State can use it, or ""
+    compared: bool = False  # whether the weights have been compared with the other ranks'
 
     @cached_property
     def _by_role(self) -> dict[Role | None, list[Region]]:
@@ -60,43 +60,43 @@ class Buffers:
 
     @cached_property
     def _swaps(self) -> tuple[Region, ...]:
-        """The regions of buckets that have a shadow: a step may swap the two."""
+        """The shadows, and the states that a step may swap with them."""
         shadows = self._by_role.get("shadow", ())
         return (*shadows, *(r for b in sorted({r.index[0] for r in shadows}) for r in self._state[b]))
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """Every parameter on the device by full name, in its own shape."""
+        """All parameters on the device by full name, in their shapes."""
         return {name: x for r in self._by_role["params"] for name, x in self.memory[r].views.items()}
 
     def params(self) -> list[Tensor]:
-        """The flat parameters on the device, a bucket at a time, then those that are not trained."""
+        """The flat parameters on the device: of each bucket, and the frozen ones."""
         return [self.memory[r].flat for r in self._by_role["params"]]
 
     def state(self, b: int) -> dict[str, Tensor]:
-        """The optimizer's state of a bucket, by the names of `zfunc.core.optimizer_state`."""
+        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`."""
         return {r.buffer: self.memory[r] for r in self._state[b]}
 
     def waiting(self) -> dict[int, Tensor]:
-        """Where gradients wait for the next step, by bucket; empty unless updates are delayed."""
+        """The buffers of pending gradients by bucket; empty unless updates are delayed."""
         return {r.index[0]: self.memory[r] for r in self._by_role.get("grad_shard", ())}
 
     def settle(self, mem: Mapping[Region, Any]) -> None:
-        """Take over which shadows a step has swapped in."""
+        """Record which shadows a step has swapped in."""
         self.memory.update((r, mem[r]) for r in self._swaps)
 
 
 @frozen(eq=False)
 class State:
-    """Everything training needs to go on: buffers, counters, loss scale, seed, data position.
+    """Everything that training continues from: buffers, counters, loss scale, seed, data position.
 
-    `step` counts updates made, `batches` calls of train_step (skipped steps too), `sequences` the rows of all
-    batches so far: the data position. `seed` is the key all randomness derives from. With delayed updates the last
-    gradient waits in the buffers, and `pending` is its decision; the update it goes into counts as made.
+    `step` counts updates, `batches` calls of train_step (skipped steps too), `sequences` the rows of all batches so
+    far: the data position. All randomness derives from `seed`. With delayed updates the last gradient is pending in
+    the buffers, with its decision in `pending`; `step` counts its update already.
     """
 
     buffers: Buffers = field(repr=False)
-    program: int = field(repr=False)  # identity of the program that made it
+    program: int = field(repr=False)  # identity of its program
     generation: int
     step: int = 0
     batches: int = 0
@@ -107,16 +107,16 @@ class State:
 
     def __reduce__(self) -> Any:
         raise TypeError(
-            "a State is memory that belongs to a program of this process and is not copied or pickled: take "
-            "zfunc.params(program, state), and zfunc.init(program, params=...) there"
+            "a State belongs to a program of this process and cannot be copied or pickled: take "
+            "zfunc.params(program, state), and pass it to zfunc.init(program, params=...) there"
         )
 
     def check(self, program: int, action: str) -> None:
-        """Raise if this State may not be used by `program` for `action`."""
+        """Raise ValueError or DonatedStateError if `program` may not use this State for `action`."""
         if self.program != program:
             raise ValueError(
                 f"{action}: got a state made by another program, expected one from zfunc.init with this "
-                "program: programs lay out their buffers differently. Pass zfunc.params of the other as "
+                "program, because programs lay out their buffers differently: pass zfunc.params of the other to "
                 "init(program, params=...)"
             )
         if self.buffers.lost:
@@ -155,24 +155,24 @@ def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffer
 def allocate_regions(
     regions: Iterable[Region], dtype: torch.dtype, device: torch.device
 ) -> dict[Region, Tensor]:
-    """Zeroed tensors, one allocation for all regions of a buffer on one tier; `dtype` is that of parameters."""
-    together: dict[tuple[str, Tier], list[Region]] = {}
+    """Zeroed tensors, one allocation for each buffer and tier; `dtype` is that of parameters on the device."""
+    groups: dict[tuple[str, Tier], list[Region]] = {}
     for r in regions:
-        together.setdefault((r.buffer, r.tier), []).append(r)
+        groups.setdefault((r.buffer, r.tier), []).append(r)
     memory: dict[Region, Tensor] = {}
-    for of_buffer in together.values():
-        first, *_ = of_buffer = sorted(of_buffer, key=lambda r: r.index)
-        kind = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
-        ends = [0, *accumulate(r.nbytes // kind.itemsize for r in of_buffer)]
-        flat = _flat(first, ends, kind, device)
-        memory |= {r: flat[start:stop] for r, (start, stop) in zip(of_buffer, pairwise(ends), strict=True)}
+    for group in groups.values():
+        first, *_ = group = sorted(group, key=lambda r: r.index)
+        element = dtype if first.dtype in (None, "compute") else TORCH_DTYPES[first.dtype]
+        ends = [0, *accumulate(r.nbytes // element.itemsize for r in group)]
+        flat = _allocate_flat(first, ends, element, device)
+        memory |= {r: flat[start:stop] for r, (start, stop) in zip(group, pairwise(ends), strict=True)}
     return memory
 
 
-def _flat(r: Region, ends: list[int], kind: torch.dtype, device: torch.device) -> Tensor:
-    """The memory of all regions like this one, which end there."""
-    swept = r.role == "state" and device.type == "cpu"  # by the host's kernel, wherever it is
-    if r.tier == "device" and not swept:
-        return torch.zeros(ends[-1], dtype=kind, device=device)
+def _allocate_flat(r: Region, ends: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """One allocation for regions like `r`, at these offsets."""
+    on_host = r.tier != "device" or (r.role == "state" and device.type == "cpu")  # updated by the host kernel
+    if not on_host:
+        return torch.zeros(ends[-1], dtype=dtype, device=device)
     pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None
-    return alloc_host(ends[-1], kind, pinned_for=pinned_for, sweeps=[*pairwise(ends)])
+    return alloc_host(ends[-1], dtype, pinned_for=pinned_for, sweeps=[*pairwise(ends)])

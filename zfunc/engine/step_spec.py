@@ -1,4 +1,4 @@
-"""From settings to a `StepSpec`: what a recipe has to know, of segments that no memory was taken for."""
+"""From segments and settings to a `StepSpec`, and the checks of a recipe of your own. Nothing is allocated."""
 
 from collections.abc import Collection, Sequence
 
@@ -21,13 +21,13 @@ from zfunc.optim.base import Optimizer
 def make_spec(
     segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
 ) -> StepSpec:
-    """The spec of one rank of `world`, with costs of 0 until a batch is known."""
+    """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
     ]
     layout = lay_out(parameters, settings, world)
     last, state_format = len(segments) - 1, optimizer.state_format
-    sent = settings.precision == "bf16" and any(
+    send_high_half = settings.precision == "bf16" and any(
         x.name == HIGH_HALF for x in STATE_FORMATS.get(state_format, ())
     )
     largest = max(b.numel for b in layout.buckets) // world
@@ -41,18 +41,18 @@ def make_spec(
         stage=settings.stage,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
         state_format=state_format,
-        send_high_half=sent,
+        send_high_half=send_high_half,
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
         **in_buckets(layout, settings),
     )
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
-    """Raise ValueError unless steps of such a recipe can be run, told of, and saved."""
-    for name, of in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
-        graph = graph_of(recipe, of)
+    """Raise ValueError unless steps of this recipe can be run, reported and saved."""
+    for name, variant in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
+        graph = graph_of(recipe, variant)
         written = {r.buffer for op in graph for r in op.writes}
-        needed = ["decision", "norm", *(["published"] if of.save else [])]
+        needed = ["decision", "norm", *(["published"] if variant.save else [])]
         if missing := [x for x in needed if x not in written]:
             raise ValueError(
                 f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
@@ -63,36 +63,34 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
                 f"recipe: got operations {unknown} without a stage, expected a function for each: pass them in "
                 "stages"
             )
-        _check_waiting(graph)
+        _check_pending_gradients(graph)
         for op in ops_before_decision(graph):
             raise ValueError(
-                f"recipe: got {op}, whose effect leaves the step, with nothing that orders it behind the decision "
-                "whether the step counts: let it read the region decision"
+                f"recipe: got {op}, whose effect leaves the step, and which does not depend on the decision "
+                "whether the step is skipped: let it read the region decision"
             )
-        state = set(Regions(of).state())
+        state = set(Regions(variant).state())
         if added := [str(r) for r in graph.regions if r.lifetime == "state" and r not in state]:
             raise ValueError(
                 f"recipe: got {', '.join(added)} with the lifetime 'state', expected zero_offload's state alone: "
-                "a checkpoint has room for no other. Give it the lifetime 'program', or 'operation'"
+                "a checkpoint has no other. Give it the lifetime 'program' or 'operation'"
             )
 
 
-def _check_waiting(graph: Graph) -> None:
-    """A gradient of the step before is only there in delayed steps, which have a recipe of their own."""
+def _check_pending_gradients(graph: Graph) -> None:
+    """Raise ValueError for a recipe that reads or leaves a pending gradient: delayed steps have their own."""
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
             if (r.role == "grad_shard" or r.buffer == "decision") and r not in written:
                 raise ValueError(
                     f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
-                    "begins with no gradient: for delayed updates pass delay_from"
+                    "begins without a gradient: for delayed updates pass delay_from"
                 )
         written.update(op.writes)
-    left = {r for r in written if r.role == "grad_shard"}
-    for op in graph:
-        left -= set(op.reads)
-    if left:
+    read = {r for op in graph for r in op.reads}
+    if unused := sorted(str(r) for r in written - read if r.role == "grad_shard"):
         raise ValueError(
-            f"recipe: got gradients in {', '.join(sorted(map(str, left)))} that nothing is updated with, expected "
-            "every one to be used: for delayed updates pass delay_from"
+            f"recipe: got gradients in {', '.join(unused)} that no operation reads, expected every one to be used: "
+            "for delayed updates pass delay_from"
         )

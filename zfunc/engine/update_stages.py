@@ -1,6 +1,6 @@
-"""What the operations that update parameters do: Adam where the state is, and the new parameters to every device.
+"""The stages that update parameters: the optimizer on host or device, and the new parameters to every device.
 
-The invariant: whichever of them makes an update, a bucket's state, gradient and decision determine its bits.
+A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
 """
 
 from torch import Tensor
@@ -15,19 +15,19 @@ from zfunc.runtime.accelerator import on_accelerator
 
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket in one sweep, and leave the copy for the device in its slot."""
+    """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
     decision: StepDecision = mem[op.read("decision")]
     if not decision.skip:
         _update(op, mem, step, decision)
 
 
 def speculate(op: Op, mem: Memory, step: StepContext) -> None:
-    """The update as it is if nothing is clipped or skipped, into the shadow: nothing is lost if that is wrong."""
+    """Update into the shadow as if nothing were clipped or skipped; the state stays as it is."""
     _update(op, mem, step, step.decision(), into="shadow")
 
 
 def confirm(op: Op, mem: Memory, step: StepContext) -> None:
-    """Swap the shadow in if the update in it is the right one; else make that from the old state."""
+    """Swap state and shadow if the speculative update was right; else update the state again."""
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
@@ -39,7 +39,7 @@ def confirm(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
-    """Update this rank's slice of a bucket whose state is on the device, and of its parameters."""
+    """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
     (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
@@ -47,7 +47,7 @@ def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     params = mem[op.write("params")].flat[step.slice_of(b)]
     if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
         _update(op, mem, step, decision)
-        params.copy_(mem[op.write(HIGH_HALF)])  # as the host would have sent it
+        params.copy_(mem[op.write(HIGH_HALF)])  # as `to_device` would send it
     else:
         _update(op, mem, step, decision, copy=params)
 
@@ -61,19 +61,19 @@ def _update(
     into: Role = "state",
     copy: Tensor | None = None,
 ) -> None:
-    """Update a bucket with the gradient the operation reads: its state or its shadow, and `copy`."""
+    """Update the state, or `into` its shadow, with the gradient that the operation reads; and `copy`."""
     (b,) = op.index
-    optimizer, mine = step.optimizer, step.slice_of(b)
-    grad = mem[op.read("grad")][mine] if op.touches("grad") else mem[op.read("grad_shard")]
-    kept = {r.buffer: mem[r] for r in op.operands("state")}
+    optimizer, shard = step.optimizer, step.slice_of(b)
+    grad = mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
+    state = {r.buffer: mem[r] for r in op.operands("state")}
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
-    for first, last, decayed in step.layout.buckets[b].runs_within(mine.start, mine.stop):
-        start, stop = first - mine.start, last - mine.start
+    for first, last, decayed in step.layout.buckets[b].runs_within(shard.start, shard.stop):
+        start, stop = first - shard.start, last - shard.start
         update(
-            state_slice(optimizer.state_format, kept, start, stop),
+            state_slice(optimizer.state_format, state, start, stop),
             grad[start:stop],
             decision,
             decayed=decayed,
@@ -83,7 +83,7 @@ def _update(
 
 
 def to_device(op: Op, mem: Memory, step: StepContext) -> None:
-    """Copy the new parameters of this rank's slice of a bucket to the device, if the step counts."""
+    """Copy this rank's slice of the new parameters to the device, unless the step is skipped."""
     if not mem[op.read("decision")].skip:
         (b,) = op.index
         params = mem[op.write("params")].flat[step.slice_of(b)]
@@ -92,7 +92,7 @@ def to_device(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def all_gather(op: Op, mem: Memory, step: StepContext) -> None:
-    """Exchange the slices of a bucket's parameters; those of a skipped step are the old ones."""
+    """Gather a bucket's parameters from the slices of all ranks; after a skipped step, the old ones."""
     (b,) = op.index
     params: Flat = mem[op.write("params")]
     step.ranks.all_gather(params.flat, params.flat[step.slice_of(b)])

@@ -1,14 +1,13 @@
-"""Forward and backward of one segment, as a pair of functions: what is kept in between is explicit.
+"""Forward and backward of one segment as a pair of functions, with explicit residuals between them.
 
-The invariant: however little or much is kept, gradients are those of `torch.func.vjp`, to the bit.
+Gradients are those of `torch.func.vjp`, to the bit, in every mode:
 
-- `recompute="all"` recomputes everything: only the segment's input is kept, and backward runs the forward
-  again inside `vjp`.
-- `recompute="none"` recomputes nothing: the pullback itself is kept.
-- `recompute="min-cut"` traces both into pure functions once; residuals are the tensors the min-cut
-  partitioner chose to hand from one to the other.
+- `recompute="all"` keeps only the segment's input; backward runs the forward again inside `vjp`.
+- `recompute="none"` keeps the pullback itself.
+- `recompute="min-cut"` traces both into pure functions; residuals are the tensors that the min-cut partitioner
+  chooses.
 
-The last segment never recomputes: its backward follows its forward at once.
+The last segment never recomputes, because its backward follows its forward at once.
 """
 
 import logging
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zfunc.core.settings import Recompute
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
-MAX_TRACES = 64  # kept of one segment: one for each set of shapes of its input
+MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
 Values = dict[str, Tensor]
 Grads = tuple[Values, list[Tensor]]
 log = logging.getLogger("zfunc")
@@ -35,7 +34,7 @@ log = logging.getLogger("zfunc")
 
 @frozen
 class SegmentWeights:
-    """What a segment is called with: `trained` is differentiated, `fixed` (frozen, constants) is not."""
+    """The tensors of a segment by short name: `trained` is differentiated, `fixed` (frozen, constants) is not."""
 
     trained: Values
     fixed: Values
@@ -46,12 +45,13 @@ Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grad
 
 @frozen
 class SegmentVJP:
-    """`forward(weights, inputs)` returns `(y, residuals)`; `backward(weights, inputs, residuals, cotangents)`
-    returns the gradients of `weights.trained` by name and those of the input's floating-point leaves.
+    """Forward and backward of a segment.
 
-    `inputs` is `(x,)` or `(x, targets)`. `cotangents` has one tensor for each floating-point leaf of `y`.
-    `keeps` is False where residuals are always None and backward recomputes. `prepare(weights, inputs, y)` does now
-    what the first call for such shapes would do once; to know the shapes of `y`, or to guess them, saves time.
+    - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`.
+    - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
+      those of the input's floating-point leaves. `cotangents` has one tensor for each floating-point leaf of `y`.
+    - `keeps` is False if residuals are always None, because backward recomputes.
+    - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
     """
 
     forward: Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Any]]
@@ -69,27 +69,26 @@ def make_vjp(
     compiled: bool = False,
     name: str = "",
 ) -> SegmentVJP:
-    """The pair for `function(params, *inputs)`. `wrt_input` is whether anything below needs a gradient.
+    """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
-    With `compiled` both go through `torch.compile`, once for all that share the pair. Where the segment called
-    `name` cannot be traced for "min-cut", it recomputes all instead, or nothing if it is the `last`; where not for
-    "all", it runs eagerly. That is logged.
+    `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
+    nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
     """
     pull = _pull(function, wrt_input)
     keeping = SegmentVJP(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
     if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
         return keeping
     if recompute == "all":
-        otherwise = f"segment {name!r} runs without being traced"
-        return _traced(pull, compiled, _recomputing(pull), otherwise, keeps=False)
+        fallback_note = f"segment {name!r} runs without being traced"
+        return _traced(pull, compiled, _recomputing(pull), fallback_note, keeps=False)
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
-    other = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-    return _traced(pull, compiled, other, f"segment {name!r} runs with recompute='all'")
+    fallback = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
+    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'")
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
-    """The plain reference of recompute="all"."""
+    """recompute="all" without tracing."""
 
     def backward(
         weights: SegmentWeights, inputs: tuple[Any, ...], _: Any, cotangents: Sequence[Tensor]
@@ -101,7 +100,7 @@ def _recomputing(pull: Pull) -> SegmentVJP:
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
-    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to a tuple of views, never the flat buffer."""
+    """`(weights, inputs) -> (y, pullback)`, by `vjp` with respect to views of the flat buffer."""
 
     def pull(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Callable[..., Grads]]:
         leaves, spec = tree_flatten(inputs[0])
@@ -114,7 +113,7 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
             y = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
             return [t for t in tree_leaves(y) if _floating(t)], y
 
-        # Some operations keep what their backward needs only where grad mode is on: oneDNN's LSTM does.
+        # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
         with torch.enable_grad(), redirected():
             if not weights.trained and not moving:
                 return call({}, [])[1], lambda _: ({}, [])
@@ -133,9 +132,9 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
-    """How a cotangent of `x` is laid out: as `x`, unless elements of that overlap.
+    """The strides of a cotangent of `x`: those of `x`, unless its elements overlap.
 
-    So what a segment is traced with, and what it costs, does not depend on the segment above it.
+    So the trace and the cost of a segment do not depend on the segment above it.
     """
     return torch.empty_like(x, device="meta").stride()
 
@@ -164,24 +163,24 @@ class _Joint:
 
 
 def _traced(
-    pull: Pull, compiled: bool, plain: SegmentVJP, otherwise: str, *, keeps: bool = True
+    pull: Pull, compiled: bool, fallback: SegmentVJP, fallback_note: str, *, keeps: bool = True
 ) -> SegmentVJP:
-    """The passes as two graphs, made of the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
-    `backward(*residuals, *cotangents) -> gradients`, which is given the leaves where nothing is kept.
+    """Forward and backward as two graphs, cut from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
+    `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
 
-    Traced once for each set of shapes, for every segment that shares the pair. `plain` serves where that fails.
+    Traced once for each set of shapes. `fallback` runs where tracing fails.
     """
-    made: dict[Any, tuple[_Joint, Any, Any] | None] = {}
+    traces: dict[Any, tuple[_Joint, Any, Any] | None] = {}
 
     def graphs_of(
         weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
         leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         key = _key(leaves, spec)
-        if key not in made and len(made) == MAX_TRACES:
-            del made[next(iter(made))]  # the longest unused
-        made[key] = made.pop(key) if key in made else trace(leaves, spec, guess)
-        return leaves, made[key]
+        if key not in traces and len(traces) == MAX_TRACES:
+            del traces[next(iter(traces))]  # the least recently used
+        traces[key] = traces.pop(key) if key in traces else trace(leaves, spec, guess)
+        return leaves, traces[key]
 
     def trace(leaves: list[Any], spec: Any, guess: Any) -> tuple[_Joint, Any, Any] | None:
         try:
@@ -194,15 +193,15 @@ def _traced(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            log.warning("%s, because it cannot be traced: %s", otherwise, str(error).partition("\n")[0])
+            log.warning("%s, because it cannot be traced: %s", fallback_note, str(error).partition("\n")[0])
             return None
 
     def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
-            return plain.forward(weights, inputs)
+            return fallback.forward(weights, inputs)
         joint, run, _ = graphs
-        with torch.enable_grad():  # as it was traced
+        with torch.enable_grad():  # grad mode as in the trace
             flat = run(*leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
         return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
@@ -212,7 +211,7 @@ def _traced(
     ) -> Grads:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
-            return plain.backward(weights, inputs, residuals, cotangents)
+            return fallback.backward(weights, inputs, residuals, cotangents)
         joint, _, run = graphs
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
@@ -222,13 +221,13 @@ def _traced(
 
     def prepare(weights: SegmentWeights, inputs: tuple[Any, ...], y: Any) -> None:
         if graphs_of(weights, inputs, y)[1] is None:
-            plain.prepare(weights, inputs, y)
+            fallback.prepare(weights, inputs, y)
 
     return SegmentVJP(forward, backward, keeps, prepare)
 
 
 def _key(leaves: list[Any], spec: Any) -> Any:
-    """What a trace depends on. A leaf that is no tensor is part of the program."""
+    """What a trace depends on: the layout of tensors, and the value of any other leaf."""
     return (
         tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves),
         spec,
@@ -236,7 +235,7 @@ def _key(leaves: list[Any], spec: Any) -> Any:
 
 
 class _OtherOutputError(Exception):
-    """A segment returns what has other `cotangents` than those it was being traced with."""
+    """A segment's output has other `cotangents` than it was traced with."""
 
     def __init__(self, cotangents: list[tuple[Any, ...]]) -> None:
         super().__init__("got another output than expected")
@@ -244,12 +243,12 @@ class _OtherOutputError(Exception):
 
 
 def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
-    """Shape, strides, dtype and device of each."""
+    """Shape, strides, dtype and device of each cotangent of `y`."""
     return [(t.shape, _strides(t), t.dtype, t.device) for t in tree_leaves(y) if _floating(t)]
 
 
 def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]) -> _Joint:
-    """Raises _OtherOutputError, with what they are, where the segment's cotangents are others."""
+    """Trace the joint graph. Raises _OtherOutputError if `cotangents` are not those of the segment's output."""
     num_forward = forward_draws = num_out = 0
     out_spec: Any = None
 
@@ -261,8 +260,8 @@ def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any,
         nonlocal num_forward, forward_draws, num_out, out_spec
         y, pullback = run(primals)
         with disable_proxy_modes_tracing():
-            if (found := _cotangents_of(y)) != cotangents:
-                raise _OtherOutputError(found)
+            if (actual := _cotangents_of(y)) != cotangents:
+                raise _OtherOutputError(actual)
         out, out_spec = tree_flatten(y)
         num_out = len(out)
         mode = get_proxy_mode()
@@ -283,7 +282,7 @@ def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any,
 
 
 def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """Backward does again what it needs of forward."""
+    """Two graphs, of which backward repeats what it needs of forward."""
     num = joint.num_leaves + len(joint.strides)
     forward = _copied(
         joint.module, [*range(joint.num_leaves), *range(num, joint.num_forward)], slice(joint.num_out)
@@ -292,7 +291,7 @@ def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
 
 
 def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> GraphModule:
-    """The nodes `kept` of a graph, or all, with some of its `outputs`."""
+    """A copy of the nodes `kept` of a graph, or of all, with some of its `outputs`."""
     copy, copies = Graph(), {}
     nodes = list(module.graph.nodes)
     for n in range(len(nodes) - 1) if kept is None else kept:
@@ -302,18 +301,18 @@ def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> 
 
 
 def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
-    """Backward is handed what is cheapest to keep, as the min-cut partitioner sees it."""
+    """Two graphs whose residuals are chosen by the min-cut partitioner."""
     module = joint.module
     changes = [node for node in module.graph.nodes if _mutates(node.target)]
     for node in changes:
         changed = node.meta["val"]
-        if changed.stride() != _strides(changed):  # a vectorized kernel takes the result, but not the view
-            raise ValueError(f"{node.target} changes a view in place, and its bits as a function are others")
+        if changed.stride() != _strides(changed):  # vectorized kernels differ for views
+            raise ValueError(f"{node.target} changes a view in place, and gives other bits out of place")
     if changes:
         pure = functionalize(module)
         placeholders = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
         primals, tangents = placeholders[: joint.num_leaves], placeholders[joint.num_leaves :]
-        by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # as the partitioner knows them
+        by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
     from functorch.compile import min_cut_rematerialization_partition
@@ -326,7 +325,7 @@ def _mutates(target: Any) -> bool:
 
 
 def _runnable(graph: GraphModule, compiled: bool) -> Callable[..., Any]:
-    """The graph without what it does for nothing, drawing from the pass that runs it."""
+    """The graph without dead code, with random numbers from the pass that runs it; compiled on request."""
     redirect_draws(graph.graph, compiled=compiled)
     graph.graph.eliminate_dead_code(
         lambda node: node.op in ("placeholder", "output") or _mutates(node.target)

@@ -1,6 +1,6 @@
-"""fp32 weights into a State and out of it, whatever the master is kept in and wherever its slices are.
+"""fp32 weights: into a State and out of it, for any format of the state and any number of ranks.
 
-The invariant: what the device has after `put_weights` is what a step with these weights would have sent it.
+After `put_weights` the device has what a step with these weights would have sent.
 """
 
 from collections.abc import Iterator
@@ -21,19 +21,20 @@ PART = 1 << 20  # elements
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
 
-    To be read only: where nothing has to be put together, it is the master itself.
+    Read only: on one rank the result may be the master itself.
     """
-    mine = master_weights(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
+    shard = master_weights(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
     if ranks.world == 1:
-        return mine
+        return shard
     full = torch.empty(bucket.numel)
-    ranks.all_gather(full, mine)
+    ranks.all_gather(full, shard)
     return full
 
 
 def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter once, by full name: its fp32 weights on the host, in its own shape; if it is frozen, what the
-    device has. A collective a bucket: all ranks go through all of them. To be read only, as above.
+    """Every parameter once: its full name and fp32 weights on the host, in its shape; read only.
+
+    Frozen parameters come from the device. Each bucket is a collective: all ranks have to exhaust the iterator.
     """
     for bucket in layout.buckets:
         flat = bucket_weights(buffers, bucket, ranks)
@@ -44,7 +45,7 @@ def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Ite
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Make `value` the weights of one parameter: this rank's slice on the host, and all of it on the device."""
+    """Set the weights of one parameter: this rank's slice on the host, and all of it on the device."""
     flat = value.flatten().to("cpu", torch.float32)
     on_device = buffers.views[span.name].view(-1)
     bucket = layout.bucket_of(span)
@@ -58,15 +59,15 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
-    """Give the device the weights of a bucket that the host has: a collective."""
+    """Send the weights of a bucket from the host to the device: a collective."""
     state, size = buffers.state(bucket.index), bucket.numel // ranks.world
     params: Tensor = buffers.memory[Region("params", (bucket.index,))].flat
-    mine, high = params[slice(*bucket.slice_of(ranks.rank, ranks.world))], state.get(HIGH_HALF)
-    for first in range(0, size, PART):  # a split master is joined: not all of it at once
+    shard, high = params[slice(*bucket.slice_of(ranks.rank, ranks.world))], state.get(HIGH_HALF)
+    for first in range(0, size, PART):  # joining a split master allocates: a part at a time
         last = min(first + PART, size)
         if high is not None and params.dtype == high.dtype:
-            mine[first:last].copy_(high[first:last])
+            shard[first:last].copy_(high[first:last])
         else:
-            mine[first:last].copy_(master_weights(state, first, last))
+            shard[first:last].copy_(master_weights(state, first, last))
     if ranks.world > 1:
-        ranks.all_gather(params, mine)
+        ranks.all_gather(params, shard)
