@@ -176,8 +176,8 @@ def test_decayed_parameters_of_a_segment_come_first() -> None:
             {"bucket_size": 1},
             "'embed' is declared twice, as .* and as ",
         ),
-        ([[Parameter("a", (2,), trainable=False)]], {"bucket_size": 1}, "no parameter is trainable: give"),
-        ([[]], {"bucket_size": 1}, "no parameter is trainable: give"),
+        ([[Parameter("a", (2,), trainable=False)]], {"bucket_size": 1}, "no parameter is trainable: set"),
+        ([[]], {"bucket_size": 1}, "no parameter is trainable: set"),
     ],
 )
 def test_bad_inputs_of_a_layout_are_refused(segments: Segments, sizes: dict[str, int], message: str) -> None:

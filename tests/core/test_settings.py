@@ -131,7 +131,7 @@ def test_a_new_field_is_a_flag_at_once() -> None:
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
     for call in (compiled, planned):
-        with pytest.raises(TypeError, match="bucketsize: got no setting.*did you mean 'bucket_size'"):
+        with pytest.raises(TypeError, match="bucketsize: got an unknown setting.*did you mean 'bucket_size'"):
             call(bucketsize=1)
     with pytest.raises(TypeError, match="settings: got a dict, expected a zfunc.core.settings.StepSettings"):
         settings_with({}, {})  # type: ignore[arg-type]

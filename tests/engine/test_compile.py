@@ -34,7 +34,7 @@ def drops_the_last(graph: Any) -> Plan:
 # Numbers of the wrong type or out of range are in test_values.py.
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": "Overlaped"}, ValueError, "schedule: got 'Overlaped'.*did you mean 'Overlapped'"),
-    ({"schedule": 3}, TypeError, "schedule: got a int, expected something callable"),
+    ({"schedule": 3}, TypeError, "schedule: got a int, expected a callable"),
     ({"schedule": drops_the_last}, PlanError, "got it on the lanes 0 times"),
     ({"schedule": lambda _: compiled(micro_batches=2).plan}, PlanError, "a plan of another graph"),
     ({"precision": "fp61"}, ValueError, "precision: got 'fp61'.*did you mean 'fp16'"),
@@ -49,7 +49,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"recompute": "min_cut"}, ValueError, "recompute: got 'min_cut'.*did you mean 'min-cut'"),
     ({"recompute": "none", "compile_segments": True}, ValueError, "compile_segments"),
-    ({"group": "all of them"}, TypeError, "group: .*a process group"),
+    ({"group": "all of them"}, TypeError, "group: .*process group"),
 ]
 
 

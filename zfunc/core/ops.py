@@ -13,9 +13,8 @@ from zfunc.core.spec import ALLOCATION
 
 @frozen
 class OpBuilder(Regions):
-    """Constructs the operations of one spec. Methods are named by the verb; their arguments are its indices:
-    micro-batch
-    `m`, segment `s`, bucket `b`, delivery `d`."""
+    """Constructs the operations of one spec. A method has the name of the verb; its arguments are the indices:
+    micro-batch `m`, segment `s`, bucket `b`, delivery `d`."""
 
     def load(self, m: int) -> Op:
         """Copy micro-batch `m` to the device."""
@@ -71,8 +70,7 @@ class OpBuilder(Regions):
         """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # A rank that refuses the step must not leave others waiting: a collective precedes the decision or
-        # follows it.
+        # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
         early = self._sends_before_decision(m)
         reads = (region,) if self.spec.barrier or early else (region, self._decision())
         writes = (region, self._sent(m, b, d)) if early else (region,)
@@ -137,7 +135,7 @@ class OpBuilder(Regions):
         return tuple(self._sent(m, b, d) for m in early for b, d in parts)
 
     def _sends_before_decision(self, m: int) -> bool:
-        """Whether micro-batch `m` sends gradients before the decision, on losses alone without a barrier."""
+        """Whether micro-batch `m` sends gradients before the decision, which reads no norm without a barrier."""
         spec = self.spec
         return spec.world > 1 and spec.stage == 2 and not spec.barrier and m < spec.micro_batches - 1
 

@@ -73,9 +73,8 @@ class _Hidden:
 
 
 class _Same:
-    """A weak reference to a tensor. It is equal while the tensor is the same, with the same requires_grad and,
-    unless
-    it is a parameter, the same version."""
+    """A weak reference to a tensor, equal while it is the same tensor with the same requires_grad and version. (The
+    version of a parameter does not count.)"""
 
     def __init__(self, t: Tensor) -> None:
         unversioned = isinstance(t, nn.Parameter) or t.is_inference()  # a parameter's values may change

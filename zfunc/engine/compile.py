@@ -78,12 +78,7 @@ def compile(
     segments = _checked_segments(segments)
     settings = settings_with(settings, changes)
     optimizer, settings = choose_optimizer(optimizer, settings)
-    of_type(
-        "stages",
-        {} if stages is None else stages,
-        Mapping,
-        "a dict of functions by verb, or None: pass {verb: function}",
-    )
+    of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
     ranks = _ranks(group)
     if recipe is not None and (not callable(recipe) or isinstance(recipe, type)):

@@ -34,18 +34,8 @@ def init(
     refuse_inference_mode("init")
     check_program(program, "init")
     whole("init: seed", seed, -LARGEST_SEED, LARGEST_SEED)
-    of_type(
-        "init: params",
-        {} if params is None else params,
-        Mapping,
-        "{full name: tensor}: pass such as zfunc.params returns",
-    )
-    of_type(
-        "init: loss_scale",
-        loss_scale,
-        LossScale | None,
-        "a zfunc.LossScale or None: pass zfunc.LossScale(scale=...)",
-    )
+    of_type("init: params", params, Mapping | None, "{full name: tensor}: pass such as zfunc.params returns")
+    of_type("init: loss_scale", loss_scale, LossScale | None, "a zfunc.LossScale or None: pass one")
     params = dict(params or {})
     _check_params(program, params)
     buffers = allocate_state(program, "init")

@@ -134,9 +134,9 @@ def segment(name: str, module: nn.Module, *, share: Mapping[str, str] | None = N
     of_type(f"segment {name!r}", module, nn.Module, "an nn.Module: for a function construct a zfunc.Segment")
     of_type(
         f"segment {name!r}: share",
-        {} if share is None else share,
-        Mapping,
-        "a dict: {'name in the module': 'segment.name'}",
+        share,
+        Mapping | None,
+        "a dict: pass {'name in the module': 'segment.name'}",
     )
     share = dict(share or {})
     for full in share.values():

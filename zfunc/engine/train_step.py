@@ -112,22 +112,10 @@ def train_step(
     check_state(program, state, "train_step")
     truth("train_step: trace", trace)
     truth("train_step: debug", debug)
-    of_type(
-        "train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass zfunc.Jitter(seed=...)"
-    )
-    of_type(
-        "train_step: faults",
-        faults,
-        Sequence,
-        "a list of zfunc.runtime.fault_injection.Fault: pass [Fault(...), ...]",
-    )
+    of_type("train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass one")
+    of_type("train_step: faults", faults, Sequence, "a list of faults: pass [Fault(...), ...]")
     for fault in faults:
-        of_type(
-            "train_step: faults",
-            fault,
-            Fault,
-            "a zfunc.runtime.fault_injection.Fault: pass Fault(rank=..., step=..., ...)",
-        )
+        of_type("train_step: faults", fault, Fault, "a zfunc.runtime.fault_injection.Fault: pass one")
     options = RunOptions(jitter, debug, trace, tuple(faults))
     save = save if save is None or isinstance(save, Save) else Save(save)
     refusal = (
