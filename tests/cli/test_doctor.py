@@ -50,7 +50,7 @@ def measured() -> Bandwidth:
 
 
 def test_bandwidth_is_measured_on_memory_as_a_training_has_it(measured: Bandwidth) -> None:
-    assert measured.nbytes == bandwidth.LEAST // bandwidth.BYTES * bandwidth.BYTES
+    assert measured.nbytes == bandwidth.MIN_BYTES // bandwidth.BYTES * bandwidth.BYTES
     assert measured.gigabytes > 0.1
     assert 0.05 < measured.reached < 5
     assert measured.beyond_caches
