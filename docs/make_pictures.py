@@ -9,24 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+import one_bucket as step
 from attrs import evolve, frozen
-from one_bucket import (
-    BLOCK,
-    BUCKET,
-    PLAIN,
-    RECIPES,
-    SLOW_BUS,
-    TWO_RANKS,
-    WORDS,
-    boxes,
-    broken,
-    is_held,
-    planned,
-    size,
-    values,
-    walk,
-    work,
-)
+from one_bucket import BLOCK, BUCKET, PLAIN
 
 from zfunc import schedules
 from zfunc.core.graph import Graph, Op, Region
@@ -66,28 +51,27 @@ def schedule_pictures() -> Iterator[tuple[str, str]]:
 def bucket_timelines() -> Iterator[tuple[str, str]]:
     """The step of docs/one_bucket.md, with the bucket's operations and waits lit."""
     for name in ("Serial", "Overlapped"):
-        yield f"bucket-{name.lower()}.svg", lit(planned(PLAIN, name), f"{name}: bucket {BUCKET} in one step")
-    for name, graph in RECIPES.items():
+        title = f"{name}: bucket {BUCKET} in one step"
+        yield f"bucket-{name.lower()}.svg", lit(step.planned(PLAIN, name), title)
+    for name, graph in step.RECIPES.items():
         if name != "clipping":
-            yield f"bucket-{name.replace(' ', '-')}.svg", lit(planned(graph), name.capitalize())
+            yield f"bucket-{name.replace(' ', '-')}.svg", lit(step.planned(graph), name.capitalize())
     for name in ("Overlapped", "Interleaved"):
-        yield (
-            f"bucket-ranks-{name.lower()}.svg",
-            lit(planned(TWO_RANKS, name), f"{name}, one rank of two, no clipping"),
-        )
-    bad, writes, reads = broken(planned(PLAIN))
+        title = f"{name}, one rank of two, no clipping"
+        yield f"bucket-ranks-{name.lower()}.svg", lit(step.planned(step.TWO_RANKS, name), title)
+    bad, writes, reads = step.broken(step.planned(PLAIN))
     title = f"Without the wait: {writes} begins while {reads} still reads {reads.reads[0]}"
-    yield "bucket-race.svg", lit(bad, title, SLOW_BUS, {writes.name, reads.name})
+    yield "bucket-race.svg", lit(bad, title, step.SLOW_BUS, {writes.name, reads.name})
     title = f"Where the bytes of bucket {BUCKET} are, and how long"
     yield "bucket-bytes.svg", svg(lifetimes(), title=title, width=900)
 
 
 def lit(plan: Plan, title: str, hardware: Hardware = ROUND, names: set[str] | None = None) -> str:
-    """A plan's timeline; what is not in `names`, the bucket's operations if None, is faint and without arrows.
+    """A plan's timeline; all but `names`, or if None the bucket's operations, is faint and without arrows.
 
     A millisecond is as wide in all of them.
     """
-    names = {op.name for op in walk(plan.graph)} if names is None else names
+    names = {op.name for op in step.walk(plan.graph)} if names is None else names
     waits = tuple(w if op.name in names else () for op, w in zip(plan.graph, plan.waits, strict=True))
 
     def fainter(bar: re.Match[str]) -> str:
@@ -103,11 +87,11 @@ def lit(plan: Plan, title: str, hardware: Hardware = ROUND, names: set[str] | No
 
 def lifetimes() -> Timeline:
     """A lane for each region of the bucket, and a bar while it holds what is still needed, named by its writer."""
-    timeline = simulate(planned(PLAIN))
+    timeline = simulate(step.planned(PLAIN))
     at, names = {e.op: e for e in timeline.events}, [op.name for op in PLAIN]
     bars: list[Event] = []
-    for region in boxes(PLAIN):
-        held = [*values(PLAIN, region)]
+    for region in step.boxes(PLAIN):
+        held = [*step.values(PLAIN, region)]
         writer = next(op.verb for op in reversed(PLAIN.ops) if region in op.writes)
         starts = [0.0 if born is None else at[names[born]].start for born, _ in held]
         for (born, last), start, after in zip(held, starts, [*starts[1:], timeline.seconds], strict=True):
@@ -161,43 +145,36 @@ class Box:
 
 def placed() -> list[Box]:
     """A column for each tier; a box is as high as its region is large."""
-    made: list[Box] = []
+    result: list[Box] = []
     for n, tier in enumerate(COLUMNS):
         y = HEAD
-        for r in (r for r in boxes(PLAIN) if r.tier == tier):
+        for r in (r for r in step.boxes(PLAIN) if r.tier == tier):
             height = max(LEAST, HUNDRED * r.nbytes / (2 * BLOCK))
-            made.append(Box(r, MARGIN + n * (COLUMN + GUTTER), y, height))
+            result.append(Box(r, MARGIN + n * (COLUMN + GUTTER), y, height))
             y += height + GAP
-    return made
+    return result
 
 
 def operation_picture(op: Op | None) -> str:
-    """What one operation reads and writes of the bucket, or for None the bucket before the step."""
-    made = placed()
-    bottom = max(b.y + b.height for b in made) + 12
+    """The regions of the bucket that one operation reads and writes, or for None the bucket before the step."""
+    boxes = placed()
+    bottom = max(b.y + b.height for b in boxes) + 12
     width, height = 2 * MARGIN + 3 * COLUMN + 2 * GUTTER, bottom + 58
     size_ = f'width="{width:g}" height="{height:g}"'
-    title, subtitle = (op.name, _subtitle(op)) if op else (f"Bucket {BUCKET} between two steps", "")
+    title = op.name if op else f"Bucket {BUCKET} between two steps"
+    note = _besides(op) if op else "filled: holds what is still needed; dashed: room"
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" {size_} viewBox="0 0 {width:g} {height:g}" role="img">',
         f'{STYLE}<rect class="page" {size_} rx="8"/>',
         _text(MARGIN, 30, title, "title"),
-        _text(MARGIN, 49, subtitle, "dim"),
-        *(
-            part
-            for n, tier in enumerate(COLUMNS)
-            for part in _column(tier, MARGIN + n * (COLUMN + GUTTER), bottom, op)
-        ),
-        *(part for box in made for part in _box(box, op)),
-        *(_operation(op, made) if op else ()),
-        _text(
-            MARGIN,
-            bottom + 40,
-            _besides(op) if op else "filled: holds what is still needed; dashed: room",
-            "dim small",
-        ),
+        _text(MARGIN, 49, _subtitle(op) if op else "", "dim"),
     ]
-    return "\n".join([*parts, "</svg>\n"])
+    for n, tier in enumerate(COLUMNS):
+        parts += _column(tier, MARGIN + n * (COLUMN + GUTTER), bottom, op)
+    for box in boxes:
+        parts += _box(box, op)
+    parts += _operation(op, boxes) if op else ()
+    return "\n".join([*parts, _text(MARGIN, bottom + 40, note, "dim small"), "</svg>\n"])
 
 
 def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
@@ -206,18 +183,20 @@ def _text(x: float, y: float, words: str, kind: str = "", anchor: str = "start")
 
 def _subtitle(op: Op) -> str:
     """Where an operation runs, how long alone, and what it waits for."""
-    plan = planned(PLAIN)
+    plan = step.planned(PLAIN)
     waits = [PLAIN.ops[n].name for n in plan.waits[PLAIN.position[op.name]]]
     after = f"waits for {', '.join(waits)}" if waits else "waits for no other lane"
     return f"{op.kind} lane, {format_seconds(ROUND.seconds(op))} alone; {after}"
 
 
 def _column(tier: str, x: float, bottom: float, op: Op | None) -> Iterator[str]:
-    used = (r for r in boxes(PLAIN) if r.tier == tier and (is_held(PLAIN, r, op) or (op and r in op.writes)))
+    regions = [r for r in step.boxes(PLAIN) if r.tier == tier]
+    written = op.writes if op else ()
+    used = sum(r.nbytes for r in regions if r in written or step.is_held(PLAIN, r, op))
     room = f'width="{COLUMN + 16:g}" height="{bottom - HEAD + 34:g}"'
     yield f'<rect class="column" x="{x - 8:g}" y="{HEAD - 26:g}" {room} rx="6"/>'
     yield _text(x, HEAD - 9, COLUMNS[tier], "name")
-    yield _text(x + COLUMN, HEAD - 9, f"in use {size(sum(r.nbytes for r in used))}", "dim small", "end")
+    yield _text(x + COLUMN, HEAD - 9, f"in use {step.size(used)}", "dim small", "end")
 
 
 def _box(box: Box, op: Op | None) -> Iterator[str]:
@@ -229,27 +208,27 @@ def _box(box: Box, op: Op | None) -> Iterator[str]:
         kind, by, tone = "written", op, "on"
     elif op and r in op.reads:
         kind, by, tone = "read", before[-1], "on"
-    elif is_held(PLAIN, r, op):
+    elif step.is_held(PLAIN, r, op):
         kind, by, tone = "held", before[-1], ""
     fill = f' style="fill: {colour_of(by.verb)}"' if by else ""
     place = f'x="{box.x:g}" y="{box.y:.1f}" width="{COLUMN:g}" height="{box.height:.1f}"'
     yield f'<rect class="{kind}" {place} rx="4"{fill}><title>{r}: {r.nbytes:,} bytes, {kind}</title></rect>'
-    tall = box.height >= 34 and WORDS[r.buffer]
+    tall = box.height >= 34 and step.WORDS[r.buffer]
     y = box.middle - 3 if tall else box.middle + 4
     yield _text(box.x + 8, y, str(r), f"{tone} name")
-    yield _text(box.x + COLUMN - 8, y, size(r.nbytes), tone, "end")
+    yield _text(box.x + COLUMN - 8, y, step.size(r.nbytes), tone, "end")
     if tall:
-        yield _text(box.x + 8, y + 15, WORDS[r.buffer], f"{tone} small")
+        yield _text(box.x + 8, y + 15, step.WORDS[r.buffer], f"{tone} small")
 
 
-def _operation(op: Op, made: list[Box]) -> Iterator[str]:
-    """The operation between the columns, and an arrow for everything it reads or writes there."""
-    touched = [b for b in made if b.region in op.regions]
+def _operation(op: Op, boxes: list[Box]) -> Iterator[str]:
+    """The operation between the columns, and an arrow for every box that it reads or writes."""
+    touched = [b for b in boxes if b.region in op.regions]
     x = MARGIN + COLUMN + GUTTER / 2 + (COLUMN + GUTTER) * (op.kind == "host")
     sides = {-1: [b for b in touched if b.x < x], 1: [b for b in touched if b.x > x]}
     half = max(18.0, *(8.0 * len(side) for side in sides.values()))
     y = max(HEAD + half, sum(b.middle for b in touched) / len(touched))
-    wide = max(LETTER * max(len(op.verb), len(work(op))) + 22, 64)
+    wide = max(LETTER * max(len(op.verb), len(step.work(op))) + 22, 64)
     for sign, side in sides.items():
         for k, box in enumerate(side):
             port, x2 = y + (k - (len(side) - 1) / 2) * 15, x + sign * (wide / 2 + 1)
@@ -261,13 +240,13 @@ def _operation(op: Op, made: list[Box]) -> Iterator[str]:
             yield f'<path class="arrow" d="M{x1:.1f} {box.middle:.1f}C{curve}"{into}{out}/>'
     room = f'width="{wide:.1f}" height="{2 * half:g}"'
     yield f'<rect x="{x - wide / 2:.1f}" y="{y - half:.1f}" {room} rx="9" style="fill: {colour_of(op.verb)}"/>'
-    yield _text(x, y + (-2 if work(op) else 4), op.verb, "on name", "middle")
-    yield _text(x, y + 13, work(op), "on small", "middle")
+    yield _text(x, y + (-2 if step.work(op) else 4), op.verb, "on name", "middle")
+    yield _text(x, y + 13, step.work(op), "on small", "middle")
 
 
 def _besides(op: Op) -> str:
-    """What an operation touches that is not in the picture."""
-    shown = boxes(PLAIN)
+    """The regions of an operation that are not in the picture."""
+    shown = step.boxes(PLAIN)
     besides = {"also reads": op.reads, "also writes": op.writes}
     others = {what: [str(r) for r in regions if r not in shown] for what, regions in besides.items()}
     return "; ".join(f"{what} {', '.join(names)}" for what, names in others.items() if names)
@@ -278,7 +257,7 @@ def pictures() -> Iterator[tuple[str, str]]:
     yield from schedule_pictures()
     yield from bucket_timelines()
     yield "bucket-rest.svg", operation_picture(None)
-    yield from ((f"bucket-{op.verb}.svg", operation_picture(op)) for op in walk(PLAIN))
+    yield from ((f"bucket-{op.verb}.svg", operation_picture(op)) for op in step.walk(PLAIN))
 
 
 if __name__ == "__main__":
