@@ -89,8 +89,7 @@ def _figures(run: RunHistory) -> Iterator[tuple[str, str]]:
     if losses:
         yield f"loss, mean of the last {len(losses)}", f"{fmean(losses):.4f}"
     if held_out:
-        unit = run.held_out.rpartition("_")[2]
-        yield f"held out, bits per {unit}", f"{held_out[-1]:.4f}"
+        yield f"held out, bits per {run.unit}", f"{held_out[-1]:.4f}"
         yield "held out, best", f"{min(held_out):.4f}"
     if steps:
         yield "tokens/s, median", f"{median(numbers(run.of('tokens_per_second')) or [0.0]):,.0f}"

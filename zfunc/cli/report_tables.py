@@ -53,7 +53,7 @@ def report_tables(run: RunHistory, step: RecordedStep | None) -> Iterator[Table]
     heads = ["step", *(head for head, _ in FIGURES.values()), "memory"]
     yield from _by_step("Steps", heads, _figures, run.steps, _spread(run.steps))
     held_out = [row for row in run.rows if run.held_out in row]
-    heads = ["step", run.held_out.replace("_", " ")[9:]]
+    heads = ["step", f"bits per {run.unit}"]
     yield from _by_step("Held out", heads, partial(_figure, run.held_out, ".4f"), held_out, _spread(held_out))
     heads = ["step", "at the loss scale"]
     skipped = partial(_figure, "loss_scale", ",.0f")

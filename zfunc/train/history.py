@@ -55,7 +55,12 @@ class RunHistory:
     @property
     def held_out(self) -> str:
         """The name of the evaluation in a row."""
-        return f"held_out_bits_per_{self.config.get('unit', 'byte')}"
+        return f"held_out_bits_per_{self.unit}"
+
+    @property
+    def unit(self) -> str:
+        """What a token is: "byte" or "token"."""
+        return str(self.config.get("unit", "byte"))
 
     @property
     def planned(self) -> dict[str, int]:

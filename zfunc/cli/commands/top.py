@@ -15,7 +15,7 @@ from zfunc.cli.command import EXIT_OK, Command
 from zfunc.cli.commands.report import RUN
 from zfunc.cli.sensors import Cores, cores, gpus, host_memory, process_of
 from zfunc.cli.terminal import printable, sparkline
-from zfunc.cli.train_lines import ENDINGS
+from zfunc.cli.train_lines import ENDINGS, held_out_line
 from zfunc.options import Option, anything, check_each, positive
 from zfunc.train.history import METRICS, LiveHistory, finite_number, typical
 from zfunc.units import format_bytes, format_clock, format_seconds
@@ -119,8 +119,7 @@ class TopView:
         yield "step", self._step(last["step"], finite_number(last.get("total")), seconds)
         loss, held_out = finite_number(last.get("loss")), self.history.last_held_out
         bars = "" if self.plain else sparkline(self.history.curve, CURVE)
-        unit = self.history.run.held_out[9:].replace("_", " ")
-        evaluated = "" if held_out is None else f"  held out {held_out:.4f} {unit}"
+        evaluated = "" if held_out is None else f"  {held_out_line(held_out, self.history.run.unit)}"
         yield "loss", f"{_format(loss, '.4f')} {bars}{evaluated}"
         loss_scale = finite_number(last.get("loss_scale"))
         scale = f"  scale {loss_scale:g}" if loss_scale not in (None, 1.0) else ""
