@@ -38,7 +38,7 @@ SAVED = [
     "step_that_saves and Serial and tied or sends_the_device or first_8_bit or resume and fp16",
 ]
 WAITS = ["tests/engine/test_delayed.py", "-k", "reads_what_waits or never_applied"]
-DROPOUT = ["tests/engine/test_laws.py", "-k", "kept_for_backward and dropout and fp32"]
+DROPOUT = ["tests/engine/test_laws.py", "-k", "recompute_changes and dropout and fp32"]
 RESUMED = ["tests/engine/test_saving.py", "-k", "load_it_too or any_program_loads"]
 WATCHED: dict[str, list[list[str]]] = {
     "engine/stages": [GRADIENTS, DROPOUT, SKIPPED, SAVED, WAITS],
@@ -59,7 +59,7 @@ WATCHED: dict[str, list[list[str]]] = {
     ],
     "engine/vjp": [
         GRADIENTS,
-        ["tests/engine/test_laws.py", "-k", "kept_for_backward and pairs"],
+        ["tests/engine/test_laws.py", "-k", "recompute_changes and pairs"],
         ["tests/engine/test_passes.py", "-k", "vjp_to_the_bit"],
     ],
     "optim/host_adam": [

@@ -113,7 +113,7 @@ def test_a_damaged_one_is_passed_over_in_one_line(tmp_path: Path, caplog: pytest
     assert names(tmp_path) == ["latest", "step-00000004", "step-00000005", "step-00000005.1"]
 
 
-def test_where_none_is_complete_training_does_not_start_afresh(tmp_path: Path) -> None:
+def test_if_no_checkpoint_is_complete_it_is_an_error(tmp_path: Path) -> None:
     path = save(tmp_path, step=4)
     (path / "rank-00000-of-00002.safetensors").unlink()
     with pytest.raises(

@@ -8,7 +8,7 @@ import pytest
 from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, replace_text
 
 
-def test_until_the_end_of_the_block_the_old_file_is_there(tmp_path: Path) -> None:
+def test_the_old_file_stays_until_the_end_of_the_block(tmp_path: Path) -> None:
     path = tmp_path / "x.bin"
     path.write_bytes(b"old")
     with atomic_replace(path, mode=0o600) as one, atomic_replace(path) as two:
@@ -31,7 +31,7 @@ def test_after_an_error_nothing_has_changed(tmp_path: Path) -> None:
     assert {x.name: x.read_bytes() for x in tmp_path.iterdir()} == {"x.bin": b"old"}
 
 
-def test_a_link_is_followed_and_what_a_killed_process_left_is_not(tmp_path: Path) -> None:
+def test_a_link_is_followed_but_not_one_in_place_of_the_partial_file(tmp_path: Path) -> None:
     (tmp_path / "to").write_text("old")
     (tmp_path / "link").symlink_to("to")
     replace_text(tmp_path / "link", "new")
@@ -51,7 +51,7 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_who_does_not_wait_for_a_lock_is_refused(tmp_path: Path) -> None:
+def test_a_held_lock_is_refused_without_waiting(tmp_path: Path) -> None:
     fd = lock(tmp_path, wait=False)
     with pytest.raises(BlockingIOError):
         lock(tmp_path, wait=False)

@@ -88,7 +88,7 @@ def by_hand(
 @every_moments
 @pytest.mark.parametrize(("world", "bucket_size"), [(1, 10**6), (2, 200), (3, 64), (8, 1000)])
 @pytest.mark.parametrize("piece", [100, 1 << 16])
-def test_every_weight_is_exact_whoever_wrote_it(
+def test_every_weight_is_exact(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     moments: Moments,
@@ -185,7 +185,7 @@ def test_halves_may_be_cut_in_different_places_and_lie_anywhere(tmp_path: Path) 
     assert as_bytes(load_file(out)["w"]) == x.tobytes()
 
 
-def test_a_tied_parameter_is_there_once_and_loads(tmp_path: Path) -> None:
+def test_a_tied_parameter_is_stored_once_and_loads(tmp_path: Path) -> None:
     class Tied(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -297,7 +297,7 @@ def test_the_largest_weight_of_the_parameter_is_named(
         export_weights(path, tmp_path / "a.safetensors", dtype="fp16")
 
 
-def test_an_unknown_dtype_is_told_the_nearest(tmp_path: Path) -> None:
+def test_an_unknown_dtype_is_refused_with_the_nearest(tmp_path: Path) -> None:
     for dtype, near in (("bf61", "'bf16'"), ("float32", "'fp32'"), (torch.bfloat16, "'bf16'")):
         with pytest.raises(
             ValueError, match=rf"dtype: got .*, expected one of fp32, bf16, fp16 \(did you mean {near}\?\)"
@@ -492,7 +492,7 @@ def test_without_hard_links_it_is_renamed_and_logged(
     assert not (tmp_path / "unfinished-a.safetensors").exists()
 
 
-def test_it_works_where_there_is_no_torch(tmp_path: Path) -> None:
+def test_export_needs_no_torch(tmp_path: Path) -> None:
     code = (
         "import sys; sys.modules['torch'] = None\nfrom pathlib import Path\n"
         "from zfunc.checkpoint.export import export_weights\n"

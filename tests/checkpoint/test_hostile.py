@@ -252,7 +252,7 @@ def test_text_that_is_not_strict_json_is_refused_with_its_reason(raw: bytes, mes
     assert len(str(caught.value)) < 1000
 
 
-def test_nothing_large_is_allocated_by_what_a_file_claims(known: Sample) -> None:
+def test_false_sizes_allocate_nothing_large(known: Sample) -> None:
     """A header of 8 TiB, in a file that is one hole; parameters of 2^40 elements."""
     tracemalloc.start()
     try:

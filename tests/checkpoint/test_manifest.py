@@ -130,7 +130,7 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
         (WantedSlice("master", "embed.weight", 0, 1), r"got 'master' \(did you mean 'master_"),
     ],
 )
-def test_what_is_not_there_is_not_planned(manifest: Manifest, wanted: WantedSlice, message: str) -> None:
+def test_bad_slices_are_not_planned(manifest: Manifest, wanted: WantedSlice, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_reads(manifest, [wanted])
 
@@ -143,14 +143,14 @@ def test_of_a_parameter_without_elements_nothing_is_planned() -> None:
 
 
 @pytest.mark.parametrize("moments", MOMENTS)
-def test_what_is_written_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
+def test_a_manifest_reads_back_equal(tmp_path: Path, moments: Moments) -> None:
     checkpoint = checkpoints.open_checkpoint(save(tmp_path, moments=moments, salt=5))
     assert manifest_file.from_json(manifest_file.to_json(checkpoint.manifest)) == checkpoint.manifest
     assert {w.kind for w in everything(checkpoint.manifest)} == {x.name for x in STATE_FORMATS[moments]}
     assert_complete(checkpoint)
 
 
-def test_neither_world_nor_buckets_can_be_told_from_the_elements(tmp_path: Path) -> None:
+def test_shards_have_no_padding(tmp_path: Path) -> None:
     """No padding: the shards hold as many bytes of data as the parameters have state."""
     for world, bucket_size in ((1, 50), (3, 1000), (7, 1)):
         manifest = manifest_file.read_manifest(save(tmp_path, world=world, bucket_size=bucket_size))

@@ -179,7 +179,7 @@ def test_no_truncated_or_grown_file_is_opened(tmp_path: Path) -> None:
             open_shard(path, shard)
 
 
-def test_a_file_that_shrinks_while_it_is_read_says_so(tmp_path: Path) -> None:
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x"
     shard = write(path)
     with open_shard(path, shard) as reader:
@@ -231,7 +231,7 @@ def test_a_slice_reads_its_own_bytes_and_the_rest_of_two_chunks(
         (("w", 20, np.zeros((8, 2), np.float32)[:, 0]), r"got a buffer with gaps, expected a contiguous one"),
     ],
 )
-def test_what_cannot_be_written_says_why(tmp_path: Path, arguments: Any, message: str) -> None:
+def test_bad_writes_are_refused(tmp_path: Path, arguments: Any, message: str) -> None:
     writer = create_shard(tmp_path / "x", TENSORS)
     writer.write_at("w", 4, bytes(8))
     with pytest.raises(ValueError, match=message):
@@ -251,7 +251,7 @@ def test_a_file_with_an_element_missing_is_not_finished(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("start", "stop", "size"), [(0, 4, 15), (3, 2, 0), (0, 34, 136), (-1, 0, 4)])
-def test_what_cannot_be_read_says_why(tmp_path: Path, start: int, stop: int, size: int) -> None:
+def test_bad_reads_are_refused(tmp_path: Path, start: int, stop: int, size: int) -> None:
     shard = write(tmp_path / "x")
     with open_shard(tmp_path / "x", shard) as reader:
         with pytest.raises(
@@ -299,7 +299,7 @@ def test_a_file_in_which_a_write_failed_or_came_twice_is_not_finished(
 @pytest.mark.parametrize(
     "stored", [("", "F32", ()), ("a", "F31", ()), ("a", "F32", (-1,)), ("__metadata__", "U8", ())]
 )
-def test_what_cannot_be_a_tensor_says_so(stored: Any) -> None:
+def test_bad_tensors_are_refused(stored: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         TensorInfo(*stored)
 

@@ -113,7 +113,7 @@ def test_a_small_chain() -> None:
     assert held_up_by(plan, events_of(plan, timeline)) == (-1, 0, 0, 1)
 
 
-def test_an_operation_that_ended_before_what_it_waited_for_began_took_no_time() -> None:
+def test_an_operation_measured_before_its_dependency_took_no_time() -> None:
     x, y = Region("x"), Region("y")
     ops = (
         Op("make", (), "compute", writes=(x,)),

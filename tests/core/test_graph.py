@@ -60,7 +60,7 @@ def test_derived_order_implies_every_conflict_and_adds_none(graph: Graph) -> Non
 
 
 @given(st.one_of(scribbles(), graphs()))
-def test_derived_order_is_linear_in_what_is_touched(graph: Graph) -> None:
+def test_derived_order_is_linear_in_the_regions_touched(graph: Graph) -> None:
     assert len(set(graph.conflicts)) == len(graph.conflicts)
     assert len(graph.conflicts) <= sum(2 * len(op.reads) + len(op.writes) for op in graph)
 
@@ -222,9 +222,7 @@ def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
 
 
 @of_any_job
-def test_what_arrives_on_the_host_is_used_before_its_slot_is_used_again(
-    recipe: Recipe, spec: StepSpec
-) -> None:
+def test_a_host_slot_is_read_before_it_is_overwritten(recipe: Recipe, spec: StepSpec) -> None:
     full: dict[Region, str] = {}
     for op in recipe(spec):
         for r in op.reads:
@@ -347,7 +345,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
 
 
 @given(any_job)
-def test_what_a_delayed_step_leaves_is_what_the_next_one_and_a_flush_apply(spec: StepSpec) -> None:
+def test_the_next_step_and_a_flush_apply_the_gradients_a_delayed_step_leaves(spec: StepSpec) -> None:
     left = {
         r for op in FIRST_DELAYED(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
     }
@@ -383,9 +381,7 @@ SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
 
 
 @of_any_job
-def test_an_operation_moves_what_its_bucket_has_of_each_region_it_touches(
-    recipe: Recipe, spec: StepSpec
-) -> None:
+def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recipe, spec: StepSpec) -> None:
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
     def moved(region: Region) -> int:

@@ -80,7 +80,7 @@ def test_no_timing_of_short_lived_regions_holds_more_than_the_bound(plan: Plan, 
 
 
 @every_graph
-def test_on_one_lane_the_bound_is_what_is_held(graph: Graph) -> None:
+def test_on_one_lane_the_bound_is_exact(graph: Graph) -> None:
     plan = Serial()(graph)
     assert held(plan, times(plan, Random(0))) == {
         tier: peak.nbytes for tier, peak in peak_memory(plan).items()
@@ -129,7 +129,7 @@ def test_an_empty_lane_bounds_nothing() -> None:
     assert peaks == peak_memory(two_at_once(waits=False))
 
 
-def test_a_peak_says_where_it_is() -> None:
+def test_a_peak_names_its_operation() -> None:
     small, big = Region("small", nbytes=1, tier="pinned"), Region("big", nbytes=9, tier="pinned")
     kept = Region("kept", nbytes=100, tier="pinned", lifetime="value")
     ops = (

@@ -60,7 +60,7 @@ def planned(settings: StepSettings | None = None, **given: Any) -> Any:
 
 
 @every_field
-def test_compile_and_plan_take_it_with_its_default_and_its_help(field: "Attribute[Any]") -> None:
+def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribute[Any]") -> None:
     for call in (zfunc.compile, zfunc.plan):
         parameter = inspect.signature(call).parameters[field.name]
         own = call is zfunc.plan and field.name == "precision"
@@ -70,7 +70,7 @@ def test_compile_and_plan_take_it_with_its_default_and_its_help(field: "Attribut
 
 
 @every_field
-def test_compile_and_plan_apply_it(field: "Attribute[Any]") -> None:
+def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     """By name, as one value, or a change of one."""
     other = OTHERS[field.name]
     assert other != field.default
@@ -83,7 +83,7 @@ def test_compile_and_plan_apply_it(field: "Attribute[Any]") -> None:
 
 
 @every_field
-def test_it_has_one_check(field: "Attribute[Any]") -> None:
+def test_each_field_has_one_check(field: "Attribute[Any]") -> None:
     errors: list[str] = []
     for make in (StepSettings, compiled, planned):
         with pytest.raises((ValueError, TypeError), match=f"^{field.name}: got .*expected") as caught:

@@ -203,7 +203,7 @@ def test_a_long_plan_is_shown_near_the_marks_only() -> None:
     assert {"lane compute", "lane host"} <= {line.strip() for line in text.splitlines()}
 
 
-def test_a_dropped_operation_has_its_lane_its_place_and_what_misses_it() -> None:
+def test_a_dropped_operation_is_shown_in_its_place() -> None:
     plan = Overlapped()(graph_of("zero_offload", "tied"))
     dropped = plan.graph.position["adam[1]"]
     less = [Lane(lane.name, [i for i in lane.ops if i != dropped]) for lane in plan.lanes]
@@ -272,14 +272,14 @@ def evaluated(given: Any) -> Any:
 @example((Plan, (CHAIN, [(Lane, ("x", [0, 1])), (Lane, ("x", [2]))], [[], [], []])))
 @example((Plan, (CHAIN, [(Lane, ("x", [0, 1, 2]))], [[], None, []])))
 @example((Plan, (CHAIN, [(Lane, ("x", [0, 1, 2]))], [[], [None], []])))
-def test_whatever_a_schedule_returns_is_a_right_plan_or_a_plan_error(given: Any) -> None:
+def test_any_return_value_of_a_schedule_is_a_valid_plan_or_a_plan_error(given: Any) -> None:
     plan = "the error"
     with contextlib.suppress(PlanError):
         plan = make_plan(SPECS["one segment"], lambda _: evaluated(given), lambda _: CHAIN.ops)
     assert plan == "the error" or sorted(i for lane in plan.lanes for i in lane.ops) == [0, 1, 2]
 
 
-def test_a_schedule_that_returns_no_plan_is_told_what_to_return() -> None:
+def test_a_schedule_that_returns_no_plan_is_refused() -> None:
     for returned in (None, "plan", {"x": [0]}):
         with pytest.raises(PlanError) as error:
             make_plan(SPECS["one segment"], lambda _, returned=returned: returned, zero_offload)

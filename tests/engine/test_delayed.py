@@ -93,7 +93,7 @@ def test_it_is_the_delayed_update_of_plain_pytorch(delay_from: int, clip: float 
         torch.testing.assert_close(value, weights[name], rtol=0, atol=3e-4)
 
 
-def test_the_first_delayed_step_trains_on_what_plain_steps_left() -> None:
+def test_before_the_first_delayed_step_every_bit_is_the_plain_recipes() -> None:
     """Before it every bit is that of the plain recipe; two steps after it no loss is any more."""
     (late, data), (plain, _) = compiled("bf16, clipped", 3), compiled("bf16, clipped", None)
     _, a = steps(late, zfunc.init(late, seed=1), data, 0, 6)
@@ -119,7 +119,7 @@ def test_two_states_of_one_program_do_not_mix() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_flush_applies_what_waits_once(settings: str) -> None:
+def test_flush_applies_the_waiting_gradient_once(settings: str) -> None:
     program, data = compiled(settings)
     state, _ = steps(program, zfunc.init(program, seed=1), data, 0, 3)
     assert state.pending is not None
@@ -196,7 +196,7 @@ def test_an_overflow_at_the_smallest_scale_is_dropped_too() -> None:
     assert torch.isfinite(flats(state, "params")["params"]).all()
 
 
-def test_with_all_of_it_on_the_device_nothing_is_delayed(
+def test_with_all_state_on_the_device_nothing_is_delayed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="zfunc"):
@@ -310,7 +310,7 @@ def test_the_host_works_while_all_of_forward_and_backward_goes_on() -> None:
     assert plain.seconds > 1.5 * late.seconds
 
 
-def test_the_plan_counts_what_waits() -> None:
+def test_the_plan_counts_the_waiting_gradients() -> None:
     step_spec = spec(chain((64, 64), (64, 64), (64, 64)), bucket_size=4096, barrier=True)
     numel = step_spec.layout.numel
     plain, late, first = (

@@ -10,7 +10,7 @@ def test_a_random_model_trains_as_plain_pytorch_does(seed: int) -> None:
     fuzz.run(fuzz.case(seed))
 
 
-def test_a_case_that_fails_is_shrunk_to_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_case_is_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: fuzz.Case) -> None:
         assert not ("lstm" in case.model.segments[0] and case.settings.get("stage") == 1)
 

@@ -128,7 +128,7 @@ def test_3_and_10_random_delays_change_nothing_nor_do_stages_that_are_watched(
 
 
 @pytest.mark.parametrize(("model", "settings", "recompute"), in_pairs(MODELS, SETTINGS, RECOMPUTE[1:]))
-def test_what_is_kept_for_backward_changes_nothing(model: str, settings: str, recompute: str) -> None:
+def test_recompute_changes_nothing(model: str, settings: str, recompute: str) -> None:
     assert same(result(*under("Overlapped", model, settings, recompute)), serial(model, settings))
 
 

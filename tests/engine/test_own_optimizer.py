@@ -107,7 +107,7 @@ def test_it_trains_alike_under_any_schedule_and_goes_on_from_a_checkpoint(
     assert all(map(torch.equal, *map(bits, ends)))
 
 
-def test_it_is_the_sgd_of_torch() -> None:
+def test_momentum_is_the_sgd_of_torch() -> None:
     """One buffer of the whole model, and its gradient read from the momentum: only the update is compared."""
     program, data = compiled(bucket_size=1 << 20)
     state = zfunc.init(program, seed=1)

@@ -179,6 +179,6 @@ def test_any_ratio_loads_what_any_other_saved(moments: str, tmp_path: Path) -> N
         assert all(torch.equal(values[name], x) for name, x in zfunc.params(program, state).items())
 
 
-def test_a_plan_with_resident_buckets_that_are_not_there_is_refused() -> None:
+def test_unknown_resident_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match=r"resident: got buckets \[7\]"):
         evolve(spec(chain((8, 8))), resident={7})

@@ -162,7 +162,7 @@ def chain(*modules: Callable[[], nn.Module]) -> list[zfunc.Segment]:
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-def test_ordinary_modules_train_alike_whatever_is_kept(precision: Any) -> None:
+def test_ordinary_modules_train_alike_with_any_recompute(precision: Any) -> None:
     results = []
     for recompute in RECOMPUTE:
         segments = chain(*MODULES.values())
@@ -272,7 +272,7 @@ def test_a_segment_that_draws_in_evaluation_depends_on_the_state_alone() -> None
 
 
 @pytest.mark.parametrize("recompute", ["all", "min-cut"])
-def test_the_shapes_that_tracing_is_told_may_be_wrong(recompute: Any) -> None:
+def test_a_wrong_guess_of_output_shapes_changes_nothing(recompute: Any) -> None:
     """What a segment returns is a guess: with any other the graphs are those that are traced without one."""
     module = nn.Sequential(nn.Linear(4, 6), nn.Tanh())
     parameters, x = dict(module.named_parameters()), torch.randn(3, 4)

@@ -197,7 +197,7 @@ def test_a_load_sends_the_device_what_a_step_would(tmp_path: Path) -> None:
         assert torch.equal(everything(loaded)["params"], everything(state)["params"])
 
 
-def test_extra_and_the_optimizers_settings_are_kept_and_other_settings_are_said(
+def test_extra_and_the_optimizer_are_saved_and_changed_settings_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     program, _ = compiled("odd sizes", precision="fp32")
@@ -290,7 +290,7 @@ def test_extra_that_is_not_json_is_refused_before_anything_is_written(
     steps(program, state, data, 0, 1)
 
 
-def test_a_fixed_scale_of_one_is_what_it_was(tmp_path: Path) -> None:
+def test_a_fixed_loss_scale_is_restored(tmp_path: Path) -> None:
     program, _ = compiled("odd sizes", precision="fp16")
     scale = zfunc.LossScale(scale=1.0, window=0)
     zfunc.save(tmp_path, program, zfunc.init(program, loss_scale=scale))
@@ -300,7 +300,7 @@ def test_a_fixed_scale_of_one_is_what_it_was(tmp_path: Path) -> None:
     assert zfunc.load(tmp_path / "bf16", program).loss_scale == zfunc.LossScale()
 
 
-def test_a_pointer_that_cannot_be_written_leaves_the_checkpoint_and_is_said(
+def test_without_the_latest_pointer_a_checkpoint_is_still_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     program, state, data = saved(tmp_path)
@@ -322,7 +322,7 @@ def test_a_pointer_that_cannot_be_written_leaves_the_checkpoint_and_is_said(
 
 
 @pytest.mark.parametrize("what", ["nothing", "empty", "unfinished"])
-def test_where_there_is_no_checkpoint_it_says_so(what: str, tmp_path: Path) -> None:
+def test_a_missing_checkpoint_is_reported(what: str, tmp_path: Path) -> None:
     program, _ = compiled("odd sizes", precision="fp32")
     if what != "nothing":
         (tmp_path / "a").mkdir()

@@ -57,7 +57,7 @@ def test_no_padding_reaches_a_checkpoint(results: Path, name: str) -> None:
     assert len(set(sizes.values())) == 1
 
 
-def test_a_disk_that_fails_on_one_rank_is_told_to_all_and_no_checkpoint_appears(results: Path) -> None:
+def test_a_disk_that_fails_on_one_rank_fails_the_save_on_all(results: Path) -> None:
     messages = [json.loads((results / f"failing-{rank}.json").read_text()) for rank in range(4)]
     assert all(x == messages[0] for x in messages)
     before, within, after, left = messages[0]

@@ -80,7 +80,7 @@ def test_a_module_tied_inside_has_one_parameter() -> None:
     assert list(s.initial(0)) == ["body.0.weight"]
 
 
-def test_alike_is_what_computes_the_same() -> None:
+def test_segments_that_compute_the_same_are_alike() -> None:
     def block(**change: Any) -> zfunc.Segment:
         config = GPTConfig(**{"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, **change})
         return zfunc.segment("b", dict(modules(config))["block0"])

@@ -107,7 +107,7 @@ def test_an_error_in_any_lane_surfaces_with_the_operation(verb: str, schedule: s
     zfunc.params(program, state)  # nothing had been updated: it is still good
 
 
-def test_a_failure_in_the_middle_of_the_updates_says_so_and_the_state_is_gone() -> None:
+def test_a_failure_in_the_middle_of_the_updates_ends_the_state() -> None:
     from zfunc.engine.stages import adam
 
     def broken(op: Any, mem: Any, step: Any) -> None:
@@ -134,7 +134,7 @@ def test_an_interrupt_stops_every_lane_and_leaves_the_state() -> None:
     zfunc.params(program, state)
 
 
-def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     program, _ = compiled()
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
     monkeypatch.setattr("zfunc.engine.init.allocate", lambda *_: pytest.fail("allocated"))
@@ -142,7 +142,7 @@ def test_too_little_memory_is_said_before_anything_is_allocated(monkeypatch: pyt
         zfunc.init(program)
 
 
-def test_activations_that_do_not_fit_are_said_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_that_do_not_fit_are_refused_before_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     program, data = compiled()
     state = zfunc.init(program)
     monkeypatch.setattr("zfunc.engine.program.available_host_bytes", lambda: 1000)
@@ -189,7 +189,7 @@ def test_evaluation_has_no_dropout_and_changes_nothing() -> None:
 # --- metrics, lr, timelines -----------------------------------------------------------------------------
 
 
-def test_lr_is_a_function_of_the_step_and_metrics_say_which_it_was() -> None:
+def test_metrics_have_the_learning_rate_of_their_step() -> None:
     program, data = compiled(lr=zfunc.lr.linear_warmup(1e-2, 4))
     state, seen = zfunc.init(program), []
     for i in range(5):
@@ -247,7 +247,7 @@ def test_a_step_makes_no_view_of_the_state_again_and_hashes_no_bucket(
     assert {id(x) for x in after.values()} == {id(x) for x in before.values()}
 
 
-def test_of_many_shapes_the_last_are_kept_and_it_is_said_once(
+def test_of_many_shapes_the_last_are_cached_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of a shape that was dropped is the same step: it is only traced again."""
@@ -351,7 +351,7 @@ def test_one_program_makes_one_step_at_a_time() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a fork beside threads
-def test_a_fork_after_a_step_is_told_that_its_lanes_are_gone() -> None:
+def test_a_fork_after_a_step_is_refused() -> None:
     """It waited 20 minutes for threads that only its parent has. What needs none of them works there."""
     program, data = compiled()
     state, _ = zfunc.train_step(program, zfunc.init(program), data(0))

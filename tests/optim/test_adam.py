@@ -12,7 +12,6 @@ import pytest
 import torch
 from adam_states import DECAYS, NAMES, TYPES, array, assert_same, gradient, placed, tensor
 
-import zfunc.runtime.thread_budget
 from zfunc.optim.adam_reference import reference_square_sum, reference_update, round_to, to_float32
 from zfunc.optim.adamw import AdamW, matrices_only
 from zfunc.optim.host_adam import accumulate_, adam_update_, square_sum
@@ -166,13 +165,6 @@ def test_one_openmp_runtime():
     paths = {line.split(maxsplit=5)[5] for line in maps if len(line.split(maxsplit=5)) == 6}
     runtimes = {path for path in paths if Path(path).name.startswith(("libgomp", "libiomp", "libomp"))}
     assert len(runtimes) == 1
-
-
-def test_too_many_threads_are_clamped_and_logged_once(caplog):
-    zfunc.runtime.thread_budget.limit_threads.cache_clear()
-    for _ in range(2):
-        assert square_sum(torch.ones(4), threads=100_000) == 4.0
-    assert caplog.text.count("100000 threads asked for") == 1
 
 
 # ---- the optimizer as a value ----------------------------------------------------------------------

@@ -47,7 +47,7 @@ def same(got, expected):
     np.testing.assert_array_equal(got, expected)
 
 
-def test_the_kernel_and_what_surrounds_it_mean_the_same_blocks():
+def test_the_kernel_and_the_layout_have_the_same_blocks():
     assert kernel.SHARED == BLOCK == ALIGNMENT
     assert kernel.UNIT == UNIT
     assert kernel.UNIT % BLOCK == 0
@@ -89,7 +89,7 @@ def test_split_of_tensors():
 
 
 @pytest.mark.parametrize("step", [1, 2, 1_000_000])
-def test_every_bfloat16_is_kept_as_it_is(step):
+def test_every_bfloat16_is_exact(step):
     packed = pack_bf16(from_bits(ALL << 16), dither(ALL.size, step, EXP_AVG))
     same(from_bits(packed.astype(np.uint32) << 16), from_bits(ALL << 16))
 
@@ -112,7 +112,7 @@ def kept(m, v, step=1, n=None):
 
 
 @pytest.mark.parametrize("choice", range(NUM_SHIFTS))
-def test_every_code_of_exp_avg_sq_under_every_scale_is_kept_as_it_is(choice):
+def test_every_code_of_exp_avg_sq_under_every_scale_is_exact(choice):
     """Each block has the highest code and code 1, so that its scale is the same again."""
     shift = MIN_SHIFT + choice
     tops = np.arange((HIGHEST_CODE << shift) + (1 << 23) >> 21, (LIMIT >> 21) + 1, dtype=np.int64) << 21
@@ -130,7 +130,7 @@ def test_every_code_of_exp_avg_sq_under_every_scale_is_kept_as_it_is(choice):
 
 
 @pytest.mark.parametrize("exponent", [-60, -9, 0, 7, 62])
-def test_every_code_of_exp_avg_in_units_of_a_power_of_two_is_kept_as_it_is(exponent):
+def test_every_code_of_exp_avg_in_units_of_a_power_of_two_is_exact(exponent):
     for root in (2.0**exponent, 1.9 * 2.0**exponent):
         v = np.full(256, root, np.float32) ** 2
         packed = pack_exp_avg_sq(v, dither(256, 1, EXP_AVG_SQ))
@@ -217,7 +217,7 @@ def trained_both_ways(gradient, steps, n=64 * 8):
 
 
 @pytest.mark.parametrize("octaves", [9, 10, 14, 20, 24])
-def test_what_is_far_below_the_largest_of_its_block_still_moves(octaves):
+def test_weights_far_below_the_largest_of_their_block_still_move(octaves):
     """The share of the true update: with exponents of a block alone 0.04 at 2^-14 and 0.004 at 2^-20."""
     n = 64 * 8
     small = np.arange(n) % BLOCK != 0

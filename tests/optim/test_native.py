@@ -101,7 +101,7 @@ def test_a_wrong_bit_is_seen() -> None:
             check(program("gcc-sanitize"), [case._replace(buffers=tuple(buffers))])
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     for name, variant in VARIANTS.items():
         assert f"{variant.compiler} is not installed; Debian: apt install" in missing.__wrapped__(name)

@@ -161,7 +161,7 @@ def test_an_undeclared_access_fails_in_debug_mode_with_operation_and_region(
         zfunc.train_step(program, state, batch)
 
 
-def test_a_read_of_what_is_only_written_shows_in_debug_mode() -> None:
+def test_a_read_of_a_write_only_region_shows_in_debug_mode() -> None:
     def adds(op: Op, mem: Any, step: Any) -> None:
         before = mem[op.write("host_grad")].clone()
         to_host(op, mem, step)

@@ -138,7 +138,7 @@ def test_a_rank_without_a_connection_to_the_dead_one_hears_of_it_from_the_others
 
 
 @pytest.mark.parametrize("name", ["killed", "hung", "raised"])
-def test_after_it_no_collective_is_begun(results: Path, name: str) -> None:
+def test_after_a_lost_rank_no_collective_is_begun(results: Path, name: str) -> None:
     again = (results / name / "0.again").read_text()
     assert again.startswith("all_reduce on rank 0: got ranks that are out of step, because rank ")
     assert "start all of them again" in again
@@ -260,7 +260,7 @@ def test_all_ranks_have_one_verdict() -> None:
     assert got == dict.fromkeys((0, 1, 3), MissingRanks((2,), late=True))
 
 
-def test_two_missing_ranks_are_waited_for_as_long_as_it_may_take() -> None:
+def test_two_missing_ranks_are_waited_for_until_the_time_out() -> None:
     begun = time.monotonic()
     got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, most=0.5)
     assert got == dict.fromkeys((1, 2), MissingRanks((0, 3)))
@@ -283,7 +283,7 @@ def test_the_first_to_leave_is_named() -> None:
     assert call(store, 4, {0: "told"}) == {0: MissingRanks((2,), why="the disk is full")}
 
 
-def test_without_a_store_nobody_can_be_asked() -> None:
+def test_a_group_without_a_store_is_reported() -> None:
     with pytest.raises(StoreLost, match="the group has no store"):
         FailureDetector(None, 0, 2).failed()
 

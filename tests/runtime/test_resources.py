@@ -76,7 +76,7 @@ def test_huge_pages_are_asked_for_from_some_size_on() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [PAGE, LARGE])
-def test_all_pages_are_there_when_it_returns(nbytes: int) -> None:
+def test_touched_pages_are_resident(nbytes: int) -> None:
     pages = map_pages(nbytes)
     assert resident(pages) < -(-nbytes // PAGE)
     touch(pages, first_touches(nbytes, 1, threads=3, page=PAGE))

@@ -75,19 +75,23 @@ def test_a_bad_number_of_ranks_is_refused(value: str) -> None:
         choose_threads({"LOCAL_WORLD_SIZE": value}, frozenset({0}))
 
 
-def test_too_many_threads_are_clamped_to_the_cpus_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
+def test_too_many_threads_are_clamped_to_the_cpus_of_the_process_and_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     threads.limit_threads.cache_clear()
-    most = []
+    most, sums = [], []
 
     def lane() -> None:
-        os.sched_setaffinity(0, {CPUS[0]})  # as a seat does
+        os.sched_setaffinity(0, {CPUS[0]})  # as a NUMA slot does
         most.append(threads.limit_threads(10_000))
+        sums.append(square_sum(torch.ones(4), threads=10_000))
 
     thread = threading.Thread(target=lane)
     thread.start()
     thread.join()
     threads.limit_threads.cache_clear()
-    assert most == [len(CPUS)]
+    assert (most, sums) == ([len(CPUS)], [4.0])
+    assert caplog.text.count("10000 threads asked for") == 1
 
 
 def test_torchrun_gets_one_line_and_the_full_team() -> None:

@@ -33,7 +33,7 @@ def test_it_is_as_fast_as_the_plain_orders_and_needs_no_more_memory(
 
 
 @pytest.mark.parametrize("machine", HARDWARE)
-def test_on_some_job_it_is_faster(machine: str) -> None:
+def test_critical_path_is_faster_on_some_graph(machine: str) -> None:
     """Or it would only ever give the plain orders back."""
     on, faster = HARDWARE[machine], 0
     for name in SPECS:

@@ -85,7 +85,7 @@ def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: 
     assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
 
 
-def test_what_is_kept_is_what_memory_says() -> None:
+def test_persistent_bytes_are_those_of_the_memory_model() -> None:
     graph = operations_of(model(), START)
     peaks = peak_memory(simulate_choice(model(), START, BALANCED).plan)
     assert persistent_bytes(graph) == {tier: peak.kept for tier, peak in peaks.items()}
@@ -145,7 +145,7 @@ def test_search_holds_in_any_room(device: int, host: int, barrier: bool, parts: 
 
 
 @pytest.mark.parametrize("name", ["tied accumulated", "frozen", "stage 1", "8 bits", "scalars"])
-def test_it_searches_any_job(name: str) -> None:
+def test_search_holds_for_any_spec(name: str) -> None:
     check_search(
         SPECS[name], BALANCED, StepSettings(bucket_size=128), SearchSpace(bucket_sizes=(64, 128, 1000))
     )
