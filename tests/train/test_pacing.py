@@ -28,7 +28,7 @@ def paced(
         elapsed += seconds_each[min(step, len(seconds_each) - 1)]
         step += 1
         length = length.after(step, elapsed)
-        why = length.ended(step, elapsed)
+        why = length.end_reason(step, elapsed)
     return step, elapsed, why, length
 
 
@@ -53,10 +53,10 @@ def test_the_totals_of_a_budget_over_time() -> None:
     for step in range(1, 100):
         slow = slow.after(step, step * 0.2)
     assert slow.total == 500
-    assert slow.ended(499, 99.8) == ""
-    assert slow.ended(400, 100.0) == "seconds"
-    assert slow.ended(10, 1.0, stopping=INTERRUPT) == "interrupt"
-    assert budget(None, 100.0).left(1, 1.0) == 99.0
+    assert slow.end_reason(499, 99.8) == ""
+    assert slow.end_reason(400, 100.0) == "seconds"
+    assert slow.end_reason(10, 1.0, stopping=INTERRUPT) == "interrupt"
+    assert budget(None, 100.0).seconds_left(1, 1.0) == 99.0
     assert (
         paced([10.0] * 4, steps=1000, seconds=100.0)[3].total == 10
     )  # one warm step, of a tenth of the time
@@ -64,7 +64,7 @@ def test_the_totals_of_a_budget_over_time() -> None:
     warming = budget(1500, 140.0)
     for step in range(1, WARM_STEPS + 1):
         warming = warming.after(step, 8.0 * step)
-        assert (warming.total, warming.left(step, 8.0 * step)) == (1500, 140.0 - 8.0 * step)
+        assert (warming.total, warming.seconds_left(step, 8.0 * step)) == (1500, 140.0 - 8.0 * step)
     assert warming.after(WARM_STEPS + 1, 8.0 * WARM_STEPS + 1.0).total == 1500, "one step is no pace"
 
 
@@ -91,12 +91,12 @@ def test_the_seconds_of_all_sessions_count() -> None:
     settings = TrainSettings(steps=1000, seconds=100.0)
     progress = TrainingClock(StepBudget(settings, 1000))
     for step in range(1, 301):
-        progress = progress.stepped(1.0 / step, skipped=False).looked(step, step * 0.2)
+        progress = progress.stepped(1.0 / step, skipped=False).timed(step, step * 0.2)
     extra = json.loads(json.dumps(progress.extra(settings, ("data",))))
     again = restored_clock(extra, settings, 300)
-    afresh = evolve(progress.budget, warming=WARM_STEPS, last=progress.elapsed)  # it traces again
+    afresh = evolve(progress.budget, warmup_left=WARM_STEPS, cold_until=progress.elapsed)  # it traces again
     assert again == evolve(progress, budget=afresh)
-    assert again.budget.ended(500, 99.0) == "seconds"
+    assert again.budget.end_reason(500, 99.0) == "seconds"
     longer = restored_clock(extra, TrainSettings(steps=1000, seconds=200.0), 300)
     assert (longer.budget.total, longer.elapsed) == (1000, progress.elapsed)
     assert restored_clock({}, settings, 300) == TrainingClock.new(settings)

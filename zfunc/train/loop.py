@@ -120,10 +120,10 @@ class _Loop:
             self.progress.skipped,
         )
         self.began = time.perf_counter() - self.progress.elapsed
-        self.ended = self.progress.budget.ended(at, self.progress.elapsed)
+        self.ended = self.progress.budget.end_reason(at, self.progress.elapsed)
         if not at or (self._due_to_evaluate(at) and not self.ended):
             yield from self._evaluate(at)
-        signal = self._look()[1]
+        signal = self._elapsed_and_signal()[1]
         self.ended = signal if signal == TERMINATED else self.ended or signal
 
     def step(self) -> Iterator[Event]:
@@ -158,7 +158,7 @@ class _Loop:
             host_seconds=metrics.host_seconds,
             device_bytes=allocated_bytes(self.program.device),
             host_bytes=host_bytes(),
-            seconds_left=self.progress.budget.left(number, elapsed),
+            seconds_left=self.progress.budget.seconds_left(number, elapsed),
             held_out=self.held_out,
         )
         if timed and metrics.timeline is not None:
@@ -183,9 +183,9 @@ class _Loop:
 
     def _stepped(self, before: TrainingClock, number: int) -> float:
         """Set progress after step `number`, and whether it was the last. Returns the seconds trained."""
-        elapsed, signal = self._look()
-        self.progress = before.looked(number, elapsed)
-        ended = self.progress.budget.ended(number, elapsed, stopping=signal)
+        elapsed, signal = self._elapsed_and_signal()
+        self.progress = before.timed(number, elapsed)
+        ended = self.progress.budget.end_reason(number, elapsed, stopping=signal)
         self.ended = signal if signal == TERMINATED else ended
         return elapsed
 
@@ -202,7 +202,7 @@ class _Loop:
         if self.ended != TERMINATED:
             if self.held_out is None and not self.cut:
                 yield from self._evaluate(at)
-            if self._look()[1] == TERMINATED:  # agreed on by all ranks
+            if self._elapsed_and_signal()[1] == TERMINATED:  # agreed on by all ranks
                 self.ended = TERMINATED
         yield Finished(
             ended=self.ended,
@@ -294,7 +294,7 @@ class _Loop:
     def _extra(self) -> dict[str, Any]:
         return self.progress.extra(self.job.settings, self.job.corpus.description)
 
-    def _look(self) -> tuple[float, str]:
+    def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.
 
         The clock is rank 0's. A signal to any rank ends all; TERMINATED outranks INTERRUPT.

@@ -15,7 +15,7 @@ from attrs import evolve, frozen
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.train.settings import TrainSettings
 
-WARM_STEPS = 3  # steps of a process that trace and compile; also how many to time before judging the pace
+WARM_STEPS = 3  # steps of a process that trace and compile; also how many to time before the pace is reviewed
 LOSSES = 50  # last steps, whose mean loss is in the summary
 KEY = "train"  # in a checkpoint's extra
 # Settings that change which steps are taken; `load` itself compares a checkpoint's optimizer.
@@ -31,36 +31,36 @@ DECIDING = (
 class StepBudget:
     """How many steps there will be: those requested, or those that fit into --seconds if they are fewer.
 
-    The pace is that of warm steps, with the evaluations between them. It is judged after 5 % of the seconds, once
+    The pace is that of warm steps, with the evaluations between them. It is reviewed after 5 % of the seconds, once
     there are three warm steps or one that took 5 % of the seconds; then after every further 10 %. A pure function
     of steps and seconds, so tests need no clock.
     """
 
     settings: TrainSettings
     total: int | None  # None while nothing is measured and no steps are requested
-    looks: int = 0  # how often 10 % of the seconds, counted from 5 %, had passed at the last judgement
-    counted: int = 0  # warm steps of all sessions
-    cold: float = 0.0  # seconds of the other steps, of all sessions
-    warming: int = WARM_STEPS  # steps of this session until they are warm
-    last: float = 0.0  # when the last step before that ended
+    reviews: int = 0  # of the pace: 10ths of the seconds, from 5 % on, that had passed at the last one
+    warm_steps: int = 0  # of all sessions
+    cold_seconds: float = 0.0  # of the other steps, of all sessions
+    warmup_left: int = WARM_STEPS  # steps of this session until they are warm
+    cold_until: float = 0.0  # when the last step before that ended
 
     def after(self, step: int, elapsed: float) -> "StepBudget":
         """The budget after `step`, `elapsed` seconds into the training. To be called after each step."""
-        if self.warming:
-            cold = self.cold + elapsed - self.last
-            return evolve(self, cold=cold, warming=self.warming - 1, last=elapsed)
-        return evolve(self, counted=self.counted + 1).judged(step, elapsed)
+        if self.warmup_left:
+            cold = self.cold_seconds + elapsed - self.cold_until
+            return evolve(self, cold_seconds=cold, warmup_left=self.warmup_left - 1, cold_until=elapsed)
+        return evolve(self, warm_steps=self.warm_steps + 1).reviewed(step, elapsed)
 
-    def judged(self, step: int, elapsed: float) -> "StepBudget":
-        """The budget with the steps that will fit, if it is time to judge the pace."""
+    def reviewed(self, step: int, elapsed: float) -> "StepBudget":
+        """The budget with the steps that will fit, if a review of the pace is due."""
         requested, seconds, pace = self.settings.steps, self.settings.seconds, self.seconds_per_step(elapsed)
         if seconds is None or not pace or elapsed >= seconds or step == requested:
             return self
-        if self.counted < WARM_STEPS and self.counted * pace < 0.05 * seconds:
+        if self.warm_steps < WARM_STEPS and self.warm_steps * pace < 0.05 * seconds:
             return self
         fits, reached = int((seconds - elapsed) / pace), self.total is not None and step >= self.total
         # Past the last of fewer steps than requested, as many are added as still fit.
-        due = fits > 0 if reached else elapsed >= seconds * (0.05 + 0.1 * self.looks)
+        due = fits > 0 if reached else elapsed >= seconds * (0.05 + 0.1 * self.reviews)
         if not due:
             return self
         total = step + max(1, fits)
@@ -68,21 +68,21 @@ class StepBudget:
         # A small change is not worth another learning rate: up to 5 % fewer steps, or 15 % more.
         if self.total is not None and not reached and 0.95 * self.total <= total <= 1.15 * self.total:
             total = self.total
-        looks = int((elapsed / seconds - 0.05) / 0.1) + 1
-        return evolve(self, total=total, looks=looks)
+        reviews = int((elapsed / seconds - 0.05) / 0.1) + 1
+        return evolve(self, total=total, reviews=reviews)
 
     def seconds_per_step(self, elapsed: float) -> float | None:
         """The mean over warm steps, evaluations included. None before the first."""
-        return (elapsed - self.cold) / self.counted if self.counted else None
+        return (elapsed - self.cold_seconds) / self.warm_steps if self.warm_steps else None
 
-    def left(self, step: int, elapsed: float) -> float | None:
+    def seconds_left(self, step: int, elapsed: float) -> float | None:
         """Estimated seconds to the end; None if nothing bounds them yet."""
         bounds = [] if self.settings.seconds is None else [max(0.0, self.settings.seconds - elapsed)]
         if self.total is not None and (pace := self.seconds_per_step(elapsed)) is not None:
             bounds.append((self.total - step) * pace)
         return min(bounds, default=None)
 
-    def ended(self, step: int, elapsed: float, *, stopping: str = "") -> str:
+    def end_reason(self, step: int, elapsed: float, *, stopping: str = "") -> str:
         """Why `step` is the last one, or "". `stopping` is the reason if there is no other."""
         if self.total is not None and step >= self.total:
             return "steps" if self.total == self.settings.steps else "seconds"
@@ -110,7 +110,7 @@ class TrainingClock:
         losses = (*self.losses[1 - LOSSES :], loss)
         return evolve(self, losses=losses, skipped=self.skipped + skipped)
 
-    def looked(self, step: int, elapsed: float) -> "TrainingClock":
+    def timed(self, step: int, elapsed: float) -> "TrainingClock":
         """After `step`, `elapsed` seconds into the training."""
         return evolve(self, elapsed=elapsed, budget=self.budget.after(step, elapsed))
 
@@ -121,9 +121,9 @@ class TrainingClock:
             "settings": plain_settings(settings),
             "data": [_text(line) for line in data],
             "total": budget.total,
-            "looks": budget.looks,
-            "counted": budget.counted,
-            "cold": budget.cold,
+            "looks": budget.reviews,
+            "counted": budget.warm_steps,
+            "cold": budget.cold_seconds,
             "elapsed": self.elapsed,
             "skipped": self.skipped,
             "losses": [x if math.isfinite(x) else None for x in self.losses],
@@ -145,15 +145,15 @@ def restored_clock(extra: Mapping[str, Any], settings: TrainSettings, step: int)
     elapsed, cold = (kept.get(name, zero).number(0) for name in ("elapsed", "cold"))
     total = kept["total"].integer() if "total" in kept and kept["total"].value is not None else None
     losses = kept["losses"].items()[-LOSSES:] if "losses" in kept else ()
-    budget = StepBudget(settings, total, looks, counted, cold if counted else elapsed, last=elapsed)
+    budget = StepBudget(settings, total, looks, counted, cold if counted else elapsed, cold_until=elapsed)
     clock = TrainingClock(
         budget, elapsed, skipped, tuple(math.nan if x.value is None else x.number() for x in losses)
     )
     saved, now = _saved_settings(kept), plain_settings(settings)
     if all(saved.get(name) == now[name] for name in ("steps", "seconds")):
         return clock
-    budget = evolve(budget, total=settings.steps, looks=0)  # the bounds have changed
-    return evolve(clock, budget=budget.judged(step, elapsed) if step else budget)
+    budget = evolve(budget, total=settings.steps, reviews=0)  # the bounds have changed
+    return evolve(clock, budget=budget.reviewed(step, elapsed) if step else budget)
 
 
 def changed_settings(

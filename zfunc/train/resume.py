@@ -106,7 +106,7 @@ def _over(run: Path, checkpoint: Checkpoint, settings: TrainSettings) -> bool:
     """Whether the run ended, with its summary, and the settings ask for no more steps."""
     step = checkpoint.manifest.position.batches
     progress = restored_clock(checkpoint.manifest.extra, settings, step)
-    return _ended(run) in COMPLETE and progress.budget.ended(step, progress.elapsed) != ""
+    return _ended(run) in COMPLETE and progress.budget.end_reason(step, progress.elapsed) != ""
 
 
 def _ended(run: Path) -> str:
