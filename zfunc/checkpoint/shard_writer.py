@@ -58,7 +58,7 @@ class ShardWriter:
     def finish(self) -> None:
         """Wait until the file is on the disk, and close it.
 
-        Raises CheckpointError if the bytes written are not those of all tensors, or the disk fails.
+        Raises CheckpointError if the number of bytes written is not that of all tensors, or the disk fails.
         """
         for name, missing in self._missing.items():
             if missing:

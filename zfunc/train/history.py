@@ -184,7 +184,7 @@ def read_recorded_step(run: Path) -> RecordedStep:
         events_of(plan, timeline)
     except ValueError as error:
         raise ValueError(f"{run / TRACE}, beside {PLAN}: {error}") from error
-    return RecordedStep(plan, timeline, _read(run, CONFIG, _setting))
+    return RecordedStep(plan, timeline, _setting(run))
 
 
 def _plan(text: str) -> Plan:
@@ -196,14 +196,15 @@ def _plan(text: str) -> Plan:
         ) from error
 
 
-def _setting(text: str) -> Setting:
+def _setting(run: Path) -> Setting:
+    config = read_json_object(run / CONFIG)
     try:
-        config = json.loads(text)
         settings = config["settings"]
         return Setting(settings["schedule"], settings["precision"], config["machine"]["ranks"])
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"got no settings of a run ({error!r}), expected what zfunc train wrote: name the folder of another run"
+            f"{run / CONFIG}: got no settings of a run ({error!r}), expected what zfunc train wrote: name the "
+            "folder of another run"
         ) from error
 
 
