@@ -53,7 +53,7 @@ def run(job: TrainingJob, folder: Path, stop: Callable[[list[Event]], str] = lam
 
 
 def shares(events: list[Event], what: str) -> list[float]:
-    return [event.share for event in events if isinstance(event, Working) and event.what == what]
+    return [event.fraction for event in events if isinstance(event, Working) and event.activity == what]
 
 
 def held_out(events: list[Event]) -> list[float]:

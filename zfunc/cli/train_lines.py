@@ -80,10 +80,10 @@ class PlainOutput:
                 yield event.line
             case Working():
                 now = time.monotonic()
-                if event.share and now - self.progress_printed >= INTERVAL:
+                if event.fraction and now - self.progress_printed >= INTERVAL:
                     yield working_line(event)
                     self.progress_printed = now
-                elif not event.share:
+                elif not event.fraction:
                     self.progress_printed = now
             case Finished():
                 yield from self._pending_step()
@@ -162,7 +162,7 @@ def held_out_line(held_out: float, unit: str) -> str:
 
 def working_line(event: Working) -> str:
     """The progress of an evaluation or the sample."""
-    return f"{event.what}: {event.share:.0%}"
+    return f"{event.activity}: {event.fraction:.0%}"
 
 
 def saved_line(event: Saved, run: RunFolder) -> str:

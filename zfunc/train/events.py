@@ -85,8 +85,8 @@ class Notice:
 class Working:
     """Progress between steps."""
 
-    what: str  # "evaluation" or "sample"
-    share: float  # 0 to 1
+    activity: str  # "evaluation" or "sample"
+    fraction: float  # 0 to 1
 
 
 @frozen

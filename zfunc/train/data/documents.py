@@ -17,7 +17,7 @@ from zfunc.checkpoint.strict_json import unique_keys
 
 LINES = (".jsonl", ".ndjson")  # a record a line
 JSON = ".json"  # an array of records, or records one after another
-KEYS = frozenset({"text", "prompt", "completion"})
+_TEXT_KEYS = frozenset({"text", "prompt", "completion"})
 _RECORDS = ({"text"}, {"prompt", "completion"})  # the keys of one
 _CHUNK = 1 << 20  # characters
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -149,18 +149,18 @@ def _begins_with_record(path: Path) -> bool:
         first = next(_values(path), None)
     except (ValueError, RecursionError, OSError):
         return False
-    return isinstance(first, dict) and first.keys() & KEYS in _RECORDS
+    return isinstance(first, dict) and first.keys() & _TEXT_KEYS in _RECORDS
 
 
 def _document(record: Any, where: str, unused: Counter[str]) -> Document:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: got {_short(record)}, {_EXPECTED}: write one object a document")
-    if record.keys() & KEYS not in _RECORDS:
+    if record.keys() & _TEXT_KEYS not in _RECORDS:
         names = ", ".join(sorted(record)) or "nothing"
         raise ValueError(f"{where}: got an object with {names:.200}, {_EXPECTED}: rename its keys")
-    for name in sorted(record.keys() & KEYS):
+    for name in sorted(record.keys() & _TEXT_KEYS):
         _check_text(record[name], f"{where}, {name!r}")
-    unused.update(record.keys() - KEYS)
+    unused.update(record.keys() - _TEXT_KEYS)
     return Document(record.get("text", record.get("completion", "")), record.get("prompt", ""))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from attrs import frozen
 
-CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
+_CONFIG = "tokenizer_config.json"  # beside the file, where transformers writes it
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, in the order in which they are tried."""
 
@@ -94,7 +94,7 @@ def open_tokenizer(path: Path, *, end: int | None = None) -> Tokenizer:
 
 
 def _end_token(path: Path, tokenizer: Any, default: int | None) -> int:
-    name = _configured(path.with_name(CONFIG))
+    name = _configured(path.with_name(_CONFIG))
     if name is not None and (token := tokenizer.token_to_id(name)) is not None:
         return token
     if default is not None:
@@ -104,7 +104,7 @@ def _end_token(path: Path, tokenizer: Any, default: int | None) -> int:
             return token
     raise ValueError(
         f"--tokenizer: got {path} without an end token, expected one, to follow every document: name it as "
-        f"eos_token in a {CONFIG} beside it"
+        f"eos_token in a {_CONFIG} beside it"
     )
 
 
