@@ -27,7 +27,7 @@ from benchmarks.adam import size
 from benchmarks.machine import describe, gpt, write
 from zfunc.engine.program import Program, specialize
 from zfunc.engine.state import State
-from zfunc.viz.draw import svg
+from zfunc.viz.timeline_svg import svg
 
 WIDTH = 2048
 

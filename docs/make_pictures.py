@@ -23,8 +23,8 @@ from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
-from zfunc.viz.draw import svg
 from zfunc.viz.legend import colour_of
+from zfunc.viz.timeline_svg import svg
 
 FOLDER = Path(__file__).parent
 BAR = re.compile(r'(<rect class="v\d+")([^>]*><title>)([^<\n]+)(.*?</rect>)(<text class="op")?', re.DOTALL)

@@ -19,7 +19,7 @@ from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.spec import SegmentCost, StepSpec
-from zfunc.viz.draw import text
+from zfunc.viz.timeline_text import text
 
 torch.set_num_threads(1)  # the tensors here are small
 WIDTH, ROWS = 256, 512

@@ -18,7 +18,7 @@ from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
-from zfunc.viz.draw import text
+from zfunc.viz.timeline_text import text
 
 # ## A graph without a model
 #

@@ -8,7 +8,7 @@ from html_pages import late
 from table import plan_of
 
 from zfunc.core.simulator import simulate
-from zfunc.viz.draw import chrome_trace
+from zfunc.viz.chrome_trace import chrome_trace
 
 Row = dict[str, Any]
 

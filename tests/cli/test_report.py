@@ -23,7 +23,7 @@ from zfunc.cli.main import main
 from zfunc.cli.report_page import report_page
 from zfunc.cli.train_lines import ENDINGS
 from zfunc.train.history import RunHistory, read_history, rows_of
-from zfunc.viz.timeline_html import part
+from zfunc.viz.web_page import web_file
 
 
 def tables(page: str) -> dict[str, list[list[str]]]:
@@ -154,7 +154,7 @@ def test_whatever_the_folder_says_is_text(tmp_path: Path) -> None:
 
 
 def test_text_and_curves_can_be_seen_in_light_and_in_dark() -> None:
-    css = part("report.css")
+    css = web_file("report.css")
     light, dark = (dict(re.findall(r"(--[\w-]+): (#[0-9a-f]{6});", p)) for p in css.split("@media")[:2])
     assert light.keys() == dark.keys()
     for theme in (light, dark):

@@ -29,7 +29,8 @@ from zfunc.planner.profile_toml import load_profile
 from zfunc.train.history import read_recorded_step
 from zfunc.viz.chrome_trace import chrome_trace, read_chrome_trace
 from zfunc.viz.compare import by_lane, by_verb, sums, table
-from zfunc.viz.draw import svg, text
+from zfunc.viz.timeline_svg import svg
+from zfunc.viz.timeline_text import text
 
 # --- traces ----------------------------------------------------------------------------------------------
 

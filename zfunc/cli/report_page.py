@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from html import escape
 from math import log
 from statistics import fmean, median
-from string import Template
 
 from zfunc.cli.charts import SMOOTH, Chart, Curve, Points, chart_figure, smoothed
 from zfunc.cli.report_tables import report_tables, table_html
@@ -25,9 +24,9 @@ from zfunc.train.history import (
     read_recorded_step,
 )
 from zfunc.units import format_bytes, format_seconds
-from zfunc.viz.draw import svg
 from zfunc.viz.legend import legend_summary
-from zfunc.viz.timeline_html import allowed, part
+from zfunc.viz.timeline_svg import svg
+from zfunc.viz.web_page import web_page
 
 MOST_DRAWN = 3000  # operations of a picture that is worth its bytes; timeline.html shows more
 LAST = 50  # steps that the loss is the mean of, as in the summary of a run
@@ -36,14 +35,14 @@ LAST = 50  # steps that the loss is the mean of, as in the summary of a run
 def report_page(run: RunHistory) -> str:
     """The page. Light and dark, readable without a script."""
     step, missing = _measured_step(run)
-    style, picture = part("report.css"), _step_section(step, missing)
-    styles = [style, *re.findall(r"<style>(.*?)</style>", picture, re.DOTALL)]
+    picture = _step_section(step, missing)
     how, ended = _ending(run)
     span = (run.rows[0]["step"], run.rows[-1]["step"]) if run.rows else (0, 0)
-    return Template(part("report.html")).substitute(
-        title=escape(f"Run {run.path.resolve().name}"),
-        policy=f"default-src 'none'; style-src {' '.join(map(allowed, styles))}",
-        style=style,
+    return web_page(
+        "report.html",
+        style="report.css",
+        styles=re.findall(r"<style>(.*?)</style>", picture, re.DOTALL),
+        title=f"Run {run.path.resolve().name}",
         what=escape(_subtitle(run)),
         how=how,
         ended=escape(ended),

@@ -38,7 +38,7 @@ class PlannedStep:
 
     @property
     def seconds(self) -> float:
-        """How long it takes."""
+        """Simulated time of the step."""
         return self.timeline.seconds
 
     @property
@@ -78,7 +78,7 @@ def operations_of(spec: StepSpec, settings: StepSettings) -> Graph:
 def simulate_choice(
     spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
 ) -> PlannedStep:
-    """The step of `spec` with `settings` on `hardware`. `graph` is that of `operations_of`, if it was made already.
+    """The step of `spec` with `settings` on `hardware`. `graph` is that of `operations_of`, if that exists.
 
     Raises PlanError for a schedule whose plan is wrong.
     """

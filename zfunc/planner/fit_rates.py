@@ -57,7 +57,7 @@ class Costs:
         return sum(work[1] * self.counts[work] for work in works) / spent if works else None
 
     def line(self, kind: Kind) -> LatencyBandwidth | None:
-        """Latency and rate of a kind's operations that move bytes and count no FLOPs; None if there is none."""
+        """Latency and rate of a kind's operations that move bytes and count no FLOPs; None without any."""
         points = [
             (work[2], s) for work, s in self.seconds.items() if work[0] == kind and work[2] and not work[1]
         ]
@@ -73,7 +73,7 @@ def middle_half(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
 
 def handoff(steps: Iterable[MeasuredStep]) -> float | None:
     """Seconds from the end of an operation to the start of one on another lane that waits for it alone: the mean of
-    the middle half of all in `steps`. None if there is none.
+    the middle half of all in `steps`. None without any.
 
     >>> from zfunc.core.graph import Graph, Region
     >>> from zfunc.core.plan import build

@@ -115,7 +115,7 @@ class Planned:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that `zfunc.compile` takes by name to make this very plan, beside the optimizer."""
+        """The settings that `zfunc.compile` takes by name to make this plan, beside the optimizer."""
         settings = self.step.settings
         return {
             **asdict(settings, recurse=False),

@@ -33,8 +33,9 @@ from zfunc.checkpoint.durable_files import atomic_replace, is_partial, lock, rep
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.events import Evaluated, Event, Finished, Sampled, Saved, Started, Stepped, Traced
 from zfunc.train.history import CONFIG, METRICS, PLAN, SUMMARY, TRACE, read_json_object
-from zfunc.viz.draw import chrome_trace, svg
+from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.timeline_html import page
+from zfunc.viz.timeline_svg import svg
 
 RUNS = Path("runs")
 log = logging.getLogger("zfunc")

@@ -1,9 +1,11 @@
 """Pictures of a step, without torch.
 
-    legend          which operation has which colour, in every picture
-    draw            a plan or a timeline as text and as SVG
+    legend          the colour of each operation, in every picture
+    timeline_text   timelines as text for a terminal
+    timeline_svg    timelines as an SVG file
     chrome_trace    a timeline for Perfetto
-    timeline_html   a page to zoom in; its script and style are in `web/`
+    timeline_html   a page to zoom in
+    web_page        a page in one file, from the parts in `web/`
     compare         measured against simulated
 
 Colours come from `legend` alone, so a verb looks the same everywhere.

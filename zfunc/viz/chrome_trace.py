@@ -1,7 +1,4 @@
-"""Timelines in the Chrome trace event format, for Perfetto and chrome://tracing, and zfunc's own back from it.
-
-`read_chrome_trace` returns what `chrome_trace` wrote, exact to the nanosecond, and refuses anything else.
-"""
+"""Timelines in the Chrome trace event format, for Perfetto and chrome://tracing; those of zfunc are also read."""
 
 import json
 import math
@@ -10,14 +7,14 @@ from typing import Any, NoReturn, cast
 
 from zfunc.core.graph import KINDS
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.legend import Timelines, several
+from zfunc.viz.legend import Timelines, timeline_tuple
 
 _PROCESS = "zfunc, "  # and then the timeline's source
 
 
 def chrome_trace(timelines: Timelines) -> str:
     """JSON in the Chrome trace event format, for Perfetto: a process a timeline, a thread a lane."""
-    trace = [entry for pid, t in enumerate(several(timelines)) for entry in _entries(pid, t)]
+    trace = [entry for pid, t in enumerate(timeline_tuple(timelines)) for entry in _entries(pid, t)]
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": trace}, separators=(",", ":"))
 
 
@@ -33,16 +30,16 @@ def _entries(pid: int, timeline: Timeline) -> Iterator[dict[str, object]]:
 
 
 def read_chrome_trace(text: str) -> Timeline:
-    """The one timeline that `chrome_trace` wrote, to the nanosecond.
+    """The timeline that `chrome_trace` wrote, exact to the nanosecond.
 
-    Raises ValueError, with the event, for other text.
+    Raises ValueError, with the event, for any other text.
 
-    >>> made = Timeline((Event("gpu", "use[0]", "compute", 0.0, 2e-3),), "measured")
-    >>> read_chrome_trace(chrome_trace(made)) == made
+    >>> timeline = Timeline((Event("gpu", "use[0]", "compute", 0.0, 2e-3),), "measured")
+    >>> read_chrome_trace(chrome_trace(timeline)) == timeline
     True
     """
     source, lanes, events = "", dict[int, str](), list[Event]()
-    for number, entry in enumerate(_listed(text)):
+    for number, entry in enumerate(_entries_of(text)):
         try:
             form, name = entry["ph"], entry["name"]
             if (form, name) == ("M", "process_name"):
@@ -61,19 +58,19 @@ def read_chrome_trace(text: str) -> Timeline:
     return Timeline(events, source)
 
 
-def _listed(text: str) -> list[Any]:
-    """The events of a trace, whatever they are."""
+def _entries_of(text: str) -> list[Any]:
+    """The entries of a trace, unchecked."""
     try:
         trace: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         _refuse(f"text that is not JSON ({error})", "the trace of a step")
     try:
-        listed: Any = trace["traceEvents"]
+        entries: Any = trace["traceEvents"]
     except (TypeError, LookupError):
-        listed = None
-    if not isinstance(listed, list) or not listed:
+        entries = None
+    if not isinstance(entries, list) or not entries:
         _refuse("JSON without a list of traceEvents", "the trace of a step")
-    return cast("list[Any]", listed)
+    return cast("list[Any]", entries)
 
 
 def _event(entry: dict[str, Any], lanes: dict[int, str]) -> Event:

@@ -1,7 +1,4 @@
-"""A step as it was predicted, beside the step as it was measured: sums of both, by lane and by verb.
-
-Operations are compared one by one, and nothing is scaled to fit.
-"""
+"""A predicted step beside the measured one: sums of both, by lane and by verb. Nothing is scaled to fit."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,12 +8,12 @@ from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
-from zfunc.viz.legend import Timelines, several, verb_of
+from zfunc.viz.legend import Timelines, timeline_tuple, verb_of
 
 
 @frozen
 class Sum:
-    """What operations took together: a lane's, or a verb's. `seconds` of each timeline, in their order."""
+    """The operations of a lane or a verb: their number, and their `seconds` in each timeline."""
 
     name: str
     ops: int
@@ -24,7 +21,7 @@ class Sum:
 
     @property
     def ratio(self) -> float | None:
-        """The last over the first: measured over predicted. None where nothing was predicted."""
+        """Measured over predicted: the last timeline's seconds over the first's. None where those are 0."""
         return self.seconds[-1] / self.seconds[0] if self.seconds[0] else None
 
 
@@ -35,34 +32,34 @@ def sums(timelines: Timelines, by: Callable[[Event], str]) -> tuple[Sum, ...]:
     >>> sums(Timeline(events, "simulated"), by_lane)
     (Sum(name='gpu', ops=2, seconds=(4.0,)),)
     """
-    made = several(timelines)
+    shown = timeline_tuple(timelines)
     ops: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
-    for n, t in enumerate(made):
+    for n, t in enumerate(shown):
         for e in t.events:
             name = by(e)
             ops[name] = ops.get(name, 0) + (n == 0)
-            seconds.setdefault(name, [0.0] * len(made))[n] += e.seconds
+            seconds.setdefault(name, [0.0] * len(shown))[n] += e.seconds
     return tuple(Sum(name, ops[name], tuple(seconds[name])) for name in ops)
 
 
 def by_lane(event: Event) -> str:
-    """The lane of an event, to sum by."""
+    """The lane of an event."""
     return event.lane
 
 
 def by_verb(event: Event) -> str:
-    """The verb of an event, to sum by."""
+    """The verb of an event."""
     return verb_of(event.op)
 
 
 def table(simulated: Timeline, measured: Timeline, plan: Plan) -> str:
     """Predicted and measured, by lane and by verb, the step itself, and what bounds each."""
     both = simulated, measured
-    whole = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
+    total = Sum("the step", len(plan.graph), tuple(t.seconds for t in both))
     heads = ("", "ops", *(t.source for t in both), "ratio")
     blocks = [
-        _rows((heads, *map(_cells, rows))) for rows in ([whole], sums(both, by_lane), sums(both, by_verb))
+        _rows((heads, *map(_cells, rows))) for rows in ([total], sums(both, by_lane), sums(both, by_verb))
     ]
     bounds = [f"{t.source} bound by {bounds_in_words(bound_by(critical_path_of(plan, t)))}" for t in both]
     return "\n\n".join([*blocks, "\n".join(bounds)])

@@ -1,10 +1,10 @@
-"""What all pictures of a step share: the colours of verbs, and round times for an axis.
+"""What all pictures of a step share: the colours of verbs, headings, and round times for an axis.
 
 A verb has one colour in every picture. The verbs of `OpBuilder` have one each; the colour of any other verb is
 computed from its name.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from colorsys import hls_to_rgb
 from math import floor, log10
 from zlib import crc32
@@ -14,7 +14,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.timeline import Timeline
 from zfunc.units import format_seconds, second_unit
 
-PALETTE = (  # light enough for black letters, told apart on white and on black
+PALETTE = (  # light enough for black letters, distinct on white and on black
     *("#9bd5ea", "#6ea8e5", "#f4d35e", "#f29e7a", "#b8b8d1", "#5fbfae", "#d9a5e0", "#e8848c"),
     *("#a7c957", "#f6c177", "#c3e1b4", "#c9ada7", "#86b56a", "#4fb0c6", "#d69a55", "#94a3b8"),
     *("#5ce6c4", "#f0d2ff", "#a98ff0", "#c378b4", "#b48778", "#3ca55a", "#ffb4c3", "#ff87c3"),
@@ -22,13 +22,11 @@ PALETTE = (  # light enough for black letters, told apart on white and on black
 _BUILT_IN = (name for name, value in vars(OpBuilder).items() if callable(value) and name[0] != "_")
 _COLOURS = dict(zip(_BUILT_IN, PALETTE, strict=False))
 
-Timelines = (
-    Timeline | Sequence[Timeline]
-)  # one, or several to lay over each other: simulated and measured, say
+Timelines = Timeline | Sequence[Timeline]  # several share one axis: simulated and measured, for example
 
 
-def several(timelines: Timelines) -> tuple[Timeline, ...]:
-    """One timeline or several as several. Raises ValueError for none."""
+def timeline_tuple(timelines: Timelines) -> tuple[Timeline, ...]:
+    """The timelines as a tuple. Raises ValueError for none."""
     result = (timelines,) if isinstance(timelines, Timeline) else tuple(timelines)
     if not result:
         raise ValueError("got no timeline, expected one or more to draw: pass such as simulate(plan)")
@@ -36,7 +34,7 @@ def several(timelines: Timelines) -> tuple[Timeline, ...]:
 
 
 def lanes_of(timelines: Sequence[Timeline]) -> tuple[str, ...]:
-    """The lanes of all of them, in order of appearance."""
+    """The lanes of all timelines, in order of appearance."""
     return tuple(dict.fromkeys(lane for timeline in timelines for lane in timeline.lanes))
 
 
@@ -78,7 +76,7 @@ def legend_summary(timeline: Timeline) -> str:
 
 
 def ticks(seconds: float, most: int) -> list[tuple[float, str]]:
-    """At most `most` + 1 round times from 0 to `seconds`, each with its label; the first tells the unit."""
+    """At most `most` + 1 round times from 0 to `seconds`, each with its label; the first has the unit."""
     unit, name = second_unit(seconds)
     times = axis_ticks(0.0, seconds / unit, most) if seconds > 0 else [0.0]
     return [(t * unit, f"{t:.12g}" if t else f"0 {name}") for t in times]
@@ -95,14 +93,3 @@ def axis_ticks(low: float, high: float, most: int, unit: float = 1.0) -> list[fl
     step = unit * next(power * k for k in (1, 2, 5, 10) if power * k >= least * (1 - 1e-9))
     first = -floor(-low / step + 1e-9)
     return [k * step for k in range(first, floor(high / step + 1e-9) + 1)]
-
-
-def wrapped(words: Sequence[str], width: int) -> Iterator[str]:
-    """The words in lines of at most `width` columns, three blanks between two."""
-    line = ""
-    for word in words:
-        if line and len(line) + 3 + len(word) > width:
-            yield line
-            line = ""
-        line += ("   " if line else "") + word
-    yield line

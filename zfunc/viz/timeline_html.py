@@ -1,18 +1,13 @@
 """A step as one HTML page to look into: zoom, what each operation is and waited for, the critical path.
 
-One file that needs nothing else, in which a hostile name is only text: data is JSON in an element that is not run,
-script and style are allowed by their hashes, and nothing else may load. They are in `web/`: `model.js` reads and
-computes, `paint.js` paints, `words.js` writes texts, `page.js` handles input.
+Data is JSON in an element that does not run. In `web/`, `model.js` reads and computes, `paint.js` paints,
+`words.js` writes texts, `page.js` handles input.
 """
 
 import json
-from base64 import b64encode
 from collections.abc import Iterable
-from hashlib import sha256
 from html import escape
-from importlib.resources import files
 from math import floor, log10
-from string import Template
 from typing import Any
 
 from zfunc.core.bottleneck import (
@@ -28,7 +23,8 @@ from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
 from zfunc.viz.compare import Sum, by_lane, by_verb, sums
-from zfunc.viz.legend import Timelines, colour_of, legend_summary, several, verbs_of
+from zfunc.viz.legend import Timelines, colour_of, legend_summary, timeline_tuple, verbs_of
+from zfunc.viz.web_page import web_page
 
 SCRIPTS = ("model.js", "paint.js", "words.js", "page.js")  # run as one, in this order
 TITLE = "One training step"
@@ -47,14 +43,12 @@ def page(timelines: Timelines, *, plan: Plan, title: str = "") -> str:
     >>> page(simulate(plan), plan=plan).splitlines()[0]
     '<!doctype html>'
     """
-    shown = several(timelines)
-    style, script = part("page.css"), "".join(map(part, SCRIPTS))
-    policy = f"default-src 'none'; script-src {allowed(script)}; style-src {allowed(style)}"
-    return Template(part("page.html")).substitute(
-        title=escape(title or TITLE),
-        policy=policy,
-        style=style,
-        script=script,
+    shown = timeline_tuple(timelines)
+    return web_page(
+        "page.html",
+        style="page.css",
+        scripts=SCRIPTS,
+        title=title or TITLE,
         summaries="".join(f"<li>{escape(_summary(t, plan))}</li>" for t in shown),
         tables=_table("lane", shown, sums(shown, by_lane)) + _table("verb", shown, _in_order(shown, plan)),
         data=_json(data(shown, plan)),
@@ -86,7 +80,7 @@ def data(timelines: Timelines, plan: Plan) -> dict[str, Any]:
             "writes": [[regions[r] for r in op.writes] for op in ops],
             "waits": plan.waits,
         },
-        "timelines": [_times(t, plan) for t in several(timelines)],
+        "timelines": [_times(t, plan) for t in timeline_tuple(timelines)],
     }
 
 
@@ -137,16 +131,6 @@ def _cells(row: Sum, shown: tuple[Timeline, ...]) -> str:
     if len(shown) > 1:
         cells.append("" if row.ratio is None else f"{row.ratio:.2f}")
     return f'<th scope="row">{escape(row.name)}</th>' + "".join(f"<td>{cell}</td>" for cell in cells)
-
-
-def part(name: str) -> str:
-    """A file of `web/`, which is installed beside this module."""
-    return (files("zfunc.viz") / "web" / name).read_text(encoding="utf-8")
-
-
-def allowed(text: str) -> str:
-    """The source that a Content-Security-Policy allows, by what it is."""
-    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
 def _json(value: Any) -> str:

@@ -36,9 +36,11 @@ from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import MODEL, STEP, GPTFlags, check_together, step_settings
 from zfunc.units import format_bytes
+from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.compare import table
-from zfunc.viz.draw import chrome_trace, svg, text
 from zfunc.viz.timeline_html import page
+from zfunc.viz.timeline_svg import svg
+from zfunc.viz.timeline_text import text
 
 FORMATS = ("text", "svg", "chrome", "html")
 SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}

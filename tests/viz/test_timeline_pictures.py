@@ -18,9 +18,11 @@ from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Event, Timeline
-from zfunc.viz.draw import ARROWS_UP_TO, chrome_trace, svg, text
+from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.legend import PALETTE, colour_of
 from zfunc.viz.timeline_html import data
+from zfunc.viz.timeline_svg import ARROWS_UP_TO, svg
+from zfunc.viz.timeline_text import text
 
 SVG = "{http://www.w3.org/2000/svg}"
 EMPTY = Timeline((), "measured")

@@ -1,13 +1,10 @@
-"""What a step looks like: as text for a terminal, as SVG for a page.
+"""A step as an SVG file, for light and dark pages: a row of bars for each lane, under one time axis.
 
-A simulated and a measured step look the same but for the source in the heading. Several timelines share one time
-axis, and the rows of a lane stand together. Colours are those of `zfunc.viz.legend`.
+Simulated and measured steps look alike but for the source in the heading. Of several timelines the rows of a lane
+stand together.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from math import floor
-from string import ascii_lowercase, digits
+from collections.abc import Iterator
 from xml.sax.saxutils import escape
 
 from attrs import frozen
@@ -15,21 +12,18 @@ from attrs import frozen
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.units import format_seconds
-from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.legend import (
     Timelines,
     colour_of,
     lanes_of,
     legend_summary,
-    several,
     ticks,
+    timeline_tuple,
     verb_of,
     verbs_of,
-    wrapped,
 )
 
-__all__ = ["ARROWS_UP_TO", "chrome_trace", "svg", "text"]
-ARROWS_UP_TO = 200  # operations; with more, the waits hide what they should show
+ARROWS_UP_TO = 200  # operations; with more, arrows hide the bars
 
 # The size of the SVG's parts, in px.
 _MARGIN, _HEAD, _LINE, _ROW, _PAIRED, _BAR, _LETTER = 20.0, 64.0, 17.0, 46.0, 37.0, 32.0, 6.6
@@ -51,48 +45,6 @@ text { font: 12px ui-sans-serif, system-ui, "Segoe UI", Helvetica, Arial, sans-s
 """
 
 
-def text(timelines: Timelines, width: int = 100) -> str:
-    """The lanes as rows of letters, at most `width` columns wide, with a time axis and a legend.
-
-    A cell shows the verb that fills most of it; a capital says that an operation begins there. Raises
-    ValueError for a width too small to show anything.
-
-    >>> events = Event("gpu", "fill[0]", "compute", 0.0, 3e-3), Event("cpu", "use[0]", "host", 3e-3, 4e-3)
-    >>> print(text(Timeline(events, "simulated"), width=40))
-    simulated: 4 ms, 2 operations on 2 lanes
-    gpu  75% |Ffffffffffffffffffffff·······|
-    cpu  25% |·····················Uuuuuuuu|
-              0 ms          2              4
-    f fill   u use
-    """
-    shown = several(timelines)
-    rows = [
-        (f"{lane} {t.source}" if len(shown) > 1 else lane, lane, t) for lane in lanes_of(shown) for t in shown
-    ]
-    names = max((len(name) for name, _, _ in rows), default=0)
-    cells = width - names - len("  75% ||")
-    if cells < 16:
-        raise ValueError(f"got a width of {width} columns, expected {width - cells + 16} or more: widen it")
-    verbs = verbs_of(shown)
-    letters = _letters(verbs)
-    seconds = max(t.seconds for t in shown)
-    per_cell = (seconds or 1.0) / cells
-    axis = [" "] * (cells + 1)
-    for at, word in ticks(seconds, cells // 8):
-        start = min(round(at / per_cell), len(axis) - len(word))
-        axis[start : start + len(word)] = word
-    lines = [
-        *map(legend_summary, shown),
-        *(
-            f"{name:<{names}} {t.busy(lane):>4.0%} |{_row(t.on(lane), cells, per_cell, letters)}|"
-            for name, lane, t in rows
-        ),
-        " " * (names + 7) + "".join(axis),
-        *wrapped([f"{letters[verb]} {verb}" for verb in verbs], width),
-    ]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 @frozen
 class _Frame:
     """Where things are, in px: rows by lane and number of the timeline, and the time axis."""
@@ -109,9 +61,9 @@ class _Frame:
 
 
 def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", width: int = 1200) -> str:
-    """One SVG file, `width` px wide, for light and dark pages; pointing at a bar tells what it is.
+    """One SVG file, `width` px wide; every bar has a tooltip.
 
-    With the `plan` the bars also tell what they wait for, and a short plan of one timeline shows it as arrows.
+    With the `plan` tooltips also list what an operation waits for, and a short plan of one timeline has arrows.
     Raises ValueError for a width below 400.
 
     >>> svg(Timeline((Event("gpu", "use[0]", "compute", 0.0, 3e-3),), "simulated"), width=400)[:16]
@@ -119,14 +71,14 @@ def svg(timelines: Timelines, *, plan: Plan | None = None, title: str = "", widt
     """
     if width < 400:
         raise ValueError(f"got a width of {width} px, expected 400 or more: give it room, 1200 fits a page")
-    shown = several(timelines)
+    shown = timeline_tuple(timelines)
     frame = _frame(shown, width)
     verbs = verbs_of(shown, plan)
     legend = list(_legend(verbs, width, frame.bottom + 38))
     height = frame.bottom + 38 + 22 * (1 + max((row for row, _ in legend), default=-1)) + 8
     after = _waits(plan) if plan else {}
     short = sum(len(t.events) for t in shown) <= ARROWS_UP_TO
-    thinnest = 1.0 if short else 0.25  # px; many bars widened to be seen would hide how idle a lane is
+    thinnest = 1.0 if short else 0.25  # px; many widened bars would hide idle time
     size = f'width="{width}" height="{height:g}"'
     return "\n".join(
         [
@@ -163,37 +115,6 @@ def _frame(shown: tuple[Timeline, ...], width: int) -> _Frame:
     return _Frame(rows, left, right, head, y, (right - left) / (max(t.seconds for t in shown) or 1.0))
 
 
-# --- text ------------------------------------------------------------------------------------------------
-
-
-def _letters(verbs: Iterable[str]) -> dict[str, str]:
-    """A letter for each verb: the first of its own that is free, any free one otherwise."""
-    letters: dict[str, str] = {}
-    for verb in verbs:
-        wanted = [c for c in verb.lower() if c in ascii_lowercase]
-        free = (c for c in (*wanted, *ascii_lowercase, *digits) if c not in letters.values())
-        letters[verb] = next(free, "#")
-    return letters
-
-
-def _row(events: Iterable[Event], cells: int, per_cell: float, letters: dict[str, str]) -> str:
-    filled: list[defaultdict[str, float]] = [defaultdict(float) for _ in range(cells)]
-    begins: set[tuple[int, str]] = set()
-    for e in events:
-        letter = letters[verb_of(e.op)]
-        first = min(cells - 1, floor(e.start / per_cell + 1e-9))
-        begins.add((first, letter))
-        for n in range(first, cells):
-            if n > first and n * per_cell >= e.end - 1e-9 * per_cell:
-                break
-            filled[n][letter] += min(e.end, (n + 1) * per_cell) - max(e.start, n * per_cell)
-    most = [max(cell, key=lambda c: cell[c]) if cell else "·" for cell in filled]
-    return "".join(c.upper() if (n, c) in begins else c for n, c in enumerate(most))
-
-
-# --- SVG -------------------------------------------------------------------------------------------------
-
-
 def _colours(verbs: dict[str, int]) -> Iterator[str]:
     return (f".v{n} {{ fill: {colour_of(verb)}; }}\n" for verb, n in verbs.items())
 
@@ -204,10 +125,10 @@ def _waits(plan: Plan) -> dict[str, tuple[str, ...]]:
 
 
 def _axis(seconds: float, frame: _Frame) -> Iterator[str]:
-    for at, word in ticks(seconds, max(2, int((frame.right + _MARGIN - frame.left) / 90))):
+    for at, label in ticks(seconds, max(2, int((frame.right + _MARGIN - frame.left) / 90))):
         x = frame.x(at)
         yield f'<path class="tick" d="M{x:.1f} {frame.head - 4:g}V{frame.bottom:g}"/>'
-        yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{frame.bottom + 15:g}">{word}</text>'
+        yield f'<text class="dim" text-anchor="middle" x="{x:.1f}" y="{frame.bottom + 15:g}">{label}</text>'
 
 
 def _lane(shown: tuple[Timeline, ...], lane: str, n: int, y: float, frame: _Frame) -> str:
@@ -225,14 +146,14 @@ def _bar(
 ) -> str:
     x, y, wide = frame.x(e.start), frame.rows[e.lane, n], max(thinnest, e.seconds * frame.scale)
     gap = min(0.8, wide / 5)  # a seam, so that neighbours of one verb can be counted
-    said = f"{e.op}\n{e.lane}: {format_seconds(e.seconds)}, from {format_seconds(e.start)}"
+    tooltip = f"{e.op}\n{e.lane}: {format_seconds(e.seconds)}, from {format_seconds(e.start)}"
     if waits := after.get(e.op):
-        said += "\nafter " + " ".join(waits)
+        tooltip += "\nafter " + " ".join(waits)
     bar = (
         f'<rect class="v{verbs[verb_of(e.op)]}" x="{x:.2f}" y="{y:g}" width="{wide - gap:.2f}" '
-        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(said)}</title></rect>'
+        f'height="{_BAR:g}" rx="{min(2.0, wide / 4):.1f}"><title>{escape(tooltip)}</title></rect>'
     )
-    names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour already tells the verb
+    names = (e.op, e.op.partition("[")[2].rstrip("]"))  # the colour shows the verb
     name = next((n for n in names if n and len(n) * _LETTER * 0.92 + 6 <= wide), "")
     if not name:
         return bar

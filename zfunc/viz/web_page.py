@@ -1,0 +1,44 @@
+"""An HTML page in one file that needs nothing else, from the parts in `web/`.
+
+Script and style are allowed by their hashes, and nothing else may load or run, so a hostile name in a page is text.
+"""
+
+from base64 import b64encode
+from collections.abc import Sequence
+from hashlib import sha256
+from html import escape
+from importlib.resources import files
+from string import Template
+
+
+def web_page(
+    body: str,
+    *,
+    style: str,
+    scripts: Sequence[str] = (),
+    title: str,
+    styles: Sequence[str] = (),
+    **parts: str,
+) -> str:
+    """The page of `body`, `style` and `scripts`, files of `web/`; the scripts run as one, in their order.
+
+    `title` is text; `parts` are HTML by their names in the body. `styles` are the texts of further style elements.
+    """
+    css, script = web_file(style), "".join(map(web_file, scripts))
+    run = f"; script-src {_source(script)}" if script else ""
+    return Template(web_file("frame.html")).substitute(
+        title=escape(title),
+        policy=f"default-src 'none'{run}; style-src {' '.join(map(_source, (css, *styles)))}",
+        style=css,
+        body=Template(web_file(body)).substitute(parts, title=escape(title), script=script),
+    )
+
+
+def web_file(name: str) -> str:
+    """A file of `web/`, which is installed beside this module."""
+    return (files("zfunc.viz") / "web" / name).read_text(encoding="utf-8")
+
+
+def _source(text: str) -> str:
+    """What a Content-Security-Policy allows, by its hash."""
+    return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
