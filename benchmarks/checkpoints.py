@@ -25,7 +25,8 @@ from torch import nn
 import zfunc
 from benchmarks.adam import size
 from benchmarks.machine import describe, gpt, write
-from zfunc.engine.program import Program, specialize
+from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
 from zfunc.viz.timeline_svg import svg
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 import zfunc
 from benchmarks.machine import describe, gpt, write
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 
 WARMUP = 2
 

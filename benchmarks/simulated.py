@@ -28,7 +28,8 @@ from zfunc import schedules
 from zfunc.core.hardware import Hardware
 from zfunc.core.simulator import simulate
 from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.program import Program, specialize
+from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrate import machine_facts, measure_disk

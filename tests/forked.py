@@ -16,7 +16,8 @@ from shared_traces import share_traces
 from small_models import MODELS, Batch
 
 import zfunc
-from zfunc.engine.program import Program, specialize
+from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 
 ERROR = 3  # the exit code of a process that has seen one
 

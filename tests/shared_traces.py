@@ -11,19 +11,19 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.core.settings import StepSettings
 from zfunc.engine import compile as compiling
-from zfunc.engine import program
+from zfunc.engine import program, specialize
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _trace_one = compiling._calls, program._trace_one
+_calls, _trace_one = compiling._calls, specialize._trace_one
 _segments: dict[Any, list[tuple[Segment, CompiledSegment]]] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
 
 def share_traces() -> None:
     """From now on, in this process."""
-    compiling._calls, program._trace_one = _shared_calls, _shared_trace
+    compiling._calls, specialize._trace_one = _shared_calls, _shared_trace
 
 
 def _shareable(segment: Segment) -> bool:

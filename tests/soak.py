@@ -33,7 +33,7 @@ from small_models import MODELS, flats
 
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 from zfunc.runtime.fault_injection import Fault
 
 STEPS, EVERY, KEEP = 60, 2, 2  # of a training; from one save to the next; checkpoints kept

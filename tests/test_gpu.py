@@ -13,7 +13,7 @@ from torch import nn
 import zfunc
 from zfunc import schedules
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.runtime.executor import Jitter
 from zfunc.runtime.host_memory import alloc_host

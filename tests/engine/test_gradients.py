@@ -16,7 +16,7 @@ from threaded_ranks import ThreadedRanks
 
 import zfunc
 from zfunc.engine import compile as compiling
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 MICRO_BATCHES = (1, 2, 3)

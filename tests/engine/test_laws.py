@@ -20,7 +20,8 @@ import zfunc
 from zfunc import schedules
 from zfunc.core.layout import Parameter
 from zfunc.engine.cost_trace import AllocationTracker
-from zfunc.engine.program import Program, rescheduled, specialize
+from zfunc.engine.program import Program, rescheduled
+from zfunc.engine.specialize import specialize
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.executor import Jitter

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
 

@@ -15,7 +15,7 @@ from trained import compiled, injecting
 
 import zfunc
 from zfunc.core.layout import Span
-from zfunc.engine import program as program_module
+from zfunc.engine import specialize as specialize_module
 from zfunc.engine.state import State
 from zfunc.errors import DonatedStateError, ExecutionError, NonFiniteError, OutOfMemory
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -251,11 +251,13 @@ def test_of_many_shapes_the_last_are_cached_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A step of a shape that was dropped is the same step: it is only traced again."""
-    monkeypatch.setattr(program_module, "SHAPES", 2)
+    monkeypatch.setattr(specialize_module, "SHAPES", 2)
     program, _ = compiled("odd sizes", precision="fp32")
     traced: list[int] = []
-    costed = program_module.traced_spec
-    monkeypatch.setattr(program_module, "traced_spec", lambda *a: traced.append(len(a[1][0])) or costed(*a))
+    costed = specialize_module.traced_spec
+    monkeypatch.setattr(
+        specialize_module, "traced_spec", lambda *a: traced.append(len(a[1][0])) or costed(*a)
+    )
     state = zfunc.init(program)
     for size in (4, 8, 4, 12, 4, 8, 16):
         state, _ = zfunc.train_step(program, state, regression(size)(0))
@@ -393,7 +395,7 @@ def test_an_interrupt_while_other_lanes_work_leaves_nothing_running() -> None:
 
     program, data = compiled(bucket_size=5000, grad_slots=20, host_slots=20, stages={"to_host": slow})
     state = zfunc.init(program)
-    program_module.specialize(program, data(0))
+    specialize_module.specialize(program, data(0))
     before = zfunc.params(program, state)
     signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
     signal.setitimer(signal.ITIMER_REAL, 0.15)

@@ -21,7 +21,8 @@ from zfunc.core.graph import KINDS
 from zfunc.core.hardware import ROUND, Hardware, Measured
 from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import Program, rescheduled, specialize
+from zfunc.engine.program import Program, rescheduled
+from zfunc.engine.specialize import specialize
 from zfunc.planner.calibrate import calibrate, measure_disk, traced_steps
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
 from zfunc.planner.fit_rates import (

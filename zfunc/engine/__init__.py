@@ -8,7 +8,8 @@
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe
     offload_ratio           how much of the optimizer's state stays on the device
-    program                 `Program`, and its plan for the shapes of a batch
+    program                 `Program`: the verified plan, staging buffers, checks of memory
+    specialize              a program for the shapes of a batch
     state                   `State`, and the allocation of its memory
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State

@@ -21,8 +21,9 @@ from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.offload_ratio import fit_to_memory, log_offload
-from zfunc.engine.program import Program, ProgramCache, make_plan, specialize
+from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
+from zfunc.engine.specialize import specialize
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
 from zfunc.engine.state import refuse_inference_mode

@@ -10,7 +10,8 @@ from attrs import evolve
 from zfunc.core.layout import resident_buckets
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.spec import StepSpec
-from zfunc.engine.program import Program, ProgramCache, batch_key, make_plan, specialize
+from zfunc.engine.program import Program, ProgramCache, make_plan
+from zfunc.engine.specialize import batch_key, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes

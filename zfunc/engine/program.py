@@ -1,51 +1,40 @@
-"""A compiled training step, and its plan for the shapes of a batch.
+"""`Program`: a compiled training step, its verified plan and its staging buffers.
 
 A Program holds no training state. What it creates on first use (plans for the shapes of a batch, staging buffers,
 threads) follows from its fields, and is cached for later steps.
 """
 
 import itertools
-import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
-from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.memory_model import Peak
 from zfunc.core.plan import Plan, PlanError
 from zfunc.core.recipes import Recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
-from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
-from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, allocate_regions
-from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, on_accelerator, unplanned_bytes
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.executor import Executor, PreparedPlan, prepare_plan
+from zfunc.runtime.executor import Executor, PreparedPlan
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
-T = TypeVar("T")
-
-SHAPES = MAX_TRACES  # sets of batch shapes whose costs and plans are cached
-log = logging.getLogger("zfunc")
 _identities = itertools.count(1)
 
 
@@ -168,111 +157,6 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
     )
 
 
-def specialize(
-    program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
-) -> ShapedProgram:
-    """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
-
-    `recipe` is that of the step, by default the program's; with `save` the step also writes a checkpoint. Raises
-    ValueError where a segment cannot take its input or the last one returns no scalar.
-    """
-    key, costs = batch_key(program, batch), program.cache.costs
-    recipe = recipe or program.recipe
-    _check_facts(program)
-    if not costs:
-        _warn_of_changes(program.segments)
-    if key not in costs and len(costs) == SHAPES and not program.cache.overflowed:
-        program.cache.overflowed = True
-        log.warning(
-            "batches of more than %d shapes: each new one is traced and planned. Round lengths up to a few "
-            "(docs/quickstart.md)",
-            SHAPES,
-        )
-    micro = split_batch(batch, program.settings.micro_batches)[0]
-    spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
-    return _cached(
-        program.cache.specialized,
-        (key, recipe, save),
-        lambda: _plan(program, evolve(spec, save=save), random, recipe),
-        most=2 * SHAPES,
-    )
-
-
-def specialize_without_batch(program: Program, recipe: Recipe, *, pending: bool) -> ShapedProgram:
-    """The plan of a recipe that needs a State alone, such as a checkpoint; planned at first use."""
-    spec = evolve(program.spec, pending=pending)
-    make = partial(_plan, program, spec, frozenset[int](), recipe)
-    return _cached(program.cache.specialized, (recipe, pending), make, most=2 * SHAPES)
-
-
-def _plan(program: Program, spec: StepSpec, random: frozenset[int], recipe: Recipe) -> ShapedProgram:
-    plan = make_plan(spec, program.schedule, recipe)
-    prepared = prepare_plan(plan, program.stages, program.device)
-    return ShapedProgram(spec, plan, prepared, peak_memory(plan), random)
-
-
-def _cached(cache: dict[Any, T], key: Any, make: Callable[[], T], *, most: int) -> T:
-    """`cache[key]`, made if missing; beyond `most` entries the least recently used is dropped."""
-    cache[key] = value = cache.pop(key) if key in cache else make()
-    while len(cache) > most:
-        del cache[next(iter(cache))]
-    return value
-
-
-def _warn_of_changes(segments: Iterable[Segment]) -> None:
-    """Log changes of modules after `zfunc.segment` copied them, which have no effect."""
-    for segment in segments:
-        if change := segment.changed():
-            log.warning(
-                "segment %r: %s was changed after zfunc.segment copied the module, which has no effect: call "
-                "zfunc.segment after such changes",
-                segment.name,
-                change,
-            )
-
-
-def _check_facts(program: Program) -> None:
-    """Raise ValueError if a Python value has changed that a trace depends on."""
-    for name, facts in program.cache.facts.values():
-        if moved := facts.moved():
-            raise ValueError(
-                f"segment {name!r}: got {moved}, changed since the segment was traced, expected the same value in "
-                "every step: pass what changes in the batch, or compile again"
-            )
-
-
-def batch_key(program: Program, batch: tuple[Any, Any]) -> Any:
-    """The structure, shapes and dtypes of a micro-batch: batches with equal keys share a plan."""
-    leaves, structure = tree_flatten(split_batch(batch, program.settings.micro_batches)[0])
-    return structure, tuple((t.shape, t.dtype) for t in leaves)
-
-
-def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, Any]]:
-    """`batch` in equal parts along the first dimension of every tensor, as views; TypeError or ValueError."""
-    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-        raise TypeError(f"batch: got {type(batch).__name__}, expected a pair (inputs, targets)")
-    others = {type(t).__name__ for t in tree_leaves(tuple(batch)) if not isinstance(t, Tensor)}
-    if others:
-        raise TypeError(f"batch: got {sorted(others)} in it, expected tensors: use torch.from_numpy, say")
-    sizes = {t.shape[0] if t.dim() else 0 for t in tree_leaves(tuple(batch))}
-    if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(
-            f"batch: got tensors of {sorted(sizes)} rows, expected one number above 0: give every tensor of "
-            "inputs and targets the batch as its first dimension"
-        )
-    (rows,) = sizes
-    if rows % micro_batches:
-        raise ValueError(
-            f"batch: got {rows} rows for {micro_batches} micro-batches, expected a multiple: give "
-            f"{rows - rows % micro_batches or micro_batches} rows, or another micro_batches"
-        )
-    size = rows // micro_batches
-    return [
-        tree_map_only(Tensor, lambda t, m=m: t[m * size : (m + 1) * size], tuple(batch))
-        for m in range(micro_batches)
-    ]
-
-
 def staging_buffers(program: Program) -> dict[Region, Tensor]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
@@ -313,113 +197,3 @@ def check_memory(
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use more "
                 "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
-
-
-def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
-    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers."""
-    traces, random = _trace_all(program, micro)
-    inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
-    costs = tuple(
-        _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps)
-        for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
-    )
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1])), random
-
-
-def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCost:
-    """Outputs, gradients and residuals are regions; the rest of the traced peak is workspace."""
-    kept = t.residual_bytes if keeps else 0
-    return SegmentCost(
-        flops=t.forward_flops,
-        backward_flops=t.backward_flops,
-        input_bytes=input_bytes,
-        residual_bytes=kept,
-        forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
-        backward_workspace=max(0, t.backward_peak - grad_bytes),
-    )
-
-
-def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], frozenset[int]]:
-    """Trace every segment on its predecessor's output, equal ones once; and which of them draw random numbers."""
-    seen: dict[Any, Trace] = {}
-    traces: list[Trace] = []
-    random: set[int] = set()
-    x = tree_map_only(Tensor, lambda t: _fake(program, t), micro[0])
-    targets = tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), micro[1])
-    last = len(program.segments) - 1
-    for s, call in enumerate(program.calls):
-        leaves, structure = tree_flatten(x)
-        _check_inputs(program, s, leaves)
-        key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
-        if key not in seen:
-            seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,))
-        traces.append(seen[key])
-        random |= {s} if seen[key].random else set()
-        x = seen[key].out
-    return traces, frozenset(random)
-
-
-def _check_inputs(program: Program, s: int, leaves: list[Any]) -> None:
-    """Raise ValueError unless the inputs of segment `s` are real tensors."""
-    for t in leaves:
-        if not isinstance(t, Tensor):
-            got, action = f"a {type(t).__name__}", "pass tensors, or close over it"
-        elif t.is_complex():
-            got, action = "a complex tensor", "pass torch.view_as_real(x)"
-        else:
-            continue
-        raise ValueError(
-            f"segment {program.segments[s].name!r}: got {got} in its input, expected only real tensors: {action}"
-        )
-
-
-def _fake(program: Program, t: Tensor) -> Tensor:
-    return torch.empty(t.shape, dtype=program.dtype if t.is_floating_point() else t.dtype, device="meta")
-
-
-@silence_fake_errors()
-def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
-    segment, call, device = program.segments[s], program.calls[s], program.device
-    values = {
-        short: torch.empty(p.shape, dtype=program.dtype, device="meta")
-        for short, p in zip(segment.short, segment.parameters, strict=True)
-    }
-    weights = (
-        {short: values[short] for short in call.trained},
-        {**{short: values[short] for short in call.fixed}, **call.constants},
-    )
-
-    def check(trained: Any, fixed: Any, inputs: Any) -> Any:
-        y, facts = check_deterministic(segment, {**trained, **fixed}, inputs)
-        program.cache.facts.setdefault(id(call.passes), (segment.name, facts))
-        last = s == len(program.segments) - 1
-        return y.float() if last and isinstance(y, Tensor) else y  # the loss is in fp32
-
-    def prepare(trained: Any, fixed: Any, inputs: Any) -> None:
-        call.plain.prepare(SegmentWeights(trained, fixed), inputs, y)
-
-    def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return call.plain.forward(SegmentWeights(trained, fixed), inputs)
-
-    def backward(trained: Any, fixed: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents)
-
-    try:
-        y = run_on_fake_tensors(check, *weights, inputs, device=device)
-        pullback = backward if s >= program.layout.first_trainable else None
-        return trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
-    except ValueError as error:
-        if f"{segment.name!r}" in str(error):
-            raise
-        raise ValueError(f"segment {segment.name!r}: {error}") from error
-    except DataDependentOutputException as error:
-        raise ValueError(
-            f"segment {segment.name!r}: got a branch on the value of a tensor, expected operations that depend "
-            "on shapes alone: write it with torch.where, or move it between segments"
-        ) from error
-    except Exception as error:
-        shapes = [tuple(t.shape) for t in tree_leaves(inputs)]
-        raise ValueError(
-            f"segment {segment.name!r}: got an error on inputs of shape {shapes}, expected it to accept them: "
-            f"{type(error).__name__}: {error}"
-        ) from error

@@ -24,8 +24,9 @@ from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
 from zfunc.engine.init import allocate_state
-from zfunc.engine.program import Program, check_program, check_state, lock_staging, specialize_without_batch
+from zfunc.engine.program import Program, check_program, check_state, lock_staging
 from zfunc.engine.restore import fill_state, send_parameters
+from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import UNSCALED, LossScale

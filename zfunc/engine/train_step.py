@@ -26,13 +26,11 @@ from zfunc.engine.program import (
     check_memory,
     check_state,
     lock_staging,
-    specialize,
-    specialize_without_batch,
-    split_batch,
     staging_buffers,
 )
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
+from zfunc.engine.specialize import specialize, specialize_without_batch, split_batch
 from zfunc.engine.stage_context import StepContext
 from zfunc.engine.state import State, refuse_inference_mode
 from zfunc.errors import LaneTimeout, NonFiniteError

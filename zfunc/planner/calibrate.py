@@ -21,7 +21,8 @@ import torch
 from zfunc.core.graph import Kind
 from zfunc.core.timeline import Timeline
 from zfunc.engine.init import init
-from zfunc.engine.program import Program, rescheduled, specialize
+from zfunc.engine.program import Program, rescheduled
+from zfunc.engine.specialize import specialize
 from zfunc.engine.train_step import train_step
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile

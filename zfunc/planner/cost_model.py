@@ -16,8 +16,9 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile, with_moments
-from zfunc.engine.program import Program, ProgramCache, split_batch, traced_spec
+from zfunc.engine.program import Program, ProgramCache
 from zfunc.engine.segment import Segment
+from zfunc.engine.specialize import split_batch, traced_spec
 from zfunc.engine.step_spec import make_spec
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO

@@ -12,7 +12,8 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.settings import StepSettings
 from zfunc.engine.offload_ratio import share_on_host
-from zfunc.engine.program import Program, specialize
+from zfunc.engine.program import Program
+from zfunc.engine.specialize import specialize
 from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
