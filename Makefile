@@ -13,8 +13,10 @@ train: $(STAMP)
 	$(BIN)/zfunc train
 
 # Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
+# The tests of the device half have processes of their own, in which torch has the pretend device.
 test: $(TOOLS) lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --device pretend tests/device
 
 lint: $(TOOLS)
 	$(BIN)/ruff check
@@ -39,7 +41,7 @@ LARGE := --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-lengt
 # On a machine with a GPU: builds in place with what is installed, installs nothing from a registry.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
-	$(PYTHON) -m pytest -m gpu tests
+	$(PYTHON) -m pytest -n 4 --dist loadgroup -m gpu -W default tests
 	$(PYTHON) -m benchmarks.step --json benchmarks/results
 	$(PYTHON) -m benchmarks.step $(LARGE) --json benchmarks/results
 	$(PYTHON) -m benchmarks.adam --sizes 1Mi,16Mi,128Mi --repeats 7 --json benchmarks/results

@@ -40,6 +40,10 @@ LONGEST += ["speculative", "planner", "soak", "train_step", "fuzz", "deepspeed_c
 SLOW = pytest.StashKey[int]()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("pretend",), help="load it, for tests/device")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that two workers end at one time."""
     names = [f"test_{name}.py" for name in LONGEST]

@@ -26,6 +26,7 @@ from zfunc.runtime import accelerator
 HERE = Path(__file__).parent
 SOURCES = sorted(HERE.glob("*.cpp"))
 BUILD = HERE.parents[1] / "build"
+BACKEND = "pretend_ccl"  # of collectives
 
 
 def missing_tools() -> str:
@@ -56,7 +57,7 @@ def load() -> Any:
     torch._register_device_module("pretend", module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=False)
     accelerator.VENDORS["pretend"] = accelerator.Vendor(pin=_pin, unplanned=0)
-    dist.Backend.register_backend("pretend_ccl", _make_backend, devices=["pretend"])
+    dist.Backend.register_backend(BACKEND, _make_backend, devices=["pretend"])
     return controls
 
 

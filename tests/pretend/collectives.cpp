@@ -36,11 +36,21 @@ class Collectives final : public c10d::Backend {
       return gloo->_allgather_base(y, x, options);
     });
   }
+  // gloo's own is an all-reduce of a copy, too, whose work does not say when it is completed.
   c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
                                                       const c10d::ReduceScatterOptions& options) override {
-    return queue(out, [gloo = gloo_, y = on_host(out), x = on_host(in), options]() mutable {
-      return gloo->_reduce_scatter_base(y, x, options);
-    });
+    auto sum = at::empty(in.sizes(), in.options().device(c10::kCPU));
+    c10d::AllreduceOptions how;
+    how.reduceOp = options.reduceOp;
+    auto before = [sum, x = on_host(in)]() mutable { sum.copy_(x); };
+    auto after = [sum, y = on_host(out), rank = getRank(), size = getSize()]() mutable {
+      y.copy_(sum.view({size, -1})[rank].view(y.sizes()));
+    };
+    return queue(out, [gloo = gloo_, sum, how, before]() mutable {
+      before();
+      std::vector<at::Tensor> tensors{sum};
+      return gloo->allreduce(tensors, how);
+    }, after);
   }
   c10::intrusive_ptr<c10d::Work> allreduce(std::vector<at::Tensor>& tensors,
                                            const c10d::AllreduceOptions& options) override {
@@ -57,17 +67,21 @@ class Collectives final : public c10d::Backend {
     return at::from_blob(stream_view(t.const_data_ptr()), t.sizes(), t.strides(), t.options().device(c10::kCPU));
   }
   template <class F>
-  c10::intrusive_ptr<c10d::Work> queue(const at::Tensor& t, F collective) {
+  c10::intrusive_ptr<c10d::Work> queue(const at::Tensor& t, F collective, Task after = [] {}) {
     auto* stream = current_stream(t.device().index());
     ++launches;
-    stream->put([collective, aborted = aborted_]() mutable {
-      if (*aborted) return fail("the group was aborted");
-      auto work = collective();
-      while (!work->isCompleted()) {
-        if (*aborted) return fail("the group was aborted");
-        StreamQueue::sleep(1e-4);
+    stream->put([collective, after, aborted = aborted_]() mutable {
+      try {
+        auto work = collective();
+        while (!work->isCompleted() && !*aborted) StreamQueue::sleep(1e-4);
+        if (work->isCompleted()) {
+          work->wait();  // raises what went wrong
+          return after();
+        }
+      } catch (const std::exception&) {  // a rank is gone: gloo says so, NCCL's kernel would wait for ever
+        while (!*aborted) StreamQueue::sleep(1e-3);
       }
-      work->wait();  // raises what went wrong
+      fail("the group was aborted");
     });
     auto done = std::make_shared<EventState>();
     stream->record(done);

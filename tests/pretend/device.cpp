@@ -352,6 +352,11 @@ at::Scalar item(const at::Tensor& t) {
   PlainKernels plain;
   return borrowed(t).item();
 }
+bool equal(const at::Tensor& a, const at::Tensor& b) {
+  current_stream(a.device().index())->synchronize();
+  PlainKernels plain;
+  return at::equal(borrowed(a), borrowed(b));
+}
 const at::Tensor& resize_(const at::Tensor& t, c10::IntArrayRef size, std::optional<c10::MemoryFormat>) {
   auto need = at::detail::computeStorageNbytesContiguous(size, t.element_size(), size_t(t.storage_offset()));
   if (need > t.storage().nbytes()) at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(t.storage(), need);
@@ -383,6 +388,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", pretend::copy_from);
   m.impl("_copy_from_and_resize", pretend::copy_from_and_resize);
   m.impl("_local_scalar_dense", pretend::item);
+  m.impl("equal", pretend::equal);
   m.impl("record_stream", pretend::record_stream);
 }
 

@@ -66,4 +66,4 @@ def _wait_for_copies(step: StepContext) -> None:
     """Synchronize with the device: these operations run on a stream, but read host memory that copies write."""
     if step.ranks.world > 1 and on_accelerator(step.device):
         stream = torch.accelerator.current_stream(step.device)
-        synchronize(stream, step.patience, "copies to the host")
+        synchronize(stream, step.patience, "copies to the host", step.ranks.watch)

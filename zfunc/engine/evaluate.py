@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from zfunc.engine.program import Program, check_state
+from zfunc.engine.program import Program, check_state, on_compute_stream
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
+from zfunc.runtime.accelerator import share
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
@@ -48,15 +49,20 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     generate token by token.
     """
     views = state.buffers.views
-    x = tree_map_only(
-        Tensor, lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype), inputs
-    )
-    more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
+    with on_compute_stream(program):
+        x = tree_map_only(
+            Tensor,
+            lambda t: t.to(program.device, program.dtype if t.is_floating_point() else t.dtype),
+            inputs,
+        )
+        more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
     for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
         weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
-        with torch.no_grad(), randomness, redirected():  # not around the yield, where they would leak
+        # Not around the yield, where they would leak.
+        with on_compute_stream(program), torch.no_grad(), randomness, redirected():
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
+        share(program.device, x)
         yield x
 
 

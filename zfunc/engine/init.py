@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.core.memory_model import peak_memory
-from zfunc.engine.program import Program, check_memory, check_program, staging_buffers
+from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
@@ -38,7 +38,13 @@ def init(
     of_type("init: loss_scale", loss_scale, LossScale | None, "a zfunc.LossScale or None: pass one")
     params = dict(params or {})
     _check_params(program, params)
-    buffers = allocate_state(program, "init")
+    with on_compute_stream(program):
+        return _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
+
+
+def _initialized(
+    program: Program, buffers: Buffers, seed: int, params: Mapping[str, Tensor], loss_scale: LossScale | None
+) -> State:
     spans = {span.name: span for span in program.layout.spans}
     for s, segment in enumerate(program.segments):
         values = segment.initial(fold_seed(seed, "init", s))

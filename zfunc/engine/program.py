@@ -7,7 +7,7 @@ threads) follows from its fields, and is cached for later steps.
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import State, allocate_regions
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
-from zfunc.runtime.accelerator import available_bytes, on_accelerator, unplanned_bytes
+from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, PreparedPlan
 from zfunc.runtime.host_memory import available_host_bytes
@@ -164,6 +164,15 @@ def staging_buffers(program: Program) -> dict[Region, Tensor]:
         regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
         program.cache.staging = allocate_regions(regions, program.dtype, program.device)
     return program.cache.staging
+
+
+def on_compute_stream(program: Program) -> AbstractContextManager[None]:
+    """Work of the caller, on the stream of the lane that computes: torch keeps the memory of each stream apart, and
+    what was freed there serves the next step."""
+    lanes = program.plan.lanes
+    kinds = ({program.plan.graph.ops[i].kind for i in lane.ops} for lane in lanes)
+    name = next((lane.name for lane, of in zip(lanes, kinds, strict=True) if "compute" in of), lanes[0].name)
+    return in_turn(program.executor.stream(name))
 
 
 @contextmanager

@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zfunc.engine.program import Program, ShapedProgram
+from zfunc.engine.program import Program, ShapedProgram, on_compute_stream
 from zfunc.engine.state import State
+
+PIECE = 1 << 20  # elements that the checksum widens at a time
 
 
 def check_ranks_agree(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
@@ -21,9 +23,8 @@ def check_ranks_agree(program: Program, shaped: ShapedProgram, state: State, bat
         return
     facts, weights = _step_facts(program, state, batch), ""
     if not state.buffers.compared:
-        weights = (
-            f"weights of checksum {_checksum(state.buffers.params())}: equal seeds or params make them equal"
-        )
+        checksum = _checksum(program, state.buffers.params())
+        weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
     ranks.agree(
         "train_step",
         "what the next step does",
@@ -45,13 +46,14 @@ def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[
     ]
 
 
-def _checksum(params: Iterable[Tensor]) -> int:
+def _checksum(program: Program, params: Iterable[Tensor]) -> int:
     """A checksum of the bits of all parameters on the device, weighted by position."""
     total = 0
-    for flat in params:
-        bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
-        for start in range(0, bits.numel(), 1 << 24):  # in pieces, because int64 takes more memory
-            piece = bits[start : start + (1 << 24)].to(torch.int64)
-            position = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
-            total = (total * 31 + int((piece * position).sum())) % (1 << 61)
+    with on_compute_stream(program):
+        for flat in params:
+            bits = flat.view(torch.int32 if flat.element_size() == 4 else torch.int16)
+            for start in range(0, bits.numel(), PIECE):
+                piece = bits[start : start + PIECE].to(torch.int64)
+                position = torch.arange(1, piece.numel() + 1, device=piece.device) % 65521
+                total = (total * 31 + int((piece * position).sum())) % (1 << 61)
     return total

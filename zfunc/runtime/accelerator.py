@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from attrs import frozen
+from torch.utils._pytree import tree_leaves
 
 from zfunc.core.settings import Precision
 from zfunc.errors import LaneTimeout, did_you_mean
@@ -140,6 +141,15 @@ def in_turn(stream: torch.Stream | None) -> Iterator[None]:
     outer.wait_stream(stream)
 
 
+def share(device: torch.device, values: Any) -> None:
+    """Keep the memory of tensors that another stream made until what this thread queues with them is done."""
+    if on_accelerator(device):
+        stream = torch.accelerator.current_stream(device)
+        for t in tree_leaves(values):
+            if isinstance(t, torch.Tensor) and on_accelerator(t.device):
+                t.record_stream(stream)
+
+
 def poll(
     done: Callable[[], bool],
     seconds: float,
@@ -164,9 +174,12 @@ def poll(
     return True
 
 
-def synchronize(stream: torch.Stream, seconds: float, what: str) -> None:
-    """Wait until `stream` has done what it was given. Raises LaneTimeout, which names `what`, after `seconds`."""
-    if not poll(stream.query, seconds):
+def synchronize(
+    stream: torch.Stream, seconds: float, what: str, watch: Callable[[], object] = lambda: None
+) -> None:
+    """Wait until `stream` has done what it was given. Raises LaneTimeout, which names `what`, after `seconds`, and
+    what `watch` raises, which is called now and then."""
+    if not poll(stream.query, seconds, lambda: watch() and False):
         raise LaneTimeout(f"{what}: the device has not finished after {seconds:g} s")
 
 

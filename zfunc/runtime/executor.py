@@ -33,14 +33,15 @@ from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import ExecutionError, LaneTimeout, RankError
-from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, work_on
-from zfunc.runtime.access_guard import AccessGuard, tensors
+from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, share, work_on
+from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.fault_injection import Fault
 from zfunc.runtime.team_binding import bind_default_team
 from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
+HANGS = "The device hangs; if it is only slow (a first compilation, say), give the executor more patience"
 HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
 
 
@@ -93,6 +94,7 @@ class RunningStep:
     one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
     running: dict[str, str] = field(factory=dict)  # lane -> operation
+    waiting: dict[str, str] = field(factory=dict)  # lane -> operation that it waits for the device to finish
     spans: list[tuple[int, float, float]] = field(factory=list)  # position, seconds since the origin
     timed: dict[int, tuple[torch.Event, torch.Event]] = field(factory=dict)
 
@@ -222,7 +224,8 @@ class Executor:
             return None
         caller = torch.accelerator.current_stream(self.device)
         for lane in plan.lanes:
-            self.stream(lane.name).wait_stream(caller)  # what the caller has queued comes first
+            if (stream := self.stream(lane.name)) is not None:
+                stream.wait_stream(caller)  # what the caller has queued comes first
         if not options.trace:
             return None
         base = torch.Event(self.device, enable_timing=True)
@@ -262,13 +265,17 @@ class Executor:
             if stream is None or isinstance(run.failure, LaneTimeout | RankError):
                 continue  # the device hangs, or its collectives do
             try:
-                self._wait_for_device(run, stream.query, "the end of the step", f"lane {lane.name}")
+                self._wait_for_device(
+                    run, lane.name, stream.query, "the end of the step", f"lane {lane.name}"
+                )
             except BaseException as error:
                 self._fail(run, _device_error(error, "the end of the step", self.device))
 
-    def _wait_for_device(self, run: RunningStep, done: Callable[[], bool], waiter: str, awaited: str) -> None:
+    def _wait_for_device(
+        self, run: RunningStep, lane: str, done: Callable[[], bool], waiter: str, awaited: str
+    ) -> None:
         """Poll until `done()`. Raises LaneTimeout when patience ends, and what `options.watch` raises."""
-        collective = False
+        collective, run.waiting[lane] = False, awaited
 
         def in_vain() -> bool:
             nonlocal collective
@@ -278,22 +285,10 @@ class Executor:
         finished = poll(done, self.patience, in_vain) or (collective and poll(done, self.patience, in_vain))
         if not finished and run.failure is None:
             raise LaneTimeout(
-                f"{waiter} waited {self.patience:g} s for {awaited}, which the device has been given and has not "
-                f"finished{self._unfinished(run)}: the step was stopped. The device hangs, or needs more patience"
+                f"{waiter} waited {self.patience:g} s for {awaited}, which the device has not finished: the step "
+                f"was stopped. {HANGS}"
             )
-
-    def _unfinished(self, run: RunningStep) -> str:
-        """The first operation of every lane that the device has not finished, of those that others wait for."""
-        names = (
-            next((x.op.name for x in items if x.position in run.started and self._pending(run, x)), "")
-            for items in run.prepared.lanes
-        )
-        listed = ", ".join(x for x in names if x)
-        return f" (unfinished: {listed})" if listed else ""
-
-    def _pending(self, run: RunningStep, item: IssuedOp) -> bool:
-        event = run.prepared.events.get(item.position)
-        return event is not None and run.flags[item.position].is_set() and not event.query()
+        del run.waiting[lane]
 
     def _drive(self, run: RunningStep, n: int) -> None:
         """Issue the operations of one lane in order; on an exception stop every lane."""
@@ -316,7 +311,7 @@ class Executor:
                         and previous.on_stream
                         and not item.on_stream
                     ):
-                        self._wait_for_device(run, stream.query, item.op.name, previous.op.name)  # FIFO
+                        self._wait_for_device(run, lane, stream.query, item.op.name, previous.op.name)
                     if run.failure is not None:
                         return
                     if random is not None:
@@ -364,7 +359,9 @@ class Executor:
             if item.on_stream:
                 stream.wait_event(event)  # type: ignore[union-attr]
             else:
-                self._wait_for_device(run, event.query, item.op.name, run.prepared.plan.graph.ops[i].name)
+                self._wait_for_device(
+                    run, lane, event.query, item.op.name, run.prepared.plan.graph.ops[i].name
+                )
 
     def _in_vain(self, run: RunningStep, flag: threading.Event) -> bool:
         """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
@@ -386,7 +383,7 @@ class Executor:
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
         if item.on_stream:
-            _share(run.mem, item, stream)
+            share(self.device, [run.mem.get(r) for r in item.drops])  # made on another stream, perhaps
         if timed:
             pair = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
             run.timed[item.position] = pair
@@ -400,7 +397,7 @@ class Executor:
                 guard = AccessGuard(item.op, run.mem)
                 item.stage(item.op, guard, run.step)
                 if item.on_stream:
-                    self._wait_for_device(run, stream.query, "debug mode", item.op.name)  # type: ignore[union-attr]
+                    self._wait_for_device(run, lane, stream.query, "debug mode", item.op.name)  # type: ignore[union-attr]
                 guard.check()
         else:
             item.stage(item.op, run.mem, run.step)
@@ -440,14 +437,6 @@ def _work(tasks: "SimpleQueue[Any]") -> None:
             done.set()
 
 
-def _share(mem: Mapping[Region, Any], item: IssuedOp, stream: Any) -> None:
-    """Tell the allocator about tensors that come and go and are used on a stream they were not made on."""
-    for r in item.drops:
-        for t in tensors(mem.get(r)):
-            if on_accelerator(t.device):
-                t.record_stream(stream)
-
-
 def _named(
     error: BaseException, item: IssuedOp | None, lane: str, device: torch.device, debug: bool
 ) -> BaseException:
@@ -485,6 +474,11 @@ def _recovery(device: torch.device) -> str:
 def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = "the end") -> str:
     now = run.running.get(lane)
     doing = f"is in {now}" if now else "is not in any operation"
+    if on_device := run.waiting.get(lane):
+        return (
+            f"{what} waited {patience:g} s for {op} of lane {lane}, which waits for {on_device}, which the device "
+            f"has not finished: the step was stopped. {HANGS}"
+        )
     return (
         f"{what} waited {patience:g} s for {op} of lane {lane}, which {doing}: the step was stopped. If that "
         "operation is only slow (a first compilation, say), give the executor more patience"

@@ -1,0 +1,121 @@
+"""The ranks of tests/device/test_ranks.py, with a pretend device each: `python device_rank_worker.py FOLDER`.
+
+Each rank leaves what it has seen in the folder: {SCENARIO}-{RANK}.json.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pretend
+import torch
+import torch.distributed as dist
+from device_training import compiled, run
+from forked import fork
+from zfunc.schedules import make_schedule
+
+import zfunc
+from zfunc.engine.program import rescheduled
+from zfunc.engine.stages import STAGES
+from zfunc.errors import RankError
+from zfunc.runtime.executor import Jitter
+
+WORLD = 2
+TIMEOUT = {"late": 3.0, "dies": 3.0}  # seconds; LONG where nobody waits for it
+LONG = 120.0
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {"micro_batches": 2},
+    "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
+    "resident": {"offload_ratio": 0.5, "moments": "8bit"},
+}
+
+
+def bits(rank: int) -> dict[str, Any]:
+    """Whether every schedule has the serial bits, and what those are."""
+    seen: dict[str, Any] = {}
+    for name, settings in SETTINGS.items():
+        program, data = compiled(
+            "odd sizes", f"pretend:{rank}", bucket_size=600, schedule="Serial", **settings
+        )
+        losses, params = run(program, data)
+        seen[name] = [repr(losses), params.double().sum().item().hex()]
+        for schedule in ("Overlapped", "Interleaved"):
+            other = rescheduled(program, make_schedule(schedule))
+            again, same = run(other, data, jitter=Jitter(rank, 3e-4))
+            seen[f"{name} {schedule}"] = repr(again) == repr(losses) and torch.equal(same, params)
+    return seen
+
+
+def failing(rank: int, action: str) -> dict[str, Any]:
+    """Rank 1 dies, fails or comes late inside the third step; what rank 0 is told, and how soon."""
+    due = False
+
+    def backward(op: Any, mem: Any, step: Any) -> None:
+        if due and op.index == (0, 1):
+            if action == "dies":
+                os._exit(9)
+            if action == "fails":
+                raise ZeroDivisionError("of rank 1")
+            time.sleep(TIMEOUT["late"] + 8)
+            os._exit(0)
+        STAGES["backward"](op, mem, step)
+
+    settings = {"bucket_size": 600, "schedule": "Overlapped", "stages": {"backward": backward}}
+    program, data = compiled("odd sizes", f"pretend:{rank}", **settings)
+    state, begun = zfunc.init(program, seed=1), 0.0
+    try:
+        for i in range(4):
+            begun, due = time.monotonic(), i == 2 and rank == 1
+            state, _ = zfunc.train_step(program, state, data(i))
+    except RankError as error:
+        return {"error": str(error), "seconds": time.monotonic() - begun, "free": _is_free(program.device)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": ""}
+
+
+def _is_free(device: torch.device) -> bool:
+    """Whether the device works again soon: what waited on it has been aborted, which it reports once."""
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        try:
+            torch.accelerator.synchronize(device)
+            return float(torch.ones(2, device=device).sum()) == 2.0
+        except torch.AcceleratorError:
+            time.sleep(0.01)
+    return False
+
+
+def rank_main(scenario: str, rank: int, folder: Path) -> None:
+    pretend.load().delay(3e-4, rank)
+    torch.accelerator.set_device_index(rank)
+    patience = timedelta(seconds=TIMEOUT.get(scenario, LONG))
+    store = dist.FileStore(str(folder / f"{scenario}.store"), WORLD)
+    store.set_timeout(patience)
+    backends = f"cpu:gloo,pretend:{pretend.BACKEND}"
+    dist.init_process_group(backends, store=store, rank=rank, world_size=WORLD, timeout=patience)
+    seen = bits(rank) if scenario == "bits" else failing(rank, scenario)
+    (folder / f"{scenario}-{rank}.json").write_text(json.dumps(seen))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    pids = []
+    for scenario in ("bits", "dies", "fails", "late"):
+        for rank in range(WORLD):
+            pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
+        if scenario == "bits":
+            while pids:
+                os.waitpid(pids.pop(), 0)
+    for pid in pids:
+        os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

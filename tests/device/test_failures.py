@@ -1,0 +1,106 @@
+"""What a device does wrong is noticed, named, and hides nothing: errors, hangs, too little memory."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from device_training import compiled
+
+import zfunc
+from zfunc.engine.program import specialize
+from zfunc.errors import ExecutionError, LaneTimeout, OutOfMemory
+
+BLOCK = 512  # bytes that an allocation is rounded to
+
+
+def with_stage(program: Any, verb: str, stage: Any) -> Any:
+    """The program with another stage function for `verb`, compiled anew."""
+    return zfunc.compile(
+        program.segments,
+        program.settings,
+        optimizer=program.optimizer,
+        device=program.device,
+        stages={verb: stage},
+        patience=program.executor.patience,
+    )
+
+
+def failing_batch(data: Any) -> Any:
+    tokens, targets = data(0)
+    return tokens.clone().fill_(10_000), targets  # outside the vocabulary: an error of the device, and late
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_an_error_of_the_device_names_its_operation(controls: Any, sticky: bool) -> None:
+    program, data = compiled("tied GPT", "pretend")
+    controls.set_sticky(sticky)
+    with pytest.raises(ExecutionError, match="index out of range.*debug=True") as late:
+        zfunc.train_step(program, zfunc.init(program), failing_batch(data))
+    assert ("in a new process" in str(late.value)) == sticky
+    assert isinstance(late.value.__cause__, torch.AcceleratorError)
+    controls.clear_error()
+    with pytest.raises(ExecutionError, match=r"^forward\[0,0\] on lane .*index out of range"):
+        zfunc.train_step(program, zfunc.init(program), failing_batch(data), debug=True)
+
+
+def test_a_failing_stage_is_not_hidden_by_what_the_device_says_afterwards(controls: Any) -> None:
+    program, data = compiled("tied GPT", "pretend")
+
+    def stage(op: Any, mem: Any, step: Any) -> None:
+        raise ZeroDivisionError("of the stage")
+
+    broken = with_stage(program, "global_norm", stage)
+    controls.set_sticky(True)
+    with pytest.raises(ExecutionError, match="^global_norm on lane .*: ZeroDivisionError: of the stage"):
+        zfunc.train_step(broken, zfunc.init(broken), data(0))
+
+
+@pytest.mark.parametrize("verb", ["forward", "to_host", "to_device"])
+def test_a_device_that_hangs_is_given_up_and_named(controls: Any, verb: str) -> None:
+    """Within `patience`, wherever the step waits for it."""
+    program, data = compiled("odd sizes", "pretend", bucket_size=600, schedule="Overlapped")
+    plain, hangs = program.stages[verb], False
+
+    def stalled(op: Any, mem: Any, step: Any) -> None:
+        if hangs:
+            controls.stall()
+        plain(op, mem, step)
+
+    program = with_stage(program, verb, stalled)
+    state, _ = zfunc.train_step(program, zfunc.init(program), data(0))  # traced: what follows is quick
+    hangs, program.executor.patience = True, 1.0
+    with pytest.raises(
+        LaneTimeout,
+        match=r"for (forward|backward|to_host|to_device|lane)\S*.*, which the device has not finished",
+    ):
+        zfunc.train_step(program, state, data(1))
+    controls.end_stalls()
+    torch.accelerator.synchronize()
+
+
+def test_too_little_memory_is_predicted_and_happens_where_the_plan_says(
+    controls: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that does not fit is refused; without the check it runs out at the operation of the plan's peak."""
+    program, data = compiled("tied GPT", "pretend", schedule="Serial")
+    batch, others = data(0), torch.accelerator.memory_allocated()
+    state = zfunc.init(program, seed=1)
+    state, _ = zfunc.train_step(program, state, batch)
+    torch.accelerator.reset_peak_memory_stats()
+    state, _ = zfunc.train_step(program, state, batch)
+    used = torch.accelerator.max_memory_allocated()
+    peak = specialize(program, batch).memory["device"]
+    assert used - others <= peak.nbytes + BLOCK * len(state.buffers.memory)  # each is rounded up
+    rounding = torch.accelerator.memory_allocated() - others - peak.kept
+    controls.set_capacity(0, others + peak.nbytes + rounding)
+    state, _ = zfunc.train_step(program, state, batch)
+
+    controls.set_capacity(0, others + peak.nbytes + rounding - BLOCK)
+    with pytest.raises(OutOfMemory, match=rf"bytes of device memory, .*the peak is at {re.escape(peak.op)}"):
+        zfunc.train_step(program, state, batch)
+    monkeypatch.setattr("zfunc.engine.train_step.check_memory", lambda *a, **k: None)
+    controls.set_capacity(0, used - BLOCK)
+    with pytest.raises(ExecutionError, match="out of memory") as failure:
+        zfunc.train_step(program, state, batch)
+    assert str(failure.value).startswith(f"{peak.op} on lane")

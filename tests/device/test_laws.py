@@ -1,0 +1,254 @@
+"""The device half: the bits of the serial step under every schedule and delay, planned memory, real overlap."""
+
+from typing import Any
+
+import pytest
+import torch
+from device_training import compiled, run, train, weights_of
+from small_models import MODELS
+from torch import nn
+from zfunc.schedules import make_schedule
+
+import zfunc
+from zfunc import schedules
+from zfunc.core.timeline import Timeline
+from zfunc.engine.program import rescheduled, specialize
+from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.runtime import accelerator
+from zfunc.runtime.executor import Jitter
+from zfunc.runtime.host_memory import alloc_host
+
+LIBRARIES = {
+    "pretend": 0,
+    "cuda": 96 << 20,
+}  # bytes that cuBLAS and its kin allocate through torch for themselves
+CLIPPED: dict[str, Any] = {"clip_norm": 2.0, "bucket_size": 600}
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("tied GPT", {"precision": "bf16", "clip_norm": 0.5, "micro_batches": 2}),
+    ("tied GPT", {"precision": "fp16", "micro_batches": 2, "recompute": "none"}),
+    ("tied GPT", {"delay_from": 2, "moments": "8bit"}),
+    ("GPT with dropout", {"precision": "bf16", "recompute": "min-cut"}),
+    ("GPT with dropout", {"precision": "fp32", "clip_norm": 1.0}),
+    ("odd sizes", {**CLIPPED, "speculate": 100, "moments": "16bit"}),
+    ("odd sizes", {**CLIPPED, "offload_ratio": 0.5, "moments": "8bit"}),
+    ("odd sizes", {**CLIPPED, "offload_ratio": 0.0, "precision": "fp32"}),
+    ("frozen below", {"precision": "fp16", "offload_ratio": 0.5}),
+    ("pairs", {"delay_from": 2, "precision": "fp32", "clip_norm": 0.5, "micro_batches": 3}),
+]
+
+
+def named(row: Any) -> str | None:
+    return " ".join(map(str, row.values())) if isinstance(row, dict) else None
+
+
+@pytest.mark.parametrize(("model", "settings"), ROWS, ids=named)
+def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings: dict[str, Any]) -> None:
+    """Whatever the host and the device delay."""
+    program, data = compiled(model, device, schedule="Serial", **settings)
+    losses, params = run(program, data)
+    for name in schedules.__all__:
+        again, same = run(rescheduled(program, make_schedule(name)), data, jitter=Jitter(0, 2e-4))
+        assert repr(again) == repr(losses), name
+        assert torch.equal(same, params), name
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-3), ("bf16", 3e-2)])
+@pytest.mark.parametrize("model", [m for m in MODELS if "dropout" not in m and m != "frozen below"])
+def test_losses_are_the_cpus_within_tolerance(
+    device: str, model: str, precision: str, tolerance: float
+) -> None:
+    settings: dict[str, Any] = {"precision": precision, "clip_norm": 1.0, "micro_batches": 2}
+    cpu, _ = train(model, "cpu", **settings)
+    there, _ = train(model, device, **settings)
+    assert [a for a, _ in there] == pytest.approx([a for a, _ in cpu], rel=tolerance, abs=tolerance)
+
+
+@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
+def test_speculation_and_residence_give_the_plain_bits(device: str, moments: str) -> None:
+    """Some steps are clipped. What is updated on the device is updated by other code: to the same bits."""
+    losses, params = train("odd sizes", device, moments=moments, **CLIPPED)
+    for recipe in ({"speculate": 100}, {"offload_ratio": 0.5}, {"offload_ratio": 0.0}):
+        again, same = train("odd sizes", device, moments=moments, schedule="Overlapped", **CLIPPED, **recipe)
+        assert again == losses, recipe
+        assert torch.equal(same, params), recipe
+
+
+def test_what_is_kept_for_backward_and_debug_mode_change_nothing(device: str) -> None:
+    losses, params = train("GPT with dropout", device)
+    for settings, step in (
+        ({"recompute": "none"}, {}),
+        ({"recompute": "min-cut"}, {}),
+        ({}, {"debug": True}),
+    ):
+        again, same = train("GPT with dropout", device, step=step, **settings)
+        assert again == losses, (settings, step)
+        assert torch.equal(same, params), (settings, step)
+
+
+def test_a_saved_state_and_a_stream_of_the_callers_give_the_same_bits(device: str, tmp_path: Any) -> None:
+    """The batch is only queued, on the caller's own stream, when the step begins; resident state is saved."""
+    program, data = compiled("odd sizes", device, offload_ratio=0.5, schedule="Overlapped")
+    batches = [data(i) for i in range(4)]
+    state = zfunc.init(program, seed=1)
+    for batch in batches:
+        state, _ = zfunc.train_step(program, state, batch)
+    expected = weights_of(program, state)
+
+    with torch.Stream(program.device):
+        state = zfunc.init(program, seed=1)
+        for i, batch in enumerate(batches):
+            there = tuple(t.to(program.device).mul(2.0).div(2.0) for t in batch)
+            saving = {"save": tmp_path / "checkpoints"} if i == 2 else {}
+            state, _ = zfunc.train_step(program, state, there, **saving)
+        assert torch.equal(weights_of(program, state), expected)
+
+    state = zfunc.load(tmp_path / "checkpoints", program)
+    for batch in batches[2:]:
+        state, _ = zfunc.train_step(program, state, batch)
+    assert torch.equal(weights_of(program, state), expected)
+
+
+def test_two_devices_train_side_by_side(device: str) -> None:
+    if torch.accelerator.device_count() < 2:
+        pytest.skip("needs two devices")
+    both = [compiled("tied GPT", torch.device(device, n), schedule="Overlapped") for n in (0, 1)]
+    states = [zfunc.init(program, seed=1) for program, _ in both]
+    for i in range(3):
+        for n, (program, data) in enumerate(both):
+            states[n], _ = zfunc.train_step(program, states[n], data(i))
+    first, second = (weights_of(program, state) for (program, _), state in zip(both, states, strict=True))
+    assert torch.equal(first, second)
+    assert torch.accelerator.memory_allocated(1) > 0
+
+
+def test_the_device_is_picked_and_named(device: str) -> None:
+    assert accelerator.device_types() == ("cpu", device)
+    assert accelerator.pick_device() == torch.device(device, 0)
+    assert accelerator.pick_device("cpu").type == "cpu"
+    assert accelerator.best_precision(torch.device(device)) in ("bf16", "fp16")
+    with pytest.raises(ValueError, match=f"got '{device}:99', expected {device}:0 to {device}:"):
+        accelerator.pick_device(f"{device}:99")
+
+
+def gpt(device: str, layers: int = 8, **settings: Any) -> tuple[Any, Any]:
+    """A GPT of 100 million parameters; of 100,000 for the pretend device."""
+    hidden, length = (1024, 512) if device == "cuda" else (64, 32)
+    config = GPTConfig(
+        vocab_size=512,
+        seq_length=length,
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=hidden // 64,
+    )
+    program = zfunc.compile(
+        gpt_segments(config),
+        device=device,
+        precision="bf16",
+        bucket_size=16 * hidden * hidden,
+        schedule="Overlapped",
+        **settings,
+    )
+    tokens = torch.randint(0, 512, (8, length + 1), generator=torch.Generator().manual_seed(0))
+    return program, (tokens[:, :-1], tokens[:, 1:])
+
+
+def overlap(timeline: Timeline, one: str, other: str) -> float:
+    """Seconds in which an operation of each kind was running."""
+    spans = [[(e.start, e.end) for e in timeline.events if e.kind == kind] for kind in (one, other)]
+    return sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in spans[0] for b in spans[1])
+
+
+@pytest.mark.gpu
+def test_copies_and_host_updates_really_overlap_compute() -> None:
+    program, batch = gpt("cuda")
+    state = zfunc.init(program)
+    for _ in range(2):
+        state, metrics = zfunc.train_step(program, state, batch)
+    state, metrics = zfunc.train_step(program, state, batch, trace=True)
+    timeline = metrics.timeline
+    assert timeline is not None
+    assert overlap(timeline, "d2h", "compute") > 0.5 * timeline.seconds_of("d2h")
+    assert overlap(timeline, "host", "compute") > 0
+
+
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_peak_memory_is_as_planned(device: str, recompute: str) -> None:
+    """To the byte on the pretend device, whose allocator counts exactly."""
+    program, batch = gpt(device, recompute=recompute)
+    before = torch.accelerator.memory_allocated()
+    state = zfunc.init(program)
+    state, _ = zfunc.train_step(program, state, batch)
+    torch.accelerator.reset_peak_memory_stats()
+    zfunc.train_step(program, state, batch)
+    measured = torch.accelerator.max_memory_allocated() - before
+    planned = specialize(program, batch).memory["device"].nbytes
+    assert measured <= planned + LIBRARIES[device]
+    assert planned <= 1.1 * measured + LIBRARIES[device]
+
+
+def test_device_memory_does_not_grow_from_step_to_step(device: str) -> None:
+    program, batch = gpt(device, layers=2)
+    state, seen = zfunc.init(program), []
+    for _ in range(6):
+        state, _ = zfunc.train_step(program, state, batch)
+        seen.append((torch.accelerator.memory_allocated(), torch.accelerator.memory_reserved()))
+    assert len(set(seen[2:])) == 1
+
+
+def test_pinned_buffers_are_exact_and_pinned(device: str) -> None:
+    buffer = alloc_host((1 << 20) + 3, torch.bfloat16, pinned_for=torch.device(device, 0))
+    assert buffer.is_pinned()
+    assert buffer[5:100].is_pinned()
+    assert buffer.untyped_storage().nbytes() == 2 * ((1 << 20) + 3)
+    there = torch.randn(1 << 10, device=device).bfloat16()
+    buffer[: 1 << 10].copy_(there, non_blocking=True)
+    torch.accelerator.synchronize()
+    assert torch.equal(buffer[: 1 << 10], there.cpu())
+
+
+@pytest.mark.gpu
+def test_compiled_segments_follow_the_plain_ones() -> None:
+    plain, batch = gpt("cuda", layers=2)
+    fast, _ = gpt("cuda", layers=2, compile_segments=True)
+    losses = []
+    for program in (plain, fast):
+        state = zfunc.init(program)
+        state, _ = zfunc.train_step(program, state, batch)
+        _, m = zfunc.train_step(program, state, batch)
+        losses.append(m.loss)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-2)
+
+
+class Slow(nn.Module):
+    """Keeps the compute stream busy, so that a copy that does not wait for it takes what was there before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20 if x.device.type == "cuda" else 4):
+            x = torch.tanh(x @ self.w)
+        return x
+
+
+def test_a_busy_stream_does_not_let_a_copy_overtake(device: str) -> None:
+    class Out(nn.Module):
+        def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return (x.float() - targets.float()).square().mean()
+
+    def run(schedule: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        parts = [zfunc.segment(f"slow{i}", Slow()) for i in range(6 if device == "cuda" else 3)]
+        program = zfunc.compile(
+            [*parts, zfunc.segment("out", Out())], device=device, bucket_size=65536, schedule=schedule
+        )
+        state = zfunc.init(program)
+        g = torch.Generator().manual_seed(0)
+        rows = 4096 if device == "cuda" else 64
+        batch = torch.randn(rows, 256, generator=g), torch.randn(rows, 256, generator=g)
+        for _ in range(3):
+            state, _ = zfunc.train_step(program, state, batch)
+        return weights_of(program, state)
+
+    assert all(torch.equal(run(s), run("Serial")) for s in ("Overlapped", "Interleaved"))
