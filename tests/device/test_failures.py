@@ -8,7 +8,7 @@ import torch
 from device_training import compiled
 
 import zfunc
-from zfunc.engine.program import specialize
+from zfunc.engine.specialize import specialize
 from zfunc.errors import ExecutionError, LaneTimeout, OutOfMemory
 
 BLOCK = 512  # bytes that an allocation is rounded to

@@ -12,7 +12,8 @@ from zfunc.schedules import make_schedule
 import zfunc
 from zfunc import schedules
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import rescheduled, specialize
+from zfunc.engine.program import rescheduled
+from zfunc.engine.specialize import specialize
 from zfunc.models.gpt import GPTConfig, gpt_segments
 from zfunc.runtime import accelerator
 from zfunc.runtime.executor import Jitter

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map_only
 from zfunc.engine.program import Program, check_state, on_compute_stream
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
-from zfunc.runtime.accelerator import share
+from zfunc.runtime.accelerator import record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
@@ -62,7 +62,7 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
         # Not around the yield, where they would leak.
         with on_compute_stream(program), torch.no_grad(), randomness, redirected():
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
-        share(program.device, x)
+        record_use(program.device, x)
         yield x
 
 

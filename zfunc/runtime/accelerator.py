@@ -141,7 +141,7 @@ def in_turn(stream: torch.Stream | None) -> Iterator[None]:
     outer.wait_stream(stream)
 
 
-def share(device: torch.device, values: Any) -> None:
+def record_use(device: torch.device, values: Any) -> None:
     """Keep the memory of tensors that another stream made until what this thread queues with them is done."""
     if on_accelerator(device):
         stream = torch.accelerator.current_stream(device)

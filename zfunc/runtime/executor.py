@@ -33,7 +33,7 @@ from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import ExecutionError, LaneTimeout, RankError
-from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, share, work_on
+from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, record_use, work_on
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.fault_injection import Fault
 from zfunc.runtime.team_binding import bind_default_team
@@ -383,7 +383,7 @@ class Executor:
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
         if item.on_stream:
-            share(self.device, [run.mem.get(r) for r in item.drops])  # made on another stream, perhaps
+            record_use(self.device, [run.mem.get(r) for r in item.drops])  # made on another stream, perhaps
         if timed:
             pair = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
             run.timed[item.position] = pair
