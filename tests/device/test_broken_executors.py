@@ -20,7 +20,7 @@ from zfunc.runtime.executor import Executor
 BROKEN = {
     "streams wait for events": ("stream.wait_event(event)", "None"),
     "the host waits for events": (
-        "self._wait_for_device(run, lane, event.query, item.op.name, run.prepared.plan.graph.ops[i].name)",
+        "self._wait_for_device(run, lane, event.query, item.op.name, awaited)",
         "None",
     ),
     "memory is shared by streams": ("record_use(self.device, [run.mem.get(r) for r in item.drops])", "None"),

@@ -345,23 +345,20 @@ class Executor:
             torch.set_num_threads(wanted)
 
     def _await(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
+        plan = run.prepared.plan
         for i in item.waits:
+            awaited = plan.graph.ops[i].name
             if self._in_vain(run, run.flags[i]):
-                other, _ = run.prepared.plan.place[i]
-                name = run.prepared.plan.graph.ops[i].name
+                other, _ = plan.place[i]
                 what = f"{item.op.name} (lane {lane})"
-                raise LaneTimeout(
-                    _waiting(what, run.prepared.plan.lanes[other].name, run, self.patience, name)
-                )
+                raise LaneTimeout(_waiting(what, plan.lanes[other].name, run, self.patience, awaited))
             event = run.prepared.events.get(i)
             if event is None or run.failure is not None or run.options.debug:  # in debug mode it is finished
                 continue
             if item.on_stream:
                 stream.wait_event(event)  # type: ignore[union-attr]
             else:
-                self._wait_for_device(
-                    run, lane, event.query, item.op.name, run.prepared.plan.graph.ops[i].name
-                )
+                self._wait_for_device(run, lane, event.query, item.op.name, awaited)
 
     def _in_vain(self, run: RunningStep, flag: threading.Event) -> bool:
         """Whether `flag` was waited for with all patience. A collective has a time-out of its own, and after it can
