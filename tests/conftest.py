@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import small_trainings
 import torch
+from bad_disks import small_disk  # noqa: F401
+from device_fixtures import controls, device, pytest_configure, pytest_generate_tests  # noqa: F401
 from hypothesis import settings
 from shared_traces import share_traces
 

@@ -1,4 +1,4 @@
-"""The ranks of tests/device/test_ranks.py, with a pretend device each: `python device_rank_worker.py FOLDER`.
+"""The ranks of tests/device/test_device_ranks.py, on pretend devices: `python device_rank_worker.py FOLDER`.
 
 Each rank leaves what it has seen in the folder: {SCENARIO}-{RANK}.json.
 """

@@ -53,7 +53,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "kind", "message"), BAD, ids=lambda x: str(x)[:40])
+@pytest.mark.parametrize(("settings", "kind", "message"), BAD, ids=[x[-1] for x in BAD])
 def test_bad_settings(settings: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         compiled(**settings)

@@ -33,7 +33,7 @@ from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.runtime.accelerator import on_accelerator, pick_device
+from zfunc.runtime.accelerator import best_precision, on_accelerator, pick_device
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
@@ -77,7 +77,7 @@ def compile(
     """
     refuse_inference_mode("compile")
     segments = _checked_segments(segments)
-    settings = settings_with(settings, changes)
+    given, settings = settings, settings_with(settings, changes)
     optimizer, settings = choose_optimizer(optimizer, settings)
     of_type("stages", stages, Mapping | None, "a dict or None: pass {verb: function}")
     patience = number("patience", patience, positive=True, most=threading.TIMEOUT_MAX)
@@ -96,6 +96,8 @@ def compile(
             "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
     device = pick_device(device)
+    if "precision" not in changes and given is None and on_accelerator(device):
+        settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
     default_threads()  # chosen and logged before any lane runs
     spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}

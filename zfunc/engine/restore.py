@@ -106,7 +106,7 @@ def _convert(
 def _read(reader: CheckpointReader, wanted: Iterable[WantedSlice]) -> dict[str, Tensor]:
     """Slices of different kinds as new tensors, by kind."""
     tensors = {
-        x: torch.empty(x.stop - x.start, dtype=TORCH_DTYPES[reader.dtype(x.parameter, x.kind)])
+        x: torch.empty(x.stop - x.start, dtype=TORCH_DTYPES[reader.dtype(x.parameter, x.kind)], device="cpu")
         for x in wanted
     }
     reader.read([(x, as_bytes(values)) for x, values in tensors.items()])

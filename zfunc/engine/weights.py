@@ -26,7 +26,7 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
     shard = master_weights(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
     if ranks.world == 1:
         return shard
-    full = torch.empty(bucket.numel)
+    full = torch.empty(bucket.numel, device="cpu")
     ranks.all_gather(full, shard)
     return full
 

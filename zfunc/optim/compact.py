@@ -56,7 +56,10 @@ class QuantizedMoment:
     @classmethod
     def zeros(cls, n: int) -> "QuantizedMoment":
         """exp_avg_sq before the first step."""
-        return cls(torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // BLOCK), dtype=torch.int16))
+        return cls(
+            torch.zeros(n, dtype=torch.uint8, device="cpu"),
+            torch.zeros(-(-n // BLOCK), dtype=torch.int16, device="cpu"),
+        )
 
 
 def named_master(master: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "device" in metafunc.fixturenames:
+    if "device" in metafunc.fixturenames and metafunc.definition.path.parent.name == "device":
         on_pretend = metafunc.config.getoption("--device") == "pretend"
         missing = pretend.missing_tools()
         refusal = f"needs {missing} to build the pretend device" if missing else OWN_PROCESS

@@ -122,6 +122,22 @@ def test_two_devices_train_side_by_side(device: str) -> None:
     assert torch.accelerator.memory_allocated(1) > 0
 
 
+def test_a_default_device_of_the_callers_changes_nothing(device: str, tmp_path: Any) -> None:
+    """Nor does a saved and loaded state under it."""
+    _, expected = train("odd sizes", device, steps=2, moments="8bit")
+    segments, data = MODELS["odd sizes"]()
+    batches = [data(i) for i in range(2)]
+    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, moments="8bit")
+    with torch.device(device):
+        program = zfunc.compile(segments, optimizer=optimizer, device=device, bucket_size=3000)
+        state = zfunc.init(program, seed=1)
+        state, _ = zfunc.train_step(program, state, batches[0])
+        zfunc.save(tmp_path / "checkpoints", program, state)
+        state = zfunc.load(tmp_path / "checkpoints", program)
+        state, _ = zfunc.train_step(program, state, batches[1])
+        assert torch.equal(weights_of(program, state), expected)
+
+
 def test_the_device_is_picked_and_named(device: str) -> None:
     assert accelerator.device_types() == ("cpu", device)
     assert accelerator.pick_device() == torch.device(device, 0)
