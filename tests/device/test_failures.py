@@ -1,6 +1,7 @@
 """What a device does wrong is noticed, named, and hides nothing: errors, hangs, too little memory."""
 
 import re
+import threading
 from typing import Any
 
 import pytest
@@ -54,6 +55,21 @@ def test_a_failing_stage_is_not_hidden_by_what_the_device_says_afterwards(contro
     controls.set_sticky(True)
     with pytest.raises(ExecutionError, match="^global_norm on lane .*: ZeroDivisionError: of the stage"):
         zfunc.train_step(broken, zfunc.init(broken), data(0))
+
+
+def test_a_failed_step_returns_when_the_device_has_finished(controls: Any) -> None:
+    """Longer than the pauses of a wait: what is still running writes to memory that the caller may reuse."""
+    program, data = compiled("tied GPT", "pretend", schedule="Overlapped")
+
+    def stage(op: Any, mem: Any, step: Any) -> None:
+        controls.stall()
+        threading.Timer(1.5, controls.end_stalls).start()
+        raise ZeroDivisionError
+
+    program = with_stage(program, "to_host", stage)
+    with pytest.raises(ExecutionError, match="ZeroDivisionError"):
+        zfunc.train_step(program, zfunc.init(program), data(0))
+    assert all(stream.query() for stream in program.executor._streams.values())
 
 
 @pytest.mark.parametrize("verb", ["forward", "to_host", "to_device"])

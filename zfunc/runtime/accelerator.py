@@ -26,9 +26,7 @@ CPU = torch.device("cpu")
 SPIN = 20e-6  # seconds that a wait for the device spins before it sleeps
 LONGEST_SLEEP = 1e-3  # seconds
 CHECK_EVERY = 0.5  # seconds between two looks at what else may have failed
-LIBRARIES = (
-    256 << 20
-)  # bytes that BLAS workspaces, collectives and lazily loaded kernels take outside of any plan
+LIBRARIES = 256 << 20  # bytes outside of any plan: workspaces, collectives, kernels that are loaded late
 
 # ---- which device ----------------------------------------------------------------------------------
 
@@ -113,8 +111,10 @@ def best_precision(device: torch.device) -> Precision:
 
 def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether attention takes fewer key heads than query heads without making the product of all in memory."""
-    if not on_accelerator(device) or device.type != "cuda" or torch.version.hip:
-        return not on_accelerator(device)
+    if not on_accelerator(device):
+        return True
+    if device.type != "cuda" or torch.version.hip:  # not known: repeated keys are right everywhere
+        return False
     return dtype.itemsize == 2 and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
@@ -260,9 +260,10 @@ def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], o
 def _forget_cuda_error() -> None:
     """Or the next kernel launch would report what has been handled."""
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(
+        runtime = ctypes.CDLL(
             f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-        ).cudaGetLastError()  # the one torch loaded
+        )  # the one that torch has loaded
+        runtime.cudaGetLastError()
 
 
 def _delay_cuda(device: torch.device, seconds: float) -> None:

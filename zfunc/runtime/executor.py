@@ -266,24 +266,32 @@ class Executor:
                 continue  # the device hangs, or its collectives do
             try:
                 self._wait_for_device(
-                    run, lane.name, stream.query, "the end of the step", f"lane {lane.name}"
+                    run, lane.name, stream.query, "the end of the step", lane.name, lambda: False
                 )
             except BaseException as error:
                 self._fail(run, _device_error(error, "the end of the step", self.device))
 
     def _wait_for_device(
-        self, run: RunningStep, lane: str, done: Callable[[], bool], waiter: str, awaited: str
+        self,
+        run: RunningStep,
+        lane: str,
+        done: Callable[[], bool],
+        waiter: str,
+        awaited: str,
+        given_up: Callable[[], bool] | None = None,
     ) -> None:
-        """Poll until `done()`. Raises LaneTimeout when patience ends, and what `options.watch` raises."""
+        """Poll until `done()`, or until `given_up()`: by default when another lane has failed. Raises LaneTimeout
+        when patience ends, and what `options.watch` raises."""
         collective, run.waiting[lane] = False, awaited
+        given_up = given_up or (lambda: run.failure is not None)
 
         def in_vain() -> bool:
             nonlocal collective
             collective = run.options.watch is not None and run.options.watch()
-            return run.failure is not None
+            return given_up()
 
         finished = poll(done, self.patience, in_vain) or (collective and poll(done, self.patience, in_vain))
-        if not finished and run.failure is None:
+        if not finished and not given_up():
             raise LaneTimeout(
                 f"{waiter} waited {self.patience:g} s for {awaited}, which the device has not finished: the step "
                 f"was stopped. {HANGS}"

@@ -5,6 +5,7 @@ The invariant: without torchrun nothing happens here, and this process trains al
 ZFUNC_TIMEOUT, in seconds, is how long a rank waits in a collective for the others before it says who is missing.
 """
 
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.rendezvous import fresh_store
 from zfunc.runtime.thread_budget import local_rank, world_size
 
+log = logging.getLogger("zfunc")
 TIMEOUT = timedelta(minutes=10)  # that a collective waits for the others, if nothing else is said
 LONGEST = 10**6  # seconds
 VARIABLE = "ZFUNC_TIMEOUT"
@@ -96,4 +98,6 @@ def _own_device() -> torch.device | None:
             f"got LOCAL_RANK={wanted}, expected one below {seen}, the {kind} devices this rank sees: start no more "
             "ranks than devices"
         )
+    if wanted >= seen:
+        log.info("LOCAL_RANK=%d uses %s:0, the only one that this rank sees", wanted, kind)
     return torch.device(kind, wanted if seen > 1 else 0)
