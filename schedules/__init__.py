@@ -6,8 +6,8 @@
     critical_path   a list scheduler for given hardware
     search          the fastest of the others that fits into memory, by simulation
 
-All have default arguments. A new schedule is one file here, one line in this list and in `__all__`, and one line in
-the table of the tests (`tests/table.py`).
+All have default arguments. A new schedule is one file here and its line in the list above, the imports and
+`__all__`; the laws in `tests/table.py` take it from there.
 """
 
 from typing import Any

@@ -152,11 +152,7 @@ SPECS: dict[str, StepSpec] = {
 }
 
 SCHEDULES: dict[str, Callable[[Graph], Plan]] = {
-    "Serial": schedules.Serial(),
-    "Overlapped": schedules.Overlapped(),
-    "Interleaved": schedules.Interleaved(),
-    "CriticalPath": schedules.CriticalPath(),
-    "Search": schedules.Search(),
+    **{name: schedules.make_schedule(name) for name in schedules.__all__},
     "scattered over four lanes": Scattered(),
     "scattered over two lanes": Scattered(seed=1, num_lanes=2),
     "one lane of two": lambda graph: build(graph, {"all": range(len(graph)), "none": []}),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from zfunc import schedules
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.commands.completion import SHELLS
 from zfunc.cli.main import main
@@ -27,7 +28,7 @@ ASKED = {
     "zfunc ": set(COMMANDS),
     "zfunc tr": {"train"},
     "zfunc train --sch": {"--schedule"},
-    "zfunc train --schedule ": {"CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"},
+    "zfunc train --schedule ": set(schedules.__all__),
     "zfunc draw --schedule a": {"all"},
     "zfunc plan --json --schedule a": {"auto"},
     "zfunc train --precision ": {"auto", *PRECISIONS},
@@ -35,7 +36,7 @@ ASKED = {
     "zfunc calibrate --recompute ": set(RECOMPUTE),
     "zfunc train --device ": set(DEVICES),
     "zfunc train --log-style d": {"deepspeed"},
-    "zfunc plan --hardware h": {"h100", "h200", "here.toml"},
+    "zfunc plan --hardware h": {"here.toml", *(name for name in profiles() if name.startswith("h"))},
     "zfunc draw --hardware ": {*profiles(), "here.toml", "notes.txt", "runs", "texts"},
     "zfunc train --data n": {"notes.txt"},
     "zfunc train --data texts/": {"texts/a.txt"},
@@ -110,7 +111,7 @@ print -r -- $told
         ("zfunc tra", "zfunc train "),
         ("zfunc train --sch", "zfunc train --schedule "),
         ("zfunc train --schedule Over", "zfunc train --schedule Overlapped "),
-        ("zfunc plan --hardware v", "zfunc plan --hardware v100-32gb "),
+        ("zfunc plan --hardware v100-", "zfunc plan --hardware v100-32gb "),
         ("zfunc plan --hardware here", "zfunc plan --hardware here.toml "),
         ("zfunc top te", "zfunc top texts/"),
         ("zfunc completion f", "zfunc completion fish "),

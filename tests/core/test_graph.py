@@ -73,7 +73,7 @@ def test_a_region_has_one_size_one_tier_and_one_lifetime() -> None:
         Region("x", nbytes=4, role="grad"),
     ):
         with pytest.raises(
-            ValueError, match=r"b declares x as .* an earlier operation as .*: a region has one"
+            ValueError, match=r"b declares x as .* an earlier operation as .*: declare a region the same"
         ):
             Graph(
                 (Op("a", (), "compute", (), (Region("x", nbytes=4),)), Op("b", (), "compute", (), (other,)))

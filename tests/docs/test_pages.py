@@ -10,6 +10,7 @@ import pytest
 
 import zfunc
 from zfunc import schedules
+from zfunc.engine.stages import STAGES
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -106,6 +107,13 @@ def test_errors_are_those_of_the_package() -> None:
     public = {name: getattr(zfunc, name) for name in zfunc.__all__}
     errors = {n for n, value in public.items() if isinstance(value, type) and issubclass(value, Exception)}
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == errors
+
+
+def test_operations_are_those_of_the_stages() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    assert re.findall(r"^\| `(\w+)[][,a-z]*` \| (?:h2d|d2h|compute|network|host|disk)\b", text, re.M) == [
+        *STAGES
+    ]
 
 
 def test_schedules_are_those_of_the_package() -> None:

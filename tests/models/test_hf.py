@@ -4,6 +4,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import sys
 import types
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from zfunc.engine.program import Program
 from zfunc.engine.vjp import SegmentWeights
 from zfunc.errors import CheckpointError
 from zfunc.models.hf.cutting import MISSING
+from zfunc.models.hf.families import FAMILIES
 from zfunc.models.kv_cache import KVCache
 
 transformers = pytest.importorskip("transformers")
@@ -111,6 +113,13 @@ def gradients(program: Program, inputs: Tensor, targets: Any) -> tuple[Tensor, d
             full = call.trained[short]
             total[full] = total[full] + g if full in total else g
     return x.detach(), total
+
+
+def test_every_family_has_a_configuration_here_and_a_name_on_the_page() -> None:
+    classes = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    assert {classes[type(make())].__name__ for make in CONFIGS.values()} == FAMILIES.keys()
+    page = re.sub("[- ]", "", (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text())
+    assert [name for name in FAMILIES if re.sub("ForCausalLM|LMHeadModel", "", name) not in page] == []
 
 
 # --- segments ---------------------------------------------------------------------------------------------

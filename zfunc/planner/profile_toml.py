@@ -23,8 +23,8 @@ TOP = ("title", "unified", "sources", *TABLES, "shared", "measured")
 def profile_names() -> tuple[str, ...]:
     """The profiles that come with zfunc.
 
-    >>> profile_names()
-    ('a10', 'a100-80gb', 'a6000', 'gh200', 'h100', 'h200', 'l4', ..., 'v100-32gb')
+    >>> "v100-32gb" in profile_names()
+    True
     """
     return tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 

@@ -31,11 +31,12 @@ MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip in
 def cut_model(model: nn.Module) -> tuple[Segment, ...]:
     """A causal language model as segments: embeddings, one for each decoder layer, and the head with the loss.
 
-    GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, with their rotary positions, sliding windows, tied heads,
-    embedding scales and soft caps. A batch is `(input_ids, labels)` with shifted labels, or what `zfunc.hf.batch`
-    makes of them; pad at the end. Parameters keep their names, so `zfunc.params` is the model's state dict; those
-    with `requires_grad=False` stay frozen. Dropout is as configured, and off in `evaluate` and `apply`. The model's
-    own gradient checkpointing and attention implementation are ignored; `zfunc.compile(recompute=)` is the setting.
+    Models of the classes in `zfunc.models.hf.families.FAMILIES`, with their rotary positions, sliding windows, tied
+    heads, embedding scales and soft caps. A batch is `(input_ids, labels)` with shifted labels, or what
+    `zfunc.hf.batch` makes of them; pad at the end. Parameters keep their names, so `zfunc.params` is the model's
+    state dict; those with `requires_grad=False` stay frozen. Dropout is as configured, and off in `evaluate` and
+    `apply`. The model's own gradient checkpointing and attention implementation are ignored;
+    `zfunc.compile(recompute=)` is the setting.
 
     A model on the meta device takes no memory; `zfunc.init` draws its weights as transformers would, one segment at
     a time (`load` reads them from a folder). Raises ValueError for any other model, ImportError without

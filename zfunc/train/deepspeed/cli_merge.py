@@ -7,6 +7,8 @@ command's default holds, or DeepSpeed's if the file has the block of the key.
 from collections.abc import Mapping
 from typing import Any
 
+from attrs import fields_dict
+
 from zfunc.options import AUTO, flag, ratio
 from zfunc.train.deepspeed.arguments import (
     ACCUMULATION,
@@ -26,12 +28,13 @@ from zfunc.train.deepspeed.arguments import (
 from zfunc.train.deepspeed.lr import LR, MAX_LR, WARMUP, sets_lr_alone
 from zfunc.train.deepspeed.reader import ConfigSource
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
+from zfunc.train.settings import TrainSettings
+from zfunc.train.sinks import SINKS
 
 SAME = {  # flags whose values are those of their keys
     "clip": "gradient_clipping",
     "bucket_size": BUCKET_SIZE,
-    "tensorboard": "tensorboard.enabled",
-    "wandb": "wandb.enabled",
+    **{kind: f"{kind}.enabled" for kind in SINKS if kind in fields_dict(TrainSettings)},
 }
 FLAGS: Mapping[str, str] = {
     **SAME,
