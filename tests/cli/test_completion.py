@@ -12,7 +12,7 @@ from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.commands.completion import SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import MOMENTS
 from zfunc.core.settings import RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
 from zfunc.train.settings import DEVICES
@@ -32,7 +32,7 @@ ASKED = {
     "zfunc draw --schedule a": {"all"},
     "zfunc plan --json --schedule a": {"auto"},
     "zfunc train --precision ": {"auto", *PRECISIONS},
-    "zfunc train --steps 5 --moments ": set(STATE_FORMATS),
+    "zfunc train --steps 5 --moments ": set(MOMENTS),
     "zfunc calibrate --recompute ": set(RECOMPUTE),
     "zfunc train --device ": set(DEVICES),
     "zfunc train --log-style d": {"deepspeed"},

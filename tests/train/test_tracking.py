@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_trainings
+from attrs import fields_dict
 from small_trainings import rows
 from table import plan_of
 
@@ -30,6 +31,10 @@ JOB = ("--steps", "10", "--eval-every", "3", "--save-every", "3")
 SAMPLES = 4  # of a step
 Out = pytest.CaptureFixture[str]
 Scalars = dict[str, list[tuple[int, float]]]
+FLAGS = [kind for kind in sinks.SINKS if kind in fields_dict(TrainSettings)]
+PACKAGES = {
+    kind for kind, sink in sinks.SINKS.items() if sink.PACKAGE.split(".")[0] not in sys.stdlib_module_names
+}
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +70,7 @@ def configured(**blocks: Any) -> TrainSettings:
 
 def needed(names: Iterable[str]) -> None:
     """Skips the test where the package of one of these sinks is not installed."""
-    for name in {"tensorboard", "wandb"} & set(names):
+    for name in PACKAGES & set(names):
         pytest.importorskip(name)
 
 
@@ -168,6 +173,13 @@ def table(folder: str) -> Scalars:
         assert path.stem.endswith(head[1])
         scalars[path.stem] = [(int(x), float(y)) for x, y in lines]
     return scalars
+
+
+READERS: dict[str, Callable[[str], Scalars]] = {
+    "tensorboard": lambda run: board(f"{run}/tensorboard"),
+    "wandb": history,
+}
+"""What a sink with a flag has of a run."""
 
 
 def in_csv(*runs: str, **more: Any) -> Scalars:
@@ -397,7 +409,7 @@ def test_offline_wandb_sends_nothing(visitors: list[bytes]) -> None:
 # --- what fails -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
+@pytest.mark.parametrize("kind", sorted(PACKAGES))
 def test_a_missing_package_is_refused_before_anything(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: Out
 ) -> None:
@@ -409,10 +421,11 @@ def test_a_missing_package_is_refused_before_anything(
     assert not Path("run").exists()
 
 
-@pytest.mark.parametrize(("kind", "sink"), [("tensorboard", sinks.TensorBoard), ("wandb", sinks.WandB)])
+@pytest.mark.parametrize("kind", FLAGS)
 def test_a_full_disk_ends_the_sink_and_not_the_training(
-    kind: str, sink: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    sink: Any = sinks.SINKS[kind]
     write = sink.write
 
     def until_full(self: Any, x: int, scalars: Any) -> None:
@@ -424,8 +437,7 @@ def test_a_full_disk_ends_the_sink_and_not_the_training(
     run(settings(**{kind: True}), "run")
     message = f"--{kind}: OSError: [Errno 28] No space left on device: this sink is closed"
     assert caplog.text.count(message) == 1
-    read = board("run/tensorboard") if kind == "tensorboard" else history("run")
-    assert [step for step, _ in read["train/loss"]] == [1, 2, 3]
+    assert [step for step, _ in READERS[kind]("run")["train/loss"]] == [1, 2, 3]
     assert len(rows("run")) == 11
 
 

@@ -1,4 +1,4 @@
-"""The command line: `zfunc train`, `plan`, `draw`, `calibrate`, `top`, `report`, `export`, `doctor`.
+"""The command line: each command of `zfunc` is a module in `commands`.
 
     main                            exit codes, errors on one screen
     catalogue                       the list of commands

@@ -25,16 +25,19 @@ from zfunc.train.deepspeed.arguments import (
     precision,
     weight_decay,
 )
+from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.deepspeed.lr import LR, MAX_LR, WARMUP, sets_lr_alone
 from zfunc.train.deepspeed.reader import ConfigSource
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
 from zfunc.train.settings import TrainSettings
 from zfunc.train.sinks import SINKS
 
+SINK_BLOCKS = {kind: f"{kind}.enabled" for kind in SINKS if f"{kind}.enabled" in KEYS}
+"""The sinks that DeepSpeed has too, each with the key that switches it on."""
 SAME = {  # flags whose values are those of their keys
     "clip": "gradient_clipping",
     "bucket_size": BUCKET_SIZE,
-    **{kind: f"{kind}.enabled" for kind in SINKS if kind in fields_dict(TrainSettings)},
+    **{kind: key for kind, key in SINK_BLOCKS.items() if kind in fields_dict(TrainSettings)},
 }
 FLAGS: Mapping[str, str] = {
     **SAME,

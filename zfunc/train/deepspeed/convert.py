@@ -25,13 +25,12 @@ from zfunc.train.deepspeed.arguments import (
     batch_sizes,
     zero_stage,
 )
-from zfunc.train.deepspeed.cli_merge import flags_by_key
+from zfunc.train.deepspeed.cli_merge import SINK_BLOCKS, flags_by_key
 from zfunc.train.deepspeed.lr import LR, LRSchedule, WarmupCosineLR, WarmupDecayLR, lr_schedule
 from zfunc.train.deepspeed.messages import decision_notes, name_notes
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
 from zfunc.train.settings import TrainSettings
-from zfunc.train.sinks import SINKS
 
 log = logging.getLogger("zfunc")
 
@@ -104,8 +103,8 @@ def from_deepspeed(
 
 def _sink_notes(values: ResolvedValues) -> Iterator[str]:
     """Blocks that only `zfunc train` acts on."""
-    for block in SINKS:
-        if values[f"{block}.enabled"]:
+    for block, key in SINK_BLOCKS.items():
+        if values[key]:
             yield f"{block}: only `zfunc train` writes it; log the metrics of train_step in your own loop"
 
 
