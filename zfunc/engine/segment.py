@@ -262,7 +262,7 @@ def _overlap(t: Tensor, u: Tensor) -> bool:
     """Whether two tensors whose extents overlap share an element."""
     if t.dtype != u.dtype or (t.is_contiguous() and u.is_contiguous()):
         return True
-    used = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool)
+    used = torch.zeros(t.untyped_storage().nbytes() // t.element_size(), dtype=torch.bool, device="cpu")
     used.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(True)
     return bool(used.as_strided(u.shape, u.stride(), u.storage_offset()).any())
 

@@ -59,4 +59,4 @@ def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float |
         raise ValueError(
             f"batch: got no token that counts (labels are all {IGNORE_INDEX}), expected at least one: leave it out"
         )
-    return input_ids, (labels, torch.full((rows,), 1 / per_row, dtype=torch.float32))
+    return input_ids, (labels, torch.full((rows,), 1 / per_row, dtype=torch.float32, device=labels.device))
