@@ -44,6 +44,16 @@ def test_physical_cores_up_to_the_quota_over_the_local_ranks(
     assert (decision.threads, decision.cores, decision.ranks) == (expected, 4, int(ranks))
 
 
+@pytest.mark.parametrize(("ranks", "expected"), [(1, 3), (2, 1), (4, 1)])
+def test_with_an_accelerator_one_core_is_left_for_launching(
+    tmp_path: Path, ranks: int, expected: int
+) -> None:
+    environment, cpus = {"LOCAL_WORLD_SIZE": str(ranks)}, frozenset(range(8))
+    budget = choose_threads(environment, cpus, two_sockets(tmp_path), on_accelerator=True)
+    assert budget.threads == expected
+    assert ("one core left for launching" in str(budget)) == (ranks < 4)  # of four ranks each has but one
+
+
 @pytest.mark.parametrize(
     ("environment", "message"),
     [

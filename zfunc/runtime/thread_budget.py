@@ -26,6 +26,7 @@ class ThreadBudget:
     cpus: frozenset[int]
     quota: float
     ranks: int
+    launching: int  # cores left for the threads that launch an accelerator's work
     overruled: str  # "" or the OMP_NUM_THREADS that does not count
 
     def __str__(self) -> str:
@@ -33,24 +34,30 @@ class ThreadBudget:
         quota = "none" if math.isinf(self.quota) else f"{self.quota:g}"
         return (
             f"{self.threads} threads: {self.cores} physical cores of {len(self.cpus)} CPUs, quota {quota}, "
-            f"{self.ranks} local ranks{self.overruled and f'; {self.overruled}'}"
+            f"{self.ranks} local ranks{', one core left for launching' if self.launching else ''}"
+            f"{self.overruled and f'; {self.overruled}'}"
         )
 
 
-def choose_threads(environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT) -> ThreadBudget:
+def choose_threads(
+    environment: Mapping[str, str], cpus: frozenset[int], root: Path = ROOT, *, on_accelerator: bool = False
+) -> ThreadBudget:
     """Threads for a sweep: the physical cores behind `cpus`, no more than the cgroup's quota, over the local ranks.
 
-    OMP_NUM_THREADS does not count: torchrun sets it to 1 without being asked. Raises ValueError for a
-    LOCAL_WORLD_SIZE that is no whole number above 0.
+    With an accelerator one core is left for the thread that launches its work, if there is another. OMP_NUM_THREADS
+    does not count: torchrun sets it to 1 without being asked. Raises ValueError for a LOCAL_WORLD_SIZE that is no
+    whole number above 0.
     """
     cores, quota = physical_cores(cpus, root), cpu_quota(root)
     ranks = local_ranks(environment)
-    threads = max(1, int(min(cores, quota)) // ranks)
+    available = max(1, int(min(cores, quota)) // ranks)
+    launching = int(on_accelerator and available > 1)
+    threads = available - launching
     requested, overruled = environment.get("OMP_NUM_THREADS"), ""
     if requested is not None and requested.strip() != str(threads):
         torchrun = environment.keys() & {"TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE"}
         overruled = f"OMP_NUM_THREADS={requested}{', set by torchrun,' if torchrun else ''} is overruled"
-    return ThreadBudget(threads, cores, cpus, quota, ranks, overruled)
+    return ThreadBudget(threads, cores, cpus, quota, ranks, launching, overruled)
 
 
 def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
@@ -93,7 +100,9 @@ def allowed_cpus() -> frozenset[int]:
 @functools.cache
 def default_threads() -> int:
     """Threads for a sweep of this process, as `choose_threads` finds. Decided once, logged in one line."""
-    decision = choose_threads(os.environ, allowed_cpus())
+    from zfunc.runtime.accelerator import accelerator_type  # torch, which `zfunc top` starts without
+
+    decision = choose_threads(os.environ, allowed_cpus(), on_accelerator=accelerator_type() is not None)
     log.info("host Adam uses %s", decision)
     return decision.threads
 

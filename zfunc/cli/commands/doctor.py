@@ -6,6 +6,7 @@ The checks are in `doctor_host` and `doctor_cuda`; this module runs and prints t
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -43,15 +44,17 @@ def run_checks() -> "tuple[Check, ...]":
     from zfunc.cli import doctor_cuda, doctor_host
     from zfunc.planner.bandwidth import Bandwidth, measure_bandwidth
     from zfunc.runtime import cpu_topology
+    from zfunc.runtime.accelerator import accelerator_type
     from zfunc.runtime.thread_budget import allowed_cpus, choose_threads, default_numa_slots
 
     bad_ranks: tuple[Check, ...] = ()
+    budget_of = partial(choose_threads, cpus=allowed_cpus(), on_accelerator=accelerator_type() is not None)
     try:
-        budget, slots = choose_threads(os.environ, allowed_cpus()), default_numa_slots()
+        budget, slots = budget_of(os.environ), default_numa_slots()
     except ValueError as error:
         advice = "unset it, or let torchrun set it"
         bad_ranks = (doctor_host.Check("threads", "local ranks", doctor_host.UNKNOWN, str(error), advice),)
-        budget, slots = choose_threads({**os.environ, "LOCAL_WORLD_SIZE": "1"}, allowed_cpus()), ()
+        budget, slots = budget_of({**os.environ, "LOCAL_WORLD_SIZE": "1"}), ()
     try:
         measured: Bandwidth | str = measure_bandwidth()
     except (MemoryError, OSError, ValueError, KeyError) as error:
