@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
+from zfunc.engine import vjp
 from zfunc.engine.specialize import specialize
 from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.runtime.rng import redirected, seeded
@@ -130,6 +131,63 @@ def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCapt
                 assert [torch.equal(m, below) for m in moved] == [True] * wrt_input, recompute
                 assert all(m.stride() == x.stride() for m in moved)
         assert ("'this one' runs with" in caplog.text) == (recompute in NOT_TRACED.get(name, ()))
+
+
+def attending(p: Params, x: Tensor, *, keys: int = 4, dropout: float = 0.0, mask: str = "causal") -> Tensor:
+    """Attention of 4 heads over `keys` heads of keys, with a mask made inside or a trained bias."""
+    q, k = ((x @ p[name]).unflatten(-1, (n, -1)).transpose(1, 2) for name, n in (("q", 4), ("k", keys)))
+    bias = {"causal": None, "window": torch.ones(5, 5).tril().bool(), "trained": p["bias"]}[mask]
+    y = F.scaled_dot_product_attention(
+        q,
+        k,
+        k * 2,
+        attn_mask=bias,
+        dropout_p=dropout,
+        is_causal=bias is None,
+        enable_gqa=keys < 4,
+        scale=0.1,
+    )
+    return y.transpose(1, 2).flatten(2)
+
+
+def attention_kernels(graph: Any) -> list[str]:
+    names = [getattr(n.target, "_opname", str(n.target)) for n in graph.nodes]
+    return [x for x in names if ("attention" in x or "softmax" in x) and "backward" not in x]
+
+
+@pytest.mark.parametrize("recompute", ["all", "min-cut"])
+@pytest.mark.parametrize(
+    ("settings", "fused"),
+    [
+        ({}, True),
+        ({"keys": 2}, True),
+        ({"mask": "window"}, True),
+        ({"dropout": 0.1}, False),
+        ({"mask": "trained"}, False),  # fused where nothing requires a gradient
+    ],
+)
+@pytest.mark.parametrize("size", [8, 300])
+def test_forward_has_the_attention_kernel_that_backward_differentiates(
+    recompute: Any, settings: dict[str, Any], fused: bool, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch chooses by what requires a gradient: both passes come from one trace, with gradients."""
+    graphs: list[Any] = []
+    runnable, width = vjp._runnable, 8
+    monkeypatch.setattr(vjp, "_runnable", lambda g, compiled: graphs.append(g.graph) or runnable(g, compiled))
+    heads = {"q": 4, "k": settings.get("keys", 4)}
+    params = {name: torch.randn(width, n * size) for name, n in heads.items()}
+    params["bias"] = torch.randn(5, 5)
+    pair = make_vjp(functools.partial(attending, **settings), recompute=recompute, wrt_input=True)
+    with torch.no_grad(), seeded(5):
+        pair.forward(SegmentWeights(params, {}), (torch.randn(2, 5, width),))
+    forward, backward = map(attention_kernels, graphs)
+    assert len(forward) == 1
+    assert ("flash" in forward[0]) == fused
+    assert [x.strip("_") for x in backward] in (
+        [x.strip("_") for x in forward],
+        [],
+    )  # [] if it keeps the result
+    assert backward or recompute == "min-cut"
 
 
 def test_residuals_of_min_cut_are_tensors_and_fewer_bytes_than_autograd_keeps() -> None:

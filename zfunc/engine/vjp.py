@@ -121,7 +121,8 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
 
         def pull_back(cotangents: Sequence[Tensor]) -> Grads:
             enter_backward()
-            with redirected():
+            # On this thread: torch has one for each accelerator otherwise.
+            with torch.autograd.set_multithreading_enabled(False), redirected():
                 # retain_graph defaults to True, create_graph to the grad mode: both would keep residuals.
                 grads, below = pullback(list(cotangents), retain_graph=False, create_graph=False)
             return grads, [_laid_out(g, _strides(leaves[i])) for g, i in zip(below, moving, strict=True)]
