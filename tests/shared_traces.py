@@ -35,7 +35,10 @@ def _shared_calls(
     segments: Any, layout: Any, settings: StepSettings, device: Any
 ) -> tuple[CompiledSegment, ...]:
     calls = _calls(segments, layout, settings, device)
-    how, last = (settings.recompute, settings.compile_segments, device), len(calls) - 1
+    how, last = (
+        (settings.recompute, settings.compile_segments, settings.deterministic, device),
+        len(calls) - 1,
+    )
     return tuple(
         _earliest(segment, call, (*how, s > layout.first_trainable, s == last))
         for s, (segment, call) in enumerate(zip(segments, calls, strict=True))

@@ -35,6 +35,7 @@ OTHERS: dict[str, Any] = {
     "schedule": "Serial",
     "recompute": "none",
     "compile_segments": True,
+    "deterministic": True,
     "micro_batches": 2,
     "clip_norm": 0.5,
     "stage": 1,

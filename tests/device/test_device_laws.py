@@ -1,11 +1,12 @@
 """The device half: the bits of the serial step under every schedule and delay, planned memory, real overlap."""
 
+import threading
 from typing import Any
 
 import pytest
 import torch
 from device_training import compiled, run, train, weights_of
-from small_models import MODELS
+from small_models import MODELS, Loss
 from torch import nn
 from zfunc.schedules import make_schedule
 
@@ -269,3 +270,67 @@ def test_a_busy_stream_does_not_let_a_copy_overtake(device: str) -> None:
         return weights_of(program, state)
 
     assert all(torch.equal(run(s), run("Serial")) for s in ("Overlapped", "Interleaved"))
+
+
+@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
+def test_backward_runs_on_the_lane_that_computes(device: str, recompute: Any) -> None:
+    """And not on the thread that autograd has for each accelerator."""
+    threads: set[int] = set()
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # noqa: ARG004
+            threads.add(threading.get_ident())
+            return grad * 2
+
+    class Body(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = Watched.apply(super().forward(x))  # type: ignore[no-untyped-call]
+            return y
+
+    parts = [zfunc.segment("body", Body(8, 8)), zfunc.segment("loss", Loss(8))]
+    program = zfunc.compile(parts, device=device, precision="fp32", recompute=recompute)
+    zfunc.train_step(program, zfunc.init(program), (torch.ones(4, 8), torch.ones(4)))
+    assert threads == {threading.get_ident()}
+
+
+def test_with_deterministic_the_serial_bits_stay(device: str) -> None:
+    plain, deterministic = (train("GPT with dropout", device, deterministic=x) for x in (False, True))
+    assert deterministic[0][0] == pytest.approx(plain[0][0], rel=1e-3)
+    again = train("GPT with dropout", device, deterministic=True, schedule="Overlapped")
+    assert repr(again[0]) == repr(deterministic[0])
+    assert torch.equal(again[1], deterministic[1])
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+def test_long_attention_has_the_same_bits_with_deterministic_and_is_close_without() -> None:
+    """Over 1,024 positions dQ is a sum of many blocks, which a GPU adds in any order unless it is told."""
+
+    def trained(deterministic: bool) -> tuple[list[float], torch.Tensor]:
+        config = GPTConfig(
+            vocab_size=512, seq_length=1024, num_layers=2, hidden_size=256, num_attention_heads=4
+        )
+        program = zfunc.compile(
+            gpt_segments(config), device="cuda", precision="bf16", deterministic=deterministic
+        )
+        state, losses = zfunc.init(program, seed=1), list[float]()
+        for i in range(4):
+            tokens = torch.randint(0, 512, (8, 1025), generator=torch.Generator().manual_seed(i))
+            state, m = zfunc.train_step(program, state, (tokens[:, :-1], tokens[:, 1:]))
+            losses += [m.loss, m.grad_norm]
+        return losses, weights_of(program, state)
+
+    (losses, params), (again, same) = trained(True), trained(True)
+    assert again == losses
+    assert torch.equal(same, params)
+    near, _ = trained(False)
+    assert near == pytest.approx(losses, rel=1e-2)

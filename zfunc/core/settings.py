@@ -125,6 +125,13 @@ class StepSettings:
     compile_segments: bool = _setting(
         False, truth, "how it runs", "compile the blocks with torch.compile", note="; needs a compiler"
     )
+    deterministic: bool = _setting(
+        False,
+        truth,
+        "how it runs",
+        "the same bits in every run on a GPU; slower attention",
+        "An operation without a deterministic kernel is an error that names its segment.",
+    )
     micro_batches: int = _setting(
         1,
         partial(_count, most=MOST_MICRO_BATCHES),

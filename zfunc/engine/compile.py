@@ -33,7 +33,7 @@ from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.runtime.accelerator import best_precision, on_accelerator, pick_device
+from zfunc.runtime.accelerator import best_precision, on_accelerator, pick_device, prepare_deterministic
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
@@ -98,6 +98,8 @@ def compile(
     device = pick_device(device)
     if "precision" not in changes and given is None and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
+    if settings.deterministic:
+        prepare_deterministic(device)
     default_threads()  # chosen and logged before any lane runs
     spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
@@ -114,7 +116,7 @@ def compile(
         spec=spec,
         plan=make_plan(spec, schedule, recipe),
         stages=functions,
-        executor=Executor(device, patience=patience),
+        executor=Executor(device, patience=patience, deterministic=settings.deterministic),
         cache=ProgramCache(),
         ranks=ranks,
         recipe=recipe,
@@ -235,6 +237,7 @@ def _calls(
         names = segment.by_short
         calls.append(
             CompiledSegment(
+                segment.name,
                 *pair,
                 {short: full for short, full in names.items() if full in trainable},
                 {short: full for short, full in names.items() if full not in trainable},

@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.program import Program, check_state, on_compute_stream
+from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
-from zfunc.runtime.accelerator import record_use
+from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
 
@@ -60,7 +61,14 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
         weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
         # Not around the yield, where they would leak.
-        with on_compute_stream(program), torch.no_grad(), randomness, redirected():
+        with (
+            on_compute_stream(program),
+            torch.no_grad(),
+            randomness,
+            redirected(),
+            deterministic_kernels(program.settings.deterministic),
+            name_nondeterminism(segment.name),
+        ):
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
         record_use(program.device, x)
         yield x

@@ -18,7 +18,9 @@ from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_
 from zfunc.engine.program import Program, ShapedProgram, make_plan
 from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
+from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
+from zfunc.runtime.accelerator import deterministic_kernels
 from zfunc.runtime.executor import prepare_plan
 
 T = TypeVar("T")
@@ -134,7 +136,8 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
 
 def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
     """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers."""
-    traces, random = _trace_all(program, micro)
+    with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
+        traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
         _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps)
@@ -222,9 +225,10 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
         return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents)
 
     try:
-        y = run_on_fake_tensors(check, *weights, inputs, device=device)
-        pullback = backward if s >= program.layout.first_trainable else None
-        return trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
+        with name_nondeterminism(segment.name):
+            y = run_on_fake_tensors(check, *weights, inputs, device=device)
+            pullback = backward if s >= program.layout.first_trainable else None
+            return trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

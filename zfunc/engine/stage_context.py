@@ -1,7 +1,7 @@
 """The arguments of a stage function: an operation, the memory of its regions, the constants of the step."""
 
-from collections.abc import Callable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -22,11 +22,27 @@ Memory = MutableMapping[Region, Any]
 class CompiledSegment:
     """A segment as the stages run it, and the full names of its parameters by short name."""
 
+    name: str
     passes: SegmentVJP
     plain: SegmentVJP  # the same without torch.compile, to trace costs
     trained: dict[str, str]  # short name -> full name
     fixed: dict[str, str]
     constants: dict[str, Tensor]
+
+
+@contextmanager
+def name_nondeterminism(segment: str) -> Iterator[None]:
+    """A context that names the segment where torch refuses an operation without a deterministic kernel."""
+    try:
+        yield
+    except RuntimeError as error:
+        operation, refused, _ = str(error).partition(" does not have a deterministic implementation")
+        if not refused:
+            raise
+        raise ValueError(
+            f"segment {segment!r}: got {operation}, which has no deterministic kernel, with deterministic=True; "
+            "expected operations that have one: replace it, or leave deterministic out"
+        ) from error
 
 
 @frozen(eq=False)

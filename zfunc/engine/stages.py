@@ -16,7 +16,7 @@ from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
-from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext
+from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
 from zfunc.engine.vjp import SegmentWeights
 from zfunc.optim.host_adam import accumulate_, square_sum
@@ -33,8 +33,9 @@ def load(op: Op, mem: Memory, step: StepContext) -> None:
 def forward(op: Op, mem: Memory, step: StepContext) -> None:
     """Run one segment, with random numbers seeded by micro-batch and segment."""
     m, s = op.index
-    with step.randomness(m, s):
-        y, residuals = step.calls[s].passes.forward(_weights(op, mem, step.calls[s]), _inputs(op, mem))
+    call = step.calls[s]
+    with step.randomness(m, s), name_nondeterminism(call.name):
+        y, residuals = call.passes.forward(_weights(op, mem, call), _inputs(op, mem))
     mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals
@@ -45,7 +46,7 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     residuals = mem[op.read("residuals")] if op.touches("residuals") else None
-    with step.randomness(m, s):
+    with step.randomness(m, s), name_nondeterminism(call.name):
         grads, below = call.passes.backward(
             _weights(op, mem, call), _inputs(op, mem), residuals, _cotangents(op, mem, step)
         )

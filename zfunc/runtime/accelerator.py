@@ -7,6 +7,8 @@ device is, beyond `on_accelerator`, but the launcher and doctor.
 
 import ctypes
 import logging
+import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -27,6 +29,7 @@ SPIN = 20e-6  # seconds that a wait for the device spins before it sleeps
 LONGEST_SLEEP = 1e-3  # seconds
 CHECK_EVERY = 0.5  # seconds between two looks at what else may have failed
 LIBRARIES = 256 << 20  # bytes outside of any plan: workspaces, collectives, kernels that are loaded late
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 # ---- which device ----------------------------------------------------------------------------------
 
@@ -183,6 +186,49 @@ def synchronize(
         raise LaneTimeout(f"{what}: the device has not finished after {seconds:g} s")
 
 
+# ---- the same bits again ---------------------------------------------------------------------------
+
+_scopes_lock = threading.Lock()
+_scopes: list[tuple[bool, bool, bool]] = []  # torch's settings before the first open scope, once for each
+
+
+@contextmanager
+def deterministic_kernels(wanted: bool) -> Iterator[None]:
+    """A context in which torch uses deterministic kernels, and refuses an operation that has none; with False, any.
+
+    The setting is the process's, not the thread's: other threads have it as long as any scope is open. After the
+    last one it is as it was before the first. New memory is not filled, as torch otherwise does with it.
+    """
+    if not wanted:
+        yield
+        return
+    fill: Any = torch.utils.deterministic
+    with _scopes_lock:
+        now = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            fill.fill_uninitialized_memory,
+        )
+        _scopes.append(_scopes[0] if _scopes else now)
+        fill.fill_uninitialized_memory = False
+        torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        with _scopes_lock:
+            enabled, warn_only, filled = _scopes.pop()
+            if not _scopes:
+                torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+                fill.fill_uninitialized_memory = filled
+
+
+def prepare_deterministic(device: torch.device) -> None:
+    """What a device needs before `deterministic_kernels` holds on it. Raises ValueError if it is too late."""
+    vendor = VENDORS.get(device.type)
+    if vendor and vendor.prepare_deterministic:
+        vendor.prepare_deterministic(device)
+
+
 # ---- memory ----------------------------------------------------------------------------------------
 
 
@@ -233,6 +279,7 @@ class Vendor:
 
     pin: Callable[[torch.device, int, int], Callable[[], object]] | None = None  # see `pin`
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
+    prepare_deterministic: Callable[[torch.device], None] | None = None
     unplanned: int = LIBRARIES
 
 
@@ -271,4 +318,20 @@ def _delay_cuda(device: torch.device, seconds: float) -> None:
     torch.cuda._sleep(int(seconds * kilohertz * 1e3))
 
 
-VENDORS: dict[str, Vendor] = {"cuda": Vendor(pin=_pin_cuda, delay=_delay_cuda)}
+def _fix_cublas_workspace(device: torch.device) -> None:
+    """cuBLAS sums in one order only with workspaces of a fixed size, which torch reads at its first product."""
+    os.environ.setdefault(CUBLAS, ":4096:8")
+    one = torch.ones(1, 1, device=device)
+    try:
+        with deterministic_kernels(True):
+            torch.mm(one, one)
+    except RuntimeError as error:
+        raise ValueError(
+            f"deterministic: got {CUBLAS}={os.environ[CUBLAS]!r}, or the first matrix product of this process was "
+            "before it was set; expected ':4096:8' or ':16:8' before any: export it before the program starts"
+        ) from error
+
+
+VENDORS: dict[str, Vendor] = {
+    "cuda": Vendor(pin=_pin_cuda, delay=_delay_cuda, prepare_deterministic=_fix_cublas_workspace)
+}

@@ -33,7 +33,14 @@ from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 from zfunc.errors import ExecutionError, LaneTimeout, RankError
-from zfunc.runtime.accelerator import delay_stream, on_accelerator, poll, record_use, work_on
+from zfunc.runtime.accelerator import (
+    delay_stream,
+    deterministic_kernels,
+    on_accelerator,
+    poll,
+    record_use,
+    work_on,
+)
 from zfunc.runtime.access_guard import AccessGuard
 from zfunc.runtime.fault_injection import Fault
 from zfunc.runtime.team_binding import bind_default_team
@@ -156,11 +163,13 @@ class Executor:
     """The threads and streams of a program. Made once and kept: fresh streams each step would grow the allocator.
 
     `patience` is how long, in seconds, a lane waits for another before it gives up and says for what.
+    `deterministic` uses deterministic kernels alone.
     """
 
-    def __init__(self, device: torch.device, *, patience: float = 600.0) -> None:
+    def __init__(self, device: torch.device, *, patience: float = 600.0, deterministic: bool = False) -> None:
         self.device = device
         self.patience = patience
+        self.deterministic = deterministic
         self._process = 0  # that has made a step
         self._streams: dict[str, torch.Stream] = {}
         self._threads: dict[str, SimpleQueue[Any]] = {}
@@ -194,12 +203,13 @@ class Executor:
         done = {n: threading.Event() for n in others}
         handed: list[int] = []
         try:
-            for n in others:
-                handed.append(n)
-                self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
-            self._drive(run, prepared.main)
-            for n in others:
-                self._join(run, done[n], plan.lanes[n].name)
+            with deterministic_kernels(self.deterministic):
+                for n in others:
+                    handed.append(n)
+                    self._thread(plan.lanes[n].name).put((self, run, n, done[n]))
+                self._drive(run, prepared.main)
+                for n in others:
+                    self._join(run, done[n], plan.lanes[n].name)
         except BaseException as error:  # an interrupt here, or a lane that never ends
             self._fail(run, error)
             for n in handed:  # what is running may still write: the caller must not look before it has ended

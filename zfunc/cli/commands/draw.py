@@ -44,7 +44,8 @@ from zfunc.viz.timeline_text import text
 
 FORMATS = ("text", "svg", "chrome", "html")
 SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
-UNDRAWN = ("compile_segments", "offload_ratio", "speculate", "delay_from")  # settings without a flag here
+# Settings without a flag here.
+UNDRAWN = ("compile_segments", "deterministic", "offload_ratio", "speculate", "delay_from")
 
 DRAW = {
     **MODEL,

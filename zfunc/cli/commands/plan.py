@@ -35,7 +35,8 @@ from zfunc.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from zfunc.planner.plan_step import Planned
 
-UNPLANNED = ("compile_segments", "delay_from")  # settings without a flag here: `delay` stands for the second
+# Settings without a flag here: `delay` stands for the last.
+UNPLANNED = ("compile_segments", "deterministic", "delay_from")
 ALWAYS_TYPED = SEARCHED[:4]  # the others are named where they are not off
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
