@@ -23,7 +23,7 @@ BROKEN = {
         "self._wait_for_device(run, lane, event.query, item.op.name, awaited)",
         "None",
     ),
-    "memory is shared by streams": ("record_use(self.device, [run.mem.get(r) for r in item.drops])", "None"),
+    "memory is shared by streams": ("record_use(self.device, [run.mem.get(r) for r in item.shared])", "None"),
     "the host waits for its lane's stream": (
         "self._wait_for_device(run, lane, stream.query, item.op.name, previous.op.name)",
         "None",

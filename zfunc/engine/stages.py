@@ -4,11 +4,14 @@ A stage accesses `mem[region]` for the regions of its own operation and no other
 gets no others. It returns nothing: it writes the regions that its operation writes.
 """
 
-from collections.abc import Callable
+import math
+from collections import ChainMap
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN, PENDING
@@ -65,8 +68,7 @@ def pack(op: Op, mem: Memory, step: StepContext) -> None:
     if op.write("grad") not in op.reads:
         for start, stop in gaps:
             slot[start:stop].zero_()
-    pieces = [slot[start:stop].view(shape) for _, start, stop, shape in covered]
-    torch._foreach_copy_(pieces, [grads[name] for name, *_ in covered])
+    torch._foreach_copy_(_pieces(slot, covered), [grads[x.name] for x in covered])
 
 
 def add(op: Op, mem: Memory, step: StepContext) -> None:
@@ -74,8 +76,7 @@ def add(op: Op, mem: Memory, step: StepContext) -> None:
     _, b, s = op.index
     total, grads = mem[op.write("grad")], mem[op.read("grads")]
     covered, _ = _cover(step.layout.buckets[b], tuple(step.calls[s].trained.values()))
-    pieces = [total[start:stop].view(shape) for _, start, stop, shape in covered]
-    torch._foreach_add_(pieces, [grads[name] for name, *_ in covered])
+    torch._foreach_add_(_pieces(total, covered), [grads[x.name] for x in covered])
 
 
 def reduce_scatter(op: Op, mem: Memory, step: StepContext) -> None:
@@ -187,9 +188,8 @@ def _tree_map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def _weights(op: Op, mem: Memory, call: CompiledSegment) -> SegmentWeights:
-    views: dict[str, Tensor] = {}
-    for r in op.operands("params"):
-        views.update(mem[r].views)
+    # No copy of the views: a bucket may have those of many segments.
+    views = ChainMap(*(mem[r].views for r in op.operands("params")))
     trained = {short: views[full] for short, full in call.trained.items()}
     fixed = {short: views[full] for short, full in call.fixed.items()}
     return SegmentWeights(trained, {**fixed, **call.constants})
@@ -208,16 +208,37 @@ def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:
     return mem[op.read("grad_act")]
 
 
+@frozen
+class _Piece:
+    """A parameter's place in the flat gradient of its bucket."""
+
+    name: str
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _pieces(flat: Tensor, covered: Iterable[_Piece]) -> list[Tensor]:
+    """Views of a flat gradient in the parameters' shapes: one call each, where a slice and its view are two."""
+    offset = flat.storage_offset()
+    return [flat.as_strided(x.shape, x.strides, offset + x.start) for x in covered]
+
+
 @cache
-def _cover(
-    bucket: Bucket, names: tuple[str, ...]
-) -> tuple[tuple[tuple[str, int, int, tuple[int, ...]], ...], tuple[tuple[int, int], ...]]:
+def _cover(bucket: Bucket, names: tuple[str, ...]) -> tuple[tuple[_Piece, ...], tuple[tuple[int, int], ...]]:
     """The spans of `bucket` with these names, and the gaps between them, relative to the bucket."""
-    covered = [
-        (x.name, x.start - bucket.start, x.stop - bucket.start, x.shape)
+    covered = tuple(
+        _Piece(
+            x.name,
+            x.start - bucket.start,
+            x.stop - bucket.start,
+            x.shape,
+            tuple(math.prod(x.shape[i + 1 :]) for i in range(len(x.shape))),
+        )
         for x in bucket.spans
         if x.name in set(names)
-    ]
-    edges = [0, *(edge for _, start, stop, _ in covered for edge in (start, stop)), bucket.numel]
+    )
+    edges = [0, *(edge for x in covered for edge in (x.start, x.stop)), bucket.numel]
     gaps = [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if b > a]
-    return tuple(covered), tuple(gaps)
+    return covered, tuple(gaps)

@@ -172,18 +172,26 @@ def _traced(
     Traced once for each set of shapes. `fallback` runs where tracing fails.
     """
     traces: dict[Any, tuple[_Joint, Any, Any] | None] = {}
+    untraced: Any = object()
 
     def graphs_of(
         weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any = None
     ) -> tuple[list[Any], Any]:
-        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
-        key = _key(leaves, spec)
-        if key not in traces and len(traces) == MAX_TRACES:
-            del traces[next(iter(traces))]  # the least recently used
-        traces[key] = traces.pop(key) if key in traces else trace(leaves, spec, guess)
-        return leaves, traces[key]
+        # No TreeSpec where it can be helped: hashing one takes as long as launching several operations.
+        plain = all(isinstance(x, Tensor) for x in inputs)
+        moved, structure = (inputs, len(inputs)) if plain else tree_flatten(inputs)
+        leaves = [*weights.trained.values(), *weights.fixed.values(), *moved]
+        key = tuple(weights.trained), tuple(weights.fixed), structure, _layouts(leaves)
+        graphs = traces.pop(key, untraced)
+        if graphs is untraced:
+            if len(traces) == MAX_TRACES:
+                del traces[next(iter(traces))]  # the least recently used
+            graphs = trace(weights, inputs, guess)
+        traces[key] = graphs
+        return leaves, graphs
 
-    def trace(leaves: list[Any], spec: Any, guess: Any) -> tuple[_Joint, Any, Any] | None:
+    def trace(weights: SegmentWeights, inputs: tuple[Any, ...], guess: Any) -> tuple[_Joint, Any, Any] | None:
+        leaves, spec = tree_flatten((weights.trained, weights.fixed, inputs))
         try:
             try:
                 joint = _joint(pull, leaves, spec, _cotangents_of(guess))
@@ -227,12 +235,9 @@ def _traced(
     return SegmentVJP(forward, backward, keeps, prepare)
 
 
-def _key(leaves: list[Any], spec: Any) -> Any:
+def _layouts(leaves: list[Any]) -> tuple[Any, ...]:
     """What a trace depends on: the layout of tensors, and the value of any other leaf."""
-    return (
-        tuple((t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves),
-        spec,
-    )
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves])
 
 
 class _OtherOutputError(Exception):

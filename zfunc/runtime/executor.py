@@ -71,6 +71,7 @@ class IssuedOp:
     on_stream: bool
     awaited: bool  # by another lane
     drops: tuple[Region, ...]  # regions it accesses that do not outlive the step
+    shared: tuple[Region, ...]  # those of them that another lane accesses too
 
 
 @frozen(eq=False)
@@ -141,6 +142,10 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
     streams = on_accelerator(device)
     awaited = {n for waits in plan.waits for n in waits}
     accesses: dict[Region, int] = {}
+    on_lanes: dict[Region, set[str]] = {}
+    for lane in plan.lanes:
+        for r in (r for i in lane.ops for r in plan.graph.ops[i].regions if not r.kept):
+            on_lanes.setdefault(r, set()).add(lane.name)
     lanes: list[tuple[IssuedOp, ...]] = []
     for lane in plan.lanes:
         items: list[IssuedOp] = []
@@ -150,7 +155,10 @@ def prepare_plan(plan: Plan, stages: Mapping[str, Stage], device: torch.device) 
             for r in drops:
                 accesses[r] = accesses.get(r, 0) + 1
             on_stream = streams and op.kind not in HOST_CODE
-            items.append(IssuedOp(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops))
+            shared = tuple(r for r in drops if len(on_lanes[r]) > 1)
+            items.append(
+                IssuedOp(op, stages[op.verb], i, plan.waits[i], on_stream, i in awaited, drops, shared)
+            )
         lanes.append(tuple(items))
     kinds = [{x.op.kind for x in items} for items in lanes]
     compute = [n for n, of in enumerate(kinds) if "compute" in of]
@@ -397,8 +405,8 @@ class Executor:
         run.running[lane] = item.op.name
         run.started.add(item.position)
         timed = run.options.trace and item.on_stream
-        if item.on_stream:
-            record_use(self.device, [run.mem.get(r) for r in item.drops])  # made on another stream, perhaps
+        if item.on_stream and item.shared:
+            record_use(self.device, [run.mem.get(r) for r in item.shared])  # made on another stream, perhaps
         if timed:
             pair = torch.Event(self.device, enable_timing=True), torch.Event(self.device, enable_timing=True)
             run.timed[item.position] = pair
