@@ -51,7 +51,7 @@ class Memory:
         fp32, bf16, uint8 = torch.float32, torch.bfloat16, torch.uint8
 
         def new(dtype: torch.dtype, size: int = n) -> Tensor:
-            return alloc_host(size, dtype, pinned=False)
+            return alloc_host(size, dtype)
 
         self.n = n
         self.master, self.exp_avg, self.exp_avg_sq, self.grad32 = (new(fp32) for _ in range(4))

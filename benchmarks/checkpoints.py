@@ -28,6 +28,7 @@ from benchmarks.machine import describe, gpt, write
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
+from zfunc.runtime.accelerator import accelerator_type
 from zfunc.viz.timeline_svg import svg
 
 WIDTH = 2048
@@ -173,7 +174,7 @@ def main() -> None:
     p.add_argument("--parameters", type=size, default=64 << 20)
     p.add_argument("--folder", type=Path, default=Path("."), help="on the disk that is measured")
     p.add_argument("--turns", type=int, default=5)
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--num-layers", type=int, default=8)
     p.add_argument("--hidden-size", type=int, default=384)
     p.add_argument("--num-attention-heads", type=int, default=6)

@@ -14,6 +14,7 @@ import torch
 from zfunc.cli.commands.draw import DrawSettings
 from zfunc.engine.segment import Segment
 from zfunc.models.gpt import gpt_segments
+from zfunc.runtime.accelerator import accelerator_type, device_name
 from zfunc.train.setup import gpt_config
 
 
@@ -23,8 +24,20 @@ def describe() -> dict[str, Any]:
         if line.startswith("model name"):
             cpu = line.split(":", 1)[1].strip()
             break
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "gpu": gpu, "torch": torch.__version__}
+    kind = accelerator_type()
+    name = device_name(torch.device(kind)) if kind else None
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "accelerator": name,
+        "torch": torch.__version__,
+    }
+
+
+def hardware_name() -> str:
+    """What results are named after: the accelerator, or the number of cores."""
+    machine = describe()
+    return (machine["accelerator"] or f"cpu{machine['cores']}").lower().replace(" ", "-")
 
 
 def write(json_path: str | None, name: str, results: Any) -> None:
@@ -32,12 +45,10 @@ def write(json_path: str | None, name: str, results: Any) -> None:
     if json_path is None:
         return
     path = Path(json_path)
-    machine = describe()
     if path.is_dir() or not path.suffix:
         path.mkdir(parents=True, exist_ok=True)
-        hardware = (machine["gpu"] or f"cpu{machine['cores']}").lower().replace(" ", "-")
-        path = path / f"{name}-{hardware}-{date.today()}.json"
-    path.write_text(json.dumps({"machine": machine, "results": results}, indent=2) + "\n")
+        path = path / f"{name}-{hardware_name()}-{date.today()}.json"
+    path.write_text(json.dumps({"machine": describe(), "results": results}, indent=2, default=str) + "\n")
     print(f"written: {path}")
 
 

@@ -35,6 +35,15 @@ from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrate import machine_facts, measure_disk
 from zfunc.planner.calibrated_profile import make_profile
 from zfunc.planner.fit_rates import MeasuredStep, fit_costs, handoff, middle_half
+from zfunc.runtime.accelerator import (
+    accelerator_type,
+    allocated_bytes,
+    best_precision,
+    on_accelerator,
+    peak_bytes,
+    pick_device,
+    reset_peak,
+)
 
 MODELS = "4x256x4x64x2,4x512x8x64x2,6x768x8x64x2"
 TRACED = {"alone": "Serial", "beside": "Overlapped"}  # what the calibration runs
@@ -97,12 +106,12 @@ def measured(args: argparse.Namespace, model: str) -> Measured:
 def memory(program: Program, state: State, batch: Any) -> tuple[int, int]:
     """Bytes a Serial step needs for a while on the device: planned, and allocated."""
     planned = specialize(program, batch).memory["device"].transient
-    if program.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+    if on_accelerator(program.device):
+        torch.accelerator.synchronize(program.device)
+        reset_peak(program.device)
+        before = allocated_bytes(program.device)
         zfunc.train_step(program, state, batch)
-        return planned, torch.cuda.max_memory_allocated() - before
+        return planned, peak_bytes(program.device) - before
     with AllocationTracker() as tracker:
         zfunc.train_step(program, state, batch)
     return planned, tracker.peak
@@ -208,9 +217,9 @@ def main() -> None:
     parser.add_argument(
         "--clip", type=float, default=0.0, help="largest gradient norm; 0: none, so Adam starts at once"
     )
-    parser.add_argument("--precision", default="bf16" if torch.cuda.is_available() else "fp32")
+    parser.add_argument("--precision", default=best_precision(pick_device()))
     parser.add_argument("--bucket-size", type=int, default=1 << 18)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default=accelerator_type() or "cpu")
     parser.add_argument("--folder", default=".", help="on the disk that is measured")
     parser.add_argument(
         "--json", metavar="PATH", help="a file, or a folder for a file named after the machine and the date"

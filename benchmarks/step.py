@@ -10,18 +10,23 @@ layers: Python that should not grow with the number of parameters.
 """
 
 import argparse
+import gc
+import math
 import time
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch.utils.checkpoint import checkpoint
 
 import zfunc
 from benchmarks.machine import describe, ratios, write
 from zfunc.models.gpt import GPTConfig, modules
+from zfunc.runtime.accelerator import accelerator_type
 
 LR, BETAS, WEIGHT_DECAY, CLIP = 3e-4, (0.9, 0.95), 0.1, 1.0
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -126,45 +131,78 @@ def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
     return step
 
 
-def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Contestant]:
-    chosen: dict[str, Contestant] = {"torch": with_torch(config, args)}
+def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callable[[], Contestant]]:
+    """What builds each contestant; it takes memory only then."""
+    ours = lambda **settings: partial(with_zfunc, config, args, **settings)  # noqa: E731
+    chosen: dict[str, Callable[[], Contestant]] = {"torch": partial(with_torch, config, args)}
     for schedule in ("Serial", "Overlapped", "Interleaved"):
-        chosen[f"zfunc {schedule}"] = with_zfunc(config, args, schedule=schedule)
-    chosen["zfunc min-cut"] = with_zfunc(config, args, recompute="min-cut")
+        chosen[f"zfunc {schedule}"] = ours(schedule=schedule)
+    chosen["zfunc min-cut"] = ours(recompute="min-cut")
     if args.compile_segments:
-        chosen["zfunc compiled"] = with_zfunc(config, args, compile_segments=True)
+        chosen["zfunc compiled"] = ours(compile_segments=True)
     if args.device != "cpu" and find_spec("deepspeed"):
-        chosen["DeepSpeed"] = with_deepspeed(config, args)
+        chosen["DeepSpeed"] = partial(with_deepspeed, config, args)
     return chosen
 
 
+@define
+class Trial:
+    """One contestant's seconds and losses, or why it could not run."""
+
+    seconds: list[float] = field(factory=list)
+    losses: list[float] = field(factory=list)
+    error: str = ""
+
+    def turn(self, step: Contestant, batch: tuple[torch.Tensor, torch.Tensor], *, counts: bool) -> None:
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        start = time.perf_counter()
+        self.losses.append(step(batch))
+        if counts:
+            self.seconds.append(time.perf_counter() - start)
+
+
 def measure(config: GPTConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
-    running = contestants(config, args)
+    """The contestants in turns, or with `--apart` one after the other: then each has the memory to itself, one that
+    fails does not end the others, and drift hits them unequally."""
+    build = contestants(config, args)
     generator = torch.Generator().manual_seed(1)
     shape = (args.batch_size, config.seq_length + 1)
     tokens = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(4)]
-    times: dict[str, list[float]] = {name: [] for name in running}
-    losses: dict[str, list[float]] = {name: [] for name in running}
-    for turn in range(args.warmup + args.turns):
-        batch = tokens[turn % 4][:, :-1], tokens[turn % 4][:, 1:]
-        for name, step in running.items():
-            if args.device != "cpu":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            losses[name].append(step(batch))
-            if turn >= args.warmup:
-                times[name].append(time.perf_counter() - start)
-    return [
-        {
-            "name": name,
-            "seconds": median(times[name]),
-            "ratio_to_torch": ratios(times[name], times["torch"]),
-            "largest_loss_difference": max(
-                abs(a - b) for a, b in zip(losses[name], losses["torch"], strict=True)
-            ),
-        }
-        for name in running
+    batches = [
+        (tokens[turn % 4][:, :-1], tokens[turn % 4][:, 1:]) for turn in range(args.warmup + args.turns)
     ]
+    trials = {name: Trial() for name in build}
+    if args.apart:
+        for name, trial in trials.items():
+            try:
+                step = build[name]()
+                for turn, batch in enumerate(batches):
+                    trial.turn(step, batch, counts=turn >= args.warmup)
+            except Exception as error:
+                trial.error = f"{type(error).__name__}: {error}"
+            step = None
+            gc.collect()
+            print(f"measured: {name}{trial.error and ', which failed: ' + trial.error}", flush=True)
+    else:
+        running = {name: make() for name, make in build.items()}
+        for turn, batch in enumerate(batches):
+            for name, step in running.items():
+                trials[name].turn(step, batch, counts=turn >= args.warmup)
+    return [row(name, trial, trials["torch"]) for name, trial in trials.items()]
+
+
+def row(name: str, trial: Trial, plain: Trial) -> dict[str, Any]:
+    if trial.error:
+        return {"name": name, "error": trial.error}
+    result: dict[str, Any] = {"name": name, "seconds": median(trial.seconds)}
+    if not plain.error:
+        differences = [abs(a - b) for a, b in zip(trial.losses, plain.losses, strict=True)]
+        result |= {
+            "ratio_to_torch": ratios(trial.seconds, plain.seconds),
+            "largest_loss_difference": max(differences),
+        }
+    return result
 
 
 def outside(num_layers: int, turns: int) -> tuple[int, list[float]]:
@@ -202,10 +240,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--micro-batches", type=int, default=1)
     p.add_argument("--vocab-size", type=int, default=256)
     p.add_argument("--precision", choices=list(DTYPES), default="fp32")
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--compile-segments", action="store_true")
+    p.add_argument(
+        "--apart", action="store_true", help="one contestant after the other, each alone in memory"
+    )
     p.add_argument(
         "--outside", metavar="LAYERS,...", help="time what a step does outside the executor instead"
     )
@@ -228,14 +269,17 @@ def main() -> None:
     results = measure(config, args)
     machine = describe()
     on_gpu = args.device != "cpu"
-    print(f"{config}, batch {args.batch_size}, {args.precision}, on {machine['gpu'] if on_gpu else machine}")
+    print(
+        f"{config}, batch {args.batch_size}, {args.precision}, on {machine['accelerator'] if on_gpu else machine}"
+    )
     print(f"{'':20} {'of torch':>9} {'loss diff':>10}" + (f" {'seconds':>9}" if on_gpu else ""))
     for r in results:
-        seconds = f" {r['seconds']:9.4f}" if on_gpu else ""
-        print(f"{r['name']:20} {r['ratio_to_torch']:9.3f} {r['largest_loss_difference']:10.1e}{seconds}")
+        seconds = f" {r['seconds']:9.4f}" if on_gpu and "seconds" in r else ""
+        figures = [r.get(key, math.nan) for key in ("ratio_to_torch", "largest_loss_difference")]
+        print(f"{r['name']:20} {figures[0]:9.3f} {figures[1]:10.1e}{seconds}")
     if not on_gpu:
         for r in results:
-            del r["seconds"]  # on a shared CPU only the ratios mean anything
+            r.pop("seconds", None)  # on a shared CPU only the ratios mean anything
     name = f"step-{args.num_layers}x{args.hidden_size}-{args.precision}"
     write(args.json, name, {"arguments": vars(args), "rows": results})
 

@@ -44,6 +44,9 @@ def load() -> Any:
     module.controls = controls
     module.device_count, module.current_device = controls.device_count, controls.current_device
     module.set_device = lambda device: controls.set_device(_index(device))
+    module.set_per_process_memory_fraction = lambda fraction, device: controls.set_capacity(
+        _index(device), int(fraction * torch.accelerator.get_memory_info(device)[1])
+    )
     module.is_available = module.is_initialized = lambda: True
     module._is_in_bad_fork = lambda: False
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

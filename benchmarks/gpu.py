@@ -1,0 +1,206 @@
+"""Everything that wants a GPU, the most valuable first: what `make gpu` runs.
+
+Each command has a time limit of its own, below 8 minutes; one that fails or runs over is noted, and the next runs.
+What it measures it writes as JSON into `--results`, under a name with the hardware and the date. So does this
+script: what ran, for how long, how it ended, its last lines and every warning.
+
+    python -m benchmarks.gpu [--only tests,large]
+    python -m benchmarks.gpu --list                      # the commands, and nothing runs
+    python -m benchmarks.gpu --device pretend --toy      # the same list, in toy sizes, without a GPU
+"""
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from benchmarks.machine import hardware_name, write
+
+ROOT = Path(__file__).resolve().parents[1]
+LAST_LINES = 40
+
+
+@frozen
+class Item:
+    """One command: a module and its arguments, at full size and at toy size."""
+
+    name: str
+    module: str
+    shared: str
+    full: str
+    toy: str
+    limit: int  # seconds
+
+
+GPT_2_10B = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
+TOY_GPT = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --batch-size 2"
+TOY_TEST = "tests/device/test_laws.py::test_peak_memory_is_as_planned"
+ITEMS = (
+    Item(
+        "tests",
+        "pytest",
+        "-W default -q",
+        "-n 4 --dist loadgroup -m gpu tests",
+        f"--device pretend {TOY_TEST}",
+        470,
+    ),
+    Item(
+        "step",
+        "benchmarks.step",
+        "--apart --device {device} --json {results}",
+        "--num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 "
+        "--precision bf16 --turns 7 --compile-segments",
+        f"--num-layers 1 --turns 1 --warmup 1 {TOY_GPT}",
+        470,
+    ),
+    Item(
+        "calibrate",
+        "zfunc",
+        "calibrate --device {device} --out {profile} --folder {results}",
+        f"--num-layers 4 --precision bf16 --moments 8bit --turns 8 {GPT_2_10B}",
+        "--num-layers 1 --precision fp32 --turns 3 --vocab-size 64 --hidden-size 128 --seq-length 32",
+        300,
+    ),
+    Item(
+        "large",
+        "benchmarks.large",
+        "--device {device} --hardware {profile} --json {results}",
+        f"--num-layers 50 --moments 8bit --precision bf16 {GPT_2_10B}",
+        f"--num-layers 2 --precision fp32 --turns 1 --vocab-size 64 --memory-gib 0.1 {TOY_GPT}",
+        470,
+    ),
+    Item(
+        "simulated",
+        "benchmarks.simulated",
+        "--device {device} --folder {results} --json {results}",
+        "",
+        "--models 1x128x2x32x4 --schedules Serial,Overlapped --turns 2 --precision fp32",
+        470,
+    ),
+    Item(
+        "small-step",
+        "benchmarks.step",
+        "--device {device} --json {results}",
+        "",
+        f"--num-layers 1 --turns 1 {TOY_GPT}",
+        300,
+    ),
+    Item(
+        "launch",
+        "benchmarks.launch",
+        "--devices cpu,{device} --json {results}",
+        "",
+        "--num-layers 1 --turns 1",
+        200,
+    ),
+    Item(
+        "adam",
+        "benchmarks.adam",
+        "--json {results}",
+        "--sizes 1Mi,16Mi,128Mi --repeats 7",
+        "--sizes 1Mi --repeats 1 --threads 1",
+        470,
+    ),
+    Item(
+        "checkpoints",
+        "benchmarks.checkpoints",
+        "--device {device} --folder {results} --json {results}",
+        "",
+        f"--parameters 16Mi --turns 1 --num-layers 1 {TOY_GPT}",
+        300,
+    ),
+    Item("plan", "benchmarks.plan", "--json {results}", "", "--sizes 100,200 --repeats 1", 300),
+)
+
+
+def command(item: Item, args: argparse.Namespace) -> list[str]:
+    """The command of an item, as a list for `subprocess`."""
+    profile = args.results / f"machine-{hardware_name()}-{date.today()}.toml"
+    text = f"{item.shared} {item.toy if args.toy else item.full}"
+    arguments = shlex.split(text.format(device=args.device, results=args.results, profile=profile))
+    # pytest and the measuring processes of `launch` load the pretend device themselves.
+    loads_itself = item.module in ("pytest", "benchmarks.launch")
+    wrapper = ["benchmarks.on_pretend"] if args.device == "pretend" and not loads_itself else []
+    return [sys.executable, "-m", *wrapper, item.module, *arguments]
+
+
+def run(item: Item, args: argparse.Namespace) -> dict[str, Any]:
+    """Run one item to its end, or until its limit; what became of it."""
+    line = command(item, args)
+    print(f"\n== {item.name}, {item.limit} s at most: {shlex.join(line[1:])}", flush=True)
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        line,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that what it started ends with it
+    )
+    try:
+        output, _ = process.communicate(timeout=item.limit)
+        outcome = "ok" if process.returncode == 0 else f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        outcome = f"stopped after {item.limit} s"
+    lines = output.splitlines()
+    print("\n".join(lines[-LAST_LINES:]))
+    seconds = time.perf_counter() - start
+    print(f"== {item.name}: {outcome}, {seconds:.0f} s", flush=True)
+    return {
+        "name": item.name,
+        "command": shlex.join(line[1:]),
+        "outcome": outcome,
+        "seconds": seconds,
+        "warnings": sorted({x.strip() for x in lines if "Warning" in x}),
+        "output": lines[-LAST_LINES:],
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--toy", action="store_true", help="toy sizes")
+    p.add_argument("--only", help=f"some of {', '.join(x.name for x in ITEMS)}, comma separated")
+    p.add_argument("--list", action="store_true", help="print the commands and end")
+    p.add_argument(
+        "--results", type=Path, help="a folder (default: benchmarks/results, of toys build/gpu-toy)"
+    )
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    args.results = (args.results or ROOT / ("build/gpu-toy" if args.toy else "benchmarks/results")).absolute()
+    names = args.only.split(",") if args.only else [item.name for item in ITEMS]
+    if unknown := set(names) - {item.name for item in ITEMS}:
+        raise SystemExit(
+            f"--only: got {', '.join(sorted(unknown))}, expected some of {', '.join(x.name for x in ITEMS)}"
+        )
+    chosen = [item for item in ITEMS if item.name in names]
+    if args.list:
+        for item in chosen:
+            print(f"{item.limit:>4} s  {shlex.join(command(item, args)[1:])}")
+        return
+    args.results.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for item in chosen:
+        rows.append(run(item, args))
+        write(str(args.results), f"gpu-{'-'.join(names) if args.only else 'all'}", {"rows": rows})
+    failed = [row for row in rows if row["outcome"] != "ok"]
+    print("\n" + "\n".join(f"{row['name']:12} {row['seconds']:6.0f} s  {row['outcome']}" for row in rows))
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

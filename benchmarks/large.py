@@ -1,0 +1,122 @@
+"""A GPT that fits no card of 32 GB without offload: does its step fit in so much, and take as long as simulated?
+
+The card's memory is limited for this process. By default the model is the tutorial's, of 10 billion parameters,
+with 8-bit moments, for a host with 128 GiB. With `--hardware`, a profile that `zfunc calibrate` wrote, the time of
+the step is predicted too.
+
+    python -m benchmarks.large --hardware machine.toml --json benchmarks/results
+"""
+
+import argparse
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import zfunc
+from benchmarks.machine import write
+from zfunc.core.simulator import simulate
+from zfunc.engine.specialize import specialize
+from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.planner.profile_toml import load_profile
+from zfunc.runtime.accelerator import accelerator_type, device_name, peak_bytes, pick_device, reset_peak
+
+GIB = 1 << 30
+
+
+def limit_memory(device: torch.device, nbytes: int) -> None:
+    """Let this process have no more of an accelerator's memory."""
+    _, total = torch.accelerator.get_memory_info(device)
+    torch.get_device_module(device).set_per_process_memory_fraction(min(1.0, nbytes / total), device)
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    device = pick_device(args.device)
+    limit_memory(device, int(args.memory_gib * GIB))
+    config = GPTConfig(
+        vocab_size=args.vocab_size,
+        seq_length=args.seq_length,
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=args.num_attention_heads,
+    )
+    program = zfunc.compile(
+        gpt_segments(config),
+        optimizer=zfunc.AdamW(lr=1e-5, moments=args.moments),
+        precision=args.precision,
+        clip_norm=1.0,
+        bucket_size=args.bucket_size,
+        device=device,
+    )
+    tokens = torch.randint(args.vocab_size, (args.batch_size, args.seq_length + 1))
+    batch = tokens[:, :-1], tokens[:, 1:]
+    shaped = specialize(program, batch)
+    predicted = None
+    if args.hardware and not Path(args.hardware).is_file():
+        print(f"no profile {args.hardware}: the step is measured, not predicted")
+    elif args.hardware:
+        predicted = simulate(shaped.plan, load_profile(args.hardware).hardware(args.precision)).seconds
+    start = time.perf_counter()
+    state = zfunc.init(program)
+    result: dict[str, Any] = {
+        "parameters": sum(b.numel for b in program.layout.buckets),
+        "planned_device_bytes": shaped.memory["device"].nbytes,
+        "init_seconds": time.perf_counter() - start,
+        "predicted_seconds": predicted,
+    }
+    reset_peak(device)
+    seconds, losses = list[float](), list[float]()
+    for _ in range(1 + args.turns):
+        state, metrics = zfunc.train_step(program, state, batch)
+        seconds.append(metrics.seconds)
+        losses.append(metrics.loss)
+    return {
+        **result,
+        "seconds": median(seconds[1:]),
+        "first_seconds": seconds[0],
+        "losses": losses,
+        "device_bytes": peak_bytes(device),
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--num-layers", type=int, default=50)
+    p.add_argument("--hidden-size", type=int, default=4096)
+    p.add_argument("--num-attention-heads", type=int, default=32)
+    p.add_argument("--seq-length", type=int, default=1024)
+    p.add_argument("--vocab-size", type=int, default=50257)
+    p.add_argument("--batch-size", type=int, default=10)
+    p.add_argument("--moments", default="8bit")
+    p.add_argument("--precision", default="bf16")
+    p.add_argument("--bucket-size", type=int, default=50_000_000)
+    p.add_argument("--device", default=accelerator_type())
+    p.add_argument("--memory-gib", type=float, default=30.5, help="what a card of 32 GB has free")
+    p.add_argument("--turns", type=int, default=3, help="after one that is not counted")
+    p.add_argument("--hardware", metavar="FILE", help="a profile of this machine, to predict the step")
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    return p
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.device is None:
+        raise SystemExit("got no accelerator, expected one: on a CPU there is no device memory to limit")
+    r = measure(args)
+    print(
+        f"{r['parameters']:,} parameters on {device_name(torch.device(args.device))}: {r['seconds']:.3f} s a step"
+        + (f", predicted {r['predicted_seconds']:.3f} s" if r["predicted_seconds"] else "")
+        + f"; {r['device_bytes'] / GIB:.2f} GiB of the device, planned {r['planned_device_bytes'] / GIB:.2f}, "
+        f"allowed {args.memory_gib:g}"
+    )
+    write(
+        args.json,
+        f"large-{args.num_layers}x{args.hidden_size}-{args.precision}",
+        {"arguments": vars(args), **r},
+    )
+
+
+if __name__ == "__main__":
+    main()
