@@ -35,24 +35,17 @@ $(TOOLS): $(STAMP)
 	$(BIN)/pip install --quiet --constraint constraints.txt "zfunc[test,lint]"
 	touch $(TOOLS)
 
-LARGE := --num-layers 24 --hidden-size 2048 --num-attention-heads 16 --seq-length 1024 --batch-size 8 \
-	--precision bf16 --turns 7 --compile-segments
-
-# On a machine with a GPU: builds in place with what is installed, installs nothing from a registry.
+# On a machine with a GPU: builds in place with what is installed, installs nothing from a registry. ONLY=tests,large
+# runs a part; `python -m benchmarks.gpu --list` says which there are, and how long each may take.
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
-	$(PYTHON) -m pytest -n 4 --dist loadgroup -m gpu -W default tests
-	$(PYTHON) -m benchmarks.step --json benchmarks/results
-	$(PYTHON) -m benchmarks.step $(LARGE) --json benchmarks/results
-	$(PYTHON) -m benchmarks.adam --sizes 1Mi,16Mi,128Mi --repeats 7 --json benchmarks/results
-	$(PYTHON) -m benchmarks.checkpoints --json benchmarks/results
-	$(PYTHON) -m benchmarks.plan --json benchmarks/results
-	$(PYTHON) -m benchmarks.simulated --json benchmarks/results
+	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.simulated

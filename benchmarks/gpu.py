@@ -42,7 +42,7 @@ class Item:
 
 GPT_2_10B = "--hidden-size 4096 --num-attention-heads 32 --seq-length 1024 --vocab-size 50257 --batch-size 10"
 TOY_GPT = "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --batch-size 2"
-TOY_TEST = "tests/device/test_laws.py::test_peak_memory_is_as_planned"
+TOY_TEST = "tests/device/test_device_laws.py::test_peak_memory_is_as_planned"
 ITEMS = (
     Item(
         "tests",
@@ -199,7 +199,7 @@ def main() -> None:
         write(str(args.results), f"gpu-{'-'.join(names) if args.only else 'all'}", {"rows": rows})
     failed = [row for row in rows if row["outcome"] != "ok"]
     print("\n" + "\n".join(f"{row['name']:12} {row['seconds']:6.0f} s  {row['outcome']}" for row in rows))
-    sys.exit(bool(failed))
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":

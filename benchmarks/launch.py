@@ -237,7 +237,8 @@ def main() -> None:
             continue
         results.append(measure(args, device))
         show(results[-1])
-    write(args.json, "launch", {"arguments": vars(args), "rows": results})
+    sizes = {name: getattr(args, name) for name in ("num_layers", "recompute", "turns")}
+    write(args.json, "launch", {"arguments": sizes, "rows": results})
 
 
 if __name__ == "__main__":

@@ -66,6 +66,10 @@ class Whole(torch.nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.parts = torch.nn.ModuleDict(built(config))
+        self.tie()
+
+    def tie(self) -> None:
+        """Make the output projection the token embedding; again after a move, which may have made two of it."""
         self.parts["head"].out.weight = self.parts["embed"].tok.weight
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -79,6 +83,7 @@ class Whole(torch.nn.Module):
 def with_torch(config: GPTConfig, args: argparse.Namespace) -> Contestant:
     """autograd, checkpoint per block, clip_grad_norm_, fused AdamW."""
     model = Whole(config).to(args.device, DTYPES[args.precision])
+    model.tie()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )

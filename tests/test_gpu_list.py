@@ -1,0 +1,106 @@
+"""The list of `make gpu`: every command is one that its module takes, and one that fails does not end the rest."""
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pretend
+import pytest
+
+from benchmarks import gpu
+from zfunc.cli import main as cli
+from zfunc.cli.catalogue import COMMANDS
+
+ROOT = Path(__file__).parents[1]
+
+
+class ParsedError(Exception):
+    """The arguments were taken."""
+
+
+def arguments(tmp_path: Path, *, toy: bool) -> argparse.Namespace:
+    return argparse.Namespace(device="cpu", toy=toy, results=tmp_path, only=None)
+
+
+def take(module: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a module parse `words`, and no more."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self: Any, *args: Any) -> None:
+        parse(self, *args)
+        raise ParsedError
+
+    monkeypatch.setattr(sys, "argv", [module, *words])
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    with pytest.raises(ParsedError):
+        importlib.import_module(module).main()
+
+
+@pytest.mark.parametrize("toy", [False, True], ids=["full", "toy"])
+@pytest.mark.parametrize("item", gpu.ITEMS, ids=[x.name for x in gpu.ITEMS])
+def test_every_command_is_taken(
+    item: gpu.Item, toy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert item.limit < 8 * 60
+    words = gpu.command(item, arguments(tmp_path, toy=toy))
+    words = words[words.index(item.module) + 1 :]
+    if item.module == "pytest":
+        files = [w.partition("::") for w in words if w.startswith("tests")]
+        assert files
+        assert all(
+            (ROOT / file).exists() and f"def {test}" in (ROOT / file).read_text()
+            for file, _, test in files
+            if test
+        )
+    elif item.module == "zfunc":
+        args = argparse.Namespace(prog="zfunc", debug=False)
+        cli._parse(words, args)
+        cli._settings(COMMANDS[words[0]], args)
+    else:
+        take(item.module, words, monkeypatch)
+
+
+def test_what_fails_or_runs_over_is_noted_and_the_rest_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    items = [
+        gpu.Item("fails", "no_such_module", "", "", "", 60),
+        gpu.Item("hangs", "http.server", "0", "", "", 1),
+        gpu.Item("works", "this", "", "", "", 60),
+    ]
+    monkeypatch.setattr(gpu, "ITEMS", items)
+    monkeypatch.setattr(sys, "argv", ["gpu", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit, match="1"):
+        gpu.main()
+    (path,) = tmp_path.glob("gpu-all-*.json")
+    rows = json.loads(path.read_text())["results"]["rows"]
+    assert [row["outcome"] for row in rows] == ["exit code 1", "stopped after 1 s", "ok"]
+    assert "no_such_module" in rows[0]["output"][-1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(pretend.missing_tools()), reason="needs g++ and ninja to build the pretend device")
+def test_the_list_runs_on_the_pretend_device(tmp_path: Path) -> None:
+    line = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu",
+        "--device",
+        "pretend",
+        "--toy",
+        "--results",
+        str(tmp_path),
+    ]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert {p.name.partition("-")[0] for p in tmp_path.glob("*.json")} >= {
+        "gpu",
+        "step",
+        "large",
+        "simulated",
+        "adam",
+    }
