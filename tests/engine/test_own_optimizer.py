@@ -1,7 +1,9 @@
-"""An optimizer of one's own: a value with the protocol's methods, and a row of state buffers."""
+"""Every optimizer, and one of one's own: a value with the protocol's methods, and a row of state buffers."""
 
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ from small_models import MODELS, bits, flats
 from torch import Tensor
 
 import zfunc
+import zfunc.optim
 from zfunc.core.decision import StepDecision
 from zfunc.core.hardware import ROUND
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
 from zfunc.engine.program import Program
 from zfunc.errors import CheckpointError
+from zfunc.optim.base import Optimizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -75,6 +79,9 @@ class Momentum:
         return {"master": state["master"], "buf": -state["exp_avg"]}
 
 
+OPTIMIZERS = {"Momentum": Momentum(), "AdamW": zfunc.AdamW()}
+
+
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = StateBuffer("master", "fp32"), StateBuffer("buf", "fp32")
@@ -87,17 +94,27 @@ def compiled(optimizer: Any = Momentum(), **settings: Any) -> tuple[Program, Any
     return zfunc.compile(segments, optimizer=optimizer, **settings), data
 
 
+def test_every_optimizer_of_zfunc_is_in_the_table() -> None:
+    modules = [import_module(m.name) for m in iter_modules(zfunc.optim.__path__, "zfunc.optim.")]
+    classes = [
+        x for m in modules for x in vars(m).values() if isinstance(x, type) and x.__module__ == m.__name__
+    ]
+    optimizers = {x for x in classes if hasattr(x, "host_update")} - {Optimizer}
+    assert {type(optimizer) for optimizer in OPTIMIZERS.values()} == optimizers | {Momentum}
+
+
 @pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_it_trains_alike_under_any_schedule_and_goes_on_from_a_checkpoint(
-    settings: str, tmp_path: Path
+    name: str, settings: str, tmp_path: Path
 ) -> None:
-    ends = []
+    ends, optimizer = [], OPTIMIZERS[name]
     for schedule in ("Serial", "Overlapped"):
-        program, data = compiled(schedule=schedule, **SETTINGS[settings])
+        program, data = compiled(optimizer, schedule=schedule, **SETTINGS[settings])
         state = zfunc.init(program, seed=1)
         for i in range(4):
             state, metrics = zfunc.train_step(program, state, data(i), save=tmp_path / schedule, debug=True)
-        assert metrics.lr == 0.01 / 4
+        assert metrics.lr == optimizer.factors(4)["lr"]
         assert metrics.saved is not None
         assert metrics.saved.path is not None
         resumed = zfunc.load(metrics.saved.path, program)
