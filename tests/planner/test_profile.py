@@ -22,7 +22,7 @@ GB = {  # of each card, as it is sold
     **{"a10": 24, "a100-80gb": 80, "a6000": 48, "gh200": 96, "h100": 80, "h200": 141, "l4": 24, "l40s": 48},
     **{"mi300x": 192, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32, "t4": 16, "v100-32gb": 32},
 }
-SHIPPED = tuple(GB)
+SHIPPED = tuple(sorted(GB))
 
 
 def toml(name: str = "v100-32gb") -> dict[str, Any]:
