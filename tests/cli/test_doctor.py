@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_machines import tree, two_sockets
 
-from zfunc.cli import doctor_cuda as devices
+from zfunc.cli import doctor_gpu as devices
 from zfunc.cli import doctor_host as machine
 from zfunc.cli.commands.doctor import report_lines, show_checks
 from zfunc.cli.doctor_host import UNKNOWN, Check, bandwidth_checks
@@ -119,16 +119,16 @@ def test_pinning_that_is_refused_is_a_problem_and_names_the_limit() -> None:
     def refused() -> None:
         raise RuntimeError("got CUDA error 2 when pinning 100 bytes, expected room for them: and so on")
 
-    checks = by_name(devices.pinned(64 << 10, cuda=True, pin=refused))
+    checks = by_name(devices.pinned(64 << 10, gpu=True, pin=refused))
     assert checks["pinning"].problem == "got CUDA error 2 when pinning 100 bytes"
     assert "now 64.0 KiB: ulimit -l unlimited" in (checks["pinning"].advice or "")
     assert checks["limit"].value == "64.0 KiB (ulimit -l)"
-    assert not problems(devices.pinned(64 << 10, cuda=True, pin=lambda: None))
-    assert not problems(devices.pinned(None, cuda=False))
+    assert not problems(devices.pinned(64 << 10, gpu=True, pin=lambda: None))
+    assert not problems(devices.pinned(None, gpu=False))
 
 
 def test_rounding_is_exact_here_and_to_a_power_of_two_in_torch() -> None:
-    value = by_name(devices.pinned(None, cuda=False))["rounding"].value
+    value = by_name(devices.pinned(None, gpu=False))["rounding"].value
     assert value == "95.4 MiB takes 95.4 MiB, exactly; torch's allocator would take 128.0 MiB"
 
 
@@ -220,7 +220,7 @@ def fake_cuda(monkeypatch: pytest.MonkeyPatch, bf16: bool, **properties: Any) ->
 
 def test_a_device_in_one_line(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, True, pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    checks = by_name(devices.cuda(driver))
+    checks = by_name(devices.gpu_checks(driver))
     assert checks["driver"].value.startswith("550.54.15; torch is built for CUDA ")
     assert checks["device 0"].value == (
         "Fake 100; compute capability 9.0; 60.0 GiB free of 80.0 GiB; computes in bf16; "
@@ -230,7 +230,7 @@ def test_a_device_in_one_line(driver: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_device_of_which_little_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_cuda(monkeypatch, False)
-    checks = by_name(devices.cuda(tmp_path))
+    checks = by_name(devices.gpu_checks(tmp_path))
     assert checks["driver"].value.startswith("unknown; ")
     assert checks["device 0"].value.endswith("no bf16: trains in fp16 or fp32; link unknown")
     assert not problems(checks.values())
@@ -243,7 +243,7 @@ def test_a_device_that_does_not_answer_is_a_problem(driver: Path, monkeypatch: p
         raise RuntimeError("CUDA error: the launch timed out\nand more")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", fallen)
-    assert by_name(devices.cuda(driver))["device 0"].problem == "CUDA error: the launch timed out"
+    assert by_name(devices.gpu_checks(driver))["device 0"].problem == "CUDA error: the launch timed out"
 
 
 @pytest.mark.parametrize(
@@ -262,15 +262,74 @@ def test_a_driver_without_devices_is_a_problem(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    (check,) = devices.cuda(driver)
+    (check,) = devices.gpu_checks(driver)
     assert problem in (check.problem or "")
+
+
+# --- ROCm, by a stand-in ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rocm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A torch built for ROCm, and AMD's driver."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    for name in ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return tree(tmp_path, {"sys/module/amdgpu/version": "6.12.12"})
+
+
+def test_a_device_of_rocm_is_told_in_the_words_of_rocm(rocm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda(monkeypatch, True, gcnArchName="gfx942:sramecc+:xnack-")
+    checks = by_name(devices.gpu_checks(rocm))
+    assert {check.section for check in checks.values()} == {"ROCm"}
+    assert checks["driver"].value == "amdgpu 6.12.12; torch is built for ROCm 6.4.43482"
+    assert checks["device 0"].value.startswith("Fake 100; architecture gfx942; 60.0 GiB free of 80.0 GiB; ")
+    (rocm / "sys/module/amdgpu/version").unlink()
+    assert by_name(devices.gpu_checks(rocm))["driver"].value.startswith("amdgpu of this Linux; ")
+
+    def fallen(_: Any) -> Any:
+        raise RuntimeError("HIP error: the launch timed out")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fallen)
+    assert "rocm-smi" in (by_name(devices.gpu_checks(rocm))["device 0"].advice or "")
+
+
+@pytest.mark.parametrize("hiding", [None, "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_a_driver_of_rocm_without_devices_is_a_problem(
+    rocm: Path, monkeypatch: pytest.MonkeyPatch, hiding: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if hiding:
+        monkeypatch.setenv(hiding, "")
+    (check,) = devices.gpu_checks(rocm)
+    expected = (
+        f"{hiding}='' hides"
+        if hiding
+        else "built for ROCm 6.4.43482, sees no GPU under driver amdgpu 6.12.12"
+    )
+    assert (check.section, expected in (check.problem or "")) == ("ROCm", True)
+    assert hiding or "rocm-smi: is this user in the groups render and video" in (check.advice or "")
+
+
+def test_a_gpu_of_amd_without_rocm_is_told_and_no_problem(
+    rocm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be the one that draws the desktop."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    (check,) = devices.gpu_checks(rocm)
+    assert check.value == "none: steps run on the CPU; a GPU of AMD needs a torch built for ROCm"
+    assert check.problem is None
 
 
 def test_a_machine_that_tells_nothing_is_unknown_and_has_nothing_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert [(c.value, c.problem) for c in devices.cuda(tmp_path)] == [("none: steps run on the CPU", None)]
+    assert [(c.value, c.problem) for c in devices.gpu_checks(tmp_path)] == [
+        ("none: steps run on the CPU", None)
+    ]
     checks = by_name([*machine.processor(tmp_path), machine.openmp(topology.openmp_runtimes(tmp_path))])
     assert {checks[name].value for name in ("model", "largest cache", "OpenMP")} == {UNKNOWN}
     assert not problems(checks.values())

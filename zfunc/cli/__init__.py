@@ -12,7 +12,7 @@
     sensors                         cores, memory and GPUs, for `zfunc top`
     report_page                     a run as one HTML page
     report_tables, charts           its tables and curves
-    doctor_host, doctor_cuda        the checks of `zfunc doctor`
+    doctor_host, doctor_gpu         the checks of `zfunc doctor`
 
 A new command: a module in `commands` with its `COMMAND`, and its row in `catalogue`. A new flag: a field of the
 command's settings; `parser` needs no change.

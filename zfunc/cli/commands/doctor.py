@@ -1,6 +1,6 @@
 """`zfunc doctor`: everything about this machine that decides how fast a step is, and what is wrong with it.
 
-The checks are in `doctor_host` and `doctor_cuda`; this module runs and prints them.
+The checks are in `doctor_host` and `doctor_gpu`; this module runs and prints them.
 """
 
 import json
@@ -41,7 +41,7 @@ def run_checks() -> "tuple[Check, ...]":
     """Every check, in a few seconds."""
     import torch
 
-    from zfunc.cli import doctor_cuda, doctor_host
+    from zfunc.cli import doctor_gpu, doctor_host
     from zfunc.planner.bandwidth import Bandwidth, measure_bandwidth
     from zfunc.runtime import cpu_topology
     from zfunc.runtime.accelerator import accelerator_type
@@ -70,8 +70,8 @@ def run_checks() -> "tuple[Check, ...]":
         *doctor_host.memory_checks(cpu_topology.huge_page_mode(), bandwidth and bandwidth.huge),
         *doctor_host.numa(cpu_topology.numa_nodes(), slots),
         *doctor_host.bandwidth_checks(measured),
-        *doctor_cuda.pinned(doctor_cuda.locked_limit(), cuda=torch.cuda.is_available()),
-        *doctor_cuda.cuda(),
+        *doctor_gpu.pinned(doctor_gpu.locked_limit(), gpu=torch.cuda.is_available()),
+        *doctor_gpu.gpu_checks(),
     )
 
 
