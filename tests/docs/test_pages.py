@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from attrs import fields
 
 import zfunc
 from zfunc import schedules
 from zfunc.engine.stages import STAGES
+from zfunc.runtime.accelerator import Vendor
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -63,6 +65,11 @@ def test_the_python_of_a_page_runs(
 def test_no_python_of_a_page_is_left_out() -> None:
     elsewhere = {"deepspeed.md", "one_bucket.md", "tutorial.md"}  # run by tests of their own
     assert {page.name for page in PAGES if python(page)} == {*PRINTED, *elsewhere}
+
+
+def test_the_page_of_devices_has_every_call_of_a_vendor() -> None:
+    text = (ROOT / "docs" / "devices.md").read_text()
+    assert [f.name for f in fields(Vendor) if f"| `{f.name}` |" not in text] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name if page != README else "top")
