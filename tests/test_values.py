@@ -256,6 +256,31 @@ def test_what_allocates_is_refused_in_inference_mode_and_poisons_nothing(tmp_pat
     zfunc.train_step(program, zfunc.load(tmp_path, program), batch)
 
 
+@pytest.mark.parametrize(
+    ("mode", "action"),
+    [
+        (lambda: torch.autocast("cpu", torch.bfloat16), r"autocast for 'cpu', .*: pass precision="),
+        (torch.autograd.detect_anomaly, "anomaly detection, .*: pass debug=True"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_modes_of_one_thread_are_refused_because_lanes_have_their_own(mode: Any, action: str) -> None:
+    """A trace would keep them, too."""
+    program, batch = compiled(), regression(4)(0)
+    state = zfunc.init(program)
+    refused: dict[str, Callable[[], Any]] = {
+        "compile": compiled,
+        "train_step": lambda: zfunc.train_step(program, state, batch),
+        "flush": lambda: zfunc.flush(program, state),
+        "apply": lambda: zfunc.evaluate(program, state, batch),
+    }
+    with mode():
+        for name, call in refused.items():
+            with pytest.raises(RuntimeError, match=f"{name}: got {action}"):
+                call()
+    zfunc.train_step(program, state, batch)
+
+
 class Returns(nn.Module):
     def __init__(self) -> None:
         super().__init__()

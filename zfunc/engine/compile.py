@@ -26,7 +26,7 @@ from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, re
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.stages import STAGES
-from zfunc.engine.state import refuse_inference_mode
+from zfunc.engine.state import refuse_global_modes, refuse_inference_mode
 from zfunc.engine.step_spec import check_recipe, make_spec
 from zfunc.engine.vjp import SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
@@ -96,6 +96,7 @@ def compile(
             "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
     device = pick_device(device)
+    refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
     if settings.deterministic:

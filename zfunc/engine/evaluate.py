@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_map_only
 
 from zfunc.engine.program import Program, check_state, on_compute_stream
 from zfunc.engine.stage_context import name_nondeterminism
-from zfunc.engine.state import State
+from zfunc.engine.state import State, refuse_global_modes
 from zfunc.engine.weights import parameter_weights
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
@@ -35,6 +35,7 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
     Random numbers that a segment still draws depend on the state alone. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
+    refuse_global_modes("apply", program.device)
     program.executor.check_process("apply")
     for y in outputs(program, state, inputs, [*[()] * (len(program.segments) - 1), more]):
         output = y  # only the last is kept

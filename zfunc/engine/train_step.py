@@ -32,7 +32,7 @@ from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.specialize import specialize, specialize_without_batch, split_batch
 from zfunc.engine.stage_context import StepContext
-from zfunc.engine.state import State, refuse_inference_mode
+from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.errors import LaneTimeout, NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions, StepRun
@@ -108,6 +108,7 @@ def train_step(
     """
     refuse_inference_mode("train_step")
     check_state(program, state, "train_step")
+    refuse_global_modes("train_step", program.device)
     truth("train_step: trace", trace)
     truth("train_step: debug", debug)
     of_type("train_step: jitter", jitter, Jitter | None, "a zfunc.Jitter or None: pass one")
@@ -259,6 +260,7 @@ def flush(program: Program, state: State) -> State:
     """
     refuse_inference_mode("flush")
     check_state(program, state, "flush")
+    refuse_global_modes("flush", program.device)
     if state.pending is None:
         return state
     with lock_staging(

@@ -111,7 +111,13 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
             for i, leaf in zip(moving, moved, strict=True):
                 x[i] = leaf
             y = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
-            return [t for t in tree_leaves(y) if _floating(t)], y
+            outputs = [t for t in tree_leaves(y) if _floating(t)]
+            if not outputs:
+                raise ValueError(
+                    "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
+                    "(requires_grad_(False)), or join the segment with the next"
+                )
+            return outputs, y
 
         # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
         with torch.enable_grad(), redirected():

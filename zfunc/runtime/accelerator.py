@@ -255,14 +255,14 @@ def reset_peak(device: torch.device) -> None:
         torch.accelerator.reset_peak_memory_stats(device)
 
 
-def pin(device: torch.device, address: int, nbytes: int) -> Callable[[], object] | None:
-    """Page-lock host memory in place for copies of `device`; returns what undoes it.
+def pinning_of(device: torch.device) -> "Pin | None":
+    """The call that page-locks host memory in place for copies of `device`: (device, address, bytes), and what it
+    returns undoes it. It raises RuntimeError if the driver refuses.
 
-    None where the type has no such call: the caller takes memory of torch's pinned allocator then, which rounds up
-    to a power of two. Raises RuntimeError if the driver refuses.
+    None where the type has no such call: torch's pinned allocator is left, which rounds up to a power of two.
     """
     vendor = VENDORS.get(device.type)
-    return vendor.pin(device, address, nbytes) if vendor and vendor.pin else None
+    return vendor.pin if vendor else None
 
 
 def unplanned_bytes(device: torch.device) -> int:
@@ -273,11 +273,14 @@ def unplanned_bytes(device: torch.device) -> int:
 # ---- what torch has no neutral call for ------------------------------------------------------------
 
 
+Pin = Callable[[torch.device, int, int], Callable[[], object]]
+
+
 @frozen
 class Vendor:
     """One device type's own calls. None: there is none, and the fallback holds."""
 
-    pin: Callable[[torch.device, int, int], Callable[[], object]] | None = None  # see `pin`
+    pin: Pin | None = None  # see `pinning_of`
     delay: Callable[[torch.device, float], None] | None = None  # see `delay_stream`
     prepare_deterministic: Callable[[torch.device], None] | None = None
     unplanned: int = LIBRARIES

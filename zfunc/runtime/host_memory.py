@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zfunc.runtime.accelerator import pin
+from zfunc.runtime.accelerator import pinning_of
 from zfunc.runtime.host_pages import PAGE, map_pages, touch
 from zfunc.runtime.numa import first_touches
 from zfunc.runtime.thread_budget import default_numa_slots, default_threads
@@ -49,16 +49,15 @@ def alloc_host(
     nbytes = numel * dtype.itemsize
     if not numel or (nbytes < PAGE and pinned_for is None):
         return torch.zeros(numel, dtype=dtype, device="cpu")
+    pin = None if pinned_for is None else pinning_of(pinned_for)
+    if pinned_for is not None and pin is None:
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
     pages, slots = map_pages(nbytes), default_numa_slots()
     threads = default_threads()
     touch(pages, first_touches(numel, dtype.itemsize, threads=threads, page=PAGE, sweeps=sweeps), slots)
     tensor = torch.frombuffer(pages, dtype=dtype, count=numel)
-    if pinned_for is None:
-        return tensor
-    # A fork would leave this process copies of pages it writes to, and the device the ones it knows.
-    pages.madvise(mmap.MADV_DONTFORK)
-    release = pin(pinned_for, pages.address, len(pages))
-    if release is None:
-        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=True)
-    pages.release = release
+    if pinned_for is not None and pin is not None:
+        # A fork would leave this process copies of pages it writes to, and the device the ones it knows.
+        pages.madvise(mmap.MADV_DONTFORK)
+        pages.release = pin(pinned_for, pages.address, len(pages))
     return tensor
