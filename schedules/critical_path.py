@@ -81,9 +81,8 @@ class _ListScheduler:
     graph: Graph
     hardware: Hardware
     ready: dict[Kind, list[tuple[float, int]]] = field(factory=dict[Kind, list[tuple[float, int]]])
-    events: list[tuple[float, int, bool]] = field(
-        factory=list[tuple[float, int, bool]]
-    )  # (time, operation, whether it ends); else a hand-off to it
+    # (time, operation, whether it ends); else a hand-off to it.
+    events: list[tuple[float, int, bool]] = field(factory=list[tuple[float, int, bool]])
     busy: set[Kind] = field(factory=set[Kind])
     seconds: list[float] = field(init=False)
     ranks: list[float] = field(init=False)

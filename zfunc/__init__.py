@@ -105,6 +105,7 @@ __all__ = [
     "evaluate",
     "flush",
     "from_deepspeed",
+    "hf",
     "init",
     "load",
     "lr",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from table import RECIPES, SPECS, TRAINING, every_graph, graphs, specs
 
-from zfunc.core.decision import ops_before_decision
+from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.regions import Regions
@@ -293,11 +293,11 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
 def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec: StepSpec) -> None:
     """What a refused step leaves behind, on a disk, in the state or on other ranks, is no matter of chance."""
     graph = Graph(tuple(recipe(evolve(spec, save=True))))
-    assert [op.name for op in ops_before_decision(graph)] == []
+    assert [op.name for op in ops_unguarded_by_decision(graph)] == []
     # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
     assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
-        op.name for op in ops_before_decision(blind)
+        op.name for op in ops_unguarded_by_decision(blind)
     }
 
 

@@ -28,11 +28,12 @@ VERSION = 1
 _FORMAT_NAMES = {"8bit-1": "8bit", "8bit": "8bit-2"}
 LIMIT = 64 << 20  # bytes of a manifest: 10,000 parameters on 64 ranks, of 10 TB
 _MAX_CRC = 2**32 - 1
+# The fields of a pending decision, beside the optimizer's factors.
 _DECISION = (
     "skip",
     "grad_scale",
     "number",
-)  # the fields of a pending decision, beside the optimizer's factors
+)
 _ADAM_FACTORS = ("lr", "betas")
 
 

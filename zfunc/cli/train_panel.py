@@ -114,9 +114,8 @@ class LivePanel:
 
     @property
     def _width(self) -> int:
-        return min(
-            self.console.width - 5, WIDEST
-        )  # the terminal echoes ^C after the last line: two have to fit
+        # The terminal echoes ^C after the last line: two have to fit.
+        return min(self.console.width - 5, WIDEST)
 
     def _panel(self, title: str, *parts: RenderableType) -> Panel:
         return Panel(

@@ -13,9 +13,8 @@ from zfunc.core.graph import Kind
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
 
-Bound = (
-    Kind | Literal["waiting"]
-)  # what bounds a part of a step; "waiting" where no operation of the chain ran
+# What bounds a part of a step; "waiting" where no operation of the chain ran.
+Bound = Kind | Literal["waiting"]
 
 
 @frozen

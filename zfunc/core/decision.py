@@ -23,7 +23,7 @@ class StepDecision:
     loss: float = field(default=0.0, eq=False)
 
 
-def ops_before_decision(graph: Graph) -> Iterator[Op]:
+def ops_unguarded_by_decision(graph: Graph) -> Iterator[Op]:
     """The operations with an effect outside of the step that may run although the step is refused.
 
     A correct recipe has none. An operation that updates or publishes the state has to depend on the operation that

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 from attrs import evolve
 
-from zfunc.core.decision import ops_before_decision
+from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
@@ -64,7 +64,7 @@ def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> Non
                 "stages"
             )
         _check_pending_gradients(graph)
-        for op in ops_before_decision(graph):
+        for op in ops_unguarded_by_decision(graph):
             raise ValueError(
                 f"recipe: got {op}, whose effect leaves the step, and which does not depend on the decision "
                 "whether the step is skipped: let it read the region decision"

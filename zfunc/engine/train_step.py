@@ -130,9 +130,8 @@ def _train_step(
 ) -> tuple[State, Metrics]:
     number, ranks, buffers = state.step + 1, program.ranks, state.buffers
     shaped = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
-    check_faults(
-        (f for f in options.faults if f.step == number), shaped.plan
-    )  # of all ranks: they refuse together
+    # Of all ranks: they refuse together.
+    check_faults((f for f in options.faults if f.step == number), shaped.plan)
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
     check_memory(program, shaped.memory, allocated=allocated, action="train_step")
     check_ranks_agree(program, shaped, state, batch)

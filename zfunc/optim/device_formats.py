@@ -104,10 +104,11 @@ def pack_bf16_(to: Tensor, x: Tensor, dither: Tensor, scratch: Scratch) -> None:
 # unpacking. The unit of exp_avg follows from the code of exp_avg_sq as if that were not special, so exp_avg_sq
 # comes first both ways, and its infinities and zeros last.
 
+# Bits of the dithers; exp_avg_sq's are those of its coarsest codes.
 CODES_CUTS = (
     CUT,
     MIN_SHIFT + NUM_SHIFTS - 1,
-)  # bits of the dithers; exp_avg_sq's are those of its coarsest codes
+)
 
 
 def unpack_codes_(
@@ -143,18 +144,16 @@ def pack_codes_(
     torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # infinite values count as 0
     coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
     top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
-    below = (
-        log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)
-    )  # the smallest less 1, where 0 wraps to the largest
+    # The smallest less 1, where 0 wraps to the largest.
+    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)
     choice = torch.zeros_like(top)
     for k in range(NUM_SHIFTS - 1):
         choice.add_(top - below - 1 > HIGHEST_CODE - 1 << MIN_SHIFT + k)
     shift = choice + MIN_SHIFT
     base = top.sub_(torch.full_like(shift, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
     torch.bitwise_right_shift(dithers[1], NUM_SHIFTS - 1 - choice, out=log)
-    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(
-        min=1
-    )  # a positive value stays positive: it is a divisor
+    # A positive value stays positive: it is a divisor.
+    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)
     log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, LIMIT, out=mask), INFINITE)
     exp_avg_sq.copy_(log.view(-1)[: exp_avg_sq.numel()])
     scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])

@@ -310,9 +310,8 @@ def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], o
 def _forget_cuda_error() -> None:
     """Or the next kernel launch would report what has been handled."""
     with suppress(OSError, AttributeError):
-        runtime = ctypes.CDLL(
-            f"libcudart.so.{torch.version.cuda.split('.')[0]}"
-        )  # the one that torch has loaded
+        # The one that torch has loaded.
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
         runtime.cudaGetLastError()
 
 

@@ -79,9 +79,8 @@ def numa_nodes(root: Path = ROOT) -> tuple[NumaNode, ...]:
 
 
 def _node(folder: Path) -> NumaNode:
-    lines = (
-        line.split() for line in (read_text(folder / "meminfo") or "").splitlines()
-    )  # Node 0 MemFree: 9 kB
+    # Node 0 MemFree: 9 kB.
+    lines = (line.split() for line in (read_text(folder / "meminfo") or "").splitlines())
     sizes = {words[2]: int(words[3]) * 1024 for words in lines if len(words) == 5}
     cpus = cpu_list(read_text(folder / "cpulist") or "")
     return NumaNode(

@@ -44,9 +44,8 @@ class HostPages(mmap.mmap):
 def map_pages(nbytes: int) -> HostPages:
     """Zeroed pages for `nbytes` > 0, of no physical memory yet. Raises MemoryError where there is no room."""
     try:
-        pages = HostPages(
-            -1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )  # shared ones get no huge pages
+        # Shared ones get no huge pages.
+        pages = HostPages(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(_refusal(nbytes, error.strerror or str(error))) from error
     if nbytes >= HUGE_MIN:

@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 BACKWARD = 1 << 32  # number of the first draw of a backward; those of its forward count from 0
 _default_generator = threading.Lock()
-_thread = (
-    threading.local()
-)  # .draws: those of the pass that this thread is in; .generators: one for each device
+# .draws: those of the pass that this thread is in; .generators: one for each device.
+_thread = threading.local()
 
 
 def fold_seed(*parts: Any) -> int:

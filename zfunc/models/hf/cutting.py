@@ -21,10 +21,11 @@ from zfunc.models.hf.parts import EmbedSegment, HeadSegment, LayerSegment
 from zfunc.runtime.rng import seeded_sequence
 
 log = logging.getLogger("zfunc")
+# Transformers that is tested; 5.0 computes some of these models differently.
 OLDEST, NEWEST = (
     (5, 12),
     (5, 23),
-)  # transformers that is tested; 5.0 computes some of these models differently
+)
 MISSING = "zfunc.hf: got no transformers, expected version 5.12 or newer: pip install 'zfunc[hf]'"
 
 
