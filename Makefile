@@ -16,7 +16,7 @@ train: $(STAMP)
 # The tests of the device half have processes of their own, in which torch has the pretend device.
 test: $(TOOLS) lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --device pretend tests/device
+	$(BIN)/python -m pytest -n 2 --dist loadfile --device pretend tests/device
 
 lint: $(TOOLS)
 	$(BIN)/ruff check

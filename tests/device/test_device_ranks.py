@@ -10,7 +10,6 @@ from typing import Any
 import pretend
 import pytest
 
-pytestmark = pytest.mark.xdist_group("ranks")  # which share a run of the worker
 WORKER = Path(__file__).with_name("device_rank_worker.py")
 
 
