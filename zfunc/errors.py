@@ -41,6 +41,9 @@ class CheckpointError(ValueError):
     """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
 
 
+USE_ANOTHER = "use another checkpoint, or start anew in another folder (--out)"  # instead of a damaged one
+
+
 def did_you_mean(got: str, known: list[str], *, cutoff: float = 0.4) -> str:
     """` (did you mean 'x'?)` for the known name nearest to `got`, or nothing if none is as alike as `cutoff`.
 

@@ -197,7 +197,7 @@ MODELS: list[tuple[list[Parameter], str]] = [
     ),
     (
         [*MODEL[0], *MODEL[1], Parameter("new", ())],
-        r"model: it has no 'new'\. Load it with the model that saved it",
+        r"model: it has no 'new'\. Load it with the model that saved it: with",
     ),
     (
         [MODEL[0][0]],

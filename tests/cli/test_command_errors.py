@@ -105,7 +105,7 @@ TRAIN = [
     ("--data cut.jsonl", ["--data: cut.jsonl, line 2"]),
     ("--data short.txt --seq-length 100", ["tokens for --seq-length 100", "shorter"]),
     ("--data short.txt --vocab-size 99", ["--vocab-size: got 99", "read as bytes", "256"]),
-    ("--data tokens.bin --vocab-size 10", ["expected tokens below --vocab-size 10"]),
+    ("--data tokens.bin --vocab-size 10", ["expected tokens below 10: pass the --vocab-size"]),
     ("--data odd.bin", ["multiple of 2", "check that the file is complete"]),
     ("--out short.txt/run", ["--out: got short.txt/run", "cannot be written"]),
     ("--out used", ["--out: got used", "holds files already", "name another"]),
@@ -260,8 +260,8 @@ OTHERS = [
     ("draw --hardware rtx4090 --precision fp61", "--precision: got 'fp61'"),
     (f"draw --num-layers {HUGE}", "--num-layers: got 1e+20 layers"),
     (f"draw --seq-length {HUGE}", "elements of an activation"),
-    ("draw --compare nowhere", "--compare: got nowhere without a plan.txt"),
-    ("draw --compare short.txt", "--compare: got short.txt without a plan.txt"),
+    ("draw --compare nowhere", "--compare: got nowhere, which does not exist"),
+    ("draw --compare short.txt", "--compare: got short.txt, which is not a folder"),
     ("draw --compare used --num-layers 3", "--num-layers: got it with --compare, which draws the run's own"),
     ("draw --compare used --precision fp16", "--precision: got it with --compare"),
     ("draw --compare used --hardware h100 --host-gbs 3", "--host-gbs: got it with --hardware"),
@@ -285,12 +285,12 @@ OTHERS = [
     ("calibrate --batch-size 3 --micro-batches 2", "--batch-size: got 3 with --micro-batches 2"),
     ("calibrate --device tpu", "--device: got 'tpu', expected auto, cpu, cuda"),
     ("top", "got no RUN, expected one"),
-    ("top nowhere", "got nowhere without a config.json"),
-    ("top short.txt", "got short.txt without a config.json"),
-    ("top cut-run --once", "cut-run"),
+    ("top nowhere", "got nowhere, which does not exist"),
+    ("top short.txt", "got short.txt, which is not a folder"),
+    ("top cut-run --once", "cut-run/config.json: got a damaged file"),
     ("top . --every nan", "--every: got nan"),
     ("report empty", "got empty without a config.json"),
-    ("report cut-run", "cut-run"),
+    ("report cut-run", "cut-run/config.json: got a damaged file"),
     ("report a b", "got 'b' where an option was expected"),
     ("export used", "--out: got none"),
     ("export used --out used/kept.txt", "--out: got used/kept.txt, expected the name of a file that ends in"),
@@ -449,7 +449,7 @@ def test_a_full_disk_is_a_failure_that_is_told() -> None:
 def test_names_that_are_no_text_are_spelled_out() -> None:
     done = _shell(r"ZFUNC report $'\xff\e[31m'")
     assert done.returncode == 2
-    assert r"got \udcff\x1b[31m without a config.json" in done.stderr
+    assert r"got \udcff\x1b[31m, which does not exist" in done.stderr
 
 
 def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:

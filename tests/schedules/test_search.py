@@ -292,16 +292,16 @@ def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
 def test_advice_that_promises_speed_is_faster_and_fits() -> None:
     step, replan = replanning(with_room(device=1 << 40, host=1 << 40))
     advice = suggest(SETUP, step, rows=8, replan=replan)
-    assert {"speculate", "offload_ratio", "delay"} <= {name for a in advice for name in a.changes}
+    assert {"speculate", "offload_ratio", "delay_from"} <= {name for a in advice for name in a.changes}
     for a in advice:
         again = replan(with_changes(SETUP, **a.changes))
         assert again.fits
         assert again.seconds < step.seconds
         assert " % faster" in a.effect
-    (delay,) = (a for a in advice if "delay" in a.changes)
+    (delay,) = (a for a in advice if "delay_from" in a.changes)
     assert "applies every gradient a step late" in delay.effect
-    assert str(delay).startswith("delay=True: ")
-    assert delay.flags == "--delay"
+    assert str(delay).startswith("delay_from=1: ")
+    assert delay.flags == "--delay-from 1"
 
 
 def test_only_settable_changes_are_advised() -> None:
@@ -339,5 +339,5 @@ def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
 
 
 def test_a_family_without_end_is_refused() -> None:
-    with pytest.raises(ValueError, match=f"--max: got a family of which {MOST} layers and more fit"):
+    with pytest.raises(ValueError, match=f"--max: {MOST} layers fit, and more are not tried"):
         max_layers(family(1), START, with_room(host=1 << 50))

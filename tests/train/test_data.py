@@ -99,7 +99,7 @@ def test_held_out_windows_are_spread_evenly_and_the_same_in_batches_of_any_size(
 
 
 REQUESTS = [
-    (batch_at, {"num_tokens": 8}, "got 8 tokens for seq_length=8; expected at least seq_length"),
+    (batch_at, {"num_tokens": 8}, "got 8 tokens for seq_length=8, expected at least 9"),
     (batch_at, {"num_tokens": 0}, "got 0 tokens"),
     (batch_at, {"position": -1}, "got position=-1; expected 0 or more"),
     (batch_at, {"batch_size": 0}, "got batch_size=0, seq_length=8; expected 1 or more"),
@@ -122,7 +122,9 @@ def test_invalid_requests_raise_at_the_call(
 def test_a_token_beyond_the_vocabulary_raises_with_its_position() -> None:
     tokens = np.zeros(1000, np.uint16)
     tokens[777] = 300
-    with pytest.raises(ValueError, match=r"got token 300 at position 777 .* below vocab_size=300"):
+    with pytest.raises(
+        ValueError, match=r"got token 300 at position 777 .* below 300: pass the --vocab-size"
+    ):
         batch_at(tokens, 0, batch_size=99, seq_length=10, seed=0, vocab_size=300)
     batch_at(tokens, 0, batch_size=99, seq_length=10, seed=0, vocab_size=301)
     with pytest.raises(ValueError, match="position 777"):

@@ -312,7 +312,7 @@ BROKEN: dict[str, tuple[str, Callable[[str], str], str]] = {
         lambda t: t.replace('"ranks": 1', '"ranks": 0'),
         "config.json: got no settings",
     ),
-    "settings that are a list": ("config.json", lambda t: "[]", "config.json: got no JSON object"),
+    "settings that are a list": ("config.json", lambda t: "[]", "config.json: got a damaged file"),
 }
 
 

@@ -23,7 +23,7 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import manifest_json as manifest_file
 from zfunc.checkpoint.manifest import FILE, Manifest
 from zfunc.checkpoint.shard_reader import open_shard
-from zfunc.errors import CheckpointError
+from zfunc.errors import USE_ANOTHER, CheckpointError
 
 LATEST = "latest"
 FOLDER = "checkpoints"  # in the folder of a run
@@ -168,10 +168,13 @@ def locate_checkpoint(path: Path) -> Path:
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if (checkpoint := find_checkpoint(folder)) is not None:
         return checkpoint.path
-    what = "no checkpoint in it" if os.path.lexists(folder) else "no such folder"
+    if os.path.lexists(folder):
+        what, advice = "no checkpoint in it", "name a folder that has one"
+    else:
+        what, advice = "no such folder", "check the path"
     raise CheckpointError(
-        f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: name "
-        f"one, such as {folder / 'step-00001234'}"
+        f"{folder}: got {what}, expected a checkpoint, a folder of them, or a run with a folder {FOLDER!r}: "
+        f"{advice}"
     )
 
 
@@ -184,7 +187,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:
         raise CheckpointError(
-            f"{path}: got a manifest of step {step}, expected that of the folder's name: use another checkpoint"
+            f"{path}: got a manifest of step {step}, expected that of the folder's name: {USE_ANOTHER}"
         )
     _check_files(path, manifest)
     return Checkpoint(path, manifest)

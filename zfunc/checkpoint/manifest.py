@@ -18,7 +18,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import stored_buffers
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
@@ -26,7 +26,6 @@ FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 PENDING = "pending"  # the kind of a gradient that is still to be applied
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)
-_NEXT = "use another checkpoint"
 
 
 @frozen
@@ -149,7 +148,8 @@ def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
     if flaws:
         more = f", and {len(flaws) - 3} more" if len(flaws) > 3 else ""
         raise CheckpointError(
-            f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that saved it"
+            f"got a checkpoint of another model: {'; '.join(flaws[:3])}{more}. Load it with the model that saved "
+            "it: with zfunc train, pass the --num-layers, --hidden-size and other model flags of that run"
         )
 
 
@@ -258,4 +258,4 @@ def check_plain(value: object, where: str, depth: int = 0) -> None:
 
 
 def _bad(where: str, got: str, expected: str) -> CheckpointError:
-    return CheckpointError(f"{where}: got {got}, expected {expected}: {_NEXT}")
+    return CheckpointError(f"{where}: got {got}, expected {expected}: {USE_ANOTHER}")

@@ -13,9 +13,9 @@ from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.safetensors_file import BYTES, Shard, TensorInfo, cut, find_tensor
-from zfunc.errors import CheckpointError
+from zfunc.errors import USE_ANOTHER, CheckpointError
 
-_NEXT = "use another checkpoint, and check this disk"
+_NEXT = f"{USE_ANOTHER}; check this disk"
 
 
 @define(eq=False)
@@ -92,7 +92,7 @@ def open_shard(path: Path, shard: Shard) -> ShardReader:
         if size != shard.size:
             raise CheckpointError(
                 f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; "
-                "use another checkpoint"
+                f"{USE_ANOTHER}"
             )
         header = bytearray(shard.header_size)
         with disk.os_errors_as(path, "reading its header"):

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 
 from attrs import frozen
 
-from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 
 MAX_INT = 2**63 - 1
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -36,7 +36,7 @@ def parse_json(raw: bytes, where: str) -> "JsonNode":
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{where}: got {_reason(error)}, expected strict JSON: the file is damaged or not one of zfunc's; "
-            "use another checkpoint"
+            f"{USE_ANOTHER}"
         ) from error
     return JsonNode(value, where)
 
@@ -108,7 +108,7 @@ class JsonNode:
         """Raise CheckpointError for this value, or with `got`, a description of what is wrong with it."""
         raise CheckpointError(
             f"{self.where}: got {got or _short.repr(self.value)}, expected {expected}: the file is damaged or not "
-            "one of zfunc's; use another checkpoint"
+            f"one of zfunc's; {USE_ANOTHER}"
         )
 
     def fields(self, *names: str) -> "tuple[JsonNode, ...]":

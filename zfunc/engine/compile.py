@@ -136,7 +136,10 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
     """
     optimizer = AdamW() if optimizer is None else optimizer
     if isinstance(optimizer, type) or not isinstance(optimizer, Optimizer):  # pyright: ignore
-        of_type("optimizer", optimizer, AdamW, "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)")
+        expected = "a zfunc.AdamW, which is Adam too: pass zfunc.AdamW(lr=...)"
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"optimizer: got a torch.optim.{type(optimizer).__name__}, expected {expected}")
+        of_type("optimizer", optimizer, AdamW, expected)
     if isinstance(optimizer, AdamW) and settings.moments == DEFAULT_MOMENTS:
         settings = evolve(settings, moments=optimizer.moments)
     if isinstance(optimizer, AdamW) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):

@@ -35,7 +35,7 @@ class InPlaceError(ValueError):
             f"a tensor of shape {tuple(tensor.shape)} made outside the function (a parameter, the input, a buffer "
             "or a captured tensor)"
         )
-        instead = instead or "return a new tensor instead (running statistics cannot be kept)"
+        instead = instead or "return a new tensor instead (of a module, with inplace=False)"
         super().__init__(f"got an in-place change ({func}) of {name}, expected a pure function: {instead}")
         self.func, self.tensor = func, tensor
 

@@ -30,9 +30,7 @@ def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> in
 
     most = bisect_left(range(1, MOST + 1), True, key=too_many)
     if most == MOST:
-        raise ValueError(
-            f"--max: got a family of which {MOST} layers and more fit, expected fewer: give a larger --hidden-size"
-        )
+        raise ValueError(f"--max: {MOST} layers fit, and more are not tried: pass a larger --hidden-size")
     return most
 
 

@@ -32,7 +32,7 @@ from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
 
 # Settings that a search does not vary: only these are worth a suggestion after one.
-UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay", "speculate")
+UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay_from", "speculate")
 
 
 @frozen(eq=False)

@@ -15,9 +15,9 @@ MOST = 5  # suggestions
 REDUCTIONS = 6  # changes that are combined until a step fits
 
 OTHER_NUMBERS = {
-    "moments": "rounds otherwise",
-    "delay": "applies every gradient a step late",
-    "precision": "rounds otherwise",
+    "moments": "different rounding",
+    "delay_from": "applies every gradient a step late",
+    "precision": "different rounding",
 }
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
@@ -195,4 +195,4 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     yield from ({"bucket_size": size} for size in (25_000_000, 200_000_000) if size != settings.bucket_size)
     yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
     if not settings.delayed:
-        yield {"delay": True, "speculate": 0} if settings.speculate else {"delay": True}
+        yield {"delay_from": 1, "speculate": 0} if settings.speculate else {"delay_from": 1}

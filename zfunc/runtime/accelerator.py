@@ -69,8 +69,8 @@ def pick_device(device: torch.device | str | None = None) -> torch.device:
         raise ValueError(f"device: got {device!r}, {expected}{hint}") from None
     if chosen.type not in types:
         raise ValueError(
-            f"device: got {str(device)!r}, {expected}, the types of this machine: use device='cpu', or install a "
-            "torch built for its accelerator"
+            f"device: got {str(device)!r}, {expected}: torch sees no other device on this machine; if it has an "
+            "accelerator, install a torch built for that"
         )
     if chosen.type == "cpu":
         return CPU

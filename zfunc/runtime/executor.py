@@ -48,7 +48,7 @@ from zfunc.values import number, whole
 
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
-HANGS = "The device hangs; if it is only slow (a first compilation, say), give the executor more patience"
+HANGS = "The device hangs; if it is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
 HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
 
 
@@ -504,7 +504,7 @@ def _waiting(what: str, lane: str, run: RunningStep, patience: float, op: str = 
         )
     return (
         f"{what} waited {patience:g} s for {op} of lane {lane}, which {doing}: the step was stopped. If that "
-        "operation is only slow (a first compilation, say), give the executor more patience"
+        "operation is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
     )
 
 

@@ -140,17 +140,32 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run folder. Raises ValueError, naming the folder, if there is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"got {path.parent} without a {path.name} that can be read ({reason}), expected the folder of a run: "
-            "name one that `zfunc train` wrote, such as runs/DATE-TIME"
-        ) from error
+    except OSError as error:
+        raise _unreadable(path, error, "the folder of a run") from error
+    except (ValueError, RecursionError):
+        content = None
     if not isinstance(content, dict):
         raise ValueError(
-            f"{path}: got no JSON object, expected what zfunc train wrote: name the folder of another run"
+            f"{path}: got a damaged file, expected the JSON object that zfunc train wrote: name the folder of "
+            "another run"
         )
     return cast("dict[str, Any]", content)
+
+
+def _unreadable(path: Path, error: OSError, expected: str) -> ValueError:
+    """The error for a file of a run folder that cannot be read; the folder itself may be missing."""
+    folder = path.parent
+    if not os.path.lexists(folder):
+        what = f"{folder}, which does not exist"
+    elif not folder.is_dir():
+        what = f"{folder}, which is not a folder"
+    elif isinstance(error, FileNotFoundError):
+        what = f"{folder} without a {path.name}"
+    else:
+        what = f"{folder}, whose {path.name} cannot be read ({error.strerror})"
+    return ValueError(
+        f"got {what}, expected {expected}: name one that `zfunc train` wrote, such as runs/DATE-TIME"
+    )
 
 
 # --- the measured step ------------------------------------------------------------------------------------
@@ -211,14 +226,13 @@ def _setting(run: Path) -> Setting:
 def _read(run: Path, name: str, reader: Callable[[str], T]) -> T:
     try:
         text = (run / name).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"got {run} without a {name} that can be read ({reason}), expected the folder of a run that measured a "
-            "step: name one that `zfunc train` wrote, such as runs/DATE-TIME"
-        ) from error
-    try:
         return reader(text)
+    except OSError as error:
+        raise _unreadable(run / name, error, "the folder of a run that measured a step") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{run / name}: got a damaged file, expected text: name the folder of another run"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{run / name}: {error}") from error
 

@@ -147,7 +147,7 @@ def create_run(out: Path | None, *, again: bool = False) -> RunFolder:
     except OSError as error:
         raise ValueError(
             f"--out: got {out or RUNS}, which cannot be written ({error.strerror or error}), expected a folder "
-            "with room for a few files: name another with --out"
+            "that can be created and written: name another with --out"
         ) from error
 
 

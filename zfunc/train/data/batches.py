@@ -4,7 +4,8 @@ The loss of a batch is the mean over all its tokens that count, on any number of
 a pure function of settings, data and position.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -28,13 +29,23 @@ def rank_batch(settings: TrainSettings, corpus: Corpus, position: int, ranks: Ra
         "seed": settings.seed,
         "vocab_size": corpus.vocab_size,
     }
-    if corpus.loss_mask is None:
-        return batch_at(corpus.train, position + first, batch_size=rows, **common)
-    inputs, labels = batch_at(
-        corpus.train, position, batch_size=settings.batch_size, loss_mask=corpus.loss_mask, **common
-    )
+    with _errors_naming(corpus.name):
+        if corpus.loss_mask is None:
+            return batch_at(corpus.train, position + first, batch_size=rows, **common)
+        inputs, labels = batch_at(
+            corpus.train, position, batch_size=settings.batch_size, loss_mask=corpus.loss_mask, **common
+        )
     own = slice(first, first + rows)
     return weighted_batch(inputs[own], labels[own], tokens_per_row=_tokens_per_row([labels]))
+
+
+@contextmanager
+def _errors_naming(data: str) -> Iterator[None]:
+    """A context in which a ValueError names the data."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{data}: {error}") from error
 
 
 def _tokens_per_row(labels: Sequence[Tensor]) -> float:
@@ -49,7 +60,7 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
     What fits in training fits here. The last batch may be smaller.
     """
     rows = settings.batch_size // (settings.micro_batches * ranks.world)
-    try:
+    with _errors_naming(f"the held-out part of {corpus.name}"):
         batches = held_out_batches(
             corpus.held_out,
             batch_size=rows,
@@ -59,8 +70,6 @@ def held_out_parts(settings: TrainSettings, corpus: Corpus, ranks: RankGroup) ->
             loss_mask=corpus.held_out_loss_mask,
         )
         windows = tuple(batches)
-    except ValueError as error:
-        raise ValueError(f"the held-out part of {corpus.name}: {error}") from error
     if corpus.held_out_loss_mask is None:
         return windows
     if all((labels == IGNORE_INDEX).all() for _, labels in windows):

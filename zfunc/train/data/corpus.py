@@ -317,8 +317,8 @@ def _check_request(tokens: np.ndarray, batch_size: int, seq_length: int) -> None
         )
     if len(tokens) <= seq_length:
         raise ValueError(
-            f"got {len(tokens):,} tokens for seq_length={seq_length}; expected at least seq_length + 1 "
-            "(inputs and targets are one apart); use more data or shorter sequences"
+            f"got {len(tokens):,} tokens for seq_length={seq_length}, expected at least {seq_length + 1:,} (inputs "
+            "and targets are one apart): use more data or shorter sequences"
         )
 
 
@@ -360,8 +360,8 @@ def _read(
     if vocab_size is not None and rows.max() >= vocab_size:
         row, column = np.argwhere(rows >= vocab_size)[0]
         raise ValueError(
-            f"got token {rows[row, column]} at position {starts[row] + column:,} of the data; expected "
-            f"tokens below vocab_size={vocab_size:,}; pass the vocabulary and the dtype of the file"
+            f"got token {rows[row, column]} at position {starts[row] + column:,} of the data, expected tokens "
+            f"below {vocab_size:,}: pass the --vocab-size and the --dtype that the file was written with"
         )
     block = torch.from_numpy(rows)  # [batch, seq + 1]
     inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
