@@ -25,7 +25,7 @@ from small_models import MODELS
 import zfunc
 from zfunc.errors import RankError
 from zfunc.runtime import collectives as ranks
-from zfunc.runtime import failure_detection as rollcall
+from zfunc.runtime import failure_detection
 from zfunc.runtime import fault_injection as faults
 from zfunc.runtime.collectives import RankGroup
 
@@ -129,7 +129,7 @@ def apart(rank: int, out: Path, _: Faults) -> None:
 
 def freezes(rank: int, out: Path, _: Faults) -> None:
     """Rank 0 stops as its machine would without power: its connections stay, and the store does not answer."""
-    rollcall.ANSWER = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
+    failure_detection.STORE_TIMEOUT = ranks.SETTLE_LATE = 1.0  # or it would take 12 s
     together = RankGroup.of()
     together.sums([1.0])
     write(out / f"{rank}.ready", "")

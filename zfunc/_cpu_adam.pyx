@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, freethreading_compatible=True
-"""The kernel's door: raw addresses in, the GIL released, nothing checked. adam.py checks.
+"""The kernel's door: raw addresses in, the GIL released, nothing checked. zfunc/optim/host_adam.py checks.
 
 Addresses are those of 1-D contiguous arrays of n elements. Types are FP32, BF16, FP16 (or NONE for no
 copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best one this CPU runs.

@@ -64,8 +64,8 @@ class Option:
         'its format: text, html'
         """
         old, new = ", ".join(self.words), ", ".join(words)
-        told = self.help.replace(old, new) if old else f"{self.help}: {new}"
-        return evolve(self, help=told + note, check=one_of(words), words=words)
+        text = self.help.replace(old, new) if old else f"{self.help}: {new}"
+        return evolve(self, help=text + note, check=one_of(words), words=words)
 
 
 def flag(name: str) -> str:
@@ -103,7 +103,7 @@ def probability(name: str, value: Any) -> None:
 
 @frozen
 class OneOf:
-    """A check that the value is one of `names`, the nearest of which is told otherwise."""
+    """A check that the value is one of `names`; the error suggests the nearest."""
 
     names: Collection[str]
 
@@ -137,9 +137,9 @@ def ratio(name: str, value: Any) -> None:
         )
 
 
-def share(told: str) -> float | Literal["auto"]:
-    """What was told as a ratio."""
-    return AUTO if told == AUTO else float(told)
+def read_ratio(typed: str) -> float | Literal["auto"]:
+    """The value of a ratio as typed."""
+    return AUTO if typed == AUTO else float(typed)
 
 
 def path(name: str, value: Any) -> None:
@@ -183,7 +183,7 @@ def flag_fields(
 
 
 def values_of_flags(settings: type[Any], flags: Any) -> dict[str, Any]:
-    """What the fields of `flags` say of `settings`, by the names there."""
+    """The values of `settings` that the fields of `flags` give, by their names in `settings`."""
     values: dict[str, Any] = {}
     for f in attrs.fields(settings):
         option: Option = f.metadata["option"]

@@ -19,7 +19,7 @@ from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import choose_threads
 
 GOOD = Bandwidth(

@@ -35,6 +35,11 @@ def drops_the_last(graph: Any) -> Plan:
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"schedule": "Overlaped"}, ValueError, "schedule: got 'Overlaped'.*did you mean 'Overlapped'"),
     ({"schedule": 3}, TypeError, "schedule: got a int, expected a callable"),
+    (
+        {"optimizer": torch.optim.SGD([torch.zeros(1)])},
+        TypeError,
+        "optimizer: got a torch.optim.SGD, expected a zfunc.AdamW",
+    ),
     ({"schedule": drops_the_last}, PlanError, "got it on the lanes 0 times"),
     ({"schedule": lambda _: compiled(micro_batches=2).plan}, PlanError, "a plan of another graph"),
     ({"precision": "fp61"}, ValueError, "precision: got 'fp61'.*did you mean 'fp16'"),

@@ -313,6 +313,20 @@ def test_a_gradient_hook_registered_later_is_refused_too() -> None:
         program_of(segment)
 
 
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 8, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.zeros(1, dtype=torch.int64))
+
+
+def test_an_embedding_with_max_norm_is_refused_with_the_way_out() -> None:
+    with pytest.raises(ValueError, match="segment 's': got an in-place change.*leave out max_norm"):
+        step(program_of(Embeds()))
+
+
 def test_running_statistics_are_refused_by_module_and_with_the_way_out() -> None:
     norms = {
         "BatchNorm1d 'norm'": nn.BatchNorm1d(8),

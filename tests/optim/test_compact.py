@@ -30,7 +30,7 @@ from zfunc.optim.compact_reference import (
     unpack_exp_avg_sq,
 )
 from zfunc.optim.kernel_loader import cpu_adam as kernel
-from zfunc.runtime.numa import UNIT
+from zfunc.runtime.numa_placement import UNIT
 
 MOMENTS = ("16bit", "8bit")
 ALL = np.arange(1 << 16, dtype=np.uint32)

@@ -26,7 +26,7 @@ from forked import ERROR
 from zfunc.core.graph import Graph, Op, Region
 from zfunc.core.plan import Plan, build
 from zfunc.errors import ExecutionError, RankError
-from zfunc.runtime import failure_detection as rollcall
+from zfunc.runtime import failure_detection
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 from zfunc.runtime.failure_detection import FailureDetector, MissingRanks, StoreLost
@@ -232,22 +232,22 @@ def test_numbers_of_another_call_are_no_lengths(monkeypatch: pytest.MonkeyPatch,
         ranks.texts("save")
     with pytest.raises(RankError, match="out of step, because rank 1 sent"):
         ranks.agree("save")
-    assert ranks.roll.failed()
+    assert ranks.detector.failed()
 
 
-# --- the roll call --------------------------------------------------------------------------------------
+# --- missing ranks --------------------------------------------------------------------------------------
 
 
-def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dict[int, MissingRanks]:
-    """The verdicts of the ranks that call, each with its sign, at once."""
+def call(store: Any, world: int, symptoms: dict[int, Any], **seconds: float) -> dict[int, MissingRanks]:
+    """The verdicts of the ranks that call, each with its symptom, at once."""
     got: dict[int, MissingRanks] = {}
 
     def one(rank: int) -> None:
-        got[rank] = FailureDetector(store, rank, world).take(
-            signs[rank], **{"least": 0.1, "most": 5.0, **seconds}
+        got[rank] = FailureDetector(store, rank, world).find_missing(
+            symptoms[rank], **{"min_wait": 0.1, "max_wait": 5.0, **seconds}
         )
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in signs]
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in symptoms]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -256,20 +256,20 @@ def call(store: Any, world: int, signs: dict[int, Any], **seconds: float) -> dic
 
 
 def test_all_ranks_have_one_verdict() -> None:
-    got = call(dist.HashStore(), 4, {0: "broken", 1: "late", 3: "told"})
+    got = call(dist.HashStore(), 4, {0: "broken", 1: "late", 3: "notified"})
     assert got == dict.fromkeys((0, 1, 3), MissingRanks((2,), late=True))
 
 
 def test_two_missing_ranks_are_waited_for_until_the_time_out() -> None:
     begun = time.monotonic()
-    got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, most=0.5)
+    got = call(dist.HashStore(), 4, {1: "broken", 2: "broken"}, max_wait=0.5)
     assert got == dict.fromkeys((1, 2), MissingRanks((0, 3)))
     assert time.monotonic() - begun >= 0.5
     assert MissingRanks((0, 3)).text((0, 1, 2, 3), 1) == "ranks 0, 3 are gone"
 
 
 def test_if_all_ranks_call_none_is_missing() -> None:
-    got = call(dist.HashStore(), 2, {0: "broken", 1: "broken"}, least=1.0)
+    got = call(dist.HashStore(), 2, {0: "broken", 1: "broken"}, min_wait=1.0)
     assert got == dict.fromkeys((0, 1), MissingRanks(()))
     assert "no rank is missing" in got[0].text((0, 1), 0)
 
@@ -280,7 +280,7 @@ def test_the_first_to_leave_is_named() -> None:
     FailureDetector(store, 2, 4).leave("the disk is full")
     FailureDetector(store, 1, 4).leave("it noticed")
     assert FailureDetector(store, 0, 4).failed()
-    assert call(store, 4, {0: "told"}) == {0: MissingRanks((2,), why="the disk is full")}
+    assert call(store, 4, {0: "notified"}) == {0: MissingRanks((2,), why="the disk is full")}
 
 
 def test_a_group_without_a_store_is_reported() -> None:
@@ -289,7 +289,7 @@ def test_a_group_without_a_store_is_reported() -> None:
 
 
 def test_a_store_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollcall, "ANSWER", 0.1)
+    monkeypatch.setattr(failure_detection, "STORE_TIMEOUT", 0.1)
     release = threading.Event()
 
     class Stuck:

@@ -18,7 +18,7 @@ from zfunc.runtime import host_pages as paging
 from zfunc.runtime.cpu_topology import huge_page_mode, mapping_of
 from zfunc.runtime.host_memory import alloc_host, available_host_bytes
 from zfunc.runtime.host_pages import HUGE_MIN, PAGE, PARALLEL_MIN, HostPages, map_pages, touch
-from zfunc.runtime.numa import FirstTouch, NumaSlot, first_touches
+from zfunc.runtime.numa_placement import FirstTouch, NumaSlot, first_touches
 
 CPUS = sorted(os.sched_getaffinity(0))
 LARGE = PARALLEL_MIN + 3 * PAGE + 8  # bytes

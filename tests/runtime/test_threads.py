@@ -22,7 +22,7 @@ from zfunc.optim import host_adam as sweeps
 from zfunc.optim.host_adam import square_sum
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime import team_binding as teams
-from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import choose_threads
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from zfunc.runtime.cpu_topology import (
     numa_nodes,
     physical_cores,
 )
-from zfunc.runtime.numa import FirstTouch, NumaSlot, first_touches, numa_slots
+from zfunc.runtime.numa_placement import FirstTouch, NumaSlot, first_touches, numa_slots
 
 
 def test_hyperthreads_are_one_core(tmp_path: Path) -> None:

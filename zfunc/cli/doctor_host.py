@@ -18,7 +18,7 @@ from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
 from zfunc.runtime.host_memory import available_host_bytes
-from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import ThreadBudget
 from zfunc.units import format_bytes
 

@@ -18,7 +18,7 @@ from zfunc.core.layout import Layout, Parameter, make_layout, part_size, residen
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.errors import did_you_mean
-from zfunc.options import AUTO, Check, Option, not_negative, one_of, ratio, share
+from zfunc.options import AUTO, Check, Option, not_negative, one_of, ratio, read_ratio
 from zfunc.values import number, of_type, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
@@ -183,7 +183,7 @@ class StepSettings:
         "share of the optimizer state on the host, 0 to 1; the rest stays on the device",
         'In whole buckets, which are smaller below 1. "auto", with `example`: as much stays on the device as fits.',
         typed=ratio,
-        read=share,
+        read=read_ratio,
         metavar=f"X|{AUTO}",
     )
     speculate: int = _setting(

@@ -35,6 +35,8 @@ class InPlaceError(ValueError):
             f"a tensor of shape {tuple(tensor.shape)} made outside the function (a parameter, the input, a buffer "
             "or a captured tensor)"
         )
+        if func is torch.ops.aten.embedding_renorm_.default:
+            instead = "leave out max_norm, which scales the weight in place"
         instead = instead or "return a new tensor instead (of a module, with inplace=False)"
         super().__init__(f"got an in-place change ({func}) of {name}, expected a pure function: {instead}")
         self.func, self.tensor = func, tensor

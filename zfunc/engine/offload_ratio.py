@@ -14,7 +14,7 @@ from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.specialize import batch_key, specialize
 from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
-from zfunc.runtime.accelerator import available_bytes
+from zfunc.runtime.accelerator import available_bytes, on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 
 STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
@@ -30,7 +30,7 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     host does not fit.
     """
     spec = specialize(program, example).spec
-    on_cpu = program.device.type == "cpu"
+    on_cpu = not on_accelerator(program.device)
     available = available_host_bytes() if on_cpu else available_bytes(program.device)
 
     def needed(spec: StepSpec) -> int:

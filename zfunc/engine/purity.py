@@ -123,8 +123,6 @@ def _instead(module: nn.Module, owner: nn.Module) -> str:
     spectral = any(isinstance(x, SpectralNorm) for x in module._forward_pre_hooks.values())
     if spectral or isinstance(owner, parametrizations._SpectralNorm):
         return f"use parametrizations.weight_norm, or call {frozen.format('its estimate of the norm')}"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return "leave out max_norm, which scales the weight in place"
     return ""
 
 

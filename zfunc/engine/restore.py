@@ -23,6 +23,7 @@ from zfunc.core.optimizer_state import stored_buffers
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
 from zfunc.optim.base import Optimizer
+from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -74,7 +75,7 @@ def _fill(reader: CheckpointReader, targets: Iterable[tuple[WantedSlice, Tensor]
     """Fill each tensor with its slice, one on the device or of another type in bounded parts."""
     direct: list[tuple[WantedSlice, memoryview]] = []
     for x, into in targets:
-        if into.device.type == "cpu" and into.dtype == TORCH_DTYPES[reader.dtype(x.parameter, x.kind)]:
+        if not on_accelerator(into.device) and into.dtype == TORCH_DTYPES[reader.dtype(x.parameter, x.kind)]:
             direct.append((x, as_bytes(into)))
             continue
         for start in range(x.start, x.stop, PART):

@@ -187,7 +187,9 @@ def allocate_regions(
 
 def _allocate_flat(r: Region, ends: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One allocation for regions like `r`, at these offsets."""
-    on_host = r.tier != "device" or (r.role == "state" and device.type == "cpu")  # updated by the host kernel
+    on_host = r.tier != "device" or (
+        r.role == "state" and not on_accelerator(device)
+    )  # updated by the host kernel
     if not on_host:
         return torch.zeros(ends[-1], dtype=dtype, device=device)
     pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None

@@ -18,7 +18,7 @@ from zfunc.errors import OutOfMemory
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.cost_model import CostModel
 from zfunc.planner.suggestions import Suggestion, suggest
-from zfunc.runtime.accelerator import available_bytes
+from zfunc.runtime.accelerator import available_bytes, on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.thread_budget import local_ranks
 from zfunc.units import format_bytes
@@ -30,7 +30,7 @@ def local_hardware(program: Program) -> Hardware:
     """One rank's share of this machine's free memory. Its speed does not matter: those figures are round ones."""
     ranks = min(local_ranks(), program.ranks.world)
     free = {"host": max(1, available_host_bytes() // ranks)}
-    if program.device.type == "cpu":
+    if not on_accelerator(program.device):
         return evolve(ROUND, name="this machine", memory=free, unified=True)
     device = max(1, available_bytes(program.device))
     return evolve(ROUND, name="this machine", memory={**free, "device": device})

@@ -6,7 +6,7 @@
     fault_injection     failures on purpose, at a rank, step and operation
     rng                 random numbers as a function of key, pass and draw
     cpu_topology        cores, quotas, caches and NUMA nodes, from /proc and /sys
-    numa                which thread sweeps, and first touches, which pages, on which node
+    numa_placement      which thread sweeps, and first touches, which pages, on which node
     thread_budget       how many OpenMP threads the host kernel gets
     team_binding        binds a team of OpenMP threads to its NUMA nodes
     host_memory         how much memory is free; allocates and pins host buffers

@@ -1,8 +1,7 @@
 """The device that computes: the CPU, or whatever accelerator torch has (CUDA and ROCm, XPU, others).
 
 Written against `torch.accelerator`, `torch.Stream` and `torch.Event`. What torch has no neutral call for is in
-`VENDORS`, a table by device type; a type without a row gets the stated fallback. No other module asks what type a
-device is, beyond `on_accelerator`, but the launcher and doctor.
+`VENDORS`, a table by device type; a type without a row gets the stated fallback.
 """
 
 import ctypes

@@ -6,7 +6,7 @@ which `zfunc.engine.rank_agreement` compares, and only the network lane issues c
 
 A collective that a rank does not come to fails on all others with RankError, which names it
 (`zfunc.runtime.failure_detection`): about LISTEN seconds after its process has ended or it has said that it leaves,
-else when the group's time-out is over. The roll call adds SETTLE seconds at most, after a time-out SETTLE_LATE, and
+else when the group's time-out is over. Finding them adds SETTLE seconds at most, after a time-out SETTLE_LATE, and
 a little if the store fails. A collective of tensors on an accelerator is only issued here; whoever waits for the
 device asks `RankGroup.watch`, which notices the same, and aborts the group so that the device gets free.
 """
@@ -41,9 +41,9 @@ SETTLE_LATE = 5.0  # the same, after a time-out: who is in the collective answer
 GOT: dict[Symptom, str] = {
     "broken": "a broken connection",
     "late": "a time-out",
-    "told": "word that another rank has given up",
+    "notified": "word that another rank has given up",
 }
-MOST_TEXT = 1 << 30  # bytes of a text; what says more is no length
+MOST_TEXT = 1 << 30  # bytes of a text; a larger size is not valid
 LOOK = "See what each rank logged last"
 LONGER = f"{LOOK}, give slow ones longer (ZFUNC_TIMEOUT, in seconds)"
 
@@ -81,8 +81,8 @@ class RankGroup:
         return cls(group, dist.get_rank(group), len(members), members=members, store=store)
 
     @property
-    def roll(self) -> FailureDetector:
-        """What is asked when a collective has failed."""
+    def detector(self) -> FailureDetector:
+        """What finds the missing ranks when a collective has failed."""
         return FailureDetector(self.store, self.rank, self.world)
 
     def leave(self, why: str) -> None:
@@ -94,7 +94,7 @@ class RankGroup:
             return
         self.broken = why
         try:
-            self.roll.leave(why)
+            self.detector.leave(why)
         except StoreLost as lost:
             log.warning(
                 "the other ranks could not be told that this one leaves: %s; they notice by themselves", lost
@@ -158,7 +158,7 @@ class RankGroup:
         ]
 
     def _sizes(self, size: int) -> list[int]:
-        """The sizes of all ranks, each sent with its complement: what is no size is not taken for one."""
+        """The sizes of all ranks, each sent with its complement, which detects the data of another collective."""
         sizes = torch.zeros(self.world, 2, dtype=torch.int64, device="cpu")
         sizes[self.rank] = torch.tensor([size, ~size], device="cpu")
         self._all_reduce(sizes)
@@ -225,12 +225,12 @@ class RankGroup:
         begun = time.monotonic()
         work = self._issue(what, issue)
         try:
-            finished = _wait(work, self.roll)
+            finished = _wait(work, self.detector)
         except RuntimeError as error:
             # gloo tells a time-out from a broken connection by its text alone.
             self._give_up(what, begun, "late" if "timed out" in str(error).lower() else "broken", error)
         if not finished:
-            self._give_up(what, begun, "told")
+            self._give_up(what, begun, "notified")
 
     def _queue(self, what: str, issue: Callable[[], Any]) -> None:
         """Issue a collective of an accelerator's tensors on its current stream, and remember it for `watch`."""
@@ -261,18 +261,18 @@ class RankGroup:
             return False
         _, begun, _ = self.queued[0]
         try:
-            if self.store is not None and self.roll.failed():
-                self._abort("told")
+            if self.store is not None and self.detector.failed():
+                self._abort("notified")
         except StoreLost as lost:
             self._abort("broken", lost)
         if self.store is not None and time.monotonic() - begun > self.store.timeout / timedelta(seconds=1):
             self._abort("late")
         return True
 
-    def _abort(self, sign: Symptom, error: Exception | None = None) -> NoReturn:
+    def _abort(self, symptom: Symptom, error: Exception | None = None) -> NoReturn:
         what, begun, _ = self.queued[0]
         try:
-            self._give_up(what, begun, sign, error)
+            self._give_up(what, begun, symptom, error)
         finally:
             self.queued.clear()
             (self.group or dist.group.WORLD).abort()
@@ -294,14 +294,14 @@ class RankGroup:
         except dist.DistError as error:
             self._give_up(what, begun, "broken", error)
 
-    def _give_up(self, what: str, begun: float, sign: Symptom, error: Exception | None = None) -> NoReturn:
-        """Call the roll, and raise RankError with who is missing. From now on every collective raises."""
+    def _give_up(self, what: str, begun: float, symptom: Symptom, error: Exception | None = None) -> NoReturn:
+        """Find the missing ranks, and raise RankError with them. From now on every collective raises."""
         waited = time.monotonic() - begun
         timeout = SETTLE if self.store is None else self.store.timeout / timedelta(seconds=1)
-        most = SETTLE_LATE if sign == "late" else min(SETTLE, timeout)
-        late = sign == "late"
+        max_wait = SETTLE_LATE if symptom == "late" else min(SETTLE, timeout)
+        late = symptom == "late"
         try:
-            absent = self.roll.take(sign, least=0.0 if late else LISTEN, most=most)
+            absent = self.detector.find_missing(symptom, min_wait=0.0 if late else LISTEN, max_wait=max_wait)
             who, late = absent.text(self.members, self.rank), late or absent.late
         except StoreLost as lost:
             who = f"who is missing cannot be told, because {lost}"
@@ -310,7 +310,7 @@ class RankGroup:
                 who = f"rank 0, which kept the store, is gone or stuck; if others are too cannot be told ({lost})"
         self.broken = f"{who} ({what} failed after {waited:.1f} s)"
         raise RankError(
-            f"{what} on rank {self._me}: got {GOT[sign]} after {waited:.1f} s, expected all {self.world} ranks: "
+            f"{what} on rank {self._me}: got {GOT[symptom]} after {waited:.1f} s, expected all {self.world} ranks: "
             f"{who}. {LONGER if late else LOOK}, then start all of them again"
         ) from error
 
@@ -319,9 +319,9 @@ class RankGroup:
         return self.members[self.rank]
 
 
-def _wait(work: Any, roll: FailureDetector) -> bool:
+def _wait(work: Any, detector: FailureDetector) -> bool:
     """Wait for a collective; False if another rank gave up before it was done. What it raises is raised."""
-    while roll.store is not None:
+    while detector.store is not None:
         started = time.monotonic()
         try:
             work.wait(timedelta(seconds=SLICE))
@@ -332,7 +332,7 @@ def _wait(work: Any, roll: FailureDetector) -> bool:
             if time.monotonic() - started < SLICE / 2:
                 raise
         try:
-            if roll.failed():
+            if detector.failed():
                 return False
         except StoreLost:
             break

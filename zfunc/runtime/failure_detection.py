@@ -1,11 +1,11 @@
-"""Who is missing: what ranks ask each other after a collective has failed, through the store of their group.
+"""Finds the missing ranks after a collective has failed, through the store of their group.
 
-A broken connection only says that something broke, a time-out only that somebody did not come. So every rank that
-has noticed calls "here" in the store, and who has not called after a while is missing. The first to find that out
-writes the verdict, and all others take it over, those too that come later.
+A broken connection or a time-out does not say which rank caused it. So every rank that notices one reports "here"
+in the store, and a rank that has not reported after a while is missing. The first rank to find that out writes the
+verdict, and all others, also later ones, read it.
 
-The invariant: nothing here needs a rank that is gone. Every question to the store is given up after a while,
-because the store itself may have been kept by the rank that is missing.
+The invariant: nothing here needs a missing rank. Every request to the store has a time-out, because a missing rank
+may have hosted the store.
 """
 
 import json
@@ -18,11 +18,11 @@ from typing import Any, Literal, TypeVar
 from attrs import asdict, frozen
 
 T = TypeVar("T")
-Symptom = Literal["broken", "late", "told"]  # a connection broke; the time-out; somebody else has given up
+Symptom = Literal["broken", "late", "notified"]  # a broken connection; a time-out; another rank has given up
 
 POLL = 0.05  # seconds between two questions
-ANSWER = 3.0  # seconds for the store to answer one
-FAREWELL = 1.0  # seconds that a rank stays for others who have called and not read the verdict yet
+STORE_TIMEOUT = 3.0  # seconds for the store to answer one
+EXIT_GRACE = 1.0  # seconds that a rank stays for others that have reported and not read the verdict yet
 LONGEST = 1000  # characters of a reason
 
 
@@ -63,9 +63,9 @@ class MissingRanks:
 
 @frozen(eq=False)
 class FailureDetector:
-    """The roll of `world` ranks in their `store` (as `torch.distributed.Store`; None if it cannot be had).
+    """Finds the missing ones of `world` ranks through their `store` (`torch.distributed.Store`; None without one).
 
-    A group is only ever called once: after that nothing it sends counts any more.
+    For one failure of a group, which is not used after it.
     """
 
     store: Any
@@ -80,37 +80,41 @@ class FailureDetector:
             self.store.compare_set(_key("left"), "", mine)
             self.store.set(_key("failed"), "1")
 
-        self._ask(tell, ANSWER)
+        self._ask(tell, STORE_TIMEOUT)
 
     def failed(self) -> bool:
         """Whether any rank has left or given up. Raises StoreLost."""
-        return self._ask(lambda: self.store.check([_key("failed")]), ANSWER)
+        return self._ask(lambda: self.store.check([_key("failed")]), STORE_TIMEOUT)
 
-    def take(self, sign: Symptom, *, least: float, most: float) -> MissingRanks:
-        """Call this rank and hear who else does, for at most `most` seconds; the same verdict on every rank.
+    def find_missing(self, symptom: Symptom, *, min_wait: float, max_wait: float) -> MissingRanks:
+        """Report this rank, and wait at most `max_wait` seconds for the others; the same verdict on every rank.
 
-        Done when all others have called but one, though not before `least` seconds, in which that one may. Raises
-        StoreLost if the store does not answer.
+        Ends when all have reported, or all but one after `min_wait` seconds. Raises StoreLost if the store does not
+        answer.
         """
-        return self._ask(lambda: self._take(sign, least, most), most + FAREWELL + ANSWER)
+        return self._ask(
+            lambda: self._find_missing(symptom, min_wait, max_wait), max_wait + EXIT_GRACE + STORE_TIMEOUT
+        )
 
-    def _take(self, sign: Symptom, least: float, most: float) -> MissingRanks:
+    def _find_missing(self, symptom: Symptom, min_wait: float, max_wait: float) -> MissingRanks:
         begun, store = time.monotonic(), self.store
-        store.set(_key("here", self.rank), sign)
+        store.set(_key("here", self.rank), symptom)
         store.add(_key("calls"), 1)
         store.set(_key("failed"), "1")
         while not store.check([_key("verdict")]):
             waited, calls = time.monotonic() - begun, store.add(_key("calls"), 0)
-            enough = calls == self.world or (calls == self.world - 1 and waited >= least) or waited >= most
+            enough = (
+                calls == self.world or (calls == self.world - 1 and waited >= min_wait) or waited >= max_wait
+            )
             if enough or store.check([_key("left")]):
-                store.compare_set(_key("verdict"), "", json.dumps(asdict(self._found())))
+                store.compare_set(_key("verdict"), "", json.dumps(asdict(self._missing())))
             else:
                 time.sleep(POLL)
         verdict = json.loads(store.get(_key("verdict")))
-        self._part()
+        self._wait_for_readers()
         return MissingRanks(tuple(verdict["missing"]), verdict["late"], verdict["why"])
 
-    def _found(self) -> MissingRanks:
+    def _missing(self) -> MissingRanks:
         if self.store.check([_key("left")]):
             left = json.loads(self.store.get(_key("left")))
             return MissingRanks((left["rank"],), why=left["why"])
@@ -118,9 +122,9 @@ class FailureDetector:
         late = any(self.store.get(_key("here", r)) == b"late" for r in here)
         return MissingRanks(tuple(r for r in range(self.world) if r not in here), late=late)
 
-    def _part(self) -> None:
-        """Stay until everybody who has called has the verdict: the store may end with this process."""
-        until = time.monotonic() + FAREWELL
+    def _wait_for_readers(self) -> None:
+        """Stay until every rank that reported has read the verdict: the store may end with this process."""
+        until = time.monotonic() + EXIT_GRACE
         parted = self.store.add(_key("parted"), 1)
         while parted < self.store.add(_key("calls"), 0) and time.monotonic() < until:
             time.sleep(POLL)
@@ -138,7 +142,7 @@ class FailureDetector:
             except Exception as error:
                 answers.put((None, error))
 
-        threading.Thread(target=ask, name="zfunc roll call", daemon=True).start()
+        threading.Thread(target=ask, name="zfunc failure detection", daemon=True).start()
         try:
             answer, error = answers.get(timeout=seconds)
         except Empty:

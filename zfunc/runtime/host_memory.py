@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zfunc.runtime.accelerator import pinning_of
 from zfunc.runtime.host_pages import PAGE, map_pages, touch
-from zfunc.runtime.numa import first_touches
+from zfunc.runtime.numa_placement import first_touches
 from zfunc.runtime.thread_budget import default_numa_slots, default_threads
 
 _CGROUP = Path("/sys/fs/cgroup")

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from typing import Any
 
-from zfunc.runtime.numa import FirstTouch, NumaSlot
+from zfunc.runtime.numa_placement import FirstTouch, NumaSlot
 
 PAGE = mmap.PAGESIZE
 HUGE_MIN = 4 << 20  # bytes: a smaller mapping need not hold a huge page, which is 2 MiB

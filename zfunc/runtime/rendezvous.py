@@ -19,8 +19,8 @@ POLL = 0.02  # seconds
 def fresh_store(store: Store, rank: int, world: int) -> Store:
     """A part of `store` under a name that rank 0 has just made up. All `world` ranks have to call this.
 
-    Each other rank asks for it under a name of its own, so what is answered is no rank of before, and says when it
-    has it. Raises TimeoutError, or torch's own error, if a rank does not come within the store's time-out.
+    Each other rank sends a fresh request id, so a reply cannot come from a previous incarnation; it then
+    acknowledges. Raises TimeoutError, or torch's own error, if a rank does not come within the store's time-out.
     """
     name = uuid4().hex
     if rank:
@@ -28,12 +28,12 @@ def fresh_store(store: Store, rank: int, world: int) -> Store:
         name = store.get(f"zfunc/tell/{name}").decode()
         store.set(f"zfunc/{name}/has/{rank}", "")
     else:
-        _tell(store, name, world)
+        _answer(store, name, world)
     return PrefixStore(f"zfunc/{name}", store)
 
 
-def _tell(store: Store, name: str, world: int) -> None:
-    """Answer whoever asks, until all ranks have said that they know."""
+def _answer(store: Store, name: str, world: int) -> None:
+    """Send every rank the name, until all have acknowledged it."""
     until = time.monotonic() + store.timeout / timedelta(seconds=1)
     missing = set(range(1, world))
     while missing:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from zfunc.runtime.numa import NumaSlot
+from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import default_numa_slots
 
 log = logging.getLogger("zfunc")

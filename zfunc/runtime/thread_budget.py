@@ -1,5 +1,5 @@
-"""How many threads a sweep over host memory gets, and where: chosen explicitly, said in the log, never the
-environment's."""
+"""How many threads a sweep over host memory gets, and on which cores: chosen here and logged, never taken from
+OMP_NUM_THREADS."""
 
 import functools
 import logging
@@ -12,7 +12,7 @@ from pathlib import Path
 from attrs import frozen
 
 from zfunc.runtime.cpu_topology import ROOT, cpu_quota, numa_nodes, physical_cores
-from zfunc.runtime.numa import NumaSlot, numa_slots
+from zfunc.runtime.numa_placement import NumaSlot, numa_slots
 
 log = logging.getLogger("zfunc")
 
@@ -71,19 +71,19 @@ def _count(environment: Mapping[str, str], name: str, lowest: int) -> int:
 
 
 def local_rank() -> int:
-    """This process's number on its machine, from torchrun; 0 without. ValueError for what is no number."""
+    """This process's number on its machine, from torchrun; 0 without. ValueError unless it is a number."""
     return _count(os.environ, "LOCAL_RANK", 0)
 
 
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
-    """Ranks on this machine, from torchrun; 1 without. ValueError for what is no number."""
+    """Ranks on this machine, from torchrun; 1 without. ValueError unless it is a number."""
     return _count(environment, "LOCAL_WORLD_SIZE", 1)
 
 
 def world_size(environment: Mapping[str, str] = os.environ) -> int:
     """Ranks that train together, from torchrun; 1 without a RANK, which alone says that this is one of them.
 
-    Raises ValueError for what is no number.
+    Raises ValueError unless it is a number.
 
     >>> world_size({"WORLD_SIZE": "8", "RANK": "0"}), world_size({"WORLD_SIZE": "8"})
     (8, 1)
