@@ -4,6 +4,7 @@ import inspect
 import multiprocessing
 import types
 from collections.abc import Iterator
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -52,21 +53,30 @@ def broken(text: str, replacement: str) -> Any:
     return changed.Executor
 
 
+def queued(data: Any, i: int) -> Any:
+    """A batch that is only queued on the device when the step begins."""
+    batch = data(i)
+    for _ in range(20):
+        batch = tuple(t.to("pretend", non_blocking=True).mul(1) for t in batch)
+    return batch
+
+
+@cache
+def sound(n: int) -> tuple[Any, Any, Any]:
+    """The program of a training, its batches, and what a sound executor makes of them in one lane."""
+    model, _, settings = TRAININGS[n]
+    program, data = compiled(model, "pretend", schedule="Serial", **settings)
+    batches = partial(queued, data)
+    return program, batches, run(program, batches)
+
+
 def outcomes(executor: Any) -> Iterator[bool]:
-    """Whether each training has the bits of a sound one. The batch is only queued when the step begins."""
-    for model, schedule, settings in TRAININGS:
-        program, data = compiled(model, "pretend", schedule="Serial", **settings)
-
-        def queued(i: int, data: Any = data) -> Any:
-            batch = data(i)
-            for _ in range(20):
-                batch = tuple(t.to("pretend", non_blocking=True).mul(1) for t in batch)
-            return batch
-
-        losses, params = run(program, queued)
+    """Whether each training has the bits of a sound one."""
+    for n, (_, schedule, _) in enumerate(TRAININGS):
+        program, batches, (losses, params) = sound(n)
         other = rescheduled(program, make_schedule(schedule))
         try:
-            again, same = run(evolve(other, executor=executor(program.device)), queued)
+            again, same = run(evolve(other, executor=executor(program.device)), batches)
         except Exception:  # noticed as well
             yield False
         else:
