@@ -7,7 +7,7 @@ threads) follows from its fields, and is cached for later steps.
 import itertools
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -169,10 +169,11 @@ def staging_buffers(program: Program) -> dict[Region, Tensor]:
 def on_compute_stream(program: Program) -> AbstractContextManager[None]:
     """Work of the caller, on the stream of the lane that computes: torch keeps the memory of each stream apart, and
     what was freed there serves the next step."""
-    lanes = program.plan.lanes
-    kinds = ({program.plan.graph.ops[i].kind for i in lane.ops} for lane in lanes)
-    name = next((lane.name for lane, of in zip(lanes, kinds, strict=True) if "compute" in of), lanes[0].name)
-    return in_turn(program.executor.stream(name))
+    if not on_accelerator(program.device):
+        return nullcontext()
+    lanes, ops = program.plan.lanes, program.plan.graph.ops
+    computing = (lane for lane in lanes if any(ops[i].kind == "compute" for i in lane.ops))
+    return in_turn(program.executor.stream(next(computing, lanes[0]).name))
 
 
 @contextmanager

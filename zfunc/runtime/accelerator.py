@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -123,11 +123,9 @@ def fuses_grouped_queries(device: torch.device, dtype: torch.dtype) -> bool:
 # ---- streams and events ----------------------------------------------------------------------------
 
 
-@contextmanager
-def work_on(stream: torch.Stream | None) -> Iterator[None]:
+def work_on(stream: torch.Stream | None) -> AbstractContextManager[Any]:
     """A context in which this thread's work is queued on `stream`, of its device; None changes nothing."""
-    with nullcontext() if stream is None else stream:
-        yield
+    return nullcontext() if stream is None else stream
 
 
 @contextmanager
@@ -223,9 +221,8 @@ def deterministic_kernels(wanted: bool) -> Iterator[None]:
 
 def prepare_deterministic(device: torch.device) -> None:
     """What a device needs before `deterministic_kernels` holds on it. Raises ValueError if it is too late."""
-    vendor = VENDORS.get(device.type)
-    if vendor and vendor.prepare_deterministic:
-        vendor.prepare_deterministic(device)
+    if prepare := _vendor(device).prepare_deterministic:
+        prepare(device)
 
 
 # ---- memory ----------------------------------------------------------------------------------------
@@ -260,13 +257,12 @@ def pinning_of(device: torch.device) -> "Pin | None":
 
     None where the type has no such call: torch's pinned allocator is left, which rounds up to a power of two.
     """
-    vendor = VENDORS.get(device.type)
-    return vendor.pin if vendor else None
+    return _vendor(device).pin
 
 
 def unplanned_bytes(device: torch.device) -> int:
     """Device memory to leave free for what no plan counts: libraries' workspaces."""
-    return getattr(VENDORS.get(device.type), "unplanned", LIBRARIES) if on_accelerator(device) else 0
+    return _vendor(device).unplanned if on_accelerator(device) else 0
 
 
 # ---- what torch has no neutral call for ------------------------------------------------------------
@@ -285,11 +281,14 @@ class Vendor:
     unplanned: int = LIBRARIES
 
 
+def _vendor(device: torch.device) -> Vendor:
+    return VENDORS.get(device.type, Vendor())
+
+
 def delay_stream(device: torch.device, seconds: float) -> None:
     """Keep the current stream busy; without such a call only the host is delayed."""
-    vendor = VENDORS.get(device.type)
-    if vendor and vendor.delay:
-        vendor.delay(device, seconds)
+    if delay := _vendor(device).delay:
+        delay(device, seconds)
 
 
 def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], object]:
