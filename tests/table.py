@@ -60,7 +60,9 @@ def spec(
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
     layout = make_layout(segments, bucket_size=bucket_size, world=settings.get("world", 1))
     costs = [
-        SegmentCost(1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1))
+        SegmentCost(
+            1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1), 3 + s, 5 + s
+        )
         for s in range(len(segments))
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
@@ -308,4 +310,13 @@ def hardware() -> st.SearchStrategy[Hardware]:
     shares = st.dictionaries(kinds, st.floats(0, 1, exclude_min=True))
     shared = st.dictionaries(st.sampled_from(["cores", "memory"]), shares)
     handoff = st.one_of(st.just(0.0), st.floats(0, 1e3))
-    return st.builds(Hardware, st.just("made"), rate, rates, st.floats(0, 1e3), handoff, shared=shared)
+    return st.builds(
+        Hardware,
+        st.just("made"),
+        rate,
+        rates,
+        st.floats(0, 1e3),
+        handoff,
+        shared=shared,
+        launch=st.floats(0, 1e3),
+    )

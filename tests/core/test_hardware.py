@@ -30,6 +30,15 @@ def test_a_kind_can_have_a_latency_of_its_own() -> None:
     assert on.seconds(compute(20)) == 1 + 2
 
 
+def test_an_operation_takes_no_less_than_its_launches() -> None:
+    on, op = evolve(UNIT, launch=0.5), compute(20, 15)
+    assert [on.seconds(evolve(op, launches=n)) for n in (0, 12, 14)] == [6, 6, 7]
+    assert UNIT.seconds(evolve(op, launches=14)) == 6  # a machine whose launches are not known
+    known = evolve(on, measured=[Measured("compute", 20, 15, 0.25), Measured("compute", 200, 0, 2.5)])
+    assert known.seconds(evolve(op, launches=14)) == 0.25
+    assert known.seconds(compute(100)) < known.seconds(evolve(compute(100), launches=14)) == 7
+
+
 def test_a_measured_time_is_used() -> None:
     on = evolve(UNIT, measured=[Measured("compute", 20, 15, 0.25), Measured("host", 0, 4, 0.5)])
     assert on.seconds(compute(20, 15)) == 0.25
@@ -99,6 +108,7 @@ WRONG = {
     "latency": ({"latency": -1}, r"got a latency of -1, expected seconds, 0 or more"),
     "hand-off": ({"handoff": math.inf}, r"got a latency of inf, expected seconds, 0 or more"),
     "latency of a kind": ({"latencies": {"host": math.nan}}, "got a latency of nan, expected seconds"),
+    "launch": ({"launch": -1.0}, r"got a latency of -1\.0, expected seconds, 0 or more"),
     "kind of a latency": ({"latencies": {"hots": 1.0}}, r"'hots' in latencies, .*did you mean 'host'"),
     "kind of a rate": (
         {"rates": {**ROUND.rates, "gpu": 1.0}},

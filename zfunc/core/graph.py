@@ -95,7 +95,8 @@ class Op:
 
     `kind` is the resource it occupies: device arithmetic ("compute"), the network, the bus to the host ("d2h") and
     to the device ("h2d"), host cores, the disk. `flops` is its floating-point operations, `nbytes` the bytes it
-    moves over its resource, `workspace` the device memory in bytes that it needs while it runs.
+    moves over its resource, `workspace` the device memory in bytes that it needs while it runs. `launches` is how
+    many times the host gives an accelerator something to do for it; 0 where that is not counted.
     """
 
     verb: str
@@ -106,6 +107,7 @@ class Op:
     flops: int = 0
     nbytes: int = 0
     workspace: int = 0
+    launches: int = 0
 
     @cached_property
     def name(self) -> str:

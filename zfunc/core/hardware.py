@@ -51,6 +51,7 @@ class Hardware:
     - `latency`: seconds to start an operation; `latencies` for kinds that differ.
     - `handoff`: seconds from the end of an operation to the start of one on another lane that waits for it, to wake
       a thread or to see an event.
+    - `launch`: seconds of the host to launch one piece of work on the device (`Op.launches`).
     - `memory`: bytes on the tiers "device", "host" (pinned and pageable together) and "disk". A tier that is left
       out has no known limit. On a `unified` machine, device memory is host memory.
     - `shared`: resources that several kinds compete for, with the share that one operation of a kind uses while it
@@ -71,6 +72,7 @@ class Hardware:
     rates: Mapping[Kind, float] = field(converter=_dict, hash=False)
     latency: float = 10e-6
     handoff: float = 0.0
+    launch: float = 0.0
     latencies: Mapping[Kind, float] = field(factory=dict[Kind, float], converter=_dict, hash=False)
     memory: Mapping[Tier, int] = field(factory=dict[Tier, int], converter=_dict, hash=False)
     unified: bool = False
@@ -85,7 +87,7 @@ class Hardware:
         for what, rate in rates.items():
             if not 0 < rate < math.inf:
                 self._refuse(f"a {what} rate of {rate}", "a positive number a second: pass one")
-        for latency in (self.latency, self.handoff, *self.latencies.values()):
+        for latency in (self.latency, self.handoff, self.launch, *self.latencies.values()):
             if not 0 <= latency < math.inf:
                 self._refuse(f"a latency of {latency}", "seconds, 0 or more: leave it out for the default")
         self._check_names("rates", self.rates, KINDS)
@@ -117,14 +119,18 @@ class Hardware:
     def seconds(self, op: Op) -> float:
         """How long `op` takes alone.
 
-        The measured time of such an operation; else interpolated by FLOPs (log-log) between measured operations of
-        its kind; else latency, plus FLOPs and bytes over their rates.
+        The measured time of such an operation; else that of its work, and no less than the host's time to launch
+        it, since the device works off what has been launched so far meanwhile.
         """
-        if self.measured:
-            if (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
-                return known
-            if op.flops and (curve := self._curves.get(op.kind)):
-                return _interpolated(op.flops, curve)
+        if self.measured and (known := self._known.get((op.kind, op.flops, op.nbytes))) is not None:
+            return known
+        return max(self._seconds_of_work(op), op.launches * self.launch)
+
+    def _seconds_of_work(self, op: Op) -> float:
+        """Interpolated by FLOPs (log-log) between measured operations of its kind; else latency, plus FLOPs and
+        bytes over their rates."""
+        if self.measured and op.flops and (curve := self._curves.get(op.kind)):
+            return _interpolated(op.flops, curve)
         latency = self.latencies.get(op.kind, self.latency)
         return latency + op.flops / self.flops + op.nbytes / self.rates[op.kind]
 

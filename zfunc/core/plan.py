@@ -322,7 +322,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         kept = [*(["kept"] if r.kept else []), *([str(r.dtype)] if r.dtype and shown else [])]
         yield " ".join(["region", str(r), str(r.nbytes), r.tier, *kept])
     for op in plan.graph.ops:
-        work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace") if (v := getattr(op, k))]
+        work = [f"{k}={v}" for k in ("flops", "nbytes", "workspace", "launches") if (v := getattr(op, k))]
         yield " ".join(["op", op.name, op.kind, *work, ":", *map(str, op.reads), "->", *map(str, op.writes)])
     yield from _lane_lines(plan)
 

@@ -17,7 +17,7 @@ class SegmentCost:
 
     `flops` is that of forward, `backward_flops` that of backward with recomputation; `residual_bytes` is kept
     between them (0 if backward recomputes from the input). A workspace is the peak that a pass allocates beside its
-    inputs and outputs.
+    inputs and outputs. Launches are the operations that an accelerator is given in a pass.
     """
 
     flops: int = 0
@@ -26,6 +26,8 @@ class SegmentCost:
     forward_workspace: int = 0
     backward_workspace: int = 0
     backward_flops: int = 0
+    forward_launches: int = 0
+    backward_launches: int = 0
 
 
 @frozen

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +26,16 @@ from zfunc.core.spec import ALLOCATION
 from zfunc.runtime.rng import is_draw
 
 T = TypeVar("T")
+
+# They allocate, or look at memory in another shape, though their schemas do not say so.
+UNLAUNCHED = {
+    torch.ops.aten.empty,
+    torch.ops.aten.empty_like,
+    torch.ops.aten.empty_strided,
+    torch.ops.aten.new_empty,
+    torch.ops.aten.new_empty_strided,
+    torch.ops.aten._unsafe_view,
+}
 
 
 class InPlaceError(ValueError):
@@ -43,7 +54,8 @@ class InPlaceError(ValueError):
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Counts the FLOPs and the bytes of live storages allocated under it, now (`live`) and at most (`peak`).
+    """Counts the FLOPs, the launches and the bytes of live storages allocated under it, now (`live`) and at most
+    (`peak`).
 
     `random` records whether an operation drew random numbers. With `pure`, a write into a tensor allocated
     elsewhere raises InPlaceError.
@@ -51,7 +63,7 @@ class AllocationTracker(TorchDispatchMode):
 
     def __init__(self, *, pure: bool = False) -> None:
         super().__init__()
-        self.live = self.peak = self.flops = 0
+        self.live = self.peak = self.flops = self.launches = 0
         self.random = False
         self._pure = pure
         self._sizes: dict[int, int] = {}
@@ -62,6 +74,7 @@ class AllocationTracker(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if (count := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
+        self.launches += is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
         if not any(
             r.alias_info for r in func._schema.returns
@@ -114,17 +127,31 @@ class AllocationTracker(TorchDispatchMode):
                         raise InPlaceError(func, t)
 
 
+@cache
+def is_launched(func: Any) -> bool:
+    """Whether an accelerator computes something for this operation: not for views, memory alone, or questions of
+    shape or device.
+
+    >>> [is_launched(f) for f in (torch.ops.aten.mm.default, torch.ops.aten.t.default, torch.ops.aten.add_.Tensor)]
+    [True, False, True]
+    """
+    tensors = any("Tensor" in str(r.type) for r in func._schema.returns) or func._schema.is_mutable
+    return tensors and not func.is_view and func._overloadpacket not in UNLAUNCHED
+
+
 @frozen
 class Trace:
     """The cost of a segment for one micro-batch, in FLOPs and bytes, and its output (`out`, on meta).
 
     The peaks are those of each pass, results included. `residual_bytes` is alive between them beside the output.
-    `random` is whether one of them draws random numbers.
+    The launches are those of each pass. `random` is whether one of them draws random numbers.
     """
 
     out: Any
     forward_flops: int
     backward_flops: int
+    forward_launches: int
+    backward_launches: int
     output_bytes: int
     residual_bytes: int
     forward_peak: int
@@ -159,20 +186,22 @@ def trace(
         prepare(*args)
         with AllocationTracker() as tracker:
             y, residuals = forward(*args)
-            forward_flops = tracker.flops
+            forward_flops, forward_launches = tracker.flops, tracker.launches
             forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
             output_bytes = _storage_bytes(y)
-        backward_peak = backward_flops = 0
+        backward_peak = backward_flops = backward_launches = 0
         if backward is not None:
             cotangents = _cotangents(y)
             with AllocationTracker() as tracker:
                 backward(*args, residuals, cotangents)
-            backward_peak, backward_flops = tracker.peak, tracker.flops
+            backward_peak, backward_flops, backward_launches = tracker.peak, tracker.flops, tracker.launches
             random_numbers = random_numbers or tracker.random
         return Trace(
             out=tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y),
             forward_flops=forward_flops,
             backward_flops=backward_flops,
+            forward_launches=forward_launches,
+            backward_launches=backward_launches,
             output_bytes=output_bytes,
             residual_bytes=max(0, after - output_bytes),
             forward_peak=forward_peak,

@@ -140,14 +140,15 @@ def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, fro
         traces, random = _trace_all(program, micro)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
-        _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps)
+        _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps, program.settings.compile_segments)
         for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
     return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1])), random
 
 
-def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCost:
-    """Outputs, gradients and residuals are regions; the rest of the traced peak is workspace."""
+def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bool) -> SegmentCost:
+    """Outputs, gradients and residuals are regions; the rest of the traced peak is workspace. How much `compiled`
+    segments launch is not known."""
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
         flops=t.forward_flops,
@@ -156,6 +157,8 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool) -> SegmentCo
         residual_bytes=kept,
         forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
         backward_workspace=max(0, t.backward_peak - grad_bytes),
+        forward_launches=0 if compiled else t.forward_launches,
+        backward_launches=0 if compiled else t.backward_launches,
     )
 
 

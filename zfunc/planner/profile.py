@@ -32,8 +32,9 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "flops_per_s": ((), PRECISIONS),
     # the peak, one way: host_memory and disk of the node, all else of one device
     "bytes_per_s": (RATES, NETWORKS),
-    # to start an operation; of a network, a hop; to tell another lane that an operation has ended
-    "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), NETWORKS),
+    # to start an operation; of a network, a hop; to tell another lane that an operation has ended; of the host, to
+    # launch one piece of work on the device
+    "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), (*NETWORKS, "launch")),
     # the share of the figure of that name that is counted on
     "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
 }
@@ -161,6 +162,7 @@ class Profile:
             flops=self.reached("flops_per_s", precision),
             rates=rates,
             handoff=self.value("seconds", "handoff"),
+            launch=self.value("seconds", "launch") if "launch" in self.figures["seconds"] else 0.0,
             latencies=latencies,
             memory=self._memory(local),
             unified=self.unified,
