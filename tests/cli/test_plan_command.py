@@ -140,7 +140,7 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (["--schedule", "auto"], "found by search:"),
+        (["--schedule", "auto", "--hidden-size", "256"], "found by search:"),
         (["--delay"], "updates delayed"),
         (["--speculate", "2"], "2 buckets speculated"),
         (["--offload-ratio", "0.5"], "50% of the state on the host"),

@@ -23,7 +23,7 @@ from zfunc.core.simulator import simulate
 from zfunc.core.timeline import Timeline
 from zfunc.engine.program import Program, rescheduled
 from zfunc.engine.specialize import specialize
-from zfunc.planner.calibrate import calibrate, measure_disk, traced_steps
+from zfunc.planner.calibrate import calibrate, measure_disk, measure_launch, traced_steps
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
 from zfunc.planner.fit_rates import (
     Costs,
@@ -168,6 +168,16 @@ def test_ranks_share_a_host_that_is_the_nodes() -> None:
     assert profile.hardware("fp32", 2).latencies["network"] == pytest.approx(2e-3, rel=1e-2)
     far = make_profile(evolve(MACHINE, world=8, local_ranks=2), ONCE, DISK, "in a test")
     assert far.value("seconds", "network_between_nodes") == pytest.approx(2e-3 / 3, rel=1e-2)
+
+
+def test_launches_are_timed_where_there_are_any() -> None:
+    profile = make_profile(MACHINE, ONCE, DISK, "in a test", launch=1e-5)
+    assert profile.hardware("fp32").launch == 1e-5
+    assert "launches" in profile.figures["seconds"]["launch"].words
+    assert measure_launch(torch.device("cpu")) is None
+    without = make_profile(MACHINE, ONCE, DISK, "in a test")
+    assert "launch" not in without.figures["seconds"]
+    assert without.hardware("fp32").launch == 0
 
 
 def test_on_a_cpu_operations_compete_for_its_cores() -> None:

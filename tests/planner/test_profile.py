@@ -333,7 +333,7 @@ def profiles(draw: st.DrawFn) -> Profile:
     networks = draw(st.sampled_from([(), NETWORKS, NETWORKS[:1]]))
     precisions = draw(st.lists(st.sampled_from(PRECISIONS), min_size=1, unique=True))
     random = Random(draw(st.integers(0, 10**6)))
-    more = {"flops_per_s": precisions, "bytes_per_s": networks, "seconds": networks}
+    more = {"flops_per_s": precisions, "bytes_per_s": networks, "seconds": (*networks, "launch")}
     more["reached"] = (*precisions, *networks)
     keys = {table: (*needed, *more.get(table, ())) for table, (needed, _) in TABLES.items()}
     shared = draw(st.dictionaries(words, st.sets(st.sampled_from(KINDS)), max_size=2))

@@ -60,14 +60,13 @@ class OpBuilder(Regions):
         into = self._grad_slot(slot)
         nbytes = 2 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
         reads = (self._grads(m, s),) if first else (self._grads(m, s), into)
-        return Op("pack", (m, b, s), "compute", reads, (into,), nbytes=nbytes, launches=1)
+        return Op("pack", (m, b, s), "compute", reads, (into,), nbytes=nbytes)
 
     def add(self, m: int, b: int, s: int) -> Op:
         """Add the gradients of segment `s` for bucket `b` to the sum on the device (stage 1)."""
         into = self._grad_slot(b)
         nbytes = 3 * self.spec.layout.buckets[b].numel * self.spec.element_bytes
-        reads = (self._grads(m, s), into)
-        return Op("add", (m, b, s), "compute", reads, (into,), nbytes=nbytes, launches=1)
+        return Op("add", (m, b, s), "compute", (self._grads(m, s), into), (into,), nbytes=nbytes)
 
     def reduce_scatter(self, m: int, b: int, d: int, slot: int) -> Op:
         """Sum bucket `b` over the ranks in place; each keeps its slice. Losses are divided by the world size."""
@@ -83,8 +82,7 @@ class OpBuilder(Regions):
         """Sum the squares of a complete bucket on the device: in its slot, or in its sum."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) if slot is not None else grad.nbytes
-        # the norm, its cast to fp64, the square, the copy
-        return Op("square_sum", (b,), "compute", (grad,), (self._squares(b),), nbytes=nbytes, launches=4)
+        return Op("square_sum", (b,), "compute", (grad,), (self._squares(b),), nbytes=nbytes)
 
     def to_host(self, m: int, b: int, d: int, slot: int, host_slot: int | None) -> Op:
         """Copy a bucket's gradient to pinned memory: into a slot, or to its own buffer to wait for the norm."""
@@ -106,8 +104,7 @@ class OpBuilder(Regions):
         """Copy a delivered gradient to its own buffer on the device, or add it to the fp32 sum there."""
         into, grad = self._waiting(b), self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * into.nbytes
-        reads = (grad,) if first else (grad, into)
-        return Op("hold", (m, b, d), "compute", reads, (into,), nbytes=nbytes, launches=1)
+        return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
 
     def squares_to_host(self, b: int) -> Op:
         """Copy the squares of a bucket that is updated on the device to the host, for the norm."""

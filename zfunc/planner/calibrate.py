@@ -2,7 +2,7 @@
 
 Steps run under Serial, where each operation is timed alone, and in turns with them under Overlapped, to time the
 handoff between lanes. The operations are those of a training, in program and sizes. Their costs become the profile
-(`zfunc.planner.fit_rates`, `zfunc.planner.calibrated_profile`). The disk is measured separately.
+(`zfunc.planner.fit_rates`, `zfunc.planner.calibrated_profile`). The disk and launches are measured separately.
 """
 
 import logging
@@ -17,13 +17,17 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torch import nn
+from torch.func import functional_call
 
 from zfunc.core.graph import Kind
 from zfunc.core.timeline import Timeline
+from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.init import init
 from zfunc.engine.program import Program, rescheduled
 from zfunc.engine.specialize import specialize
 from zfunc.engine.train_step import train_step
+from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
 from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, fit_line, handoff, middle_half
@@ -42,6 +46,7 @@ WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
 BUSY = 0.1  # share of the cores that other processes may use without a warning
 SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk, and times
+LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
 
 
 def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | Path = ".") -> Profile:
@@ -55,7 +60,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     the model does not fit; OSError where `folder` cannot be written.
     """
     machine = machine_facts(program, Path(folder))
-    disk = measure_disk(Path(folder))
+    disk, launch = measure_disk(Path(folder)), measure_launch(program.device)
     before = clocks()
     serial, overlapped = traced_steps((program, rescheduled(program, Overlapped())), batch, turns)
     busy = other_processes(before, clocks())
@@ -66,7 +71,7 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     steps = middle_half(serial)
     how = f"the middle half of {turns} steps of {len(program.segments)} segments"
     seconds = handoff(middle_half(overlapped)) or 0.0
-    profile = make_profile(machine, fit_costs(steps), disk, how, handoff=seconds)
+    profile = make_profile(machine, fit_costs(steps), disk, how, handoff=seconds, launch=launch)
     log.info("%s: measured by %s, of %.3g s each", machine.title, how, steps[len(steps) // 2].seconds)
     if program.ranks.world == 1:
         log.info(
@@ -105,6 +110,35 @@ def measure_disk(folder: Path) -> LatencyBandwidth:
         path = Path(temporary) / "file"
         seconds = {n: median(_write_seconds(path, data, n) for _ in range(REPEATS)) for n in (SMALL, LARGE)}
     return fit_line(list(seconds.items()))
+
+
+def measure_launch(device: torch.device) -> float | None:
+    """Seconds of the host for one launch on `device`: those of forward and backward of a block so small that the
+    device waits for its host. None on the CPU, where nothing is launched."""
+    if not on_accelerator(device):
+        return None
+    with torch.device(device):
+        block = nn.Sequential(*(x for _ in range(2) for x in (nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())))
+        x = torch.ones(8, 8)
+    weights = SegmentWeights({name: p.detach() for name, p in block.named_parameters()}, {})
+    passes = make_vjp(lambda given, x: functional_call(block, given, (x,)), recompute="all", wrt_input=True)
+
+    def run() -> None:
+        y, residuals = passes.forward(weights, (x,))
+        passes.backward(weights, (x,), residuals, [y])
+
+    def seconds() -> float:
+        torch.accelerator.synchronize(device)
+        start = time.perf_counter()
+        for _ in range(PASSES):
+            run()
+        torch.accelerator.synchronize(device)
+        return time.perf_counter() - start
+
+    run()  # traces
+    with AllocationTracker() as tracker:
+        run()
+    return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
 
 
 def _write_seconds(path: Path, data: bytes, nbytes: int) -> float:

@@ -46,10 +46,17 @@ class MachineFacts:
 
 
 def make_profile(
-    machine: MachineFacts, costs: Costs, disk: LatencyBandwidth, how: str, *, handoff: float = 0.0
+    machine: MachineFacts,
+    costs: Costs,
+    disk: LatencyBandwidth,
+    how: str,
+    *,
+    handoff: float = 0.0,
+    launch: float | None = None,
 ) -> Profile:
     """The Profile of `machine` from the costs of its operations; `how` says how they were measured. `handoff` are
-    the seconds until a lane learns that an operation of another has ended.
+    the seconds until a lane learns that an operation of another has ended, `launch` those of one launch on the
+    device.
 
     Raises ValueError where no operation of the steps gives a rate.
     """
@@ -62,6 +69,7 @@ def make_profile(
         raise ValueError(f"got no operation {what} in the steps, expected some: take a model that has one")
     rates = _rates(machine, lines, disk)
     latencies = {**_latencies(machine, lines, disk), "handoff": min(1.0, handoff)}
+    latencies |= {} if launch is None else {"launch": launch}
     figures: dict[str, dict[str, float]] = {
         "count": {"devices": machine.devices, "cores": machine.cores},
         "bytes": {tier: float(nbytes) for tier, nbytes in machine.memory.items()},
@@ -76,13 +84,15 @@ def make_profile(
         "count": "read from the operating system",
         "bytes": "free when this was measured",
         "reached": "the figure was reached",
+        "launch": "launches of a small block, forward and backward",
     }
     return Profile(
         "calibrated",
         machine.title,
         {
             table: {
-                key: Figure(_short(value), "measured", words.get(table, how)) for key, value in of.items()
+                key: Figure(_short(value), "measured", words.get(key, words.get(table, how)))
+                for key, value in of.items()
             }
             for table, of in figures.items()
         },
