@@ -13,7 +13,7 @@ from attrs import evolve
 from table import RECIPES, SCHEDULES, SPECS, TIED, every_plan, graph_of, plan_of, spec
 
 from zfunc.core.graph import Graph, Op, Region
-from zfunc.core.plan import Lane, Plan, build, happens_before, parse, topological_order
+from zfunc.core.plan import Lane, Plan, build, parse, topological_order
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 HERE = "import sys; sys.path.insert(0, sys.argv[1]); from table import *; "
@@ -74,7 +74,7 @@ def test_an_implied_wait_is_dropped() -> None:
     graph = Graph(tuple(Op(verb, (), "compute", (x,), (x,)) for verb in "abc"))
     plan = build(graph, {"one": [0], "two": [1], "three": [2]})
     assert plan.waits == ((), (0,), (1,))
-    assert happens_before(plan)[2] == (0, 0, 0)
+    assert plan.clocks[2] == (0, 0, 0)
 
 
 # --- parsing ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ conflicting pair.
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from attrs import field, frozen, validators
 
@@ -141,8 +141,7 @@ class Op:
         return tuple(r for r in self.regions if r.role == role)
 
 
-@frozen
-class Conflict:
+class Conflict(NamedTuple):
     """Two operations, by position in the graph, that conflict over `region`."""
 
     before: int
@@ -168,7 +167,7 @@ class Graph:
     @ops.validator  # pyright: ignore
     def _check(self, _: object, ops: tuple[Any, ...]) -> None:
         seen: set[str] = set()
-        declarations: dict[Region, tuple[Any, ...]] = {}
+        declared: dict[Region, Region] = {}
         for op in ops:
             if not isinstance(op, Op):
                 raise TypeError(
@@ -184,12 +183,11 @@ class Graph:
                         f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
                         "pass one"
                     )
-                if r not in declarations:
+                if (first := declared.setdefault(r, r)) is r:
                     _check_name("region", r.buffer, r.index)
-                declared = (r.nbytes, r.tier, r.lifetime, r.dtype, r.role)
-                if (first := declarations.setdefault(r, declared)) != declared:
+                elif (now := _declaration(r)) != (before := _declaration(first)):
                     raise ValueError(
-                        f"{op.name} declares {r} as {declared}, an earlier operation as {first} (bytes, tier, "
+                        f"{op.name} declares {r} as {now}, an earlier operation as {before} (bytes, tier, "
                         "lifetime, dtype, role): declare a region the same way everywhere"
                     )
 
@@ -210,20 +208,25 @@ class Graph:
         return tuple(dict.fromkeys(r for op in self.ops for r in op.regions))
 
     @cached_property
+    def region_number(self) -> dict[Region, int]:
+        """The position of each region in `regions`; numbers are faster keys than regions."""
+        return {r: n for n, r in enumerate(self.regions)}
+
+    @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
         """The conflicting pairs from which all others follow by transitivity.
 
         A read follows the last write; a write follows the last write and every read since. Linear in the number of
         operations times the regions of each.
         """
-        return tuple(_conflicts(self.ops))
+        return tuple(_conflicts(self))
 
     @cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """For each operation, the positions of the operations it depends on directly."""
         before: list[dict[int, None]] = [{} for _ in self.ops]
-        for c in self.conflicts:
-            before[c.after][c.before] = None
+        for earlier, later, _ in self.conflicts:
+            before[later][earlier] = None
         return tuple(map(tuple, before))
 
 
@@ -237,20 +240,27 @@ def _check_name(what: str, name: Any, index: tuple[Any, ...]) -> None:
         )
 
 
-def _conflicts(ops: Iterable[Op]) -> Iterator[Conflict]:
-    last_write: dict[Region, int] = {}
-    reads_since: dict[Region, list[int]] = {}
-    for i, op in enumerate(ops):
-        for r in dict.fromkeys(op.reads):
-            if r in last_write:
-                yield Conflict(last_write[r], i, r)
-        for r in dict.fromkeys(op.writes):
-            if r in last_write and r not in op.reads:
-                yield Conflict(last_write[r], i, r)
-            for reader in reads_since.get(r, ()):
-                yield Conflict(reader, i, r)
-        for r in dict.fromkeys(op.reads):
-            reads_since.setdefault(r, []).append(i)
-        for r in op.writes:
-            last_write[r] = i
-            reads_since[r] = []
+def _declaration(r: Region) -> tuple[Any, ...]:
+    return r.nbytes, r.tier, r.lifetime, r.dtype, r.role
+
+
+def _conflicts(graph: Graph) -> Iterator[Conflict]:
+    regions, number = graph.regions, graph.region_number
+    last_write = [-1] * len(regions)
+    reads_since: list[list[int]] = [[] for _ in regions]
+    for i, op in enumerate(graph.ops):
+        reads = dict.fromkeys([number[r] for r in op.reads])
+        writes = dict.fromkeys([number[r] for r in op.writes])
+        for n in reads:
+            if last_write[n] >= 0:
+                yield Conflict(last_write[n], i, regions[n])
+        for n in writes:
+            if last_write[n] >= 0 and n not in reads:
+                yield Conflict(last_write[n], i, regions[n])
+            for reader in reads_since[n]:
+                yield Conflict(reader, i, regions[n])
+        for n in reads:
+            reads_since[n].append(i)
+        for n in writes:
+            last_write[n] = i
+            reads_since[n] = []

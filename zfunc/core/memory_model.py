@@ -5,13 +5,13 @@ operation unless all of its accesses have certainly finished, or certainly none 
 wherever its operation may run.
 """
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
 from itertools import accumulate
 
 from attrs import frozen
 
 from zfunc.core.graph import TIERS, Graph, Region, Tier
-from zfunc.core.plan import Clock, Plan, happens_before
+from zfunc.core.plan import Plan
 
 
 @frozen
@@ -40,7 +40,7 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     Peak(tier='device', kept=0, transient=112, op='use')
     """
     always = persistent_bytes(plan.graph)
-    at = _highest(plan, happens_before(plan), _lifetimes(plan))
+    at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
     transient = {tier: (highest.nbytes, highest.op) for tier, highest in at.items()}
     return {tier: Peak(tier, always[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
 
@@ -71,94 +71,98 @@ def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     for r in plan.graph.regions:
         if r.kept:
             count(r.tier, r.buffer, r.nbytes)
-    clocks, lifetimes = happens_before(plan), _lifetimes(plan)
-    at = _highest(plan, clocks, lifetimes)
-    for life in lifetimes:
-        start, stop = _span(plan, clocks, at[life.tier].lane, life)
+    at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
+    known = _known(plan)
+    for life in _lifetimes(plan):
+        start, stop = _span(plan, known, at[life.tier].lane, life)
         if start <= at[life.tier].moment < stop:
             count(life.tier, life.buffer, life.nbytes)
     return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
 
 
+def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
+    """For each tier with transient allocations and each lane, the bytes that may be alive at each of its moments.
+
+    Moment 0 is before the lane's first operation starts, moment n after its n-th has started. Every point in time
+    lies in one moment of a lane, so the maximum over the moments of any lane is an upper bound.
+    """
+    changes: dict[Tier, list[list[int]]] = {}
+    known = _known(plan)
+    for life in _lifetimes(plan):
+        if life.tier not in changes:
+            changes[life.tier] = [[0] * (len(lane.ops) + 2) for lane in plan.lanes]
+        for n, deltas in enumerate(changes[life.tier]):
+            start, stop = _span(plan, known, n, life)
+            deltas[start] += life.nbytes
+            deltas[stop] -= life.nbytes
+    return {tier: [list(accumulate(deltas)) for deltas in lanes] for tier, lanes in changes.items()}
+
+
 @frozen
 class _Lifetime:
-    """A transient allocation, and the operations that access it; the first one allocates it."""
+    """A transient allocation: the first operation that accesses it, and the last on each lane, as (lane, position)."""
 
     buffer: str
     tier: Tier
     nbytes: int
-    accesses: tuple[int, ...]
+    first: int
+    last: tuple[tuple[int, int], ...]
 
 
 @frozen
 class _Highest:
-    """The largest sum of allocations that may be alive together, at a moment of one lane just before `op` ends."""
+    """The most bytes alive at a moment of the lane that gives the smallest bound; `op` has just started then."""
 
     nbytes: int
     lane: int
-    moment: int  # 0 is before the lane's first operation starts, n after its n-th has started
+    moment: int
     op: str
 
 
 def _lifetimes(plan: Plan) -> list[_Lifetime]:
-    accesses: dict[Region, list[int]] = {}
+    place, number = plan.place, plan.graph.region_number
+    firsts: dict[int, int] = {}
+    lasts: dict[int, dict[int, int]] = {}
     workspaces: list[_Lifetime] = []
     for i, op in enumerate(plan.graph):
+        lane, position = place[i]
         for r in op.regions:
             if not r.kept:
-                accesses.setdefault(r, []).append(i)
+                n = number[r]
+                if n not in firsts:
+                    firsts[n], lasts[n] = i, {}
+                lasts[n][lane] = max(position, lasts[n].get(lane, -1))
         if op.workspace:
-            workspaces.append(_Lifetime("workspace", "device", op.workspace, (i,)))
-    return workspaces + [_Lifetime(r.buffer, r.tier, r.nbytes, tuple(ops)) for r, ops in accesses.items()]
+            workspaces.append(_Lifetime("workspace", "device", op.workspace, i, (place[i],)))
+    regions = ((plan.graph.regions[n], first, tuple(lasts[n].items())) for n, first in firsts.items())
+    return workspaces + [_Lifetime(r.buffer, r.tier, r.nbytes, *accesses) for r, *accesses in regions]
 
 
-def _highest(plan: Plan, clocks: Mapping[int, Clock], lifetimes: Sequence[_Lifetime]) -> dict[Tier, _Highest]:
-    """The peak of every tier with transient allocations.
+def _highest(plan: Plan, alive: list[list[int]]) -> _Highest:
+    """The smallest of the bounds of the lanes."""
+    bounds: list[_Highest] = []
+    for n, lane in enumerate(plan.lanes):
+        if lane.ops:
+            nbytes = max(alive[n])
+            moment = alive[n].index(nbytes)
+            bounds.append(_Highest(nbytes, n, moment, plan.graph.ops[lane.ops[max(0, moment - 1)]].name))
+    return min(bounds, key=lambda bound: (bound.nbytes, bound.op))
 
-    Every point in time lies in one moment of a lane, so the maximum over the moments of any lane is an upper bound.
-    The result is the smallest of these bounds.
+
+def _known(plan: Plan) -> list[list[list[int]]]:
+    """For each lane and each other lane, the position there that each operation knows to have finished; ascending."""
+    clocks = plan.clocks
+    return [
+        [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes
+    ]
+
+
+def _span(plan: Plan, known: list[list[list[int]]], lane: int, life: _Lifetime) -> tuple[int, int]:
+    """The first moment of a lane at which an allocation may be alive, and the first after it.
+
+    It ends with the first operation that starts after the last access on every lane has finished.
     """
-    changes: dict[Tier, list[list[int]]] = {}
-    for life in lifetimes:
-        lanes = changes.setdefault(life.tier, [[0] * (len(lane.ops) + 2) for lane in plan.lanes])
-        for n, deltas in enumerate(lanes):
-            start, stop = _span(plan, clocks, n, life)
-            deltas[start] += life.nbytes
-            deltas[stop] -= life.nbytes
-    return {
-        tier: min(
-            (_highest_of(plan, n, deltas) for n, deltas in enumerate(lanes) if plan.lanes[n].ops),
-            key=lambda peak: (peak.nbytes, peak.op),
-        )
-        for tier, lanes in changes.items()
-    }
-
-
-def _highest_of(plan: Plan, lane: int, deltas: list[int]) -> _Highest:
-    ops = plan.lanes[lane].ops
-    alive = list(accumulate(deltas))
-    moment = alive.index(max(alive))
-    return _Highest(alive[moment], lane, moment, plan.graph.ops[ops[max(0, moment - 1)]].name)
-
-
-def _span(plan: Plan, clocks: Mapping[int, Clock], lane: int, life: _Lifetime) -> tuple[int, int]:
-    """The first moment of a lane at which an allocation may be alive, and the first after it."""
-    return clocks[life.accesses[0]][lane] + 1, _first_after(plan, clocks, lane, life.accesses) + 1
-
-
-def _first_after(plan: Plan, clocks: Mapping[int, Clock], lane: int, accesses: Sequence[int]) -> int:
-    """The first position on `lane` whose operation starts after every access has finished."""
-    last: dict[int, int] = {}
-    for a in accesses:
-        other, p = plan.place[a]
-        last[other] = max(p, last.get(other, -1))
-    ops = plan.lanes[lane].ops
-    low, high = last.get(lane, -1) + 1, len(ops)
-    while low < high:  # clocks only grow along a lane
-        middle = (low + high) // 2
-        known = clocks[ops[middle]]
-        if all(other == lane or known[other] >= p for other, p in last.items()):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    after = 0
+    for other, p in life.last:
+        after = max(after, p + 1 if other == lane else bisect_left(known[lane][other], p))
+    return plan.clocks[life.first][lane] + 1, after + 1

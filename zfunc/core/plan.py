@@ -97,6 +97,18 @@ class Plan:
         """For each operation, the number of its lane and its position on it."""
         return {op: (n, p) for n, lane in enumerate(self.lanes) for p, op in enumerate(lane.ops)}
 
+    @cached_property
+    def clocks(self) -> dict[int, Clock]:
+        """The vector clock of every operation, from lane order and waits alone.
+
+        For `a != b`, `a` finishes before `b` starts in every run exactly if `clocks[b][lane of a] >= position of a`.
+        Raises PlanError for a deadlock.
+        """
+        clocks: dict[int, Clock] = {}
+        for op in topological_order(self, self.waits):
+            clocks[op] = _tick(self, op, self.waits[op], clocks)
+        return clocks
+
     @property
     def num_waits(self) -> int:
         """The number of waits between lanes."""
@@ -168,36 +180,27 @@ def lane_errors(plan: Plan) -> Iterator[str]:
             yield f"got {count} lanes named {name}, expected unique names: a lane is one thread or stream"
 
 
-def happens_before(plan: Plan) -> dict[int, Clock]:
-    """The vector clock of every operation, from lane order and waits alone.
-
-    For `a != b`, `a` finishes before `b` starts in every run exactly if `clocks[b][lane of a] >= position of a`.
-    """
-    clocks: dict[int, Clock] = {}
-    for op in topological_order(plan, plan.waits):
-        clocks[op] = _tick(plan, op, plan.waits[op], clocks)
-    return clocks
-
-
 def topological_order(plan: Plan, needs: Sequence[Sequence[int]]) -> Iterator[int]:
     """The operations in an order that keeps every lane's order and puts each after all of `needs[op]`.
 
     Raises PlanError, naming the operations that wait for each other, if there is no such order.
     """
     place = plan.place
-    pending = {op: sum(n in place for n in needs[op]) + (p > 0) for op, (_, p) in place.items()}
-    unlocks: dict[int, list[int]] = {}
+    pending: dict[int, int] = {}
+    unlocks: dict[int, list[int]] = {op: [] for op in place}
     for op, (lane, p) in place.items():
-        for n in needs[op]:
-            unlocks.setdefault(n, []).append(op)
+        before = [n for n in needs[op] if n in unlocks]
         if p > 0:
-            unlocks.setdefault(plan.lanes[lane].ops[p - 1], []).append(op)
+            before.append(plan.lanes[lane].ops[p - 1])
+        pending[op] = len(before)
+        for n in before:
+            unlocks[n].append(op)
     ready = [op for op in reversed(place) if pending[op] == 0]
     while ready:
         op = ready.pop()
         del pending[op]
         yield op
-        for after in unlocks.get(op, ()):
+        for after in unlocks[op]:
             pending[after] -= 1
             if pending[after] == 0:
                 ready.append(after)

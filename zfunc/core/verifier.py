@@ -7,7 +7,7 @@ not how the plan was made, and is linear in the size of the plan.
 from collections.abc import Iterator
 
 from zfunc.core.graph import Conflict
-from zfunc.core.plan import Plan, PlanError, happens_before, lane_errors, lane_for, plan_excerpt
+from zfunc.core.plan import Plan, PlanError, lane_errors, lane_for, plan_excerpt
 
 
 def verify(plan: Plan) -> Plan:
@@ -39,10 +39,11 @@ def races(plan: Plan) -> Iterator[Conflict]:
     >>> [str(race.region) for race in races(without_waits)]
     ['x']
     """
-    clocks = happens_before(plan)
+    clocks, place = plan.clocks, plan.place
     for conflict in plan.graph.conflicts:
-        lane, position = plan.place[conflict.before]
-        if clocks[conflict.after][lane] < position:
+        before, after, _ = conflict
+        lane, position = place[before]
+        if clocks[after][lane] < position:
             yield conflict
 
 
