@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from attrs import frozen
 
-from zfunc.core.graph import TIERS, Graph, Region, Tier
+from zfunc.core.graph import TIERS, Graph, Tier
 from zfunc.core.plan import Plan
 
 
@@ -32,7 +32,7 @@ class Peak:
 def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     """The peak of every tier, in bytes: an upper bound for every timing that the plan allows.
 
-    >>> from zfunc.core.graph import Graph, Op
+    >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
     >>> x, y = Region("x", nbytes=8), Region("y", nbytes=4)
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
@@ -56,7 +56,7 @@ def persistent_bytes(graph: Graph) -> dict[Tier, int]:
 def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     """The peak of every tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
 
-    >>> from zfunc.core.graph import Graph, Op
+    >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
     >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, lifetime="value")
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
@@ -100,7 +100,7 @@ def transient_bytes(plan: Plan) -> dict[Tier, list[list[int]]]:
 
 @frozen
 class _Lifetime:
-    """A transient allocation: the first operation that accesses it, and the last on each lane, as (lane, position)."""
+    """A transient allocation: the first operation that accesses it, and the last as (lane, position) a lane."""
 
     buffer: str
     tier: Tier
@@ -134,8 +134,11 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
                 lasts[n][lane] = max(position, lasts[n].get(lane, -1))
         if op.workspace:
             workspaces.append(_Lifetime("workspace", "device", op.workspace, i, (place[i],)))
-    regions = ((plan.graph.regions[n], first, tuple(lasts[n].items())) for n, first in firsts.items())
-    return workspaces + [_Lifetime(r.buffer, r.tier, r.nbytes, *accesses) for r, *accesses in regions]
+    regions = plan.graph.regions
+    return workspaces + [
+        _Lifetime(regions[n].buffer, regions[n].tier, regions[n].nbytes, first, tuple(lasts[n].items()))
+        for n, first in firsts.items()
+    ]
 
 
 def _highest(plan: Plan, alive: list[list[int]]) -> _Highest:
@@ -150,7 +153,7 @@ def _highest(plan: Plan, alive: list[list[int]]) -> _Highest:
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:
-    """For each lane and each other lane, the position there that each operation knows to have finished; ascending."""
+    """For each lane and each other, the position there that each operation knows to have finished; ascending."""
     clocks = plan.clocks
     return [
         [[clocks[op][other] for op in lane.ops] for other in range(len(plan.lanes))] for lane in plan.lanes

@@ -101,7 +101,8 @@ class Plan:
     def clocks(self) -> dict[int, Clock]:
         """The vector clock of every operation, from lane order and waits alone.
 
-        For `a != b`, `a` finishes before `b` starts in every run exactly if `clocks[b][lane of a] >= position of a`.
+        For `a != b`, `a` finishes before `b` starts in every run exactly if
+        `clocks[b][lane of a] >= position of a`.
         Raises PlanError for a deadlock.
         """
         clocks: dict[int, Clock] = {}

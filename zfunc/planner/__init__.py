@@ -5,6 +5,7 @@
     profile_toml         the same as a file; `profiles/` has those that come with zfunc
     cost_model           costs of a traced model under any settings
     candidate            one choice of settings, simulated
+    steady_state         many micro-batches from a few
     search               the fastest settings that fit
     search_space         which settings are tried
     suggestions          what would help, each simulated

@@ -26,20 +26,32 @@ from zfunc.units import format_bytes
 
 @frozen(eq=False)
 class PlannedStep:
-    """The step of `settings` on `hardware`. `lacking` is the bytes that do not fit, by tier."""
+    """The step of `settings` on `hardware`: its simulated time, peaks, and the bytes that do not fit, by tier."""
 
     settings: StepSettings
     spec: StepSpec
     hardware: Hardware
-    plan: Plan
-    timeline: Timeline
+    seconds: float
     peaks: dict[Tier, Peak]
     lacking: dict[Tier, int]
+    _simulated: tuple[Plan, Timeline] | None
 
     @property
-    def seconds(self) -> float:
-        """Simulated time of the step."""
-        return self.timeline.seconds
+    def plan(self) -> Plan:
+        """The plan; made now, if the step was not simulated in full."""
+        return self._full[0]
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each operation would run."""
+        return self._full[1]
+
+    @cached_property
+    def _full(self) -> tuple[Plan, Timeline]:
+        if self._simulated is not None:
+            return self._simulated
+        plan = verified_plan(self.spec, self.settings, self.hardware)
+        return plan, simulate(plan, self.hardware)
 
     @property
     def fits(self) -> bool:
@@ -82,11 +94,29 @@ def simulate_choice(
 
     Raises PlanError for a schedule whose plan is wrong.
     """
-    plan = verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
-    peaks = peak_memory(plan)
+    plan = verified_plan(spec, settings, hardware, graph)
+    timeline = simulate(plan, hardware)
+    return planned_step(spec, settings, hardware, timeline.seconds, peak_memory(plan), (plan, timeline))
+
+
+def verified_plan(
+    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
+) -> Plan:
+    """The plan of the step. Raises PlanError for a schedule whose plan is wrong."""
+    return verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
+
+
+def planned_step(
+    spec: StepSpec,
+    settings: StepSettings,
+    hardware: Hardware,
+    seconds: float,
+    peaks: dict[Tier, Peak],
+    simulated: tuple[Plan, Timeline] | None = None,
+) -> PlannedStep:
+    """The step that takes `seconds` and has these peaks; `simulated` in full, or not."""
     lacking = hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()})
-    spec = with_settings(spec, settings)
-    return PlannedStep(settings, spec, hardware, plan, simulate(plan, hardware), peaks, lacking)
+    return PlannedStep(settings, with_settings(spec, settings), hardware, seconds, peaks, lacking, simulated)
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:

@@ -7,10 +7,9 @@ from attrs import evolve
 
 from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.planner.candidate import operations_of, simulate_choice
+from zfunc.planner.steady_state import estimate, kept_bytes
 
 MOST = 400  # middle segments that are planned; each adds operations and time
 
@@ -23,10 +22,9 @@ def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> in
 
     def too_many(count: int) -> bool:
         longer = with_layers(spec, count)
-        graph = operations_of(longer, settings)
-        if hardware.lacking(persistent_bytes(graph)):  # whatever the plan: no need to make one
+        if hardware.lacking(kept_bytes(longer, settings)):  # whatever the plan: no need to make one
             return True
-        return not simulate_choice(longer, settings, hardware, graph).fits
+        return not estimate(longer, settings, hardware).fits
 
     most = bisect_left(range(1, MOST + 1), True, key=too_many)
     if most == MOST:
@@ -54,7 +52,7 @@ def with_layers(spec: StepSpec, count: int) -> StepSpec:
 
 
 def _with_copies(layout: Layout, count: int, bucket_size: int, world: int) -> Layout:
-    """The layout with `count` middle segments, which share no parameter. `simulate_choice` cuts buckets anew."""
+    """The layout with `count` middle segments, which share no parameter. `estimate` cuts buckets anew."""
     first, middle, last = layout.parameters
 
     def copies() -> Iterator[list[Parameter]]:

@@ -59,7 +59,7 @@ def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str
     tier = max(step.lacking, key=lambda name: step.lacking[name])
     peak = [*peak_breakdown(step.plan)[tier].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
-    suggestions = suggest(settings, step, rows=model.rows, replan=model.step, settable=settable)
+    suggestions = suggest(settings, step, rows=model.rows, replan=model.estimate, settable=settable)
     effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"
     return (
         f"a step needs more memory than is free: {shortage_text(step.lacking)}, most of what it needs being "

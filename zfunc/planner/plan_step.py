@@ -5,6 +5,7 @@ hardware. Nothing is allocated and no GPU is used, whatever the size of the mode
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from os import PathLike
 from typing import Any
 
@@ -98,7 +99,7 @@ class Planned:
         """What to change to make it fit, or to make it faster."""
         return tuple(map(str, self.suggestions))
 
-    @property
+    @cached_property
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
         return peak_breakdown(self.plan)
@@ -183,7 +184,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
         step,
         sum(t.numel() for t in tree_leaves(model.example[1])),
         model.world,
-        suggest(settings, step, rows=model.rows, replan=model.step, settable=settable) if advice else (),
+        suggest(settings, step, rows=model.rows, replan=model.estimate, settable=settable) if advice else (),
         result.reasons if result else (),
         result.tried if result else (),
     )

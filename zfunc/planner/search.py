@@ -23,9 +23,9 @@ from zfunc.planner.candidate import (
     gains_and_costs,
     operations_of,
     shortage_text,
-    simulate_choice,
 )
 from zfunc.planner.search_space import COORDINATES, SearchSpace
+from zfunc.planner.steady_state import MANY, estimate
 from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
@@ -67,7 +67,7 @@ def search(
     >>> search(spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 7.6 MiB more pinned, 45.8 MiB more host',)
     """
-    first = simulate_choice(spec, start or StepSettings(), hardware)
+    first = estimate(spec, start or StepSettings(), hardware)
     walk = _Walk(spec, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
@@ -105,6 +105,9 @@ class _Walk:
         if settings in self.seen:
             return
         self.seen[settings] = None
+        if self.spec.micro_batches >= MANY:  # whose operations take longer to make than a few to simulate
+            self._simulate(settings)
+            return
         graph = self.graph(settings)
         lacking = self.hardware.lacking(persistent_bytes(graph))
         lane, least = _longest_lane(graph, self.hardware)
@@ -118,8 +121,8 @@ class _Walk:
         else:
             self._simulate(settings, graph)
 
-    def _simulate(self, settings: StepSettings, graph: Graph) -> PlannedStep:
-        step = self.seen[settings] = simulate_choice(self.spec, settings, self.hardware, graph)
+    def _simulate(self, settings: StepSettings, graph: Graph | None = None) -> PlannedStep:
+        step = self.seen[settings] = estimate(self.spec, settings, self.hardware, graph)
         self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
         if _better(step, self.best):
             self.best = step
@@ -140,7 +143,7 @@ class _Walk:
 
     def simulated(self, settings: StepSettings) -> PlannedStep:
         """The step of `settings`, simulated even where it cannot win."""
-        return self.seen.get(settings) or self._simulate(settings, self.graph(settings))
+        return self.seen.get(settings) or self._simulate(settings)
 
     def undo_idle_changes(self) -> None:
         """Restore the start's value of every setting whose change gains next to nothing."""

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from attrs import evolve, frozen
 
 from zfunc.core.layout import make_layout
-from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
-from zfunc.planner.candidate import PlannedStep, operations_of, with_changes
+from zfunc.planner.candidate import PlannedStep, with_changes
+from zfunc.planner.steady_state import kept_bytes
 
 SEARCHED = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from")
 """The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
@@ -60,10 +60,9 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     if capacity is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        persistent_bytes(operations_of(best.spec, evolve(best.settings, offload_ratio=ratio)))["device"]
-        for ratio in (0.0, 1.0)
+        kept_bytes(best.spec, evolve(best.settings, offload_ratio=ratio))["device"] for ratio in (0.0, 1.0)
     )
-    free = capacity - best.memory["device"] + persistent_bytes(best.plan.graph)["device"] - least
+    free = capacity - best.memory["device"] + best.peaks["device"].kept - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
     percent = math.ceil(lowest * 100)
     return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, min(100, percent + 2), percent)))

@@ -1,0 +1,58 @@
+"""Many micro-batches planned from a few: what the full simulation says, on every recipe and schedule."""
+
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from zfunc.core.hardware import ROUND, Hardware
+from zfunc.core.layout import Parameter, make_layout
+from zfunc.core.settings import StepSettings
+from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.planner.candidate import simulate_choice
+from zfunc.planner.steady_state import MANY, estimate, kept_bytes
+
+ON = evolve(
+    ROUND, handoff=1e-5, memory={"device": 1 << 22}, shared={"host memory": {"host": 1.0, "d2h": 0.3}}
+)
+BUSES = evolve(ON, shared={"host memory": {"host": 1.0, "d2h": 0.3, "h2d": 0.3, "compute": 0.2}})
+CLIPPED = {"barrier": True}
+
+# Settings, fields of the spec, and whether a few micro-batches are enough.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
+    "as it is": ({}, {}, ON, True),
+    "clipped": ({}, CLIPPED, ON, True),
+    "serial": ({"schedule": "Serial"}, CLIPPED, ON, True),
+    "interleaved, ranks": ({"schedule": "Interleaved"}, {"world": 2, **CLIPPED}, ON, True),
+    "critical path": ({"schedule": "CriticalPath"}, CLIPPED, ON, True),
+    "slots": ({"grad_slots": 3, "host_slots": 1}, CLIPPED, ON, True),
+    "half on the device": ({"offload_ratio": 0.5}, CLIPPED, ON, True),
+    "speculated": ({"speculate": 2}, CLIPPED, ON, True),
+    "delayed": ({"delay_from": 1}, CLIPPED, ON, True),
+    "stage 1": ({}, {"stage": 1, **CLIPPED}, ON, True),
+    "saving": ({}, {"save": True, **CLIPPED}, ON, True),
+    "residuals": ({}, {"recompute": [False] * 3}, ON, True),
+    "inputs on a shared bus": ({}, {"target_bytes": 10**6}, BUSES, False),
+}
+
+
+def many(micro_batches: int = MANY, **fields: Any) -> StepSpec:
+    """Three layers whose arithmetic takes milliseconds, beside latencies of microseconds."""
+    parameters = [[Parameter(f"{s}.up", (512, 512)), Parameter(f"{s}.down", (512, 512))] for s in range(3)]
+    cost = SegmentCost(10**11, 1 << 16, 1 << 18, 1 << 14, 1 << 15, 3 * 10**11)
+    layout = make_layout(parameters, bucket_size=1 << 18, world=fields.get("world", 1))
+    given = {"recompute": [True] * 3, "target_bytes": 512, **fields}
+    return StepSpec(layout, [cost] * 3, micro_batches=micro_batches, **given)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
+    given, fields, on, settles = CASES[name]
+    settings, spec = StepSettings(bucket_size=1 << 18, **given), many(MANY + 3, **fields)
+    few, full = estimate(spec, settings, on), simulate_choice(spec, settings, on)
+    assert few.seconds == pytest.approx(full.seconds, rel=1e-9)
+    assert few.memory == full.memory
+    assert {tier: peak.kept for tier, peak in few.peaks.items()} == kept_bytes(spec, settings)
+    assert (few.lacking, few.spec) == (full.lacking, full.spec)
+    assert few.plan == full.plan
+    assert (few._simulated is None) == settles
