@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "speculative": {"speculate": 100},
-    "partial": {"offload_ratio": 0.5},
+    "partial, deferred": {"offload_ratio": 0.5, "defer": True},
     "delayed": {"delay_from": 2},
 }
 GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]

@@ -19,7 +19,7 @@ from zfunc.core.graph import Graph, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan, build
-from zfunc.core.recipes import checkpoint, delayed, flush_recipe, zero_offload
+from zfunc.core.recipes import checkpoint, deferred, delayed, flush_recipe, zero_offload
 from zfunc.core.spec import SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
@@ -98,11 +98,12 @@ TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     "zero_offload": zero_offload,
     "delayed": lambda spec: delayed(evolve(spec, pending=True)),
     "first delayed": delayed,
+    "deferred": deferred,
 }
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     **TRAINING,
     "checkpoint": checkpoint,
-    "flush": flush_recipe,
+    "flush": lambda spec: flush_recipe(evolve(spec, deferred=spec.barrier)),
 }
 
 MOMENTS: list[dict[str, object]] = [

@@ -93,6 +93,7 @@ CALLS = {
             "grad_slots": count(1),
             "host_slots": count(1),
             "speculate": count(0),
+            "defer": truth,
             "delay_from": lambda x: x is None or count(1)(x),
             "stage": count(1),
             "device": none,

@@ -30,10 +30,11 @@ if TYPE_CHECKING:
     from zfunc.core.plan import PlanError
     from zfunc.engine.compile import compile
     from zfunc.engine.evaluate import apply, evaluate, params
+    from zfunc.engine.flush import flush
     from zfunc.engine.init import init
     from zfunc.engine.save_load import load, save
     from zfunc.engine.segment import Segment, segment
-    from zfunc.engine.train_step import flush, train_step
+    from zfunc.engine.train_step import train_step
     from zfunc.errors import (
         CheckpointError,
         DonatedStateError,
@@ -71,7 +72,7 @@ _HOMES = {
     "apply": "engine.evaluate",
     "compile": "engine.compile",
     "evaluate": "engine.evaluate",
-    "flush": "engine.train_step",
+    "flush": "engine.flush",
     "from_deepspeed": "train.deepspeed.convert",
     "init": "engine.init",
     "load": "engine.save_load",

@@ -122,6 +122,7 @@ def test_an_operation_finds_its_regions_by_buffer_and_role() -> None:
 
 any_job = st.one_of(specs(), st.sampled_from([*SPECS.values()]))
 PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
+DEFERRED = TRAINING["deferred"]
 UPDATES = ("adam", "confirm", "adam_on_device")
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
@@ -274,17 +275,22 @@ def test_slots_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
 def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barrier(
     recipe: Recipe, spec: StepSpec
 ) -> None:
-    """A delayed update has the decision of the step before; what is updated on the device never is delayed."""
+    """A late update has the decision of the step before; what is updated on the device never is late."""
     verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
-    delayed = recipe is not PLAIN
+    late = recipe is not PLAIN
     for verb in UPDATES:
-        if verb in verbs and not (delayed and verb == "adam"):
+        if verb in verbs and not (late and verb == "adam"):
             assert verbs.index("decide") < verbs.index(verb)
-    if spec.barrier or delayed:
+    if spec.barrier or late:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
         assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
-    if delayed and "adam" in verbs:
+    if recipe is DEFERRED:
+        updates = [op.index for op in recipe(spec) if op.verb == "adam"]
+        assert updates == [op.index for op in recipe(spec) if op.verb == "to_device"] == sorted(updates)
+        assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
+        assert verbs.index("load") == 0
+    elif late and "adam" in verbs:
         assert verbs.index("adam") < verbs.index("forward")
         assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
 
@@ -304,8 +310,9 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
 @given(any_job)
 def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec) -> None:
     """Memory of a State is allocated from the one list, and the other says what becomes of it."""
-    for recipe in (PLAIN, TRAINING["delayed"]):
-        spec = evolve(spec, delayed=recipe is not PLAIN, shadows=spec.shadows if recipe is PLAIN else 0)
+    for recipe in (PLAIN, TRAINING["delayed"], DEFERRED):
+        spec = evolve(spec, delayed=recipe is TRAINING["delayed"], deferred=recipe is DEFERRED)
+        spec = evolve(spec, shadows=spec.shadows if recipe is PLAIN else 0)
         listed = {r: r for r in Regions(spec).state()}
         touched = {r for r in Graph(tuple(recipe(evolve(spec, save=True)))).regions if r.lifetime == "state"}
         assert touched == {*listed}
@@ -345,13 +352,14 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
 
 
 @given(any_job)
-def test_the_next_step_and_a_flush_apply_the_gradients_a_delayed_step_leaves(spec: StepSpec) -> None:
-    left = {
-        r for op in FIRST_DELAYED(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
-    }
-    for recipe in (TRAINING["delayed"], RECIPES["flush"]):
-        assert {r for op in recipe(spec) if op.verb == "adam" for r in op.operands("grad_shard")} == left
-    assert {r.index for r in left} == {(b,) for b in spec.offloaded}
+def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepSpec) -> None:
+    for first, later in ((FIRST_DELAYED, TRAINING["delayed"]), (DEFERRED, DEFERRED)):
+        left = {
+            r for op in first(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
+        }
+        for recipe in (later, RECIPES["flush"]):
+            assert {r for op in recipe(spec) if op.verb == "adam" for r in op.operands("grad_shard")} == left
+        assert {r.index for r in left} == {(b,) for b in spec.offloaded}
 
 
 @of_any_job
@@ -407,7 +415,7 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
 
 
 @of_any_job
-def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishes_them_all(
+def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publishes_them_all(
     recipe: Recipe, spec: StepSpec
 ) -> None:
     """That the update then waits is the verifier's affair: the write reads what the update writes."""
@@ -424,7 +432,10 @@ def test_a_step_that_saves_writes_every_bucket_before_it_updates_it_and_publishe
         state = {r for r in update.writes if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
-        assert order[write.name] < order[update.name]
+        deferred = (
+            recipe is DEFERRED and b in spec.offloaded
+        )  # the update before the saved state opens the step
+        assert (order[write.name] < order[update.name]) == (not deferred)
         waits = {r for r in update.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
         assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
     assert ("write_frozen" in ops) == bool(spec.layout.frozen)

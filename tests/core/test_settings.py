@@ -45,6 +45,7 @@ OTHERS: dict[str, Any] = {
     "host_slots": 1,
     "offload_ratio": 0.5,
     "speculate": 1,
+    "defer": True,
     "delay_from": 3,
 }
 every_field = pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)

@@ -29,7 +29,7 @@ LIBRARIES = {
 CLIPPED: dict[str, Any] = {"clip_norm": 2.0, "bucket_size": 600}
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("tied GPT", {"precision": "bf16", "clip_norm": 0.5, "micro_batches": 2}),
-    ("tied GPT", {"precision": "fp16", "micro_batches": 2, "recompute": "none"}),
+    ("tied GPT", {"precision": "fp16", "micro_batches": 2, "recompute": "none", "defer": True}),
     ("tied GPT", {"delay_from": 2, "moments": "8bit"}),
     ("GPT with dropout", {"precision": "bf16", "recompute": "min-cut"}),
     ("GPT with dropout", {"precision": "fp32", "clip_norm": 1.0}),
@@ -67,10 +67,10 @@ def test_losses_are_the_cpus_within_tolerance(model: str, precision: str, tolera
 
 
 @pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
-def test_speculation_and_residence_give_the_plain_bits(device: str, moments: str) -> None:
+def test_speculation_residence_and_deferral_give_the_plain_bits(device: str, moments: str) -> None:
     """Some steps are clipped. What is updated on the device is updated by other code: to the same bits."""
     losses, params = train("odd sizes", device, moments=moments, **CLIPPED)
-    for recipe in ({"speculate": 100}, {"offload_ratio": 0.5}, {"offload_ratio": 0.0}):
+    for recipe in ({"speculate": 100}, {"offload_ratio": 0.5, "defer": True}, {"offload_ratio": 0.0}):
         again, same = train("odd sizes", device, moments=moments, schedule="Overlapped", **CLIPPED, **recipe)
         assert again == losses, recipe
         assert torch.equal(same, params), recipe
@@ -190,10 +190,13 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
     assert overlap(timeline, "host", "compute") > 0
 
 
-@pytest.mark.parametrize("recompute", ["all", "none", "min-cut"])
-def test_peak_memory_is_as_planned(device: str, recompute: str) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [{"recompute": "all"}, {"recompute": "none", "clip_norm": 1.0, "defer": True}, {"recompute": "min-cut"}],
+)
+def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
     """To the byte on the pretend device, whose allocator counts exactly."""
-    program, batch = gpt(device, recompute=recompute)
+    program, batch = gpt(device, **settings)
     before = torch.accelerator.memory_allocated()
     state = zfunc.init(program)
     state, _ = zfunc.train_step(program, state, batch)

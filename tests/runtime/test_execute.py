@@ -25,7 +25,7 @@ X, Y = Region("x", lifetime="value"), Region("y")
 
 def run(plan: Plan, stages: dict[str, Any], mem: dict[Region, Any], **options: Any) -> Any:
     executor = Executor(CPU, patience=options.pop("patience", 10.0))
-    return executor.run(prepare_plan(plan, stages, CPU), mem, None, RunOptions(**options), set())
+    return executor.run(prepare_plan(plan, stages, CPU), mem, None, RunOptions(**options), {})
 
 
 def two_lanes() -> Plan:
@@ -84,7 +84,7 @@ def test_threads_end_with_the_executor() -> None:
     executor = Executor(CPU)
     stages = {"make": lambda *_: None, "use": lambda *_: None}
     plan = build(two_lanes().graph, {"gpu": [0], "its-own": [1]})
-    executor.run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), set())
+    executor.run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), {})
     (thread,) = (t for t in threading.enumerate() if t.name == "zfunc its-own")
     del executor
     thread.join(5)

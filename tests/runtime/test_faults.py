@@ -342,7 +342,7 @@ def two_lanes(kind: Any = "host") -> Plan:
 def run(plan: Plan, *faults: Fault, **stages: Any) -> Any:
     all_stages = {"make": lambda *_: None, "use": lambda *_: None, **stages}
     executor = Executor(CPU, patience=stages.pop("patience", 10.0))
-    return executor.run(prepare_plan(plan, all_stages, CPU), {}, None, RunOptions(faults=faults), set())
+    return executor.run(prepare_plan(plan, all_stages, CPU), {}, None, RunOptions(faults=faults), {})
 
 
 def test_a_fault_happens_just_before_the_stage_of_its_operation() -> None:
@@ -442,4 +442,4 @@ def test_while_a_lane_is_in_a_collective_the_others_wait_twice_as_long() -> None
 
     stages = {"load": lambda *_: None, "send": send, "use": lambda *_: None}
     with pytest.raises(ExecutionError, match="rank 1 is gone"):
-        Executor(CPU, patience=0.4).run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), set())
+        Executor(CPU, patience=0.4).run(prepare_plan(plan, stages, CPU), {}, None, RunOptions(), {})

@@ -73,7 +73,7 @@ def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: 
 
 
 @pytest.mark.parametrize("world", WORLDS)
-def test_speculation_and_residence_change_no_bit_and_a_delay_does(results: Path, world: int) -> None:
+def test_speculation_residence_and_deferral_change_no_bit_and_a_delay_does(results: Path, world: int) -> None:
     plain, speculative, partial, delayed = (read(results, f"bits-{r}-Overlapped-{world}") for r in RECIPES)
     norms = [step[1] for step in plain["seen"]]
     assert min(norms) < 2.0 < max(norms)  # some steps are clipped

@@ -196,8 +196,8 @@ class OpBuilder(Regions):
     def all_gather(self, b: int) -> Op:
         """Gather the new slices of bucket `b` from all ranks."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # A delayed step decides at its end: its all_gathers precede that, so no rank can leave one unfinished.
-        reads = (self._params(b), *((self._decision(),) if self.spec.delayed else ()))
+        # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
+        reads = (self._params(b), *((self._decision(),) if self.spec.keeps_gradient else ()))
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:

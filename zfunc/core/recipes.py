@@ -18,7 +18,9 @@ Recipe = Callable[[StepSpec], Iterable[Op]]
 
 def recipe_of(spec: StepSpec) -> Recipe:
     """The recipe of most steps of a spec."""
-    return steadily_delayed if spec.delayed else zero_offload
+    if spec.delayed:
+        return steadily_delayed
+    return deferred if spec.deferred else zero_offload
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
@@ -72,13 +74,9 @@ def delayed(spec: StepSpec) -> Iterator[Op]:
         yield from _forward(spec, emit, m)
         yield from _backward(spec, emit, m, update=False)
     if spec.pending:
-        yield from _send(spec, emit)
-    yield emit.global_norm()
-    yield emit.decide()
-    for b in sorted(spec.resident, reverse=True):
-        yield from _update(spec, emit, b, None)
-    if spec.save:
-        yield emit.publish(last=True)
+        for b in reversed(spec.offloaded):
+            yield from _send(spec, emit, b)
+    yield from _decide(spec, emit)
 
 
 def steadily_delayed(spec: StepSpec) -> Iterator[Op]:
@@ -86,12 +84,30 @@ def steadily_delayed(spec: StepSpec) -> Iterator[Op]:
     return delayed(evolve(spec, pending=True))
 
 
-def flush_recipe(spec: StepSpec) -> Iterator[Op]:
-    """Apply the pending gradient of delayed updates."""
-    spec = evolve(spec, delayed=True)
+def deferred(spec: StepSpec) -> Iterator[Op]:
+    """ZeRO-Offload with a barrier, whose updates open the next step: its forward hides the host.
+
+    This is the plain recipe, cut at the decision, so the numbers are the same: Adam of a bucket runs just before
+    the first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the
+    step before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
+    """
+    spec = evolve(spec, deferred=True, barrier=True, shadows=0)
     emit = OpBuilder(spec)
-    yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
-    yield from _send(spec, emit)
+    forward = _forward(spec, emit, 0)
+    yield next(forward)  # the batch: behind the parameters on its lane, forward would wait for all of them
+    yield from _update_offloaded(spec, emit)
+    if spec.save:
+        yield from _write(spec, emit)
+    for m in range(spec.micro_batches):
+        yield from _forward(spec, emit, m) if m else forward
+        yield from _backward(spec, emit, m, update=False)
+    yield from _decide(spec, emit)
+
+
+def flush_recipe(spec: StepSpec) -> Iterator[Op]:
+    """Apply the pending gradient of delayed or deferred updates."""
+    spec = evolve(spec, delayed=not spec.deferred, shadows=0)
+    yield from _update_offloaded(spec, OpBuilder(spec))
 
 
 def checkpoint(spec: StepSpec) -> Iterator[Op]:
@@ -102,8 +118,8 @@ def checkpoint(spec: StepSpec) -> Iterator[Op]:
 
 
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Write the state before this step, in the order in which the step updates it."""
-    for bucket in reversed(spec.layout.buckets):
+    """Write the state before this step, in the order in which it is updated."""
+    for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
         yield emit.write(bucket.index)
     if spec.layout.frozen:
         yield emit.write_frozen()
@@ -196,14 +212,28 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterat
         yield emit.adam_on_device(b, slot)
     else:
         yield emit.confirm(b) if b in spec.shadowed else emit.adam(b, slot)
+    yield from _send(spec, emit, b)
+
+
+def _send(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+    """Send the new parameters of a bucket to all devices."""
+    if b not in spec.resident:
         yield emit.to_device(b)
     if spec.world > 1:
         yield emit.all_gather(b)
 
 
-def _send(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
-    """Send the parameters of all offloaded buckets to all devices."""
-    for b in reversed(spec.offloaded):
-        yield emit.to_device(b)
-        if spec.world > 1:
-            yield emit.all_gather(b)
+def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
+    """Apply the gradients of the step before, in the order in which forward reads the parameters."""
+    for b in spec.offloaded:
+        yield from _update(spec, emit, b, None)
+
+
+def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
+    """End a step whose gradient waits for the next one, but for what is on the device."""
+    yield emit.global_norm()
+    yield emit.decide()
+    for b in sorted(spec.resident, reverse=True):
+        yield from _update(spec, emit, b, None)
+    if spec.save:
+        yield emit.publish(last=True)

@@ -95,7 +95,9 @@ class Regions:
             buffer = "device_sum" if added else "device_grad"
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
-        lifetime = "state" if self.spec.delayed else "program"  # it waits for the next step, or in this one
+        lifetime = (
+            "state" if self.spec.keeps_gradient else "program"
+        )  # it waits for the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def state(self) -> Iterator[Region]:
@@ -111,7 +113,7 @@ class Regions:
             yield from self._state(b)
             if b in self.spec.shadowed:
                 yield from self._shadow(b)
-            if self.spec.delayed and b not in self.spec.resident:
+            if self.spec.keeps_gradient and b not in self.spec.resident:
                 yield self._waiting(b)
 
     def _state(self, b: int) -> tuple[Region, ...]:
@@ -159,7 +161,7 @@ class Regions:
 
     def _saved(self, b: int) -> tuple[Region, ...]:
         """What a checkpoint contains of a bucket: its state, and the pending gradient of a delayed update."""
-        waits = self.spec.pending and b not in self.spec.resident
+        waits = self.spec.delayed and self.spec.pending and b not in self.spec.resident
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:

@@ -193,6 +193,14 @@ class StepSettings:
         "buckets updated before the norm is known, with clipping or fp16; same result, more memory",
         "The update goes into a shadow, as if nothing were clipped or skipped, and is made again if that is wrong.",
     )
+    defer: bool = _setting(
+        False,
+        truth,
+        "offload",
+        "with clipping or fp16, update in the next step, behind its forward; same result, same memory",
+        "`params`, `apply`, `evaluate`, `save` and `zfunc.flush` make an update that is left, so with several "
+        "ranks all of them have to call these.",
+    )
     delay_from: int | None = _setting(
         None,
         _count,
@@ -213,6 +221,16 @@ class StepSettings:
         if self.compile_segments and self.recompute == "none":
             raise ValueError(
                 "compile_segments: got True with recompute='none', expected 'all' or 'min-cut': leave one out"
+            )
+        if self.defer and self.speculate:
+            raise ValueError(
+                f"speculate: got {self.speculate} with defer=True, expected one of the two: leave speculate out, a "
+                "deferred update hides the host without a shadow"
+            )
+        if self.defer and self.delayed:
+            raise ValueError(
+                f"delay_from: got {self.delay_from} with defer=True, expected one of the two: leave delay_from "
+                "out, a deferred update hides the host with the plain result"
             )
         if self.speculate and self.delayed:
             raise ValueError(
@@ -308,4 +326,5 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "resident": resident_buckets(layout, share_on_host),
         "shadows": settings.speculate,
         "delayed": settings.delayed,
+        "deferred": settings.defer and settings.waits_for_norm,
     }

@@ -17,7 +17,8 @@
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     update_stages           stages that update parameters
-    train_step              `train_step`, `flush`
+    train_step              `train_step`
+    flush                   `flush`: the update that the last step left; running a plan on a State
     evaluate                loss, outputs and parameters without a step
     rank_agreement          checks that all ranks make the same step
     save_load               `zfunc.save`, `zfunc.load`

@@ -87,9 +87,10 @@ def compile(
             f"recipe: got {recipe!r}, expected a function StepSpec -> operations: pass such as "
             "zfunc.core.recipes.zero_offload"
         )
-    if recipe is not None and settings.delayed:
+    if recipe is not None and (settings.delayed or settings.defer):
+        name = "delay_from" if settings.delayed else "defer"
         raise ValueError(
-            "recipe: got one with delay_from, expected one of the two: a delayed step has its own recipe"
+            f"recipe: got one with {name}, expected one of the two: such a step has a recipe of its own"
         )
     if settings.offload_ratio == AUTO and example is None:
         raise ValueError(

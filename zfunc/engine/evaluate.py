@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.program import Program, check_state, on_compute_stream
 from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.state import State, refuse_global_modes
@@ -22,6 +23,7 @@ def params(program: Program, state: State) -> dict[str, Tensor]:
     this together, and each gets all parameters. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "params")
+    make_deferred_update(program, state, "params")
     program.ranks.agree("params")
     weights = parameter_weights(state.buffers, program.layout, program.ranks)
     return {name: values.clone() for name, values in weights}
@@ -32,7 +34,8 @@ def apply(program: Program, state: State, inputs: Any, *more: Any) -> Any:
 
     The last segment gets `more` after its input: the targets for a loss, or nothing if it works without them (such
     as `zfunc.models.gpt.Head`, which then returns logits). An output that shares memory with a parameter is copied.
-    Random numbers that a segment still draws depend on the state alone. Raises DonatedStateError for a used state.
+    Random numbers that a segment still draws depend on the state alone. With `defer` and several ranks, all of them
+    have to call this after a step. Raises DonatedStateError for a used state.
     """
     check_state(program, state, "apply")
     refuse_global_modes("apply", program.device)
@@ -48,8 +51,9 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     """The outputs of the segments, one by one, computed on demand; the last is that of `apply`.
 
     `more` has the further arguments of each segment: targets for a loss, or a `zfunc.models.kv_cache.KVCache` to
-    generate token by token.
+    generate token by token. With `defer` and several ranks, the first call after a step is a collective.
     """
+    make_deferred_update(program, state, "apply")
     views = state.buffers.views
     with on_compute_stream(program):
         x = tree_map_only(
@@ -78,8 +82,8 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
 def evaluate(program: Program, state: State, batch: tuple[Any, Any]) -> float:
     """The mean loss of `batch = (inputs, targets)`, without dropout; the state stays.
 
-    The batch is not split into micro-batches. Each rank evaluates its own. Raises DonatedStateError for a used
-    state.
+    The batch is not split into micro-batches. Each rank evaluates its own; with `defer` all of them have to call
+    this after a step. Raises DonatedStateError for a used state.
     """
     inputs, targets = batch
     return float(apply(program, state, inputs, targets))

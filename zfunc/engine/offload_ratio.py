@@ -96,6 +96,9 @@ def log_offload(program: Program) -> Program:
             else "nothing is on the host"
         )
         log.info("speculate: %s: there is nothing to speculate on", reason)
+    if program.settings.defer and not (spec.deferred and spec.offloaded):
+        reason = "without clipping or fp16 no update waits" if spec.offloaded else "nothing is on the host"
+        log.info("defer: %s: there is nothing to defer", reason)
     if spec.delayed and not spec.offloaded:
         log.info("delay_from: nothing is on the host, so nothing is delayed")
     return program

@@ -177,10 +177,11 @@ def on_compute_stream(program: Program) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def lock_staging(program: Program, action: str, refusal: str) -> Iterator[None]:
-    """Reserve the staging buffers for one caller; RuntimeError with `refusal` if another has them."""
+def lock_staging(program: Program, action: str, refusal: str, *, patience: float = 0.0) -> Iterator[None]:
+    """Reserve the staging buffers for one caller; RuntimeError with `refusal` if another keeps them for `patience`
+    seconds."""
     program.executor.check_process(action)
-    if not program.cache.busy.acquire(blocking=False):
+    if not program.cache.busy.acquire(timeout=patience):
         raise RuntimeError(f"{action}: {refusal}")
     try:
         yield

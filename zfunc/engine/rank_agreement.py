@@ -38,7 +38,8 @@ def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[
     optimizer, number = program.optimizer, state.step + 1
     shapes = [(*t.shape,) for t in tree_leaves(batch) if isinstance(t, Tensor)]
     return [
-        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}",
+        f"step {state.step}, {state.sequences} sequences, seed {state.seed}, {state.loss_scale}, {state.pending}, "
+        f"deferred {state.buffers.deferred}",
         f"batch of shapes {shapes}, {program.settings.micro_batches} micro-batches",
         f"optimizer {type(optimizer).__name__}, {optimizer.factors(number)}, {optimizer.describe()}",
         f"clip_norm {program.settings.clip_norm}",

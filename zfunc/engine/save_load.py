@@ -23,6 +23,7 @@ from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_n
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
+from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.init import allocate_state
 from zfunc.engine.program import Program, check_program, check_state, lock_staging
 from zfunc.engine.restore import fill_state, send_parameters
@@ -52,6 +53,7 @@ def save(
     unchanged then.
     """
     check_state(program, state, "save")
+    make_deferred_update(program, state, "save")
     with lock_staging(
         program, "save", "got a program that is in a step, expected none: pass save= to train_step"
     ):
@@ -64,7 +66,7 @@ def save(
         writer = begin_save(program, state, request)
         mem = {**state.buffers.memory, Region("checkpoint"): writer}
         try:
-            program.executor.run(special.prepared, mem, None, RunOptions(), set())
+            program.executor.run(special.prepared, mem, None, RunOptions(), {})
         finally:
             writer.abandon()
     result: SaveResult = mem[Region("published")]

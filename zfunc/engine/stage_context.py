@@ -63,6 +63,7 @@ class StepContext:
     randomness: Callable[[int, int], AbstractContextManager[None]]  # (micro-batch, segment) -> seeded
     ranks: RankGroup
     applies_pending: bool  # whether this step applies the gradient of the previous one
+    updated: frozenset[int] = frozenset()  # buckets whose deferred update a step made that then failed
     patience: float = 600.0  # seconds to wait for the device
 
     def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:

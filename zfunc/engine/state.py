@@ -36,13 +36,16 @@ class Flat:
 class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
-    Only the State of this `generation` may use it.
+    Only the State of this `generation` may use it. `deferred` is the decision of an update that is still to be made
+    of all but the `updated` buckets (see `zfunc.engine.flush`).
     """
 
     memory: dict[Region, Any] = field(repr=False)
     generation: int = 0
     lost: str = ""  # why no State can use it, or ""
     compared: bool = False  # whether the weights have been compared with the other ranks'
+    deferred: StepDecision | None = None
+    updated: frozenset[int] = frozenset()
 
     @cached_property
     def _by_role(self) -> dict[Role | None, list[Region]]:
@@ -78,7 +81,7 @@ class Buffers:
         return {r.buffer: self.memory[r] for r in self._state[b]}
 
     def waiting(self) -> dict[int, Tensor]:
-        """The buffers of pending gradients by bucket; empty unless updates are delayed."""
+        """The buffers of pending gradients by bucket; empty unless updates are delayed or deferred."""
         return {r.index[0]: self.memory[r] for r in self._by_role.get("grad_shard", ())}
 
     def settle(self, mem: Mapping[Region, Any]) -> None:

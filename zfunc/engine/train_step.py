@@ -1,4 +1,4 @@
-"""`train_step`, and `flush` after the last delayed one: from a State to the next.
+"""`train_step`: from a State to the next.
 
 `train_step` is a function of (program, state, batch). All randomness derives from the state's seed and its place in
 the step. A step that raises before its first update leaves the state as it was.
@@ -7,7 +7,6 @@ the step. A step that raises before its first update leaves the state as it was.
 import math
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from attrs import evolve, frozen
@@ -18,26 +17,18 @@ from zfunc.checkpoint.writer import Save, SaveResult
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region
 from zfunc.core.plan import Plan
-from zfunc.core.recipes import Recipe, delayed, flush_recipe, steadily_delayed, zero_offload
+from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
 from zfunc.core.timeline import Timeline
-from zfunc.engine.program import (
-    Program,
-    ShapedProgram,
-    check_memory,
-    check_state,
-    lock_staging,
-    staging_buffers,
-)
+from zfunc.engine.flush import run_on_state, state_memory, step_context
+from zfunc.engine.program import Program, check_memory, check_state, lock_staging
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
-from zfunc.engine.specialize import specialize, specialize_without_batch, split_batch
-from zfunc.engine.stage_context import StepContext
+from zfunc.engine.specialize import specialize, split_batch
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.errors import LaneTimeout, NonFiniteError
+from zfunc.errors import NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
-from zfunc.runtime.executor import Jitter, RunOptions, StepRun
+from zfunc.runtime.executor import Jitter, RunOptions
 from zfunc.runtime.fault_injection import Fault, check_faults, faults_at
-from zfunc.runtime.rng import fold_seed, seeded
 from zfunc.values import of_type, truth
 
 
@@ -137,13 +128,14 @@ def _train_step(
     check_ranks_agree(program, shaped, state, batch)
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
-    step = _context(program, shaped, state, number)
-    mem = _memory(program, state, split_batch(batch, program.settings.micro_batches))
+    step, mem = step_context(program, shaped, state, number), state_memory(program, state)
+    for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
+        mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
     mem[Region("checkpoint")] = writer
     sent = ranks.sent
     try:
-        run = _run(program, shaped, state, mem, step, options, f"step {number}")
+        run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")
     except NonFiniteError as error:  # raised by `decide` on all ranks alike, with no collective under way
         if state.pending is not None:
             buffers.lost = ""
@@ -165,6 +157,8 @@ def _train_step(
             "numbers; without clipping the updates do not wait for the norm, so this state is gone. Go on from an "
             "earlier copy of the parameters, with clip_norm: then such a step is refused unharmed"
         )
+    if shaped.spec.deferred and shaped.spec.offloaded and not decision.skip:
+        buffers.deferred = decision
     after = evolve(
         _without_update(program, state, batch),
         step=state.step if decision.skip else number,
@@ -188,40 +182,6 @@ def _train_step(
         saved=mem.get(Region("published")),
     )
     return after, metrics
-
-
-def _run(
-    program: Program,
-    shaped: ShapedProgram,
-    state: State,
-    mem: dict[Region, Any],
-    step: StepContext,
-    options: RunOptions,
-    name: str,
-) -> StepRun:
-    """Run the plan with `state` donated. After a failure it can be used again, unless an update had begun."""
-    buffers, started = state.buffers, set[int]()
-    buffers.generation += 1
-    buffers.lost = f"{name} did not finish"
-    try:
-        run = program.executor.run(shaped.prepared, mem, step, options, started)
-    except LaneTimeout as error:
-        buffers.lost = f"{name} was given up while a lane was still busy ({error})"
-        raise
-    except BaseException as error:
-        ops = shaped.plan.graph.ops
-        updates = sorted(i for i in started if any(r.trained for r in ops[i].writes))
-        if updates:
-            buffers.lost = (
-                f"{name} failed after {ops[updates[0]].name} had begun to update it ({type(error).__name__}: "
-                f"{error}). Go on from an earlier copy of the parameters, with init(program, params=...)"
-            )
-        else:
-            buffers.generation -= 1
-            buffers.lost = ""
-        raise
-    buffers.lost = ""
-    return run
 
 
 def _without_update(program: Program, state: State, batch: tuple[Any, Any]) -> State:
@@ -251,60 +211,6 @@ def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision
         raise
 
 
-def flush(program: Program, state: State) -> State:
-    """Apply the pending gradient after the last delayed step; a state without one is returned as it is.
-
-    `state` is donated. All ranks have to call this together. Training can continue from the result: the next step
-    finds no pending gradient. Raises DonatedStateError for a used state.
-    """
-    refuse_inference_mode("flush")
-    check_state(program, state, "flush")
-    refuse_global_modes("flush", program.device)
-    if state.pending is None:
-        return state
-    with lock_staging(
-        program, "flush", "got a program that is in a step, expected none: call it after the step"
-    ):
-        program.ranks.agree("flush", "what is to be applied", f"step {state.step}, {state.pending}")
-        shaped = specialize_without_batch(program, flush_recipe, pending=True)
-        step = _context(program, shaped, state, state.pending.number)
-        try:
-            name = f"flush after step {state.step}"
-            _run(program, shaped, state, _memory(program, state, []), step, RunOptions(), name)
-        except BaseException as error:
-            program.ranks.leave(f"flush failed with {type(error).__name__}: {error}")
-            raise
-        return evolve(state, generation=state.buffers.generation, pending=None)
-
-
-def _context(program: Program, shaped: ShapedProgram, state: State, number: int) -> StepContext:
-    ranks = program.ranks
-
-    def randomness(m: int, s: int) -> AbstractContextManager[None]:
-        if s not in shaped.random:
-            return nullcontext()
-        rank = (ranks.rank,) if ranks.rank else ()
-        return seeded(fold_seed(state.seed, state.batches, m, s, *rank))
-
-    return StepContext(
-        layout=program.layout,
-        calls=program.calls,
-        optimizer=program.optimizer,
-        number=number,
-        factors=program.optimizer.factors(number),
-        loss_scale=state.loss_scale.scale,
-        clip_norm=program.settings.clip_norm,
-        skip_overflow=program.settings.precision == "fp16",
-        micro_batches=program.settings.micro_batches,
-        dtype=program.dtype,
-        device=program.device,
-        randomness=randomness,
-        ranks=ranks,
-        applies_pending=state.pending is not None,
-        patience=program.executor.patience,
-    )
-
-
 def _is_delayed(program: Program, state: State) -> bool:
     """Whether the host applies the next step's gradient one step late; once it does, it always does."""
     delay_from = program.settings.delay_from
@@ -318,9 +224,3 @@ def _recipe(program: Program, state: State) -> Recipe:
     if _is_delayed(program, state):
         return delayed if state.pending is None else steadily_delayed
     return zero_offload if program.settings.delayed and program.spec.offloaded else program.recipe
-
-
-def _memory(program: Program, state: State, micro: list[tuple[Any, Any]]) -> dict[Region, Any]:
-    """The kept regions: the state's buffers, the program's staging, the pending decision, the micro-batches."""
-    batches = {Region("batch", (m,)): part for m, part in enumerate(micro)}
-    return {**staging_buffers(program), **state.buffers.memory, Region("decision"): state.pending, **batches}

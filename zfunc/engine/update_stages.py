@@ -11,14 +11,22 @@ from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.regions import SHADOW
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
+from zfunc.optim.compact import master_weights
 from zfunc.runtime.accelerator import on_accelerator
 
 
 def adam(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket on the host, and write the device's copy to its slot."""
+    (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
-    if not decision.skip:
+    if decision.skip:
+        return
+    if b not in step.updated:
         _update(op, mem, step, decision)
+    elif op.touches("copy"):
+        state, shard = {r.buffer: mem[r] for r in op.operands("state")}, step.slice_of(b)
+        numel = shard.stop - shard.start
+        mem[op.write("copy")][:numel].copy_(master_weights(state, 0, numel))
 
 
 def speculate(op: Op, mem: Memory, step: StepContext) -> None:

@@ -97,7 +97,7 @@ class RunningStep:
     origin: float
     flags: dict[int, threading.Event]
     left: dict[Region, int]
-    started: set[int]
+    started: dict[int, bool]
     lock: threading.Lock = field(factory=threading.Lock)
     one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
@@ -192,11 +192,12 @@ class Executor:
         mem: dict[Region, Any],
         step: Any,
         options: RunOptions,
-        started: set[int],
+        started: dict[int, bool],
     ) -> StepRun:
         """Run every lane to its end and return when all work, also on streams, is done.
 
-        `started` receives the position of every operation that was begun, also if the run fails.
+        `started` receives the position of every operation that was begun, and whether its stage has returned, also
+        if the run fails.
 
         An exception in a lane stops the others and is raised here as ExecutionError, with the operation's name;
         one of zfunc's own errors, or an interrupt, is raised as it is.
@@ -403,7 +404,7 @@ class Executor:
 
     def _issue(self, run: RunningStep, item: IssuedOp, lane: str, stream: torch.Stream | None) -> None:
         run.running[lane] = item.op.name
-        run.started.add(item.position)
+        run.started[item.position] = False
         timed = run.options.trace and item.on_stream
         if item.on_stream and item.shared:
             record_use(self.device, [run.mem.get(r) for r in item.shared])  # made on another stream, perhaps
@@ -424,6 +425,7 @@ class Executor:
                 guard.check()
         else:
             item.stage(item.op, run.mem, run.step)
+        run.started[item.position] = True
         run.spans.append((item.position, start - run.origin, time.perf_counter() - run.origin))
         if timed:
             run.timed[item.position][1].record(stream)

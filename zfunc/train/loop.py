@@ -19,11 +19,12 @@ from attrs import define, field
 from zfunc.checkpoint.writer import Save
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.evaluate import outputs
+from zfunc.engine.flush import flush
 from zfunc.engine.init import init
 from zfunc.engine.program import Program
 from zfunc.engine.save_load import restore, save
 from zfunc.engine.state import State
-from zfunc.engine.train_step import Metrics, flush, train_step
+from zfunc.engine.train_step import Metrics, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak

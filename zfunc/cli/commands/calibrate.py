@@ -23,6 +23,7 @@ UNMEASURED = (
     "host_slots",
     "offload_ratio",
     "speculate",
+    "defer",
     "delay_from",
 )
 

@@ -20,6 +20,7 @@ from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.writer import all_or_none, as_bytes
 from zfunc.core.dtypes import DTYPES, Precision
+from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.program import Program, check_state
 from zfunc.engine.state import State
 from zfunc.engine.weights import parameter_weights
@@ -68,6 +69,7 @@ def save_folder(
     call this, and rank 0 writes. Raises ValueError and CheckpointError as `export_folder` does.
     """
     check_state(program, state, "hf.save")
+    make_deferred_update(program, state, "hf.save")
     ranks = program.ranks
     ranks.agree("hf.save")
 
