@@ -71,10 +71,10 @@ class Option:
 def flag(name: str) -> str:
     """The flag of a field.
 
-    >>> flag("num_layers")
-    '--num-layers'
+    >>> flag("num_layers"), flag("with_")
+    ('--num-layers', '--with')
     """
-    return "--" + name.replace("_", "-")
+    return "--" + name.rstrip("_").replace("_", "-")
 
 
 count = partial(whole, least=1)

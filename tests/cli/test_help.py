@@ -17,7 +17,7 @@ import zfunc
 from zfunc.cli.catalogue import COMMANDS
 from zfunc.cli.main import _parse, _settings, main
 from zfunc.cli.parser import make_parser
-from zfunc.options import GROUPS
+from zfunc.options import GROUPS, flag
 from zfunc.planner.profile_toml import FOLDER
 
 Out = pytest.CaptureFixture[str]
@@ -62,7 +62,7 @@ def test_help_has_every_option_once_with_its_default_and_what_there_is_to_choose
     assert command.options.keys() == fields.keys()
     for field in fields.values():
         option = command.options[field.name]
-        line = lines[option.metavar if option.positional else f"--{field.name.replace('_', '-')}"]
+        line = lines[option.metavar if option.positional else flag(field.name)]
         required = option.positional or (field.name == "out" and name == "export")
         assert ("(default: " in line) is not (field.type is bool or required), line
         assert line.count("(default: ") <= 1

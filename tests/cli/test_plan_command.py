@@ -77,6 +77,11 @@ def test_json_has_what_is_promised(capsys: Out) -> None:
     assert re.fullmatch(r"(\w+ \d+%(, )?)+", result["bound"])
     for tier, peak in result["peaks"].items():
         assert sum(peak["holds"].values()) == result["memory"][tier]
+    assert result["bus_bytes"].keys() == {"d2h", "h2d", "network", "disk"}
+    gradients_and_squares, parameters = 2 * 108_544, 2 * 108_544
+    assert result["bus_bytes"]["d2h"] > gradients_and_squares
+    assert result["bus_bytes"]["h2d"] > parameters
+    assert result["bus_bytes"]["network"] == 0
 
 
 def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
@@ -135,6 +140,35 @@ def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_p
     flags = re.match(r"(--\S+ \S+): fits, ", result["advice"][0])
     assert flags
     assert answer(capsys, "--hardware", tight, *flags[1].split())[0] == 0, "what is advised can be typed"
+
+
+@pytest.mark.parametrize(
+    ("figure", "error"),
+    [
+        ("byts.host=1e11", "v100-32gb: byts: got an unknown name, expected one of count, bytes, "),
+        ("bytes.hst=1e11", "[bytes] hst: got an unknown name, expected one of device, host, disk, context"),
+        ("bytes.host=3", "[bytes] host: got 3, expected between"),
+        ("bytes.host=much", "got 'bytes.host=much', expected TABLE.KEY=NUMBER"),
+        ("host=1e11", "got 'host=1e11', expected TABLE.KEY=NUMBER"),
+    ],
+)
+def test_a_figure_that_is_not_there_is_an_error_that_says_what_is(
+    figure: str, error: str, capsys: Out
+) -> None:
+    assert main(["plan", *TINY, "--with", figure]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("zfunc plan: error: --with: ")
+    assert error in lines[0]
+    assert main(["draw", "--with", "bytes.host=1e11"]) == 2
+    assert "--with: got it without --hardware" in capsys.readouterr().err
+
+
+def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
+    small = ["--with", "bytes.host=1e6", "--with", "reached.host_bytes=1"]
+    assert answer(capsys)[1]["lacking"] == {}
+    code, result = answer(capsys, *small)
+    assert code == 1
+    assert result["lacking"] == {"host": result["memory"]["host"] + result["memory"]["pinned"] - 10**6}
 
 
 @pytest.mark.parametrize(

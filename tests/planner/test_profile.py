@@ -15,7 +15,17 @@ from hypothesis import strategies as st
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.graph import KINDS
 from zfunc.core.hardware import Measured
-from zfunc.planner.profile import BOUNDS, NETWORKS, NONE_SENT, ORIGINS, RATES, TABLES, Figure, Profile
+from zfunc.planner.profile import (
+    BOUNDS,
+    NETWORKS,
+    NONE_SENT,
+    ORIGINS,
+    RATES,
+    TABLES,
+    Figure,
+    Profile,
+    replace_figures,
+)
 from zfunc.planner.profile_toml import FOLDER, load_profile, parse_profile, profile_names, profile_text
 
 GB = {  # of each card, as it is sold
@@ -354,6 +364,13 @@ def profiles(draw: st.DrawFn) -> Profile:
 @given(profiles())
 def test_any_profile_is_written_as_it_reads(profile: Profile) -> None:
     assert parse_profile(profile_text(profile), "made") == profile
+
+
+@given(profiles())
+def test_replacing_figures_by_themselves_changes_nothing(profile: Profile) -> None:
+    tables = {**profile.figures, **{f"shared.{name}": of for name, of in profile.shared.items()}}
+    own = {f"{table}.{key}": figure.value for table, of in tables.items() for key, figure in of.items()}
+    assert replace_figures(profile, own) == profile
 
 
 @given(profiles(), st.integers(1, 10**4))

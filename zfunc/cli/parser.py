@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import fill, wrap
-from typing import Any, NoReturn, get_args
+from typing import Any, NoReturn, get_args, get_origin
 
 import attrs
 
@@ -149,14 +149,19 @@ def _add_argument(group: Any, field: "attrs.Attribute[Any]", option: Option) -> 
     if field.type is bool:
         group.add_argument(flag(field.name), action="store_true", **given)
         return
+    if get_origin(field.type) is tuple:
+        given |= {"action": "append"}
     kind = next((t for t in get_args(field.type) if t is not type(None)), field.type)
     given |= {"metavar": option.metavar or METAVARS[kind], "type": READERS[kind]}
-    group.add_argument(field.name if option.positional else flag(field.name), **given)
+    if option.positional:
+        group.add_argument(field.name, **given)
+    else:
+        group.add_argument(flag(field.name), dest=field.name, **given)
 
 
 def _default(field: "attrs.Attribute[Any]") -> str:
     """The default as help shows it; the help of an option itself explains None."""
-    if field.default in (None, attrs.NOTHING) or field.type is bool:
+    if field.default in (None, (), attrs.NOTHING) or field.type is bool:
         return ""
     text = f"{field.default:g}" if isinstance(field.default, float) else str(field.default)
     return f" (default: {text})"

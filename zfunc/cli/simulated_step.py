@@ -9,6 +9,7 @@ from attrs import evolve
 
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.options import AUTO, Option, count
+from zfunc.planner.profile import Profile, replace_figures
 from zfunc.planner.profile_toml import load_profile, profile_names
 from zfunc.train.settings import PRECISION, TRAIN
 
@@ -45,14 +46,46 @@ def check_sizes(model: Any) -> None:
             raise ValueError(f"{flags}: got {got:.3g} {what}, expected at most {most:.3g}: make it smaller")
 
 
-def check_precision(hardware: str | None, precision: str) -> None:
-    """Raise ValueError for a precision that the profile does not have."""
-    available = (AUTO, *(PRECISIONS if hardware is None else load_profile(hardware).precisions))
-    if precision not in available:
+def profile_of(settings: Any) -> Profile | None:
+    """The profile of `--hardware` with the figures of `--with`; None without one."""
+    if settings.hardware is None:
+        if settings.with_:
+            raise ValueError("--with: got it without --hardware, expected the profile of a figure: name one")
+        return None
+    values = dict(_assignment("--with", text) for text in settings.with_)
+    try:
+        return replace_figures(load_profile(settings.hardware), values)
+    except ValueError as error:
+        raise ValueError(f"--with: {error}") from error
+
+
+def check_precision(settings: Any) -> None:
+    """Raise ValueError for a figure of `--with` or a precision that the profile does not have."""
+    profile = profile_of(settings)
+    available = (AUTO, *(PRECISIONS if profile is None else profile.precisions))
+    if settings.precision not in available:
         raise ValueError(
-            f"--precision: got {precision!r} with --hardware {hardware}, expected one that it has: pass "
-            f"{' or '.join(available)}"
+            f"--precision: got {settings.precision!r} with --hardware {settings.hardware}, expected one that it "
+            f"has: pass {' or '.join(available)}"
         )
+
+
+def _check_assignments(name: str, texts: tuple[str, ...]) -> None:
+    for text in texts:
+        _assignment(name, text)
+
+
+def _assignment(name: str, text: str) -> tuple[str, float]:
+    """Table and key of a figure, and its value: "bytes.host=1.28e11"."""
+    place, _, value = text.rpartition("=")
+    try:
+        if not all(place.rpartition(".")):
+            raise ValueError(place)
+        return place, float(value)
+    except ValueError:
+        raise ValueError(
+            f"{name}: got {text!r}, expected TABLE.KEY=NUMBER: write such as bytes.host=1.28e11"
+        ) from None
 
 
 HARDWARE = Option(
@@ -61,6 +94,13 @@ HARDWARE = Option(
     check_profile,
     metavar="NAME|FILE",
     words=profile_names(),
+)
+
+WITH = Option(
+    "hardware",
+    "replace a figure of that profile, as bytes.host=1.28e11 does; may be given several times (default: none)",
+    _check_assignments,
+    metavar="TABLE.KEY=VALUE",
 )
 
 VOCABULARY = {

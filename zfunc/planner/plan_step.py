@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc import schedules
 from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
-from zfunc.core.graph import Tier
+from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
@@ -32,6 +32,7 @@ from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
 
+BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "disk")
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay_from", "speculate")
 
@@ -83,6 +84,12 @@ class Planned:
     def memory(self) -> dict[Tier, int]:
         """Peak bytes of one rank on each tier; "host" is without pinned memory."""
         return self.step.memory
+
+    @property
+    def bus_bytes(self) -> dict[Kind, int]:
+        """Bytes that a step of one rank moves over each bus, the network and the disk."""
+        ops = self.plan.graph.ops
+        return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
 
     @property
     def lanes(self) -> dict[str, float]:

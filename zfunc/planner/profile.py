@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import KINDS, Kind, Tier
@@ -221,6 +221,27 @@ class Profile:
     def _refuse(self, table: str, key: str, got: str, expected: str) -> None:
         place = " ".join([*([f"[{table}]"] if table else []), *([key] if key else [])])
         raise ValueError(f"{self.name}: {place}: got {got}, expected {expected}")
+
+
+def replace_figures(profile: Profile, values: Mapping[str, float]) -> Profile:
+    """`profile` with other values of some figures, by table and key; a figure that changes is assumed.
+
+    Raises ValueError for a table or a key that is not known, and for an implausible value.
+
+    >>> from zfunc.planner.profile_toml import load_profile
+    >>> replace_figures(load_profile("h100"), {"bytes.host": 1.28e11}).value("bytes", "host")
+    128000000000.0
+    """
+    figures, shared = _figures(profile.figures), _figures(profile.shared)
+    tables = {table: figures.setdefault(table, {}) for table in TABLES}
+    tables |= {f"shared.{resource}": of for resource, of in shared.items()}
+    for place, value in values.items():
+        table, _, key = place.rpartition(".")
+        check_names(profile.name, "", [table], tuple(tables))
+        check_names(profile.name, table, [key], sum(TABLES[table], ()) if table in TABLES else KINDS)
+        if key not in tables[table] or tables[table][key].value != value:
+            tables[table][key] = Figure(value, "assumed", "given with the command")
+    return evolve(profile, figures=figures, shared=shared)
 
 
 def check_names(profile: str, table: str, names: Iterable[str], known: tuple[str, ...]) -> None:

@@ -18,8 +18,10 @@ from zfunc.cli.simulated_step import (
     HARDWARE,
     SIMULATED_PRECISION,
     VOCABULARY,
+    WITH,
     check_precision,
     check_sizes,
+    profile_of,
 )
 from zfunc.cli.terminal import printable
 from zfunc.core.graph import Kind
@@ -31,7 +33,6 @@ from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
 from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, path, positive
-from zfunc.planner.profile_toml import load_profile
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
 from zfunc.train.settings import MODEL, STEP, GPTFlags, check_together, step_settings
@@ -54,6 +55,7 @@ DRAW = {
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering((*schedules.__all__, "all")),
     "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
+    "with_": WITH,
     "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
     "device_gbs": Option("hardware", "device memory, in GB/s", positive),
     "d2h_gbs": Option("hardware", "device to host, in GB/s", positive),
@@ -88,6 +90,7 @@ class DrawSettings(DrawnStepFlags):
     """A step to draw, by default on round-number hardware."""
 
     hardware: str | None = None
+    with_: tuple[str, ...] = attrs.field(default=(), converter=tuple)
     compute_tflops: float = ROUND.flops / 1e12
     device_gbs: float = ROUND.rates["compute"] / 1e9
     d2h_gbs: float = ROUND.rates["d2h"] / 1e9
@@ -100,7 +103,7 @@ class DrawSettings(DrawnStepFlags):
     def __attrs_post_init__(self) -> None:
         check_together(self, DRAW)
         check_sizes(self)
-        check_precision(self.hardware, self.precision)
+        check_precision(self)
         if self.hardware is not None:
             self._check_alone("hardware", ("hardware",), "which has these figures")
         if self.compare is not None:
@@ -111,7 +114,7 @@ class DrawSettings(DrawnStepFlags):
         """Refuse options of `groups` that would be ignored beside option `name`."""
         for f in attrs.fields(DrawSettings):
             given = getattr(self, f.name) != f.default
-            if given and f.name != name and DRAW[f.name].group in groups:
+            if given and f.name not in (name, "with_") and DRAW[f.name].group in groups:
                 raise ValueError(
                     f"{flag(f.name)}: got it with {flag(name)}, {why}, expected one of them: leave one out"
                 )
@@ -184,11 +187,10 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
     from zfunc.engine.compile import compile
     from zfunc.models.gpt import gpt_segments, num_parameters
     from zfunc.optim.adamw import AdamW, matrices_only
-    from zfunc.planner.cost_model import precision_for, resolve_hardware
+    from zfunc.planner.cost_model import precision_for
     from zfunc.train.setup import gpt_config
 
-    profile = ROUND if settings.hardware is None else resolve_hardware(settings.hardware)
-    precision = precision_for(profile, settings.precision)
+    precision = precision_for(profile_of(settings) or ROUND, settings.precision)
     tokens = torch.empty((settings.batch_size, settings.seq_length), dtype=torch.int64, device="meta")
     graph = compile(
         gpt_segments(gpt_config(settings)),
@@ -223,8 +225,8 @@ def _compared_step(settings: DrawSettings, run: Path) -> DrawnStep:
 
 def _hardware(settings: DrawSettings, precision: str, world: int = 1) -> Hardware:
     """That of the profile, or round numbers with the figures of the flags."""
-    if settings.hardware is not None:
-        return load_profile(settings.hardware).hardware(precision, world)
+    if (profile := profile_of(settings)) is not None:
+        return profile.hardware(precision, world)
     rates: dict[Kind, float] = {
         **ROUND.rates,
         "compute": settings.device_gbs * 1e9,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, fields, frozen
+from attrs import evolve, field, fields, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command
@@ -17,8 +17,10 @@ from zfunc.cli.simulated_step import (
     HARDWARE,
     SIMULATED_PRECISION,
     VOCABULARY,
+    WITH,
     check_precision,
     check_sizes,
+    profile_of,
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
@@ -58,6 +60,7 @@ PLAN = {
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "delay": Option("offload", "apply every gradient a step late", anything),
     "hardware": HARDWARE,
+    "with_": WITH,
     "world": Option("hardware", "ranks that train together, one on a device", count),
     "json": Option("output", "print one JSON object, for programs", anything),
 }
@@ -72,13 +75,14 @@ class PlanSettings(PlannedStepFlags):
     max: bool = False
     delay: bool = False
     hardware: str = "v100-32gb"
+    with_: tuple[str, ...] = field(default=(), converter=tuple)
     world: int = 1
     json: bool = False
 
     def __attrs_post_init__(self) -> None:
         check_each(self, PLAN)
         check_sizes(self)
-        check_precision(self.hardware, self.precision)
+        check_precision(self)
         multiple("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
         if self.world == 1:
             multiple("batch_size", self.batch_size, "micro_batches", self.micro_batches)
@@ -110,12 +114,13 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     from zfunc.models.gpt import gpt_segments, num_parameters
     from zfunc.optim.adamw import AdamW, matrices_only
-    from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
+    from zfunc.planner.cost_model import CostModel, precision_for
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start
     from zfunc.train.setup import gpt_config
 
-    hardware = resolve_hardware(settings.hardware)
+    hardware = profile_of(settings)
+    assert hardware is not None
     shape = settings.batch_size // settings.world, settings.seq_length
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
 
@@ -146,6 +151,7 @@ def as_json(answer: PlannedModel) -> str:
         "tflops": p.tflops,
         "tokens_per_second": p.tokens_per_second,
         "memory": p.memory,
+        "bus_bytes": p.bus_bytes,
         "lanes": p.lanes,
         "bound": p.bound,
         "advice": [as_flags(suggestion) for suggestion in p.suggestions],
