@@ -3,8 +3,9 @@
 Everybody updates the same parameters: bf16 gradients come in, are unscaled, go through AdamW with weight decay,
 and a 16-bit copy comes out. The contenders take turns inside every repeat, so a noisy machine disturbs all of them
 alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
-move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments, 18 with 16 bits, 14
-with 8. "into" leaves the old state as it is and writes the new one elsewhere: the same bytes again.
+move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments (26 if the master is
+split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
+elsewhere: the same bytes again.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --from benchmarks/results/adam-....json --plot docs/adam.svg
@@ -70,6 +71,8 @@ class Memory:
             return self.shadow
         n, (high, m, v) = self.n, (x.view(torch.bfloat16) for x in self.shadow)
         split = SplitMaster(high[:n], high[n:].view(torch.int16))
+        if moments == "fp32-split":
+            return split, *self.shadow[1:]
         if moments == "16bit":
             return split, m[:n], v[:n]
         m, v = (x.view(torch.uint8) for x in self.shadow[1:])
@@ -147,7 +150,12 @@ def with_optimizer(memory: Memory, optimizer: Any, *, idle: bool = False) -> Cal
 def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
     m = memory
     fp32 = (m.master, m.exp_avg, m.exp_avg_sq)
-    states = {"fp32": fp32, "16bit": (m.split, *m.bf16), "8bit": (m.split, *m.codes)}
+    states = {
+        "fp32": fp32,
+        "fp32-split": (m.split, m.exp_avg, m.exp_avg_sq),
+        "16bit": (m.split, *m.bf16),
+        "8bit": (m.split, *m.codes),
+    }
     halves = (m.split.high, m.split.low)
 
     def torch_adamw(**kind: bool) -> Any:
@@ -155,6 +163,7 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
 
     table = {
         YARDSTICK: Contender(skeleton(m, fp32, m.out, threads)),
+        "skeleton fp32-split": Contender(skeleton(m, (*halves, m.exp_avg, m.exp_avg_sq), None, threads)),
         "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
         "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1].codes), None, threads)),
         **{f"zfunc {name}": Contender(zfunc_step(m, state, threads)) for name, state in states.items()},
@@ -164,7 +173,7 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
         },
         **{
             f"zfunc {name}, decayed": Contender(zfunc_step(m, states[name], threads, idle=True), idle=True)
-            for name in ("fp32", "16bit")  # 8 bits hold no denormal number
+            for name in ("fp32", "fp32-split", "16bit")  # 8 bits hold no denormal number
         },
         "torch fused": Contender(with_optimizer(m, torch_adamw(fused=True))),
         "torch fused, decayed": Contender(with_optimizer(m, torch_adamw(fused=True), idle=True), idle=True),

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.machine import describe, write
 from benchmarks.training import trained
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import MOMENTS
 from zfunc.optim.adam_reference import reference_update
 from zfunc.optim.compact_reference import pack, reference_compact_update, unpack
 
@@ -61,7 +61,7 @@ def table(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seeds = sorted(seed for moments, seed in final if moments == "fp32")
     exact = [final["fp32", seed] for seed in seeds]
     rows = []
-    for moments in STATE_FORMATS:
+    for moments in MOMENTS:
         values = [final[moments, seed] for seed in seeds if (moments, seed) in final]
         if values and len(values) == len(seeds):
             each = [a / b - 1 for a, b in zip(values, exact, strict=True)]
@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--moments", default=",".join(STATE_FORMATS), help="comma separated")
+    parser.add_argument("--moments", default=",".join(MOMENTS), help="comma separated")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of torch")
     parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
