@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zfunc.optim.adam_reference import coefficients, reference_update
-from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, adam_format, named_state
 from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
@@ -22,7 +22,12 @@ from zfunc.optim.compact_reference import (
 from zfunc.optim.device_adam import device_adam_
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 
-MOMENTS = {"fp32": kernel.MOMENTS_FP32, "16bit": kernel.MOMENTS_16BIT, "8bit": kernel.MOMENTS_8BIT}
+MOMENTS = {
+    "fp32": kernel.MOMENTS_FP32,
+    "fp32-split": kernel.MOMENTS_FP32_SPLIT,
+    "16bit": kernel.MOMENTS_16BIT,
+    "8bit": kernel.MOMENTS_8BIT,
+}
 TYPES = {torch.float32: kernel.FP32, torch.bfloat16: kernel.BF16, torch.float16: kernel.FP16}
 NAMES: dict[torch.dtype, Any] = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 DECAYS: dict[str, dict[str, Any]] = {
@@ -167,7 +172,7 @@ def raw_update(
     mode = kernel.NO_DECAY if not weight_decay else kernel.DECOUPLED if decoupled else kernel.L2
     factors = coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
     types = TYPES[grad.dtype], kernel.NONE if out is None else TYPES[out.dtype], mode
-    moments = MOMENTS[moments_of(named_state(*state))]
+    moments = MOMENTS[adam_format(named_state(*state))]
     for start, stop in itertools.pairwise([0, *chunks, grad.numel()]):
         dithers = first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)
         to = 0 if out is None else out[start:].data_ptr()

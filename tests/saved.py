@@ -18,7 +18,7 @@ from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout, Parameter, make_layout
-from zfunc.core.optimizer_state import Moments, stored_buffers
+from zfunc.core.optimizer_state import AdamFormat, stored_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 
@@ -60,7 +60,7 @@ def save(
     step: int = 3,
     world: int = 2,
     bucket_size: int = 200,
-    moments: Moments = "fp32",
+    moments: AdamFormat = "fp32",
     model: list[list[Parameter]] = MODEL,
     keep: int = 2,
     salt: int = 0,
@@ -79,7 +79,7 @@ def save(
 
 
 def write_all(
-    pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: Moments, salt: int
+    pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: AdamFormat, salt: int
 ) -> Manifest:
     """The files of all ranks, and the manifest of them."""
     position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))

@@ -110,6 +110,7 @@ MOMENTS: list[dict[str, object]] = [
     {"state_format": "fp32"},
     {"state_format": "8bit"},
     {"state_format": "16bit", "send_high_half": True},
+    {"state_format": "fp32-split", "send_high_half": True},
 ]
 
 SPECS: dict[str, StepSpec] = {

@@ -53,7 +53,7 @@ cdef extern from "_adam_kernel.h" nogil:
         const uint16_t *in_ "in"
         uint16_t *out
     int ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16, ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2, ZF_NUM_ISA
-    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT, ZF_BLOCK, ZF_SHARED
+    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT, ZF_BLOCK, ZF_SHARED
     bint zf_supports(int isa)
     void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
     int zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *sum)
@@ -64,6 +64,7 @@ NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
 UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares a scale
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
+MOMENTS_FP32_SPLIT = ZF_MOMENTS_FP32_SPLIT
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))
 
@@ -106,7 +107,7 @@ cdef zf_state state_at(
 
 
 def adam_update(
-    int moments,             # IN    MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT
+    int moments,             # IN    MOMENTS_FP32, MOMENTS_FP32_SPLIT, MOMENTS_16BIT, MOMENTS_8BIT
     uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next four: IN with `into`
     uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
     uintptr_t exp_avg,       # INOUT [n] fp32, bf16 or codes

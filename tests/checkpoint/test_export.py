@@ -28,32 +28,39 @@ from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSli
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import Moments
+from zfunc.core.optimizer_state import AdamFormat, weight_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim.compact_reference import split
 from zfunc.optim.loss_scale import LossScale
 
 DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
-every_moments = pytest.mark.parametrize("moments", get_args(Moments))
+every_moments = pytest.mark.parametrize("moments", get_args(AdamFormat))
 
 
-def bits(name: str, moments: Moments, numel: int) -> bytes:
+def bits(name: str, moments: AdamFormat, numel: int) -> bytes:
     """What `save` wrote of a master, as float32."""
     if moments == "fp32":
         return content(name, "master", 4 * numel)
     high = np.frombuffer(content(name, "master_high", 2 * numel), np.uint16).astype(np.int64)
     low = np.frombuffer(content(name, "master_low", 2 * numel), np.int16)
+    if moments == "fp32-split":
+        high = high + np.signbit(np.frombuffer(content(name, "exp_avg_sq", 4 * numel), np.float32))
     return ((high * 65536 + low) % 2**32).astype(np.uint32).tobytes()
 
 
 def keep_values(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
-    """Let `save` write these masters, of any moments; the other names, and all moments, stay what they are."""
+    """Let `save` write these masters, of any moments; the other names, and all moments, stay what they are.
+
+    But an fp32 exp_avg_sq is 0: its sign would belong to the master.
+    """
 
     def written(name: str, kind: str, nbytes: int, salt: int = 0) -> bytes:
-        if name not in values or not kind.startswith("master"):
+        if name not in values or not kind.startswith(("master", "exp_avg_sq")):
             return content(name, kind, nbytes, salt)
         x = np.asarray(values[name], np.float32).reshape(-1)
+        if kind.startswith("exp_avg_sq"):
+            return bytes(nbytes) if nbytes == x.nbytes else content(name, kind, nbytes, salt)
         halves = dict(zip(("master_high", "master_low"), split(x), strict=True))
         return {"master": x, **halves}[kind].tobytes()
 
@@ -69,7 +76,7 @@ def not_written(out: Path) -> None:
 
 
 def by_hand(
-    folder: Path, shards: list[dict[TensorInfo, bytes]], entries: list[ParameterEntry], moments: Moments
+    folder: Path, shards: list[dict[TensorInfo, bytes]], entries: list[ParameterEntry], moments: AdamFormat
 ) -> Path:
     """A checkpoint of any pieces."""
     pending = checkpoints.begin_checkpoint(folder, 1)
@@ -91,7 +98,7 @@ def by_hand(
 def test_every_weight_is_exact(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    moments: Moments,
+    moments: AdamFormat,
     world: int,
     bucket_size: int,
     piece: int,
@@ -113,7 +120,7 @@ def test_every_weight_is_exact(
 @every_moments
 @every_dtype
 def test_weights_are_rounded_as_torch_rounds_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments, dtype: Precision
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: AdamFormat, dtype: Precision
 ) -> None:
     """Subnormals, ties, infinities and NaN too; whichever they are, no value is lost to another one's."""
     rng = np.random.default_rng(0)
@@ -205,12 +212,13 @@ def test_a_tied_parameter_is_stored_once_and_loads(tmp_path: Path) -> None:
 
 @every_moments
 def test_only_the_weights_are_read_and_each_byte_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: AdamFormat
 ) -> None:
     monkeypatch.setattr(exporting, "PIECE", 37)
     path = save(tmp_path, moments=moments, bucket_size=100, world=3)
     shards = checkpoints.open_checkpoint(path).manifest.shards
-    masters = sum(t.nbytes for shard in shards for t in shard.tensors if "/master" in t.name)
+    kinds = weight_buffers(moments)
+    expected = sum(t.nbytes for shard in shards for t in shard.tensors if t.name.split("/")[1] in kinds)
     read: list[int] = []
     original = disk.read_all
 
@@ -221,12 +229,12 @@ def test_only_the_weights_are_read_and_each_byte_once(
 
     monkeypatch.setattr(disk, "read_all", counted)
     export_weights(path, tmp_path / "a.safetensors")
-    assert sum(read) == masters
+    assert sum(read) == expected
 
 
 @every_moments
 def test_memory_does_not_grow_with_the_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: Moments
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: AdamFormat
 ) -> None:
     """Of one chunk for each half and what converts a piece."""
     monkeypatch.setattr(saved, "CHUNK", 1 << 20)
@@ -375,7 +383,7 @@ def test_a_place_without_checkpoints_is_named(tmp_path: Path, kind: str) -> None
 
 
 @every_moments
-def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Moments) -> None:
+def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: AdamFormat) -> None:
     """Whichever of a weight's it is; one of a moment is none of the export's."""
     path, out = save(tmp_path, moments=moments), tmp_path / "a.safetensors"
     shard = checkpoints.open_checkpoint(path).manifest.shards[1]
@@ -387,7 +395,9 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
         broken = bytearray(original)
         broken[begins[tensor.name]] ^= 1
         file.write_bytes(broken)
-        if not kind.startswith("master"):
+        if kind not in weight_buffers(moments):
+            export_weights(path, out)
+            out.unlink()
             continue
         with pytest.raises(CheckpointError) as caught:
             export_weights(path, out)
@@ -397,10 +407,9 @@ def test_a_damaged_byte_is_named_and_leaves_no_file(tmp_path: Path, moments: Mom
         )
         assert f"(bytes {begins[tensor.name]} to " in message
         not_written(out)
-    export_weights(path, out)
     file.write_bytes(original[:-1])
     with pytest.raises(CheckpointError, match=f"{file}: got .* bytes, expected"):
-        export_weights(path, tmp_path / "b.safetensors")
+        export_weights(path, out)
 
 
 def test_stopped_before_any_operation_the_file_is_complete_or_missing(

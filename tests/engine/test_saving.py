@@ -41,6 +41,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied, accumulated, clipped": ("tied GPT", {"precision": "bf16", "micro_batches": 3, "clip_norm": 0.5}),
     "fp16": ("frozen below", {"precision": "fp16"}),
     "16 bits": ("odd sizes", {"precision": "bf16", "moments": "16bit"}),
+    "split master": ("odd sizes", {"precision": "bf16", "split_master": True}),
     "8 bits": ("tied GPT", {"precision": "bf16", "moments": "8bit", "clip_norm": 0.5}),
     "8 bits, fp32": ("odd sizes", {"precision": "fp32", "moments": "8bit"}),
 }
@@ -101,6 +102,36 @@ def test_a_step_that_saves_is_the_step_and_saves_the_state_before_it(
     for name in names:
         one, other = ((tmp_path / x / "step-00000002" / name).read_bytes() for x in "ab")
         assert one == other, name
+
+
+@pytest.mark.parametrize(
+    "settings", [{"precision": "bf16"}, {"precision": "bf16", "offload_ratio": 0.5}, {"precision": "fp32"}]
+)
+def test_a_split_master_beside_fp32_moments_is_the_same_training(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Through a checkpoint to the other format too. All weights are ties, which the first step leaves so."""
+    losses, values = [], []
+    for split in (False, True):
+        how: dict[str, Any] = {"lr": lambda step: 1e-3 * (step > 1), "bucket_size": 1000, **settings}
+        (program, data), (other, _) = (
+            trained.compiled("tied GPT", split_master=x, **how) for x in (split, not split)
+        )
+        given = zfunc.params(program, zfunc.init(program, seed=5))
+        ties = {
+            name: (x.view(torch.int32) & -(1 << 16) | 1 << 15).view(torch.float32)
+            for name, x in given.items()
+        }
+        state, seen = steps(program, zfunc.init(program, params=ties), data, 0, 2)
+        zfunc.save(tmp_path / str(split), program, state)
+        state, later = steps(other, zfunc.load(tmp_path / str(split), other), data, 2, 4)
+        for p in (program, other):
+            assert p.spec.state_format == p.optimizer.state_format
+        losses.append(repr(seen + later))
+        values.append(flats(state, "params") | zfunc.params(other, state))
+    assert other.spec.state_format == "fp32"
+    assert losses[0] == losses[1]
+    assert all(torch.equal(x, values[1][name]) for name, x in values[0].items())
 
 
 @pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])

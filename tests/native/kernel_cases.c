@@ -148,7 +148,7 @@ static void describe(void) {
     printf("type none %d\ntype fp32 %d\ntype bf16 %d\ntype fp16 %d\n", ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16);
     printf("decay none %d\ndecay decoupled %d\ndecay l2 %d\n", ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2);
     printf("moments fp32 %d\nmoments 16bit %d\n", ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT);
-    printf("moments 8bit %d\n", ZF_MOMENTS_8BIT);
+    printf("moments 8bit %d\nmoments fp32-split %d\n", ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT);
 }
 
 /* ---- the stream ------------------------------------------------------------------------------------- */

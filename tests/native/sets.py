@@ -16,7 +16,8 @@ from zfunc.optim.compact_reference import BLOCK, Compact, split
 from .cases import DECAYS, DTYPES, adam_case, random_grad, random_state, skeleton_case, sum_case
 from .stream import Case
 
-MOMENTS, TYPES, OUTS = ("fp32", "16bit", "8bit"), ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
+MOMENTS = "fp32", "fp32-split", "16bit", "8bit"
+TYPES, OUTS = ("fp32", "bf16", "fp16"), ("none", "fp32", "bf16", "fp16")
 SIZES = (0, 1, 15, 55, 64, 127, 128, 129, 4097)
 EXTREMES = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-45, -1e-40, 2.0**-126, 2.0**-56, 2.0**-57)
 EXTREMES += (2.0**-100, 2.0**-120, 3.4028234663852886e38, 65504.0, 65520.0, 2.0**-24, 2.0**-25)
@@ -88,7 +89,9 @@ def skeletons(sizes: Iterable[int]) -> Iterator[Case]:
     """The yardstick for each kind of state."""
     for n in sizes:
         yield skeleton_case(n, (4, 4, 4), copy=True)
-        yield from (skeleton_case(n, widths, copy=False) for widths in ((2, 2, 2, 2), (2, 2, 1, 1)))
+        yield from (
+            skeleton_case(n, widths, copy=False) for widths in ((2, 2, 4, 4), (2, 2, 2, 2), (2, 2, 1, 1))
+        )
 
 
 def special(scales: Sequence[float]) -> Iterator[Case]:
@@ -118,7 +121,7 @@ def conversions() -> Iterator[Case]:
     lows = [0, 1, 0x0FFF, 0x1000, 0x1001, 0x1FFF, 0x2FFF, 0x3000, 0x3001, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     x = ((np.arange(1 << 16, dtype=np.uint32) << 16)[:, None] | np.array(lows, np.uint32)).reshape(-1)
     p, zero = x.view(np.float32), np.zeros(x.size, np.float32)
-    for out, moments in (("bf16", "fp32"), ("fp16", "fp32"), ("fp16", "16bit")):
+    for out, moments in (("bf16", "fp32"), ("fp16", "fp32"), ("bf16", "fp32-split"), ("fp16", "16bit")):
         with np.errstate(all="ignore"):  # with a zero gradient and learning rate the weights stay
             yield adam_case((p, zero, zero), zero, "fp32", moments=moments, out=out, step=2, lr=0.0)
 

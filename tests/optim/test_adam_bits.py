@@ -130,7 +130,7 @@ def test_step_after_step(moments: str, where: str) -> None:
 @every_place
 @pytest.mark.parametrize(
     ("moments", "grad", "out"),
-    [*(("fp32", x, x) for x in TYPES), *((x, torch.bfloat16, torch.float16) for x in ("16bit", "8bit"))],
+    [*(("fp32", x, x) for x in TYPES), *((x, torch.bfloat16, torch.float16) for x in MOMENTS if x != "fp32")],
 )
 def test_many_elements_on_many_threads(moments: str, grad: torch.dtype, out: torch.dtype, where: str) -> None:
     n = (1 << 20) + 1
@@ -256,14 +256,16 @@ def test_factors_that_float32_has_to_round(moments: str, where: str) -> None:
 
 
 @every_place
-@pytest.mark.parametrize("out", [torch.bfloat16, torch.float16], ids=str)
-def test_rounding_of_the_copy(out: torch.dtype, where: str) -> None:
+@pytest.mark.parametrize(
+    ("moments", "out"), [("fp32", torch.bfloat16), ("fp32", torch.float16), ("fp32-split", torch.bfloat16)]
+)
+def test_rounding_of_the_copy(moments: str, out: torch.dtype, where: str) -> None:
     """Every exponent, the ties and their neighbours; a zero learning rate leaves the weights as they are."""
     high = np.arange(1 << 16, dtype=np.uint32) << 16
     lows = np.array([0, 1, 0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     p = (high[:, None] | lows).reshape(-1).view(np.float32)
     zero = np.zeros_like(p)
-    check(of_floats(p, zero, zero, "fp32"), torch.zeros(p.size), where, out=out, lr=0.0)
+    check(of_floats(p, zero, zero, moments), torch.zeros(p.size), where, out=out, lr=0.0)
 
 
 def locked(x: Tensor) -> Tensor:

@@ -78,6 +78,32 @@ def test_high_half_is_the_nearest_bfloat16():
     assert (split(from_bits([0x3F808000, 0xBF818000]))[0] == [0x3F81, 0xBF82]).all()  # ties: away from zero
 
 
+def assert_split_of(state, p, m, v):
+    """The state is the fp32 one to the bit, and its high half the bf16 copy that goes to the device with that."""
+    for got, expected in zip(unpack(state), (p, m, v), strict=True):
+        same(got, expected)
+    same(*(from_bits(x.astype(np.uint32) << 16) for x in (state.high, round_to(p, "bf16"))))
+
+
+def test_every_tie_and_its_neighbours_beside_fp32_moments():
+    for low in (0x7FFF, 0x8000, 0x8001):
+        exact = from_bits((ALL << 16) | low), *np.zeros((2, ALL.size), np.float32)
+        assert_split_of(pack(*exact, moments="fp32-split", step=1), *exact)
+
+
+@given(st.lists(st.tuples(floats, floats, floats, floats), min_size=1, max_size=70))
+def test_fp32_moments_beside_a_split_master_are_the_same_training(rows):
+    p, m, v, g = np.array(rows, np.float32).T.copy()
+    with np.errstate(all="ignore"):
+        exact = p, m, np.abs(v)
+        state = pack(*exact, moments="fp32-split", step=1)
+        for step in range(1, 4):
+            how = {"step": step, "lr": 2.0**-9, "weight_decay": 0.1}
+            exact = reference_update(*exact, g, **how)[:3]
+            state, _ = reference_compact_update(state, g, **how)
+            assert_split_of(state, *exact)
+
+
 def test_split_of_tensors():
     x = torch.randn(1000)
     halves = SplitMaster.of(x)

@@ -23,7 +23,7 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.dtypes import DTYPES, Precision
-from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.optimizer_state import weight_buffers
 from zfunc.optim.adam_reference import Array, round_to, to_float32
 from zfunc.optim.compact_reference import join
 from zfunc.options import one_of
@@ -115,10 +115,16 @@ def _weights(
         item = BYTES[shard.by_name[read.tensor].dtype]
         for begin, end in cut_elements(read.start, read.stop, item, shard.chunk):
             start = read.to + begin - read.start
-            halves = _read(reader, entry.name, kinds[read.wanted], start, start + end - begin)
-            for at in range(0, end - begin, PIECE):
-                part = [x[at : at + PIECE] for x in halves]
-                yield entry, start + at, join(*part) if len(part) == 2 else to_float32(*part)
+            stop = start + end - begin
+            for at, values in _joined(_read(reader, entry.name, kinds[read.wanted], start, stop)):
+                yield entry, start + at, values
+
+
+def _joined(buffers: list[Array]) -> Iterator[tuple[int, Array]]:
+    """fp32 weights from the buffers they are kept in, PIECE elements at a time, and the first one's number."""
+    for at in range(0, buffers[0].size, PIECE):
+        part = [x[at : at + PIECE] for x in buffers]
+        yield at, to_float32(*part) if len(part) == 1 else join(*part)
 
 
 def _read(reader: CheckpointReader, name: str, kinds: Sequence[str], start: int, stop: int) -> list[Array]:
@@ -128,11 +134,10 @@ def _read(reader: CheckpointReader, name: str, kinds: Sequence[str], start: int,
 
 
 def _weight_kinds(manifest: Manifest, entry: ParameterEntry) -> tuple[str, ...]:
-    """The kinds of state that make a parameter's fp32 weights: one, or the two halves that `join` takes."""
+    """The kinds of state that make a parameter's fp32 weights: one, or those that `join` takes."""
     if not entry.trainable:
         return (FROZEN,)
-    buffers = stored_buffers(manifest.state_format)
-    return tuple(x.name for x in buffers if x.name.startswith("master"))
+    return weight_buffers(manifest.state_format)
 
 
 def _largest(values: Array) -> float:

@@ -15,6 +15,7 @@ from zfunc.core.layout import ALIGNMENT
 
 Moments = Literal["fp32", "16bit", "8bit"]
 MOMENTS: tuple[Moments, ...] = get_args(Moments)
+AdamFormat = Literal["fp32", "fp32-split", "16bit", "8bit"]
 T = TypeVar("T")
 
 
@@ -43,6 +44,7 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         StateBuffer("exp_avg", "fp32"),
         StateBuffer("exp_avg_sq", "fp32"),
     ),
+    "fp32-split": (*_SPLIT, StateBuffer("exp_avg", "fp32"), StateBuffer("exp_avg_sq", "fp32")),
     "16bit": (*_SPLIT, StateBuffer("exp_avg", "bf16"), StateBuffer("exp_avg_sq", "bf16")),
     "8bit": (
         *_SPLIT,
@@ -51,7 +53,12 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
     ),
 }
-"""The formats by name. These are Adam's: 12, 8 and 6.03 bytes a parameter."""
+"""The formats by name. These are Adam's: 12, 12, 8 and 6.03 bytes a parameter.
+
+"fp32-split" has the bits of "fp32" and needs no bf16 copy beside it. Its high half is rounded as that copy is, ties
+to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq does
+(`zfunc.optim.compact_reference.split_to_even`).
+"""
 
 FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "8bit-1": (
@@ -64,13 +71,23 @@ FORMER_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
 }
 """Formats that checkpoints are read in, but no longer written: the first 8-bit moments."""
 
-ADAM_FORMATS = (*MOMENTS, *FORMER_FORMATS)
+ADAM_FORMATS = (*get_args(AdamFormat), *FORMER_FORMATS)
 """Formats of Adam's state, which loading a checkpoint converts into each other."""
 
 
 def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
     """The buffers of any format that a checkpoint may have."""
     return (STATE_FORMATS if name in STATE_FORMATS else FORMER_FORMATS)[name]
+
+
+def weight_buffers(name: str) -> tuple[str, ...]:
+    """The names of the buffers that the fp32 weights of any format that a checkpoint may have are read from.
+
+    >>> weight_buffers("16bit"), weight_buffers("fp32-split")[2:]
+    (('master_high', 'master_low'), ('exp_avg_sq',))
+    """
+    masters = tuple(x.name for x in stored_buffers(name) if x.name.startswith("master"))
+    return (*masters, "exp_avg_sq") if name == "fp32-split" else masters
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:

@@ -151,10 +151,14 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
     return with_moments(optimizer, settings.moments), settings
 
 
-def with_moments(optimizer: Optimizer, moments: Moments) -> Optimizer:
-    """The optimizer with its moments in this format. Raises ValueError for one that has no choice of them."""
+def with_moments(optimizer: Optimizer, moments: Moments, *, split_master: bool | None = None) -> Optimizer:
+    """The optimizer with its moments in this format, and an fp32 master in two halves, or not, or as it was.
+
+    Raises ValueError for an optimizer that has no choice of moments.
+    """
     if isinstance(optimizer, AdamW):
-        return evolve(optimizer, moments=moments)
+        split = optimizer.split_master if split_master is None else split_master
+        return evolve(optimizer, moments=moments, split_master=split)
     if moments != DEFAULT_MOMENTS:
         raise ValueError(
             f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "

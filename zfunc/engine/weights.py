@@ -12,7 +12,7 @@ from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.engine.state import Buffers
-from zfunc.optim.compact import SplitMaster, master_weights, named_master
+from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements
@@ -50,11 +50,11 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     on_device = buffers.views[span.name].view(-1)
     bucket = layout.bucket_of(span)
     state = buffers.state(bucket.index)
-    split = None if "master" in state else SplitMaster.of(flat)
-    sent = split is not None and on_device.dtype == split.high.dtype
-    on_device.copy_(split.high if split is not None and sent else flat)
+    initial = initial_state(flat, state)
+    high = initial.get(HIGH_HALF)
+    on_device.copy_(high if high is not None and on_device.dtype == high.dtype else flat)
     piece = layout.piece(span, ranks.rank, ranks.world)
-    for name, values in named_master(split or flat).items():
+    for name, values in initial.items():
         state[name][piece.at : piece.at + piece.stop - piece.start].copy_(values[piece.start : piece.stop])
 
 

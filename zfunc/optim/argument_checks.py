@@ -40,7 +40,7 @@ def checked_threads(threads: int | None) -> int:
 
 
 def update_spans(
-    moments: str,
+    state_format: str,
     state: Mapping[str, Any],
     grad: Any,
     out: Any,
@@ -51,9 +51,9 @@ def update_spans(
     """The memory of every buffer of an update, by name; the names of those of `into` begin with "into ".
 
     Raises TypeError or ValueError unless all are 1-D contiguous buffers on `device`, or that of the first, with the
-    sizes and dtypes of the format `moments`, and share no memory.
+    sizes and dtypes of `state_format`, and share no memory.
     """
-    formats = STATE_FORMATS[moments]
+    formats = STATE_FORMATS[state_format]
     first = state[formats[0].name]
     n = numel_of(first)
     device = device or getattr(first, "device", CPU)
@@ -61,7 +61,7 @@ def update_spans(
     for prefix, buffers, written in (("", state, into is None), (INTO, into or {}, True)):
         for x in formats if buffers else ():
             shown = _SHOWN.get(x.name, x.name)
-            if x.name == "exp_avg_sq" and moments == "8bit":
+            if x.name == "exp_avg_sq" and state_format == "8bit":
                 shown = "exp_avg_sq.codes"
             size, dtypes = -(-n // x.shared), (TORCH_DTYPES[x.dtype],)
             spans[prefix + x.name] = checked_span(

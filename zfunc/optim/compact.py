@@ -12,16 +12,28 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.core.optimizer_state import ADAM_FORMATS, HIGH_HALF, Moments, stored_buffers
+from zfunc.core.optimizer_state import ADAM_FORMATS, HIGH_HALF, AdamFormat, stored_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim.argument_checks import checked_span, numel_of
-from zfunc.optim.compact_reference import BLOCK, Compact, join, pack, split, unpack, unpack_first_codes
+from zfunc.optim.compact_reference import (
+    BLOCK,
+    Compact,
+    join,
+    pack,
+    split,
+    split_to_even,
+    unpack,
+    unpack_first_codes,
+)
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
 @frozen(eq=False)
 class SplitMaster:
     """fp32 weights [n] in two halves; `high` is their bf16 copy, rounded to nearest, ties away from zero.
+
+    Beside fp32 moments an update rounds ties to even, and the fp32 exp_avg_sq has a sign where one was rounded down
+    (`compact_reference.split_to_even`). `of` and `join` know nothing of it.
 
     >>> halves = SplitMaster.of(torch.tensor([1.0, 3.1415927]))
     >>> halves.high, halves.join()
@@ -62,36 +74,48 @@ class QuantizedMoment:
         )
 
 
-def named_master(master: Any) -> dict[str, Any]:
-    """fp32 weights, or a SplitMaster, as buffers by the names in `zfunc.core.optimizer_state`."""
-    if isinstance(master, SplitMaster):
-        return {HIGH_HALF: master.high, "master_low": master.low}
-    return {"master": master}
-
-
 def named_state(master: Any, exp_avg: Any, exp_avg_sq: Any) -> dict[str, Any]:
     """The state arguments of `adam_update_` as buffers by the names in `zfunc.core.optimizer_state`."""
-    state = {**named_master(master), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-    if "master" not in state and isinstance(exp_avg_sq, QuantizedMoment):
+    if not isinstance(master, SplitMaster):
+        return {"master": master, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    state = {HIGH_HALF: master.high, "master_low": master.low, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    if isinstance(exp_avg_sq, QuantizedMoment):
         state |= {"exp_avg_sq": exp_avg_sq.codes, "exp_avg_sq_scale": exp_avg_sq.scales}
     return state
 
 
-def moments_of(state: Mapping[str, Any]) -> Moments:
-    """The format of an Adam state, from the names of its buffers."""
-    return "fp32" if "master" in state else "8bit" if "exp_avg_sq_scale" in state else "16bit"
+def adam_format(state: Mapping[str, Any]) -> AdamFormat:
+    """The format of an Adam state, from its buffers."""
+    if "master" in state:
+        return "fp32"
+    if "exp_avg_sq_scale" in state:
+        return "8bit"
+    return "fp32-split" if all(_is_fp32(state.get(x)) for x in ("exp_avg", "exp_avg_sq")) else "16bit"
 
 
 def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor:
     """The fp32 weights `start` to `stop` of a state in any format, on the host; read only: maybe a view."""
     if "master" in state:
         return state["master"][start:stop].cpu()
-    high, low = (state[name][start:stop].cpu() for name in (HIGH_HALF, "master_low"))
-    return SplitMaster(high, low).join()
+    names = HIGH_HALF, "master_low", *(("exp_avg_sq",) if adam_format(state) == "fp32-split" else ())
+    return torch.from_numpy(join(*(_as_array(state[name][start:stop].cpu()) for name in names)))
+
+
+def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """fp32 weights [n] as the buffers that hold them in such a state before the first step, on the host."""
+    if "master" in state:
+        return {"master": weights}
+    if adam_format(state) == "fp32-split":
+        high, low, zeros = map(
+            _as_tensor, split_to_even(weights.numpy(), np.zeros(weights.numel(), np.float32))
+        )
+        return {HIGH_HALF: high.view(torch.bfloat16), "master_low": low, "exp_avg_sq": zeros}
+    halves = SplitMaster.of(weights)
+    return {HIGH_HALF: halves.high, "master_low": halves.low}
 
 
 def convert_moments(
-    state: Mapping[str, Tensor], stored: str, moments: Moments, step: int
+    state: Mapping[str, Tensor], stored: str, wanted: AdamFormat, step: int
 ) -> dict[str, Tensor]:
     """Adam's state on the host, of the format `stored`, in another of its formats, by the names of its buffers.
 
@@ -100,7 +124,7 @@ def convert_moments(
     """
     if stored not in ADAM_FORMATS:
         raise CheckpointError(
-            f"got optimizer state in the format {stored!r}, expected {moments!r}, this program's: load it "
+            f"got optimizer state in the format {stored!r}, expected {wanted!r}, this program's: load it "
             "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
         )
     arrays = [_as_array(state[x.name]) for x in stored_buffers(stored)]
@@ -110,15 +134,19 @@ def convert_moments(
         master, (exp_avg, exp_avg_sq) = join(*arrays[:2]), unpack_first_codes(*arrays[2:])
     else:
         master, exp_avg, exp_avg_sq = unpack(Compact(*arrays))
-    if moments == "fp32":
+    if wanted == "fp32":
         converted = [master, exp_avg, exp_avg_sq]
     else:
-        packed = pack(master, exp_avg, exp_avg_sq, moments=moments, step=step)
+        packed = pack(master, exp_avg, exp_avg_sq, moments=wanted, step=step)
         converted = [x for x in packed if x is not None]
     return {
         buffer.name: _as_tensor(x).view(TORCH_DTYPES[buffer.dtype])
-        for buffer, x in zip(stored_buffers(moments), converted, strict=True)
+        for buffer, x in zip(stored_buffers(wanted), converted, strict=True)
     }
+
+
+def _is_fp32(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dtype == torch.float32
 
 
 def _as_array(x: Tensor) -> Any:

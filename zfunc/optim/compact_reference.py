@@ -4,9 +4,10 @@ A compact update is unpack, `adam_reference.reference_update`, pack. All arithme
 between two steps is rounded, and without bias. Rounding to nearest would freeze a moment that changes by less than
 half a unit a step (0.1 % at beta2 = 0.999; bf16's half unit is 0.2 to 0.4 %).
 
-Three formats:
+Four formats:
 
 - the split master: the bfloat16 of the weight, which is the device's copy, and the remaining 16 bits; exact.
+- fp32 moments beside it: the bits of an update of fp32 state and of its bfloat16 copy, whose ties go to even.
 - bfloat16 moments.
 - 8-bit moments, in blocks of 64 consecutive elements counted from the start of the buffer.
   exp_avg_sq has codes and a scale for each block. Codes 1 to 254 are unsigned floats with as many mantissa bits as
@@ -51,11 +52,11 @@ ROOT, EXPONENT = 0x1FC00000, 0x7F800000  # half the bits of x, and this, are nea
 
 
 class Compact(NamedTuple):
-    """The compact state of n elements; the scale is None for bfloat16 moments."""
+    """The compact state of n elements; the scale is None but for 8-bit moments."""
 
     high: Array  # [n] uint16, the bfloat16 half of the master
     low: Array  # [n] int16, the remaining bits
-    exp_avg: Array  # [n] uint16 holding bf16, or uint8 codes
+    exp_avg: Array  # [n] float32, uint16 holding bf16, or uint8 codes
     exp_avg_sq: Array  # [n] as exp_avg
     exp_avg_sq_scale: Array | None = None  # [ceil(n / 64)] int16
 
@@ -73,9 +74,30 @@ def split(x: Array) -> tuple[Array, Array]:
     return high.astype(np.uint16), bits.astype(np.uint16).view(np.int16)
 
 
-def join(high: Array, low: Array) -> Array:
-    """The float32 whose halves these are."""
-    return ((high.astype(np.uint32) << np.uint32(16)) + low.astype(np.int32).view(np.uint32)).view(np.float32)
+def split_to_even(x: Array, exp_avg_sq: Array) -> tuple[Array, Array, Array]:
+    """As `split`, but ties to even, as `round_to`; and exp_avg_sq float32 with a sign where one was rounded down.
+
+    An even bfloat16 is the nearest to 65,537 values then, one more than an int16 can tell apart: the ties on both
+    sides of it have the same lower bits. exp_avg_sq is never negative, so its sign is free to say which side it is.
+
+    >>> high, low, v = split_to_even(np.float32([1 + 2**-8, 1 + 3 * 2**-8]), np.float32([0.5, 0.5]))
+    >>> [hex(x) for x in high], low, v
+    (['0x3f80', '0x3f82'], array([-32768, -32768], dtype=int16), array([-0.5,  0.5], dtype=float32))
+    >>> join(high, low, v)
+    array([1.0039062, 1.0117188], dtype=float32)
+    """
+    high, low = split(x)
+    down = (x.view(np.uint32) & np.uint32(0x1FFFF)) == 0x8000
+    down &= ~np.isnan(x)
+    return high - down, low, np.copysign(exp_avg_sq, np.where(down, np.float32(-1), np.float32(1)))
+
+
+def join(high: Array, low: Array, exp_avg_sq: Array | None = None) -> Array:
+    """The float32 whose halves these are; for those of `split_to_even` with exp_avg_sq."""
+    bits = (high.astype(np.uint32) << np.uint32(16)) + low.astype(np.int32).view(np.uint32)
+    if exp_avg_sq is not None:
+        bits = bits + (np.signbit(exp_avg_sq).astype(np.uint32) << np.uint32(16))
+    return bits.view(np.float32)
 
 
 def first_dither(step: int, moment: int) -> int:
@@ -184,7 +206,10 @@ def unpack_first_codes(
 
 
 def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step: int) -> Compact:
-    """Compact state ("16bit" or "8bit") of float32 buffers [n], its moments rounded as step `step` does."""
+    """Compact state (any but "fp32") of float32 buffers [n], its moments rounded as step `step` does."""
+    if moments == "fp32-split":
+        high, low, exp_avg_sq = split_to_even(master, exp_avg_sq)
+        return Compact(high, low, exp_avg, exp_avg_sq)
     high, low = split(master)
     first = dither(master.size, step, EXP_AVG)
     second = dither(master.size, step, EXP_AVG_SQ)
@@ -196,6 +221,8 @@ def pack(master: Array, exp_avg: Array, exp_avg_sq: Array, *, moments: str, step
 
 def unpack(state: Compact) -> tuple[Array, Array, Array]:
     """The float32 master, exp_avg and exp_avg_sq of a compact state; exact."""
+    if state.exp_avg_sq.dtype == np.float32:
+        return join(state.high, state.low, state.exp_avg_sq), state.exp_avg, np.abs(state.exp_avg_sq)
     master = join(state.high, state.low)
     if state.exp_avg_sq_scale is None:
         return master, *((x.astype(np.uint32) << np.uint32(16)).view(np.float32) for x in state[2:4])
@@ -210,6 +237,7 @@ def reference_compact_update(
 
     Returns the next state, and the rounded copy of the weights with `out`.
     """
-    moments = "16bit" if state.exp_avg_sq_scale is None else "8bit"
+    fp32 = state.exp_avg.dtype == np.float32
+    moments = "fp32-split" if fp32 else "16bit" if state.exp_avg_sq_scale is None else "8bit"
     new = reference_update(*unpack(state), grad, step=step, out=out, **settings)
     return pack(new.master, new.exp_avg, new.exp_avg_sq, moments=moments, step=step), new.out

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import HIGH_HALF, Moments, state_slice
+from zfunc.core.optimizer_state import HIGH_HALF, AdamFormat, state_slice
 from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.optim.argument_checks import Decay, checked_arguments, update_spans
-from zfunc.optim.compact import moments_of
+from zfunc.optim.compact import adam_format
 from zfunc.optim.compact_reference import BLOCK
 from zfunc.optim.device_formats import (
     CODES_CUTS,
@@ -42,7 +42,7 @@ _CODES = "exp_avg", "exp_avg_sq", "exp_avg_sq_scale"
 PIECE = 1 << 22  # elements updated together: much for a device, little beside a bucket
 
 
-def workspace(numel: int, moments: Moments) -> int:
+def workspace(numel: int, state_format: AdamFormat) -> int:
     """An upper bound of the bytes that an update of `numel` elements allocates beside its arguments.
 
     >>> workspace(1 << 30, "fp32") == workspace(PIECE, "fp32") < 14 * PIECE
@@ -50,7 +50,7 @@ def workspace(numel: int, moments: Moments) -> int:
     """
     n = min(round_up(numel, BLOCK), PIECE)
     small = n // BLOCK * 32 + (1 << 14)  # per block, and what the allocator rounds up
-    return n * (4 * _num_floats(moments) + 1) + small
+    return n * (4 * _num_floats(state_format) + 1) + small
 
 
 def device_adam_(
@@ -73,13 +73,13 @@ def device_adam_(
     >>> state["master"]
     tensor([0.8333, 1.0000])
     """
-    moments, buffers = moments_of(state), dict(state)
-    update_spans(moments, buffers, grad, out, device=None)
+    state_format, buffers = adam_format(state), dict(state)
+    update_spans(state_format, buffers, grad, out, device=None)
     step, factors, decay = checked_arguments(**arguments)
     with np.errstate(over="ignore"):  # grad_floor may be infinite
         rounded = Coefficients._make(float(np.float32(x)) for x in factors)
     with torch.no_grad():
-        _update_(moments, buffers, grad, out, _Step(rounded, decay, step))
+        _update_(state_format, buffers, grad, out, _Step(rounded, decay, step))
 
 
 class _Step(NamedTuple):
@@ -91,43 +91,49 @@ class _Step(NamedTuple):
 # ---- pieces -------------------------------------------------------------------------------------------
 
 
-def _num_floats(moments: Moments) -> int:
-    """Rows of scratch: the gradient, float64, a term; and for a compact state its three buffers in float32."""
-    return 3 if moments == "fp32" else 6
+def _num_floats(state_format: AdamFormat) -> int:
+    """Rows of scratch: the gradient, float64, a term; and in float32 what a state does not have in it."""
+    return {"fp32": 3, "fp32-split": 4}.get(state_format, 6)
 
 
 def _update_(
-    moments: Moments, buffers: dict[str, Tensor], grad: Tensor, out: Tensor | None, step: _Step
+    state_format: AdamFormat, buffers: dict[str, Tensor], grad: Tensor, out: Tensor | None, step: _Step
 ) -> None:
     n, device = grad.numel(), grad.device
     piece = min(round_up(n, BLOCK), PIECE)
-    floats = torch.empty(_num_floats(moments) * piece, device=device)  # fp32
+    floats = torch.empty(_num_floats(state_format) * piece, device=device)  # fp32
     mask = torch.empty(piece, dtype=torch.bool, device=device)
-    cuts = CODES_CUTS if moments == "8bit" else (16, 16)
-    rounding = () if moments == "fp32" else dithers(step.number, cuts, device)
+    fp32 = state_format in ("fp32", "fp32-split")  # the moments, in their own memory
+    cuts = CODES_CUTS if state_format == "8bit" else (16, 16)
+    rounding = () if fp32 else dithers(step.number, cuts, device)
     for start in range(0, n, PIECE):
         stop = min(n, start + PIECE)
-        parts = state_slice(moments, buffers, start, stop)
-        size = stop - start if moments == "fp32" else round_up(stop - start, BLOCK)
-        g, _, term, *unpacked = floats[: _num_floats(moments) * size].view(-1, size)
+        parts = state_slice(state_format, buffers, start, stop)
+        size = stop - start if fp32 else round_up(stop - start, BLOCK)
+        g, _, term, *unpacked = floats[: _num_floats(state_format) * size].view(-1, size)
         scratch = Scratch(term, g, floats[: 2 * size].view(torch.float64), mask[:size])
-        state = _unpack(moments, parts, unpacked, scratch)
+        state = _unpack(state_format, parts, unpacked, scratch)
         load_(g, grad[start:stop])
         _adam_(*state, scratch, step)
         if out is not None:
             out[start:stop].copy_(state[0][: stop - start])
-        _pack_(moments, parts, state, rounding, scratch)
+        _pack_(state_format, parts, state, rounding, scratch)
 
 
 def _unpack(
-    moments: Moments, parts: dict[str, Tensor], unpacked: Sequence[Tensor], scratch: Scratch
+    state_format: AdamFormat, parts: dict[str, Tensor], unpacked: Sequence[Tensor], scratch: Scratch
 ) -> Sequence[Tensor]:
     """Master, exp_avg and exp_avg_sq as float32, in their own memory or in `unpacked`."""
-    if moments == "fp32":
+    if state_format == "fp32":
         return parts["master"], parts["exp_avg"], parts["exp_avg_sq"]
+    halves = parts[HIGH_HALF], parts["master_low"]
+    if state_format == "fp32-split":
+        (p,), v = unpacked, parts["exp_avg_sq"]
+        join_(p, *halves, scratch, v)
+        return p, parts["exp_avg"], v.abs_()
     p, m, v = unpacked
-    join_(p, parts[HIGH_HALF], parts["master_low"], scratch)
-    if moments == "16bit":
+    join_(p, *halves, scratch)
+    if state_format == "16bit":
         load_(m, parts["exp_avg"])
         load_(v, parts["exp_avg_sq"])
     else:
@@ -136,13 +142,22 @@ def _unpack(
 
 
 def _pack_(
-    moments: Moments, parts: dict[str, Tensor], state: Sequence[Tensor], rounding: Any, scratch: Scratch
+    state_format: AdamFormat,
+    parts: dict[str, Tensor],
+    state: Sequence[Tensor],
+    rounding: Any,
+    scratch: Scratch,
 ) -> None:
-    if moments == "fp32":
+    if state_format == "fp32":
         return
-    (p, m, v), (first, second) = state, rounding
-    split_(parts[HIGH_HALF], parts["master_low"], p, scratch)
-    if moments == "16bit":
+    p, m, v = state
+    halves = parts[HIGH_HALF], parts["master_low"]
+    if state_format == "fp32-split":
+        split_(*halves, p, scratch, v)
+        return
+    split_(*halves, p, scratch)
+    first, second = rounding
+    if state_format == "16bit":
         pack_bf16_(parts["exp_avg"], m, first, scratch)
         pack_bf16_(parts["exp_avg_sq"], v, second, scratch)
     else:

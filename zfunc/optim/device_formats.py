@@ -31,7 +31,8 @@ from zfunc.optim.compact_reference import (
     first_dither,
 )
 
-NAN, INFINITY, SIZE = 0x7FC00000, 0x7F800000, 0x7FFFFFFF  # bits of a float32; those beside its sign
+NAN, INFINITY = 0x7FC00000, 0x7F800000  # bits of a float32
+SIGN, SIZE = -(1 << 31), 0x7FFFFFFF  # the bit of its sign, as int32, and the others
 BINADE = 1 << 23  # from a float32's bits to those of its double
 
 
@@ -68,20 +69,28 @@ def bits_of(x: Tensor) -> Tensor:
 # ---- the split master ---------------------------------------------------------------------------------
 
 
-def join_(x: Tensor, high: Tensor, low: Tensor, scratch: Scratch) -> None:
-    """x = the float32 of the halves high [n] bf16 and low [n] int16."""
+def join_(x: Tensor, high: Tensor, low: Tensor, scratch: Scratch, exp_avg_sq: Tensor | None = None) -> None:
+    """x = the float32 of the halves high [n] bf16 and low [n] int16, and of the sign of exp_avg_sq [n] fp32."""
     bits, small = bits_of(x), bits_of(scratch.a)
     load_(bits, high.view(torch.int16))
     load_(small, low)
     bits.bitwise_left_shift_(16).add_(small)
+    if exp_avg_sq is not None:  # a sign adds 1 << 16
+        torch.bitwise_and(bits_of(exp_avg_sq), SIGN, out=small)
+        bits.sub_(small.bitwise_right_shift_(15))
 
 
-def split_(high: Tensor, low: Tensor, x: Tensor, scratch: Scratch) -> None:
-    """high [n] bf16, low [n] int16 = the halves of x, which is overwritten."""
+def split_(high: Tensor, low: Tensor, x: Tensor, scratch: Scratch, exp_avg_sq: Tensor | None = None) -> None:
+    """high [n] bf16, low [n] int16 = the halves of x, which is overwritten; and the sign of exp_avg_sq [n] fp32."""
     bits, up, n = bits_of(x), bits_of(scratch.a), high.numel()
     torch.ne(x, x, out=scratch.mask)
     bits.masked_fill_(scratch.mask, NAN)  # other NaNs could round over to a zero
     torch.add(bits, 1 << 15, out=up)
+    if exp_avg_sq is not None:  # a tie is rounded down to an even half
+        down = bits_of(scratch.b)
+        torch.eq(torch.bitwise_and(bits, 0x1FFFF, out=down), 1 << 15, out=scratch.mask)
+        up.sub_(down.copy_(scratch.mask))
+        bits_of(exp_avg_sq).bitwise_and_(SIZE).bitwise_or_(down.bitwise_left_shift_(31))
     high.view(torch.int16).copy_(up.bitwise_right_shift_(16)[:n])
     low.copy_(bits.bitwise_left_shift_(16).bitwise_right_shift_(16)[:n])
 

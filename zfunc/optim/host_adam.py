@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.core.optimizer_state import HIGH_HALF, Moments
+from zfunc.core.optimizer_state import HIGH_HALF, AdamFormat
 from zfunc.optim.argument_checks import (
     INTO,
     Decay,
@@ -23,7 +23,7 @@ from zfunc.optim.argument_checks import (
     refuse,
     update_spans,
 )
-from zfunc.optim.compact import QuantizedMoment, SplitMaster, moments_of, named_state
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, adam_format, named_state
 from zfunc.optim.compact_reference import EXP_AVG, EXP_AVG_SQ, first_dither
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 
@@ -32,8 +32,9 @@ KERNEL_DECAYS: dict[Decay, int] = {
     "decoupled": cpu_adam.DECOUPLED,
     "l2": cpu_adam.L2,
 }
-KERNEL_MOMENTS: dict[Moments, int] = {
+KERNEL_FORMATS: dict[AdamFormat, int] = {
     "fp32": cpu_adam.MOMENTS_FP32,
+    "fp32-split": cpu_adam.MOMENTS_FP32_SPLIT,
     "16bit": cpu_adam.MOMENTS_16BIT,
     "8bit": cpu_adam.MOMENTS_8BIT,
 }
@@ -58,8 +59,9 @@ def adam_update_(
 ) -> None:
     """One Adam step over 1-D contiguous host buffers, in one pass over memory: in place, or `into` other buffers.
 
-    - `master`, `exp_avg`, `exp_avg_sq`: [n] fp32, updated. Or compact: a SplitMaster with two [n] bf16 moments, or
-      with [n] uint8 and a QuantizedMoment. Slices of compact buffers begin at a multiple of 64.
+    - `master`, `exp_avg`, `exp_avg_sq`: [n] fp32, updated. Or compact: a SplitMaster with two [n] fp32 moments (the
+      same bits; exp_avg_sq's sign belongs to the master then), two [n] bf16, or [n] uint8 and a QuantizedMoment.
+      Slices of compact buffers begin at a multiple of 64.
     - `grad`: [n] fp32, bf16 or fp16, read only. It is multiplied by `grad_scale`: unscaling and clipping in one.
     - `out`: [n] bf16, fp16 or fp32, receives the rounded new weights; `master.high` is a split master's bf16.
     - `into`: (master, exp_avg, exp_avg_sq) of the same types and sizes. They receive the new state, with the same
@@ -111,11 +113,11 @@ def host_adam_(
     **arguments: Any,
 ) -> None:
     """`adam_update_` with the state by the names in `zfunc.core.optimizer_state`, and `checked_arguments`."""
-    moments = moments_of(state)
-    spans = update_spans(moments, state, grad, out, into)
+    state_format = adam_format(state)
+    spans = update_spans(state_format, state, grad, out, into)
     step, factors, decay = checked_arguments(**arguments)
     cpu_adam.adam_update(
-        KERNEL_MOMENTS[moments],
+        KERNEL_FORMATS[state_format],
         *_addresses(spans),
         first_dither(step, EXP_AVG),
         first_dither(step, EXP_AVG_SQ),

@@ -43,7 +43,8 @@
 
 enum { ZF_NONE = 0, ZF_FP32 = 1, ZF_BF16 = 2, ZF_FP16 = 3 };          /* element types */
 enum { ZF_NO_DECAY = 0, ZF_DECOUPLED = 1, ZF_L2 = 2 };                /* weight decay */
-enum { ZF_MOMENTS_FP32 = 0, ZF_MOMENTS_16BIT = 1, ZF_MOMENTS_8BIT = 2 }; /* what the state is kept in */
+/* What the state is kept in: all in fp32, or compact, which is any with a split master. */
+enum { ZF_MOMENTS_FP32 = 0, ZF_MOMENTS_16BIT = 1, ZF_MOMENTS_8BIT = 2, ZF_MOMENTS_FP32_SPLIT = 3 };
 
 typedef struct {
     void *master;                 /* [n] fp32; bf16 in compact state: the high half */
@@ -78,6 +79,8 @@ typedef struct {
     uint16_t *out;      /* OUT   [n], or NULL: `in` is read all the same */
     int stream;
 } zf_skeleton_args;
+
+ZF_INLINE int zf_in_place(const zf_adam_args *a) { return a->into.master == a->state.master; }
 
 /* ---- one block ------------------------------------------------------------------------------------ */
 
@@ -226,9 +229,21 @@ ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a) {
     }
 }
 
-/* The moments of blocks that begin at `at`, as fp32 and back; `moments` is a constant of the inlined call. */
-ZF_INLINE void zf_unpack(const zf_adam_args *a, float *m, float *v, size_t at, size_t n, int moments) {
+/* Bytes of a moment. */
+ZF_INLINE size_t zf_width(int moments) {
+    return moments == ZF_MOMENTS_FP32_SPLIT ? 4 : moments == ZF_MOMENTS_16BIT ? 2 : 1;
+}
+
+/* The state of blocks that begin at `at`, as fp32 and back; `moments` is a constant of the inlined call. */
+ZF_INLINE void zf_unpack(const zf_adam_args *a, float *p, float *m, float *v, size_t at, size_t n, int moments) {
     const zf_state *s = &a->state;
+    const uint16_t *high = (const uint16_t *)s->master + at;
+    if (moments == ZF_MOMENTS_FP32_SPLIT) {
+        zf_join_even(p, v, high, s->low + at, (const float *)s->exp_avg_sq + at, n);
+        if (!zf_in_place(a)) memcpy(m, (const float *)s->exp_avg + at, n * sizeof(float));
+        return;
+    }
+    zf_join(p, high, s->low + at, n);
     if (moments == ZF_MOMENTS_16BIT) {
         zf_unpack_bf16(m, (const uint16_t *)s->exp_avg + at, n);
         zf_unpack_bf16(v, (const uint16_t *)s->exp_avg_sq + at, n);
@@ -241,16 +256,22 @@ ZF_INLINE void zf_unpack(const zf_adam_args *a, float *m, float *v, size_t at, s
     }
 }
 
-/* m and v as they are kept: `to` has room for n elements, `at` is where they begin in the state. */
-ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *m, const float *v, void *to_m,
-                       void *to_v, size_t at, size_t n, int moments) {
+/* p, m and v as they are kept: `to` has room for n elements, `at` is where they begin in the state. */
+ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *p, const float *m,
+                       const float *v, char *const *to, size_t at, size_t n, int moments) {
+    if (moments == ZF_MOMENTS_FP32_SPLIT) {
+        zf_split_even((uint16_t *)to[0], (int16_t *)to[1], (float *)to[3], p, v, n);
+        if (!zf_in_place(a)) memcpy(to[2], m, n * sizeof(float));
+        return;
+    }
+    zf_split((uint16_t *)to[0], (int16_t *)to[1], p, n);
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
         if (moments == ZF_MOMENTS_16BIT) {
-            zf_pack_bf16((uint16_t *)to_m + i, m + i, few, d->exp_avg);
-            zf_pack_bf16((uint16_t *)to_v + i, v + i, few, d->exp_avg_sq[0]);
+            zf_pack_bf16((uint16_t *)to[2] + i, m + i, few, d->exp_avg);
+            zf_pack_bf16((uint16_t *)to[3] + i, v + i, few, d->exp_avg_sq[0]);
         } else {
-            a->into.exp_avg_sq_scale[block] = zf_pack_codes((uint8_t *)to_m + i, (uint8_t *)to_v + i, m + i, v + i,
+            a->into.exp_avg_sq_scale[block] = zf_pack_codes((uint8_t *)to[2] + i, (uint8_t *)to[3] + i, m + i, v + i,
                                                             few, d->exp_avg, d->exp_avg_sq);
         }
     }
@@ -259,35 +280,30 @@ ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *
 /* Splits and packs a block into the new state, by way of L1 where that bypasses the caches. */
 ZF_INLINE void zf_keep(const zf_adam_args *a, const zf_dithers *d, const float *p, const float *m, const float *v,
                        size_t at, size_t n, int moments) {
-    uint16_t near[4][ZF_BLOCK] __attribute__((aligned(64)));
-    const size_t width = moments == ZF_MOMENTS_16BIT ? 2 : 1, widths[4] = {2, 2, width, width};
+    char scratch[4][4 * ZF_BLOCK] __attribute__((aligned(64)));
+    char *const near[4] = {scratch[0], scratch[1], scratch[2], scratch[3]};
+    const size_t width = zf_width(moments), widths[4] = {2, 2, width, width};
     const zf_state *s = &a->into;
     char *const far[4] = {(char *)s->master + 2 * at, (char *)(s->low + at), (char *)s->exp_avg + width * at,
                           (char *)s->exp_avg_sq + width * at};
-    if (!a->stream_state) {
-        zf_split((uint16_t *)far[0], (int16_t *)far[1], p, n);
-        zf_pack(a, d, m, v, far[2], far[3], at, n, moments);
-        return;
-    }
-    zf_split(near[0], (int16_t *)near[1], p, n);
-    zf_pack(a, d, m, v, near[2], near[3], at, n, moments);
+    zf_pack(a, d, p, m, v, a->stream_state ? near : far, at, n, moments);
+    if (!a->stream_state) return;
     for (int k = 0; k < 4; k++) zf_store(far[k], near[k], n * widths[k], 1);
 }
 
 ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa,
                                 int moments) {
-    float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
+    float p[ZF_BLOCK] __attribute__((aligned(64))), room[ZF_BLOCK] __attribute__((aligned(64)));
     float v[ZF_BLOCK] __attribute__((aligned(64))), scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    const size_t width = moments == ZF_MOMENTS_16BIT ? 2 : 1;
-    const uint16_t *high = (const uint16_t *)a->state.master + at;
-    const int16_t *low = a->state.low + at;
-    const zf_walk walk[] = {{high, 2},
-                            {low, 2},
+    const int own = moments == ZF_MOMENTS_FP32_SPLIT && zf_in_place(a); /* its exp_avg is updated where it lies */
+    float *m = own ? (float *)a->state.exp_avg + at : room;
+    const size_t width = zf_width(moments);
+    const zf_walk walk[] = {{(const uint16_t *)a->state.master + at, 2},
+                            {a->state.low + at, 2},
                             {(const char *)a->state.exp_avg + at * width, width},
                             {(const char *)a->state.exp_avg_sq + at * width, width},
                             zf_gradient(a, at)};
-    zf_join(p, high, low, n);
-    zf_unpack(a, m, v, at, n, moments);
+    zf_unpack(a, p, m, v, at, n, moments);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     zf_core_of_mode(a, p, m, v, g, n, walk, 5);
     zf_keep(a, d, p, m, v, at, n, moments);
@@ -310,8 +326,6 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #include "_codes_avx512.h"
 #endif
 
-ZF_INLINE int zf_in_place(const zf_adam_args *a) { return a->into.master == a->state.master; }
-
 /* Whole blocks have constant trip counts. */
 ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_adam_args *a = (const zf_adam_args *)args;
@@ -323,6 +337,8 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     } else if (a->moments == ZF_MOMENTS_FP32) {
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_into_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_into_block(a, at, end - at, isa);
+    } else if (a->moments == ZF_MOMENTS_FP32_SPLIT) {
+        zf_compact_range(a, NULL, at, end, isa, ZF_MOMENTS_FP32_SPLIT);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
         zf_spread(&d, a);
 #if defined(__x86_64__)

@@ -130,6 +130,27 @@ ZF_INLINE void zf_split(uint16_t *restrict high, int16_t *restrict low, const fl
     }
 }
 
+/* Beside fp32 moments a tie goes to even, as in a copy: then 16 bits cannot tell on which side of the high half the
+ * weight is, and the sign of exp_avg_sq, which is never negative, says so. */
+ZF_INLINE void zf_join_even(float *restrict p, float *restrict v, const uint16_t *restrict high,
+                            const int16_t *restrict low, const float *restrict signed_v, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t b = zf_bits(signed_v[i]);
+        p[i] = zf_float(((uint32_t)high[i] << 16) + (uint32_t)(int32_t)low[i] + (b >> 31 << 16));
+        v[i] = zf_float(b & 0x7fffffff);
+    }
+}
+
+ZF_INLINE void zf_split_even(uint16_t *restrict high, int16_t *restrict low, float *restrict signed_v,
+                             const float *restrict p, const float *restrict v, size_t n) {
+    for (size_t i = 0; i < n; i++) {
+        uint32_t b = p[i] != p[i] ? 0x7fc00000 : zf_bits(p[i]), down = (b & 0x1ffff) == 0x8000;
+        high[i] = (uint16_t)((b + 0x8000 - down) >> 16);
+        low[i] = (int16_t)(uint16_t)b;
+        signed_v[i] = zf_float(zf_bits(v[i]) | down << 31);
+    }
+}
+
 ZF_INLINE void zf_unpack_bf16(float *restrict x, const uint16_t *restrict h, size_t n) {
     for (size_t i = 0; i < n; i++) x[i] = zf_from_bf16(h[i]);
 }
