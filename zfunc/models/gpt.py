@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zfunc.engine.segment import Segment, segment
 from zfunc.models.kv_cache import KVCache
-from zfunc.models.loss import next_token_loss
+from zfunc.models.loss import linear_next_token_loss
 from zfunc.options import probability
 from zfunc.values import whole
 
@@ -164,8 +164,9 @@ class Head(nn.Module):
         `targets` is int64 [batch, seq], of which -100 is ignored (a micro-batch of nothing else gives NaN), or such
         labels and weights [batch], as `zfunc.hf.batch` makes them.
         """
-        logits = self.logits(x)
-        return logits if targets is None else next_token_loss(logits, targets)
+        if targets is None:
+            return self.logits(x)
+        return linear_next_token_loss(self.ln_f(x), self.out.weight, targets)
 
 
 def modules(config: GPTConfig) -> tuple[tuple[str, nn.Module], ...]:

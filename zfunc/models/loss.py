@@ -1,19 +1,26 @@
 """The loss of next-token prediction, with ignored labels, and row weights that make it exact over micro-batches.
 
+Logits are the largest tensor of a model with a large vocabulary, so the loss of a last linear layer takes them in
+pieces: forward some tokens at a time, backward some of the vocabulary.
+
 The loss of a batch is the mean over all its tokens that count. The mean over the means of micro-batches differs if
 they have unequally many, so `weighted_batch` weights every row by what counts in the whole batch.
 """
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE_INDEX = -100  # the label of a token that does not count, as in torch
+_ALIGNMENT = 128  # of a piece, in rows of its products
 
 Batch = tuple[Tensor, tuple[Tensor, Tensor]]
+Targets = Tensor | tuple[Tensor, Tensor]
 
 
-def next_token_loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def next_token_loss(logits: Tensor, targets: Targets) -> Tensor:
     """Cross entropy of `logits` [batch, seq, vocab], where labels [batch, seq] of -100 do not count.
 
     `targets` are labels, each the token that follows: the result is the mean over those that count. Or labels and
@@ -24,10 +31,123 @@ def next_token_loss(logits: Tensor, targets: Tensor | tuple[Tensor, Tensor]) -> 
     >>> torch.isclose(next_token_loss(logits, labels), weighted)
     tensor(True)
     """
-    labels, weights = targets if isinstance(targets, (tuple, list)) else (targets, None)
+    labels, weights = _labels_and_weights(targets)
     flat, reduction = logits.flatten(0, -2), "mean" if weights is None else "none"
     losses = F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORE_INDEX, reduction=reduction)
-    return losses if weights is None else (losses.view(labels.shape).sum(1) * weights).mean()
+    return losses if weights is None else _weighted_mean(losses, labels, weights)
+
+
+def linear_next_token_loss(
+    x: Tensor,
+    weight: Tensor,
+    targets: Targets,
+    *,
+    softcap: float | None = None,
+    logits_bytes: int = 256 << 20,
+) -> Tensor:
+    """`next_token_loss` of the logits `x @ weight.T`, of which at most `logits_bytes` exist at once, in fp32.
+
+    `x` is [batch, seq, hidden], `weight` [vocab, hidden]; with a `softcap` logits are
+    `softcap * tanh(logits / softcap)`. What fits into `logits_bytes` is computed whole, as torch would. With more,
+    backward computes the logits again, and loss and gradients equal those of the whole up to rounding, of fp32 and of
+    the type of `x`.
+
+    >>> x, weight, labels = torch.ones(2, 3, 4), torch.ones(8, 4), torch.tensor([[1, 2, 3], [4, -100, -100]])
+    >>> in_pieces = linear_next_token_loss(x, weight, labels, logits_bytes=0)
+    >>> torch.isclose(in_pieces, next_token_loss(x @ weight.T, labels))
+    tensor(True)
+    """
+    labels, weights = _labels_and_weights(targets)
+    if 4 * labels.numel() * weight.shape[0] <= logits_bytes:
+        return next_token_loss(_logits(x, weight, softcap), targets)
+    flat = labels.flatten()
+    losses, _ = _LossesInPieces.apply(x.flatten(0, -2), weight, flat, softcap, logits_bytes)
+    if weights is None:
+        return losses.sum() / (flat != IGNORE_INDEX).sum()
+    return _weighted_mean(losses, labels, weights)
+
+
+def _labels_and_weights(targets: Targets) -> tuple[Tensor, Tensor | None]:
+    return (targets[0], targets[1]) if isinstance(targets, (tuple, list)) else (targets, None)
+
+
+def _weighted_mean(losses: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
+    return (losses.view(labels.shape).sum(1) * weights).mean()
+
+
+def _logits(x: Tensor, weight: Tensor, softcap: float | None) -> Tensor:
+    y = F.linear(x, weight)
+    return (y if softcap is None else torch.tanh(y / softcap) * softcap).float()
+
+
+def _piece(width: int, logits_bytes: int) -> int:
+    """Rows of a piece that is `width` wide."""
+    return max(1, logits_bytes // (4 * width * _ALIGNMENT)) * _ALIGNMENT
+
+
+class _LossesInPieces(torch.autograd.Function):
+    """The losses of tokens, 0 where ignored, and the logarithm of the sum of their exponentials: both fp32 [tokens].
+
+    Forward takes tokens by pieces, so a loss does not depend on the other pieces. Backward takes the vocabulary by
+    pieces: the gradient of each is complete, and only that of `x` is added up, in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        x: Tensor,  # [tokens, hidden]
+        weight: Tensor,  # [vocab, hidden]
+        labels: Tensor,  # [tokens]
+        softcap: float | None,
+        logits_bytes: int,
+    ) -> tuple[Tensor, Tensor]:
+        rows = _piece(weight.shape[0], logits_bytes)
+        pieces = zip(x.split(rows), labels.split(rows), strict=True)
+        losses, log_sums = zip(*(_losses(some, weight, own, softcap) for some, own in pieces), strict=True)
+        return torch.cat(losses), torch.cat(log_sums)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, labels, ctx.softcap, ctx.logits_bytes = inputs
+        ctx.save_for_backward(x, weight, labels, output[1])
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+        x, weight, labels, log_sums = ctx.saved_tensors
+        grad = grad.masked_fill(labels == IGNORE_INDEX, 0)[:, None]
+        # Rows without a gradient give none. Beside that, the products below depend on `grad` through this: those that
+        # do not are taken for a part of forward by the min-cut partitioner, which would keep all of their logits.
+        idle = grad == 0
+        x, log_sums = x.masked_fill(idle, 0), log_sums[:, None].masked_fill(idle, torch.inf)
+        grad_x = torch.zeros_like(x, dtype=torch.float32)
+        grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        columns = _piece(x.shape[0], ctx.logits_bytes)
+        for start in range(0, weight.shape[0], columns):
+            part = weight[start : start + columns]
+            own = torch.arange(start, start + part.shape[0], device=x.device)
+            grad_logits = _grad_logits(x, part, labels[:, None] == own, log_sums, grad, ctx.softcap)
+            grad_x += grad_logits @ part
+            if grad_weight is not None:
+                torch.mm(grad_logits.mT, x, out=grad_weight[start : start + columns])
+            del grad_logits  # before the next
+        return grad_x.to(x.dtype), grad_weight, None, None, None
+
+
+def _losses(x: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    logits = _logits(x, weight, softcap)
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    at_label = logits.gather(1, labels.masked_fill(labels == IGNORE_INDEX, 0)[:, None])
+    return losses, at_label[:, 0] + losses
+
+
+def _grad_logits(
+    x: Tensor, weight: Tensor, at_label: Tensor, log_sums: Tensor, grad: Tensor, softcap: float | None
+) -> Tensor:
+    """The gradient of some of the logits before their soft cap, [tokens, part of the vocabulary]."""
+    logits = _logits(x, weight, softcap)
+    slope = None if softcap is None else 1 - (logits / softcap).square()
+    result = logits.sub_(log_sums).exp_().add_(at_label, alpha=-1).mul_(grad)
+    return (result if slope is None else result.mul_(slope)).to(x.dtype)
 
 
 def weighted_batch(input_ids: Tensor, labels: Tensor, *, tokens_per_row: float | None = None) -> Batch:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zfunc.models.kv_cache import KVCache
-from zfunc.models.loss import next_token_loss
+from zfunc.models.loss import linear_next_token_loss, next_token_loss
 
 
 class EmbedSegment(nn.Module):
@@ -66,4 +66,8 @@ class HeadSegment(nn.Module):
 
     def forward(self, x: Tensor, targets: Any = None) -> Tensor:
         """The mean loss in nats, an fp32 scalar; the logits without targets."""
-        return self.logits(x) if targets is None else next_token_loss(self.logits(x).float(), targets)
+        if targets is None:
+            return self.logits(x)
+        if type(self.lm_head) is nn.Linear and self.lm_head.bias is None:
+            return linear_next_token_loss(self.norm(x), self.lm_head.weight, targets, softcap=self.softcap)
+        return next_token_loss(self.logits(x).float(), targets)
