@@ -7,7 +7,7 @@ import pytest
 import torch
 from device_training import compiled, run, train, weights_of
 from small_models import MODELS, Loss
-from torch import nn
+from torch import Tensor, nn
 from zfunc.schedules import make_schedule
 
 import zfunc
@@ -16,7 +16,8 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import rescheduled
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
-from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.gpt import GPTConfig, Head, gpt_segments
+from zfunc.models.loss import linear_next_token_loss
 from zfunc.planner.calibrate import measure_launch
 from zfunc.runtime import accelerator
 from zfunc.runtime.executor import Jitter
@@ -149,7 +150,14 @@ def test_the_device_is_picked_and_named(device: str) -> None:
         accelerator.pick_device(f"{device}:99")
 
 
-def gpt(device: str, layers: int = 8, **settings: Any) -> tuple[Any, Any]:
+class InPieces(Head):
+    """A head whose logits are computed in pieces, though they are few."""
+
+    def forward(self, x: Tensor, targets: Any = None) -> Tensor:
+        return linear_next_token_loss(self.ln_f(x), self.out.weight, targets, logits_bytes=0)
+
+
+def gpt(device: str, layers: int = 8, *, head: type[Head] = Head, **settings: Any) -> tuple[Any, Any]:
     """A GPT of 100 million parameters; of 100,000 for the pretend device."""
     hidden, length = (1024, 512) if device == "cuda" else (64, 32)
     config = GPTConfig(
@@ -159,8 +167,15 @@ def gpt(device: str, layers: int = 8, **settings: Any) -> tuple[Any, Any]:
         hidden_size=hidden,
         num_attention_heads=hidden // 64,
     )
+    segments = gpt_segments(config)
+    if head is not Head:
+        with torch.device("meta"):
+            segments = (
+                *segments[:-1],
+                zfunc.segment("head", head(config), share={"out.weight": "embed.tok.weight"}),
+            )
     program = zfunc.compile(
-        gpt_segments(config),
+        segments,
         device=device,
         precision="bf16",
         bucket_size=16 * hidden * hidden,
@@ -192,7 +207,13 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"recompute": "all"}, {"recompute": "none", "clip_norm": 1.0, "defer": True}, {"recompute": "min-cut"}],
+    [
+        {"recompute": "all"},
+        {"recompute": "none", "clip_norm": 1.0, "defer": True},
+        {"recompute": "min-cut"},
+        {"recompute": "none", "head": InPieces},
+        {"recompute": "min-cut", "head": InPieces},
+    ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
     """To the byte on the pretend device, whose allocator counts exactly."""

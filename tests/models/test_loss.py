@@ -1,4 +1,4 @@
-"""Laws of the loss in pieces: value and gradients of the whole, the same bits however they are derived, few logits."""
+"""Laws of the loss in pieces: value and gradients of the whole, equal bits in every mode, few logits at once."""
 
 import logging
 import math

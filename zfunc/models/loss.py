@@ -49,8 +49,7 @@ def linear_next_token_loss(
 
     `x` is [batch, seq, hidden], `weight` [vocab, hidden]; with a `softcap` logits are
     `softcap * tanh(logits / softcap)`. What fits into `logits_bytes` is computed whole, as torch would. With more,
-    backward computes the logits again, and loss and gradients equal those of the whole up to rounding, of fp32 and of
-    the type of `x`.
+    backward computes the logits again, and loss and gradients equal those of the whole up to rounding.
 
     >>> x, weight, labels = torch.ones(2, 3, 4), torch.ones(8, 4), torch.tensor([[1, 2, 3], [4, -100, -100]])
     >>> in_pieces = linear_next_token_loss(x, weight, labels, logits_bytes=0)
@@ -86,10 +85,11 @@ def _piece(width: int, logits_bytes: int) -> int:
 
 
 class _LossesInPieces(torch.autograd.Function):
-    """The losses of tokens, 0 where ignored, and the logarithm of the sum of their exponentials: both fp32 [tokens].
+    """The losses of tokens and the log-sum-exp of their logits, 0 and inf where ignored: both fp32 [tokens].
 
-    Forward takes tokens by pieces, so a loss does not depend on the other pieces. Backward takes the vocabulary by
-    pieces: the gradient of each is complete, and only that of `x` is added up, in fp32.
+    Forward takes some tokens at a time, so the loss of a token does not depend on the size of a piece. Backward
+    takes some of the vocabulary: a piece of the weight's gradient is complete, and only that of `x` is added up, in
+    fp32, which takes less memory and traffic than adding up the weight's.
     """
 
     @staticmethod
@@ -114,11 +114,7 @@ class _LossesInPieces(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         x, weight, labels, log_sums = ctx.saved_tensors
-        grad = grad.masked_fill(labels == IGNORE_INDEX, 0)[:, None]
-        # Rows without a gradient give none. Beside that, the products below depend on `grad` through this: those that
-        # do not are taken for a part of forward by the min-cut partitioner, which would keep all of their logits.
-        idle = grad == 0
-        x, log_sums = x.masked_fill(idle, 0), log_sums[:, None].masked_fill(idle, torch.inf)
+        grad, log_sums = grad[:, None], log_sums[:, None]
         grad_x = torch.zeros_like(x, dtype=torch.float32)
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         columns = _piece(x.shape[0], ctx.logits_bytes)
@@ -136,8 +132,9 @@ class _LossesInPieces(torch.autograd.Function):
 def _losses(x: Tensor, weight: Tensor, labels: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     logits = _logits(x, weight, softcap)
     losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    at_label = logits.gather(1, labels.masked_fill(labels == IGNORE_INDEX, 0)[:, None])
-    return losses, at_label[:, 0] + losses
+    ignored = labels == IGNORE_INDEX
+    at_label = logits.gather(1, labels.masked_fill(ignored, 0)[:, None])[:, 0]
+    return losses, (at_label + losses).masked_fill(ignored, torch.inf)
 
 
 def _grad_logits(
