@@ -6,12 +6,15 @@ wherever its operation may run.
 """
 
 from bisect import bisect_left
+from collections import Counter
 from itertools import accumulate
 
 from attrs import frozen
 
 from zfunc.core.graph import TIERS, Graph, Tier
+from zfunc.core.layout import round_up
 from zfunc.core.plan import Plan
+from zfunc.core.spec import ALLOCATION
 
 
 @frozen
@@ -48,8 +51,20 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
     """The bytes of the kept regions, by tier: no schedule needs less."""
     nbytes: dict[Tier, int] = dict.fromkeys(TIERS, 0)
+    for (tier, _), size in _kept_buffers(graph).items():
+        nbytes[tier] += size
+    return nbytes
+
+
+def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
+    """Bytes of kept buffers, by tier and name. A buffer is one allocation; those of the device are rounded up."""
+    nbytes = Counter[tuple[Tier, str]]()
     for r in graph.regions:
-        nbytes[r.tier] += r.nbytes if r.kept else 0
+        if r.kept:
+            nbytes[r.tier, r.buffer] += r.nbytes
+    for key in nbytes:
+        if key[0] == "device":
+            nbytes[key] = round_up(nbytes[key], ALLOCATION)
     return nbytes
 
 
@@ -61,16 +76,15 @@ def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     >>> x, y = Region("x", nbytes=8), Region("y", (0,), nbytes=4, lifetime="value")
     >>> ops = Op("make", (), "compute", (), (x,)), Op("use", (), "compute", (x,), (y,), workspace=100)
     >>> peak_breakdown(build(Graph(ops), {"gpu": [0, 1]}))["device"]
-    {'workspace': 100, 'x': 8, 'y': 4}
+    {'y': 512, 'workspace': 100, 'x': 8}
     """
     parts: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}
 
     def count(tier: Tier, buffer: str, nbytes: int) -> None:
         parts[tier][buffer] = parts[tier].get(buffer, 0) + nbytes
 
-    for r in plan.graph.regions:
-        if r.kept:
-            count(r.tier, r.buffer, r.nbytes)
+    for (tier, buffer), size in _kept_buffers(plan.graph).items():
+        count(tier, buffer, size)
     at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
     known = _known(plan)
     for life in _lifetimes(plan):
