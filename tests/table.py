@@ -103,7 +103,7 @@ TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
 RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     **TRAINING,
     "checkpoint": checkpoint,
-    "flush": lambda spec: flush_recipe(evolve(spec, deferred=spec.barrier)),
+    "flush": lambda spec: flush_recipe(evolve(spec, defer=True)),
 }
 
 MOMENTS: list[dict[str, object]] = [

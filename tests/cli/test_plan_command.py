@@ -176,6 +176,7 @@ def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
     [
         (["--schedule", "auto", "--hidden-size", "256"], "found by search:"),
         (["--delay"], "updates delayed"),
+        (["--defer"], "updates deferred"),
         (["--speculate", "2"], "2 buckets speculated"),
         (["--offload-ratio", "0.5"], "50% of the state on the host"),
         (["--world", "4", "--hardware", "h100"], "on 4 ranks"),

@@ -311,8 +311,10 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
 def test_the_regions_of_the_state_are_those_that_operations_touch(spec: StepSpec) -> None:
     """Memory of a State is allocated from the one list, and the other says what becomes of it."""
     for recipe in (PLAIN, TRAINING["delayed"], DEFERRED):
-        spec = evolve(spec, delayed=recipe is TRAINING["delayed"], deferred=recipe is DEFERRED)
-        spec = evolve(spec, shadows=spec.shadows if recipe is PLAIN else 0)
+        spec = evolve(
+            spec, delayed=recipe is TRAINING["delayed"], shadows=spec.shadows if recipe is PLAIN else 0
+        )
+        spec = evolve(spec, defer=True, barrier=True) if recipe is DEFERRED else spec
         listed = {r: r for r in Regions(spec).state()}
         touched = {r for r in Graph(tuple(recipe(evolve(spec, save=True)))).regions if r.lifetime == "state"}
         assert touched == {*listed}

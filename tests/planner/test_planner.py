@@ -40,6 +40,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "slots": {"grad_slots": 1, "host_slots": 4},
     "half on the device": {"offload_ratio": 0.5},
     "speculated": {"speculate": 3, "clip_norm": 0.5},
+    "deferred": {"defer": True, "clip_norm": 0.5},
     "delayed": {"delay": True},
     "8 bits": {"moments": "8bit", "precision": "bf16"},
     "stage 1": {"stage": 1},
@@ -135,6 +136,8 @@ def test_what_is_advised_does_what_it_says() -> None:
         assert again.fits
         assert again.memory == advice.step.memory
     faster = planned(hardware=ROUND, clip_norm=1.0, advice=True)
+    assert faster.suggestions[0].changes == {"defer": True}
+    assert faster.suggestions[0].step.memory == faster.memory
     for advice in faster.suggestions[:2]:
         assert planned(hardware=ROUND, clip_norm=1.0, **advice.changes).step_seconds < faster.step_seconds
 

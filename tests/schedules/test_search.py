@@ -1,8 +1,10 @@
 """The search over schedules, buckets, slots, ratio and recipe; advice; the largest of a family. No torch here."""
 
+import re
 import time
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -14,7 +16,7 @@ from zfunc.core.graph import Graph
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout, resident_buckets
 from zfunc.core.memory_model import peak_memory, persistent_bytes
-from zfunc.core.recipes import steadily_delayed, zero_offload
+from zfunc.core.recipes import Recipe, deferred, steadily_delayed, zero_offload
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import (
@@ -73,15 +75,27 @@ def test_laid_out_again_alike_is_the_same_layout(
 
 
 @pytest.mark.parametrize(
-    ("ratio", "speculate", "delay"),
-    [(ratio, *way) for ratio, way in product((1.0, 0.5, 0.0), ((0, False), (3, False), (0, True)))],
+    ("ratio", "way", "recipe"),
+    [
+        (ratio, *row)
+        for ratio, row in product(
+            (1.0, 0.5, 0.0),
+            (
+                ({}, zero_offload),
+                ({"speculate": 3}, zero_offload),
+                ({"delay": True}, steadily_delayed),
+                ({"defer": True}, deferred),
+            ),
+        )
+    ],
 )
-def test_settings_are_what_the_recipe_gets(ratio: float, speculate: int, delay: bool) -> None:
-    settings = with_changes(START, offload_ratio=ratio, speculate=speculate, delay=delay)
+def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
+    settings = with_changes(START, offload_ratio=ratio, **way)
     step = with_settings(model(barrier=True), settings)
     assert step.resident == resident_buckets(step.layout, ratio)
-    assert (step.shadows, step.delayed) == (speculate, delay)
-    recipe = steadily_delayed if delay else zero_offload
+    assert (step.shadows, step.delayed, step.defer) == tuple(
+        way.get(x, 0) for x in ("speculate", "delay", "defer")
+    )
     assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
 
 
@@ -121,7 +135,7 @@ def check_search(
     assert all(t.outcome for t in result.tried)
     fresh = simulate_choice(step_spec, result.step.settings, on)
     assert (fresh.seconds, fresh.memory) == (result.step.seconds, result.step.memory)
-    changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate")
+    changed = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate", "defer")
     differs = [f for f in changed if getattr(result.step.settings, f) != getattr(start, f)]
     assert [r.partition(" ")[0] for r in result.reasons] == differs
     assert not result.step.settings.delayed or start.delayed or True in space.delay
@@ -151,8 +165,12 @@ def test_search_holds_for_any_spec(name: str) -> None:
     )
 
 
-def test_with_a_barrier_speculation_is_found() -> None:
-    result = search(model(barrier=True), BALANCED, START, evolve(SPACE, offload_ratios=(1.0,)))
+def test_with_a_barrier_deferral_is_found_and_speculation_without_it() -> None:
+    space = evolve(SPACE, offload_ratios=(1.0,), speculate=())
+    (reason,) = (r for r in search(model(barrier=True), BALANCED, START, space).reasons if "defer" in r)
+    assert re.fullmatch(r"defer True instead of False: \d+ % faster", reason), "and no memory"
+    space = evolve(SPACE, offload_ratios=(1.0,), defer=())
+    result = search(model(barrier=True), BALANCED, START, space)
     (reason,) = (r for r in result.reasons if r.startswith("speculate"))
     assert "instead of 0: " in reason
     assert " % faster, " in reason

@@ -91,7 +91,7 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     the first segment that reads its parameters. Where no gradient waits, as in the first step, the decision of the
     step before is to skip. A checkpoint has the state after the updates. Buckets in `spec.resident` do not wait.
     """
-    spec = evolve(spec, deferred=True, barrier=True, shadows=0)
+    spec = evolve(spec, defer=True, barrier=True, shadows=0)
     emit = OpBuilder(spec)
     forward = _forward(spec, emit, 0)
     yield next(forward)  # the batch: behind the parameters on its lane, forward would wait for all of them

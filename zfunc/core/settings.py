@@ -326,5 +326,5 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "resident": resident_buckets(layout, share_on_host),
         "shadows": settings.speculate,
         "delayed": settings.delayed,
-        "deferred": settings.defer and settings.waits_for_norm,
+        "defer": settings.defer,
     }

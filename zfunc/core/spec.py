@@ -47,7 +47,7 @@ class StepSpec:
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
-    - `deferred`: with a barrier, the host applies a gradient at the beginning of the next step, before it is used.
+    - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
 
     Raises ValueError for a value out of range, an unknown format of the state or an unknown bucket.
     """
@@ -72,7 +72,7 @@ class StepSpec:
     shadows: int = field(default=0, validator=validators.ge(0))
     delayed: bool = False
     pending: bool = False
-    deferred: bool = False
+    defer: bool = False
 
     def __attrs_post_init__(self) -> None:
         if self.state_format not in STATE_FORMATS:
@@ -104,6 +104,11 @@ class StepSpec:
     def offloaded(self) -> tuple[int, ...]:
         """The ascending indices of the buckets whose state is on the host."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
+
+    @property
+    def deferred(self) -> bool:
+        """Whether updates are deferred to the next step."""
+        return self.defer and self.barrier
 
     @property
     def keeps_gradient(self) -> bool:

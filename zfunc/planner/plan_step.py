@@ -154,9 +154,9 @@ def plan(
       help, which takes longer.
 
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
-    `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio and
-    speculation. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the device is the host.
-    `offload_ratio="auto"` is the fastest that fits.
+    `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
+    speculation and deferral. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the device
+    is the host. `offload_ratio="auto"` is the fastest that fits.
 
     {settings}
 
@@ -179,7 +179,7 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
     search_all, search_ratio = settings.schedule == AUTO, settings.offload_ratio == AUTO
     settings, result = search_start(settings), None
     if search_all or search_ratio:
-        ratios_alone = SearchSpace((), (), (), (), speculate=(), delay=())
+        ratios_alone = SearchSpace((), (), (), (), speculate=(), defer=(), delay=())
         space = SearchSpace(delay=(settings.delayed,)) if search_all else ratios_alone
         result = model.search(settings, space)
         settings = result.step.settings

@@ -191,7 +191,7 @@ def _changed(new: StepSettings, old: StepSettings) -> list[str]:
 
 
 def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings:
-    exclusive = ("speculate", "delay_from")
+    exclusive = ("speculate", "defer", "delay_from")
     names = exclusive if name in exclusive else (name,)
     return evolve(settings, **{x: getattr(other, x) for x in names})
 

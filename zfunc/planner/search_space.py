@@ -10,7 +10,16 @@ from zfunc.core.settings import StepSettings
 from zfunc.planner.candidate import PlannedStep, with_changes
 from zfunc.planner.steady_state import kept_bytes
 
-SEARCHED = ("schedule", "bucket_size", "grad_slots", "host_slots", "offload_ratio", "speculate", "delay_from")
+SEARCHED = (
+    "schedule",
+    "bucket_size",
+    "grad_slots",
+    "host_slots",
+    "offload_ratio",
+    "speculate",
+    "defer",
+    "delay_from",
+)
 """The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
 
 
@@ -24,6 +33,7 @@ class SearchSpace:
     host_slots: tuple[int, ...] = (1, 2, 3, 4)
     offload_ratios: tuple[float, ...] | None = None
     speculate: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
+    defer: tuple[bool, ...] = (False, True)
     delay: tuple[bool, ...] = (False,)
 
 
@@ -36,7 +46,14 @@ def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[
     if best.spec.barrier and not best.settings.delayed:
         count = len(best.spec.offloaded)
         for share in space.speculate:
-            yield evolve(best.settings, speculate=round(share * count))
+            shadows = round(share * count)
+            yield evolve(best.settings, speculate=shadows, defer=best.settings.defer and not shadows)
+
+
+def _defer(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    if best.spec.barrier and not best.settings.delayed:
+        for defer in space.defer:
+            yield evolve(best.settings, defer=defer, speculate=0 if defer else best.settings.speculate)
 
 
 def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
@@ -99,11 +116,12 @@ def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
 
 def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     for delay in space.delay:
-        yield with_changes(best.settings, delay=delay, speculate=0 if delay else best.settings.speculate)
+        others = {"speculate": 0, "defer": False} if delay else {}
+        yield with_changes(best.settings, delay=delay, **others)
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
-    *(_schedules, _delay, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
+    *(_schedules, _delay, _defer, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
 )
 
 

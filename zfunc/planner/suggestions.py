@@ -178,7 +178,8 @@ def _faster(settings: StepSettings, step: PlannedStep, rows: int, attempt: Attem
     if any("recompute" in a.changes for a in fitting):  # otherwise keeping everything does not fit either
         fitting += (a for a in attempt(settings, [{"recompute": "none"}]) if a.step.fits)
     faster = [a for a in fitting if a.step.seconds < step.seconds * (1 - WORTH)]
-    return _one_of_each(sorted(faster, key=lambda a: a.step.seconds))
+    # The deferred update first: it changes no number and takes no memory.
+    return _one_of_each(sorted(faster, key=lambda a: ("defer" not in a.changes, a.step.seconds)))
 
 
 def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[dict[str, Any]]:
@@ -187,12 +188,14 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         yield {"recompute": "min-cut"}
     fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
-    if step.spec.barrier and not settings.delayed and settings.speculate < len(step.spec.offloaded):
-        yield {"speculate": len(step.spec.offloaded)}
+    if step.spec.barrier and not settings.delayed and not settings.defer:
+        yield {"defer": True, "speculate": 0} if settings.speculate else {"defer": True}
+        if settings.speculate < len(step.spec.offloaded):
+            yield {"speculate": len(step.spec.offloaded)}
     yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments][-1:])
     yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
     yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
     yield from ({"bucket_size": size} for size in (25_000_000, 200_000_000) if size != settings.bucket_size)
     yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
-    if not settings.delayed:
+    if not settings.delayed and not settings.defer:
         yield {"delay_from": 1, "speculate": 0} if settings.speculate else {"delay_from": 1}

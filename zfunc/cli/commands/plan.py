@@ -55,7 +55,7 @@ PLAN = {
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering(
         (*schedules.__all__, AUTO),
-        f"; {AUTO} searches for schedule, bucket size, slots, ratio and speculation",
+        f"; {AUTO} searches for schedule, bucket size, slots, ratio, speculation and deferral",
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "delay": Option("offload", "apply every gradient a step late", anything),
@@ -212,6 +212,7 @@ def _job(answer: PlannedModel) -> Iterator[str]:
         *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
         *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
         *(["updates delayed"] if settings.delayed else []),
+        *(["updates deferred"] if p.step.spec.deferred else []),
     ]
     yield from _wrapped(f"plan       {', '.join(parts)}", 11)
 
