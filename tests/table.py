@@ -58,7 +58,13 @@ def spec(
     segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **settings: object
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
-    layout = make_layout(segments, bucket_size=bucket_size, world=settings.get("world", 1))
+    streams = settings.get("params_on") == "host" or settings.get("stage") == 3
+    layout = make_layout(
+        segments,
+        bucket_size=bucket_size,
+        world=settings.get("world", 1),
+        within_segments=streams or settings.get("group_size", 1) > 1,
+    )
     costs = [
         SegmentCost(
             1000 * (s + 1), 64 + 8 * s, 200 + 16 * s, 40 + 4 * s, 90 + 12 * s, 2500 * (s + 1), 3 + s, 5 + s
@@ -150,6 +156,22 @@ SPECS: dict[str, StepSpec] = {
     ),
     "stage 1, speculative": spec(
         SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=2, barrier=True, shadows=1
+    ),
+    "vertical": spec(TIED, micro_batches=3, group_size=3, barrier=True, grad_slots=1),
+    "vertical, two ranks": spec(TIED_THREE, micro_batches=2, group_size=2, world=2, resident={1}),
+    "in groups": spec(TIED_NEXT, micro_batches=3, group_size=2, world=2, host_slots=1),
+    "parameters on the host": spec(
+        TIED, bucket_size=64, params_on="host", state_format="16bit", send_high_half=True, weight_slots=1
+    ),
+    "parameters on the host, copied": spec(
+        FROZEN, params_on="host", micro_batches=2, group_size=2, barrier=True, resident={1}, constant_bytes=40
+    ),
+    "stage 3": spec(TIED, stage=3, world=2, micro_batches=2, resident={0}, save=True),
+    "stage 3, on the host": spec(
+        TIED_THREE, stage=3, world=3, params_on="host", micro_batches=3, group_size=2, activations_on="host"
+    ),
+    "activations on the host": spec(
+        FROZEN, recompute=[False] * 4, activations_on="host", micro_batches=4, group_size=2, barrier=True
     ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
@@ -273,6 +295,7 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
 def specs(draw: st.DrawFn) -> StepSpec:
     """Jobs over such layouts."""
     segments, bucket_size, world = draw(layouts())
+    stage = draw(st.sampled_from([1, 2, 3]))
     return spec(
         segments,
         bucket_size=bucket_size,
@@ -283,7 +306,11 @@ def specs(draw: st.DrawFn) -> StepSpec:
         grad_slots=draw(st.integers(1, 3)),
         host_slots=draw(st.integers(1, 3)),
         element_bytes=draw(st.sampled_from([2, 4])),
-        stage=draw(st.sampled_from([1, 2])),
+        stage=stage,
+        group_size=1 if stage == 1 else draw(st.integers(1, 3)),
+        params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
+        weight_slots=draw(st.integers(1, 3)),
+        activations_on=draw(st.sampled_from(["device", "host"])),
         save=draw(st.booleans()),
         shadows=draw(st.integers(0, 3)),
         update_workspace=draw(st.integers(0, 50)),

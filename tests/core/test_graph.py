@@ -126,7 +126,11 @@ DEFERRED = TRAINING["deferred"]
 UPDATES = ("adam", "confirm", "adam_on_device")
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
-    st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=2))
+    st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=max(2, spec.stage)))
+)
+of_any_job_of_stage_1 = given(
+    st.sampled_from([*TRAINING.values()]),
+    any_job.map(lambda spec: evolve(spec, stage=1, group_size=1, params_on="device")),
 )
 
 
@@ -143,12 +147,17 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     recipe: Recipe, spec: StepSpec
 ) -> None:
     ops = list(recipe(spec))
-    arrived = Counter(op.index[1] for op in ops if op.verb in ("to_host", "hold"))
-    arrived += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
+    sent = Counter(op.index[1] for op in ops if op.verb == "to_host")
+    held = Counter(op.index[1] for op in ops if op.verb == "hold")
+    held += Counter(op.index[0] for op in ops if op.verb == "adam_on_device" and op.touches("grad_slot"))
     packed = Counter(op.index[:2] for op in ops if op.verb in ("pack", "add"))
     for b in spec.layout.buckets:
         due = 1 if spec.stage == 1 else spec.micro_batches * len(b.deliveries)
-        assert arrived[b.index] == due == spec.num_deliveries(b)
+        assert due == spec.num_deliveries(b)
+        if spec.sums_on_device and b.index not in spec.resident:
+            assert (held[b.index], sent[b.index]) == (due, len(b.deliveries))
+        else:
+            assert held[b.index] + sent[b.index] == due
         for m in range(spec.micro_batches):
             assert packed[m, b.index] == sum(map(len, b.deliveries))
 
@@ -159,10 +168,10 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     if recipe is FIRST_DELAYED:  # no gradient waits yet
         everywhere, applied = sorted(spec.resident), []
     assert done(*UPDATES) == everywhere
-    assert done("to_device") == applied
+    assert done("to_device") == [b for b in applied if not spec.on_host(b)]
     assert done("adam_on_device") == sorted(spec.resident)
     assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
-    assert done("all_gather") == (everywhere if spec.world > 1 else [])
+    assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
 
 
 @of_any_job_of_stage_2
@@ -184,7 +193,7 @@ def test_a_slot_holds_one_bucket_from_its_first_pack_to_its_delivery(recipe: Rec
             slot = op.read("grad_slot")
             assert holds[slot][1] == op.index[len(op.index) > 1]
             leaves = "adam_on_device" if _straight(spec, recipe, holds[slot][1]) else "hold"
-            if op.verb == (leaves if holds[slot][1] in spec.resident else "to_host"):
+            if op.verb == (leaves if holds[slot][1] in spec.resident or spec.sums_on_device else "to_host"):
                 m, b = holds.pop(slot)
                 d = op.index[2] if len(op.index) > 1 else 0
                 assert op.index in ((m, b, d), (b,))
@@ -199,7 +208,7 @@ def _straight(spec: StepSpec, recipe: Recipe, b: int) -> bool:
     return recipe is PLAIN and not spec.barrier and spec.num_deliveries(spec.layout.buckets[b]) == 1
 
 
-@given(st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=1)))
+@of_any_job_of_stage_1
 def test_in_stage_1_a_bucket_is_delivered_after_everything_was_added_to_it(
     recipe: Recipe, spec: StepSpec
 ) -> None:
@@ -238,19 +247,24 @@ def test_a_host_slot_is_read_before_it_is_overwritten(recipe: Recipe, spec: Step
 
 @of_any_job
 def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: StepSpec) -> None:
-    adds = [
-        op
-        for op in recipe(spec)
-        if op.verb == "accumulate" or (op.verb == "hold" and op.touches("device_sum"))
-    ]
-    begun: set[int] = set()
-    for op in adds:
-        b = op.index[1]
-        total = op.write("device_sum" if b in spec.resident else "grad_sum")
-        assert (total in op.reads) == (b in begun)
-        begun.add(b)
-    due = {b.index: spec.num_deliveries(b) for b in spec.layout.buckets if spec.num_deliveries(b) > 1}
-    assert Counter(op.index[1] for op in adds) == due
+    """In the order that no order of micro-batches changes: those of a segment, then segment by segment."""
+    terms: dict[Region, list[tuple[int, int]]] = {}  # (delivery, micro-batch) of each
+    for op in recipe(spec):
+        if op.verb not in ("accumulate", "hold", "join_sums", "to_host"):
+            continue
+        if spec.num_deliveries(spec.layout.buckets[op.index[op.verb != "join_sums"]]) == 1:
+            continue
+        (into,) = (r for r in op.writes if r.role == "grad_shard")
+        if op.verb == "join_sums":
+            terms[into] += terms.pop(op.reads[1])
+            continue
+        sums = [r for r in op.reads if r != into and r.buffer in ("sum_slot", "host_slot")]
+        new = terms.pop(sums[0]) if sums else [(op.index[2], op.index[0])]
+        assert (into in op.reads) == (into in terms)
+        terms.setdefault(into, []).extend(new)
+    for r, order in terms.items():
+        deliveries = spec.layout.buckets[r.index[0]].deliveries
+        assert order == [(d, m) for d in range(len(deliveries)) for m in range(spec.micro_batches)], r
 
 
 @of_any_job
@@ -292,6 +306,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
         assert verbs.index("load") == 0
     elif late and "adam" in verbs:
         assert verbs.index("adam") < verbs.index("forward")
+    if delayed and "to_device" in verbs:
         assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
 
 
@@ -333,11 +348,18 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
     ops = {op.name: op for op in PLAIN(spec)}
     for b in spec.offloaded:
         arrivals = [op for op in ops.values() if op.verb in ("to_host", "accumulate") and op.index[1] == b]
+        arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
         ahead = ops.get(f"speculate[{b}]")
-        update, back = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"], ops[f"to_device[{b}]"]
+        update = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"]
+        assert update.read("decision") == ops["decide"].write("decision")
+        if spec.on_host(b):
+            home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
+            assert home < set(update.reads) & set(update.writes)
+            continue
+        back = ops[f"to_device[{b}]"]
         assert set(arrivals[-1].writes) & set(update.reads)
         assert set(update.writes) & set(back.reads)
-        assert update.read("decision") == back.read("decision") == ops["decide"].write("decision")
+        assert update.read("decision") == back.read("decision")
         assert back.write("params").index == (b,)
         if ahead:
             assert set(arrivals[-1].writes) & set(ahead.reads)
@@ -383,11 +405,63 @@ def test_backward_reads_the_parameters_its_pullback_holds(recipe: Recipe, spec: 
     for op in recipe(spec):
         if op.verb in ("forward", "backward"):
             read = {r.index[0] for r in op.reads if r.buffer == "params"}
-            assert read == set(spec.layout.buckets_of(op.index[1])), op.name
+            whole = {b for b in spec.layout.buckets_of(op.index[1]) if not spec.streamed(b)}
+            assert read == whole, op.name
 
 
-MOVING = {"pack", "add", "hold", "square_sum", "accumulate", "adam", "speculate", "adam_on_device"}
-SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather"}
+@of_any_job
+def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spec: StepSpec) -> None:
+    """Each is fetched and gathered once for a pass of a group, unless a slot has it from the pass before."""
+    has: dict[Region, int] = {}
+    for op in recipe(spec):
+        if op.verb in ("fetch", "gather"):
+            (slot,), b = op.writes, op.index[1]
+            assert spec.on_host(b) if op.verb == "fetch" else spec.sharded(b)
+            assert spec.layout.weights(b).numel * spec.element_bytes <= slot.nbytes
+            has[slot] = b
+        if op.verb in ("forward", "backward"):
+            slots = [has[r] for r in op.reads if r.buffer == "weight_slot"]
+            assert slots == [b for b in spec.layout.weights_of(op.index[1]) if spec.streamed(b)], op.name
+
+
+@given(any_job)
+def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(spec: StepSpec) -> None:
+    def fetches(slots: int) -> list[int]:
+        return sorted(op.index[1] for op in PLAIN(evolve(spec, weight_slots=slots)) if op.verb == "fetch")
+
+    fewer, more = fetches(spec.weight_slots), fetches(spec.weight_slots + 1)
+    assert len(more) <= len(fewer)
+    of_host = {b for s in range(spec.num_segments) for b in spec.layout.weights_of(s) if spec.on_host(b)}
+    assert fetches(spec.num_segments) == sorted(of_host)
+    passes = len(spec.micro_batch_groups) * 2
+    assert all(n <= passes * spec.num_segments for n in Counter(fewer).values())
+
+
+@of_any_job
+def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: StepSpec) -> None:
+    ops = {op.name: op for op in recipe(spec)}
+    for m, s in (op.index for op in ops.values() if op.verb == "backward"):
+        backward = ops[f"backward[{m},{s}]"]
+        assert (f"stash[{m},{s}]" in ops) == (f"unstash[{m},{s}]" in ops) == spec.stashed(s)
+        if spec.stashed(s):
+            away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
+            assert (*away.writes, back.writes[0]) == (*back.reads, backward.read("act"))
+            assert not backward.touches("residuals")
+            assert back.writes[0].nbytes >= sum(r.nbytes for r in away.reads) == away.nbytes == back.nbytes
+
+
+MOVING = {
+    "pack",
+    "add",
+    "hold",
+    "square_sum",
+    "accumulate",
+    "adam",
+    "speculate",
+    "adam_on_device",
+    "join_sums",
+}
+SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather", "fetch", "gather"}
 
 
 @of_any_job
@@ -397,20 +471,28 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
     def moved(region: Region) -> int:
         if region.buffer in ("decision", "squares", "host_squares"):
             return 0  # one number
-        return share if region.buffer.endswith("_slot") or region.buffer == "grads" else region.nbytes
+        if region.buffer.endswith("_slot"):
+            return elements * (4 if region.dtype == "fp32" else spec.element_bytes)
+        return elements * spec.element_bytes if region.buffer == "grads" else region.nbytes
 
     for op in recipe(spec):
         if op.verb == "load":
             assert op.nbytes == sum(r.nbytes for r in op.writes)
         if op.verb not in MOVING | SENDING:
             continue
-        share = spec.layout.buckets[op.index[min(1, len(op.index) - 1)]].numel * spec.element_bytes
-        share //= 1 if op.verb in ("pack", "add") else spec.world
+        b = op.index[0 if op.verb == "join_sums" else min(1, len(op.index) - 1)]
+        elements = spec.layout.weights(b).numel
+        whole = op.verb in ("pack", "add") or (op.verb == "fetch" and not spec.sharded(b))
+        elements //= 1 if whole else spec.world
+        share = elements * spec.element_bytes
         if op.verb in SENDING:
+            share = moved(op.reads[0]) if op.verb == "to_host" else share
             assert op.nbytes == share * (spec.world - 1 if op.kind == "network" else 1), op.name
             continue
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
         expected = sum(moved(r) for r in (*reads, *op.writes) if r.buffer != "params")
+        if op.verb == "adam" and any(r.buffer == "params" for r in op.writes):
+            expected += share  # where they live on the host
         if op.verb == "adam_on_device" and not spec.send_high_half:
             expected += share  # the weights: written
         assert op.nbytes == expected, op.name

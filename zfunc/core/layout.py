@@ -148,6 +148,40 @@ class Layout:
         known = {span.name: Parameter(span.name, span.shape, trained, span.decay) for trained, span in spans}
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
+    @cached_property
+    def frozen_buckets(self) -> tuple[Bucket, ...]:
+        """The frozen parameters of each segment that has any of its own, as buckets of the frozen flat buffer.
+
+        They are numbered after the trainable ones, and are fetched as they are, but neither delivered nor updated.
+
+        >>> layout = make_layout([[Parameter("a", (4,), False)], [Parameter("b", (2,))]], bucket_size=64)
+        >>> [(b.index, b.start, b.stop) for b in layout.frozen_buckets], layout.weights_of(0), layout.weights_of(1)
+        ([(1, 0, 64)], (1,), (0,))
+        """
+        spans = {span.name: span for span in self.frozen}
+        first, buckets = len(self.buckets), list[Bucket]()
+        for names in self.segments:
+            own = tuple(spans.pop(name) for name in dict.fromkeys(names) if name in spans)
+            if own:
+                start, stop = min(x.start for x in own), max(round_up(x.stop, ALIGNMENT) for x in own)
+                buckets.append(Bucket(first + len(buckets), start, stop, own, ()))
+        return tuple(buckets)
+
+    @cached_property
+    def _frozen_used(self) -> tuple[tuple[int, ...], ...]:
+        index = {x.name: b.index for b in self.frozen_buckets for x in b.spans}
+        return tuple(
+            tuple(sorted({index[name] for name in names if name in index})) for names in self.segments
+        )
+
+    def weights_of(self, segment: int) -> tuple[int, ...]:
+        """The ascending indices of the buckets that a segment reads: `buckets_of`, and the frozen ones."""
+        return self._used[segment] + self._frozen_used[segment]
+
+    def weights(self, b: int) -> Bucket:
+        """Bucket number `b`, trainable or frozen."""
+        return self.buckets[b] if b < len(self.buckets) else self.frozen_buckets[b - len(self.buckets)]
+
     def buckets_of(self, segment: int) -> tuple[int, ...]:
         """The ascending indices of the buckets with parameters of segment number `segment`."""
         return self._used[segment]
@@ -169,12 +203,19 @@ class Layout:
         return next(s for s, used in enumerate(self._used) if used)
 
 
-def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, world: int = 1) -> Layout:
+def make_layout(
+    segments: Sequence[Sequence[Parameter]],
+    *,
+    bucket_size: int,
+    world: int = 1,
+    within_segments: bool = False,
+) -> Layout:
     """Lay out `segments` (the parameters of each) in buckets of at most `bucket_size` elements.
 
     A parameter larger than `bucket_size` has a bucket of its own. Bucket ends are padded so that each of `world`
     ranks has an equal, aligned slice. Buckets fill from the last segment backwards, the order in which gradients
-    arrive, so the first bucket may be short. Tied and untied parameters never share a bucket.
+    arrive, so the first bucket may be short. Tied and untied parameters never share a bucket; with
+    `within_segments`, nor do those of two segments.
 
     Raises ValueError for a bucket size or world below 1, for one name declared in two ways, and for a model without
     a trainable parameter.
@@ -192,7 +233,7 @@ def make_layout(segments: Sequence[Sequence[Parameter]], *, bucket_size: int, wo
     if not any(trainable):
         raise ValueError("no parameter is trainable: set requires_grad=True on at least one")
 
-    groups = _group(trainable, contributors, bucket_size)
+    groups = _group(trainable, contributors, bucket_size, within_segments)
     quantum = ALIGNMENT * world
     buckets: list[Bucket] = []
     offset = 0
@@ -270,7 +311,10 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
 
 
 def _group(
-    owned: Sequence[Sequence[Parameter]], contributors: dict[str, list[int]], bucket_size: int
+    owned: Sequence[Sequence[Parameter]],
+    contributors: dict[str, list[int]],
+    bucket_size: int,
+    within_segments: bool,
 ) -> list[list[Parameter]]:
     """Group the parameters into buckets, which fill from the last parameter backwards."""
 
@@ -282,6 +326,8 @@ def _group(
         """Whether one slot stays enough: no segment in the midst of a bucket may deliver a tied one."""
         if tie(p) or tie(group[-1]):
             return tie(p) == tie(group[-1])
+        if within_segments:
+            return contributors[p.name] == contributors[group[-1].name]
         highest, lowest = contributors[group[0].name][0], contributors[group[-1].name][0]
         between = range(contributors[p.name][0] + 1, min(lowest + 1, highest))
         return tied_segments.isdisjoint(between)

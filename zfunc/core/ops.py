@@ -4,23 +4,118 @@ A stage function (`zfunc.engine.stages`) may touch exactly these regions; depend
 from them.
 """
 
-from attrs import frozen
+from collections import Counter
+
+from attrs import define, field, frozen
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.regions import FP64, Regions
-from zfunc.core.spec import ALLOCATION
+from zfunc.core.regions import FP32, FP64, Regions
+from zfunc.core.slots import SlotAllocator
+from zfunc.core.spec import ALLOCATION, StepSpec
+
+
+@define(eq=False)
+class Progress:
+    """What later operations of a step depend on: which slot has what, and what the decision has to wait for."""
+
+    weights: SlotAllocator  # of buckets
+    sums: SlotAllocator  # of buckets
+    fetches: Counter[int] = field(factory=Counter[int])  # of each bucket
+    deliveries: int = 0  # of buckets, in the gradient's slots
+    sums_sent: int = 0  # to the host
+    activations: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> slot
+    sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
+    decided: bool = False
+
+    def next_sum(self) -> int:
+        """The number of the next sum that goes to the host."""
+        self.sums_sent += 1
+        return self.sums_sent - 1
+
+    @classmethod
+    def of(cls, spec: StepSpec) -> "Progress":
+        """The beginning of a step: no slot has anything."""
+        layout, segments = spec.layout, range(spec.num_segments)
+        weights = {
+            b.index: b.numel for b in (*layout.buckets, *layout.frozen_buckets) if spec.streamed(b.index)
+        }
+        sums = {b: layout.buckets[b].numel for b in spec.offloaded if spec.sums_on_device}
+        read = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
+        added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
+        return cls(
+            SlotAllocator(weights, read, spec.weight_slots), SlotAllocator(sums, added, spec.grad_slots)
+        )
 
 
 @frozen
 class OpBuilder(Regions):
-    """Constructs the operations of one spec. A method has the name of the verb; its arguments are the indices:
-    micro-batch `m`, segment `s`, bucket `b`, delivery `d`."""
+    """Constructs the operations of one spec, in the order in which they are asked for. A method has the name of the
+    verb; its arguments are the indices: micro-batch `m`, segment `s`, bucket `b`, delivery `d`."""
+
+    progress: Progress = field(init=False, eq=False, repr=False)
+
+    @progress.default  # pyright: ignore
+    def _begin(self) -> Progress:
+        return Progress.of(self.spec)
 
     def load(self, m: int) -> Op:
         """Copy micro-batch `m` to the device."""
         nbytes = self.spec.costs[0].input_bytes + self.spec.target_bytes
         batch = Region("batch", (m,), nbytes, "host", "value")
         return Op("load", (m,), "h2d", (batch,), (self._input(m, 0), self._targets(m)), nbytes=nbytes)
+
+    def fetch(self, b: int) -> Op:
+        """Copy the parameters of bucket `b`, or this rank's slice of them, from the host to its slot."""
+        numel = self.spec.layout.weights(b).numel // (self.spec.world if self.spec.sharded(b) else 1)
+        return Op(
+            "fetch",
+            self._next_fetch(b),
+            "h2d",
+            (self._home(b),),
+            (self._slot_of(b),),
+            nbytes=numel * self.spec.element_bytes,
+        )
+
+    def gather(self, b: int) -> Op:
+        """Gather the parameters of bucket `b` from all ranks in its slot."""
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
+        slice_ = self._slot_of(b) if self.spec.on_host(b) else self._params(b)
+        index = (self.progress.fetches[b] - 1, b) if self.spec.on_host(b) else self._next_fetch(b)
+        return Op(
+            "gather", index, "network", (slice_, *self._decision_made()), (self._slot_of(b),), nbytes=nbytes
+        )
+
+    def _next_fetch(self, b: int) -> tuple[int, int]:
+        self.progress.fetches[b] += 1
+        return self.progress.fetches[b] - 1, b
+
+    def _slot_of(self, b: int) -> Region:
+        return self._weight_slot(self.progress.weights.slot(b))
+
+    def _weights(self, s: int) -> tuple[Region, ...]:
+        """The parameters that segment `s` reads: those of its buckets in their order, and the frozen ones."""
+        spec, layout = self.spec, self.spec.layout
+        used = layout.weights_of(s) if spec.params_on == "host" else layout.buckets_of(s)
+        weights = (self._slot_of(b) if spec.streamed(b) else self._params(b) for b in used)
+        return (*weights, *(self._constants() if spec.params_on == "host" else self._frozen()))
+
+    def stash(self, m: int, s: int) -> Op:
+        """Copy what backward of segment `s` needs to the host: its input, and the residuals."""
+        into = self._host_activation(m, s)
+        kept = (self._input(m, s), *self._residuals(m, s))
+        return Op("stash", (m, s), "d2h", kept, (into,), nbytes=into.nbytes)
+
+    def unstash(self, m: int, s: int) -> Op:
+        """Copy what backward of segment `s` needs back to the device."""
+        self.progress.activations[m, s] = len(self.progress.activations)
+        stashed = self._host_activation(m, s)
+        return Op("unstash", (m, s), "h2d", (stashed,), self._for_backward(m, s), nbytes=stashed.nbytes)
+
+    def _for_backward(self, m: int, s: int) -> tuple[Region, ...]:
+        """What forward of segment `s` left for backward: its input and residuals, or the slot that has both."""
+        if self.spec.stashed(s):
+            return (self._activation_slot(self.progress.activations[m, s]),)
+        return (self._input(m, s), *self._residuals(m, s))
 
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them."""
@@ -48,7 +143,7 @@ class OpBuilder(Regions):
             "backward",
             (m, s),
             "compute",
-            (*self._weights(s), self._input(m, s), *above, *self._residuals(m, s)),
+            (*self._weights(s), *self._for_backward(m, s), *above),
             (*below, *grads),
             flops=cost.backward_flops,
             workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
@@ -73,10 +168,16 @@ class OpBuilder(Regions):
         region = self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
         # A rank that refuses the step must not leave others waiting: a collective is before the decision or after.
-        early = self._sends_before_decision(m)
-        reads = (region,) if self.spec.barrier or early else (region, self._decision())
-        writes = (region, self._sent(m, b, d)) if early else (region,)
+        reads = (region, *self._decision_made())
+        writes = (region,)
+        if not self.spec.barrier and not self.progress.decided:
+            self.progress.sent.append(self._sent(m, b, d))
+            writes = (region, self._sent(m, b, d))
         return Op("reduce_scatter", (m, b, d), "network", reads, writes, nbytes=nbytes)
+
+    def _decision_made(self) -> tuple[Region, ...]:
+        """The decision, for a collective that comes after it. With a barrier all but the last ones come before."""
+        return (self._decision(),) if self.progress.decided and not self.spec.barrier else ()
 
     def square_sum(self, b: int, slot: int | None) -> Op:
         """Sum the squares of a complete bucket on the device: in its slot, or in its sum."""
@@ -88,23 +189,39 @@ class OpBuilder(Regions):
         """Copy a bucket's gradient to pinned memory: into a slot, or to its own buffer to wait for the norm."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
         into = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
+        if self.spec.sums_on_device:
+            return Op(
+                "to_host", (m, b, d), "d2h", (self._sum_of(b),), (into,), nbytes=self._shard_bytes(b, FP32)
+            )
         if self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1:
             return Op("to_host", (m, b, d), "d2h", (self._grad_slot(slot),), (into,), nbytes=nbytes)
         reads = (self._grad_slot(slot), self._squares(b))
         return Op("to_host", (m, b, d), "d2h", reads, (into, self._host_squares(b)), nbytes=nbytes)
 
     def accumulate(self, m: int, b: int, d: int, host_slot: int, *, first: bool) -> Op:
-        """Add a delivered gradient to the bucket's fp32 sum, and sum its squares in the same pass."""
-        total, slot = self._waiting(b), self._host_slot(host_slot)
-        nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * total.nbytes
+        """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
+        total, slot = self._sum(b, d), self._host_slot(host_slot)
+        delivered = FP32 if self.spec.sums_on_device else self.spec.element_bytes
+        nbytes = self._shard_bytes(b, delivered) + (1 if first else 2) * total.nbytes
         reads = (slot,) if first else (slot, total)
         return Op("accumulate", (m, b, d), "host", reads, (total, self._host_squares(b)), nbytes=nbytes)
 
     def hold(self, m: int, b: int, d: int, slot: int, *, first: bool) -> Op:
-        """Copy a delivered gradient to its own buffer on the device, or add it to the fp32 sum there."""
-        into, grad = self._waiting(b), self._grad_slot(slot)
+        """Copy a reduced gradient to its own buffer on the device, or add it to the fp32 sum there."""
+        into, grad = self._sum(b, d) if b in self.spec.resident else self._sum_of(b), self._grad_slot(slot)
         nbytes = self._shard_bytes(b, self.spec.element_bytes) + (1 if first else 2) * into.nbytes
         return Op("hold", (m, b, d), "compute", (grad,) if first else (grad, into), (into,), nbytes=nbytes)
+
+    def _sum_of(self, b: int) -> Region:
+        return self._sum_slot(self.progress.sums.slot(b))
+
+    def join_sums(self, b: int, d: int) -> Op:
+        """Add the sum of delivery `d` of a tied bucket to that of the first, which becomes the whole gradient."""
+        total, part = self._sum(b, 0), self._sum(b, d)
+        if b in self.spec.resident:
+            return Op("join_sums", (b, d), "compute", (total, part), (total,), nbytes=3 * total.nbytes)
+        writes = total, self._host_squares(b)
+        return Op("join_sums", (b, d), "host", (total, part), writes, nbytes=3 * total.nbytes)
 
     def squares_to_host(self, b: int) -> Op:
         """Copy the squares of a bucket that is updated on the device to the host, for the norm."""
@@ -128,28 +245,19 @@ class OpBuilder(Regions):
         """Decide whether the step is skipped and by what factor gradients are scaled, before any update."""
         losses = (self._mean_loss(),) if self.spec.world > 1 else self._losses()
         norm = (self._norm(),) if self.spec.barrier else ()
-        return Op("decide", (), "host", (*losses, *norm, *self._all_sent()), (self._decision(),))
-
-    def _all_sent(self) -> tuple[Region, ...]:
-        """The regions that order every collective of earlier micro-batches before the decision."""
-        early = (m for m in range(self.spec.micro_batches) if self._sends_before_decision(m))
-        parts = [(x.index, d) for x in self.spec.layout.buckets for d in range(len(x.deliveries))]
-        return tuple(self._sent(m, b, d) for m in early for b, d in parts)
-
-    def _sends_before_decision(self, m: int) -> bool:
-        """Whether micro-batch `m` sends gradients before the decision, which reads no norm without a barrier."""
-        spec = self.spec
-        return spec.world > 1 and spec.stage == 2 and not spec.barrier and m < spec.micro_batches - 1
+        self.progress.decided = True
+        return Op("decide", (), "host", (*losses, *norm, *self.progress.sent), (self._decision(),))
 
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device."""
         grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
         state, copy = self._state(b), self._new_copy(b)
+        kept = copy if self.spec.on_host(b) else ()  # by a step that is skipped
         return Op(
             "adam",
             (b,),
             "host",
-            (self._decision(), grad, *state),
+            (self._decision(), grad, *state, *kept),
             (*state, *copy),
             nbytes=self._sweep_bytes(b),
         )
@@ -180,7 +288,10 @@ class OpBuilder(Regions):
         )
 
     def _new_copy(self, b: int) -> tuple[Region, ...]:
-        return () if self.spec.send_high_half else (self._param_slot(b),)
+        """What an update writes beside the state: the parameters for the device, unless the state has them."""
+        if self.spec.send_high_half:
+            return ()
+        return (self._params(b) if self.spec.on_host(b) else self._param_slot(b),)
 
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it."""

@@ -24,7 +24,7 @@ def recipe_of(spec: StepSpec) -> Recipe:
 
 
 def zero_offload(spec: StepSpec) -> Iterator[Op]:
-    """ZeRO-Offload: parameters on the device, master weights and Adam on the host.
+    """ZeRO-Offload: master weights and Adam on the host, and, with `spec.params_on`, the parameters too.
 
     During backward, gradients leave the device a bucket at a time, through `spec.grad_slots` slots. With a barrier
     (clipping, fp16) every update waits for the norm of the whole gradient; without one, Adam of a bucket follows
@@ -32,20 +32,19 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
     `spec.stage` 1, gradients are added up on the device first. The buckets in `spec.resident` stay on the device.
     With `spec.save` the step also writes a checkpoint.
 
+    Micro-batches pass the segments in groups of `spec.group_size`. Where parameters are not on the device (ZeRO-3
+    Offload), or not whole (stage 3), a segment's are fetched and gathered into slots before each pass of a group.
+
     With a barrier, the buckets in `spec.shadowed` are updated into shadows before the norm is known, as if nothing
     were clipped or skipped. Afterwards the shadow is swapped in, or the update is made again.
 
-    Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5.
+    Sources: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021), sections 4 and 5;
+    Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
     """
     emit = OpBuilder(spec)
     if spec.save:
         yield from _write(spec, emit)
-    for m in range(spec.micro_batches):
-        last = m == spec.micro_batches - 1
-        yield from _forward(spec, emit, m)
-        if last and not spec.barrier:
-            yield emit.decide()
-        yield from _backward(spec, emit, m, update=last and not spec.barrier)
+    yield from _passes(spec, emit, update=not spec.barrier)
     yield emit.global_norm()
     if spec.barrier:
         yield emit.decide()
@@ -70,12 +69,9 @@ def delayed(spec: StepSpec) -> Iterator[Op]:
         yield from _write(spec, emit)
     if spec.pending:
         yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
-    for m in range(spec.micro_batches):
-        yield from _forward(spec, emit, m)
-        yield from _backward(spec, emit, m, update=False)
-    if spec.pending:
-        for b in reversed(spec.offloaded):
-            yield from _send(spec, emit, b)
+    yield from _passes(spec, emit, update=False)
+    for b in reversed(spec.offloaded if spec.pending else ()):
+        yield from _send(spec, emit, b)
     yield from _decide(spec, emit)
 
 
@@ -93,14 +89,13 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     """
     spec = evolve(spec, defer=True, barrier=True, shadows=0)
     emit = OpBuilder(spec)
-    forward = _forward(spec, emit, 0)
-    yield next(forward)  # the batch: behind the parameters on its lane, forward would wait for all of them
+    passes = _passes(spec, emit, update=False)
+    for _ in spec.micro_batch_groups[0]:
+        yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
     yield from _update_offloaded(spec, emit)
     if spec.save:
         yield from _write(spec, emit)
-    for m in range(spec.micro_batches):
-        yield from _forward(spec, emit, m) if m else forward
-        yield from _backward(spec, emit, m, update=False)
+    yield from passes
     yield from _decide(spec, emit)
 
 
@@ -125,34 +120,69 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
         yield emit.write_frozen()
 
 
-def _forward(spec: StepSpec, emit: OpBuilder, m: int) -> Iterator[Op]:
-    """Forward of micro-batch `m`; after the last one, the mean loss over the ranks."""
-    yield emit.load(m)
-    for s in range(spec.num_segments):
-        yield emit.forward(m, s)
-    if m == spec.micro_batches - 1 and spec.world > 1:
-        yield emit.mean_loss()
+def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
+    """Forward and backward of all micro-batches. With `update` a bucket is updated once its gradient is complete.
+
+    A micro-batch passes the last segment both ways at once, because that keeps all of its residuals. The decision,
+    which needs the losses of all, comes before the last backward unless it waits for the norm.
+    """
+    last = spec.num_segments - 1
+    for group in spec.micro_batch_groups:
+        for m in group:
+            yield emit.load(m)
+        for s in range(last):
+            yield from _fetch(spec, emit, s)
+            for m in group:
+                yield emit.forward(m, s)
+                if spec.stashed(s):
+                    yield emit.stash(m, s)
+        yield from _fetch(spec, emit, last)
+        for m in group:
+            yield emit.forward(m, last)
+            if m == spec.micro_batches - 1:
+                if spec.world > 1:
+                    yield emit.mean_loss()
+                if not spec.barrier:
+                    yield emit.decide()
+            yield from _backward(spec, emit, m, last, update=update)
+        for s in reversed(range(spec.layout.first_trainable, last)):
+            yield from _fetch(spec, emit, s)
+            for m in group:
+                if spec.stashed(s):
+                    yield emit.unstash(m, s)
+                yield from _backward(spec, emit, m, s, update=update)
 
 
-def _backward(spec: StepSpec, emit: OpBuilder, m: int, *, update: bool) -> Iterator[Op]:
-    """Backward of micro-batch `m`; each bucket is delivered to the host as soon as it is complete.
+def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
+    """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
+    streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
+    for b in emit.progress.weights.take(streamed):
+        if spec.on_host(b):
+            yield emit.fetch(b)
+        if spec.sharded(b):
+            yield emit.gather(b)
+
+
+def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
+    """Backward of segment `s`; each bucket is delivered as soon as it is complete.
 
     Slots are assigned round robin. Of a segment's buckets, the one that the segment above began comes first and the
     one that the segment below continues comes last. So at most one bucket is open, and a single slot is enough.
     """
     layout = spec.layout
-    slot = m * sum(len(b.deliveries) for b in layout.buckets)
-    for s in reversed(range(layout.first_trainable, spec.num_segments)):
-        yield emit.backward(m, s)
-        parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
-        for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
-            if spec.stage == 1:
-                yield from _add_up(spec, emit, m, b, d, s, update=update)
-                continue
-            yield emit.pack(m, b, s, slot, first=s == group[0])
-            if s == group[-1]:
-                yield from _deliver(spec, emit, m, b, d, slot, update=update)
-                slot += 1
+    yield emit.backward(m, s)
+    if spec.sums_on_device:
+        emit.progress.sums.take([b for b in layout.buckets_of(s) if b not in spec.resident])
+    parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
+    for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
+        if spec.stage == 1:
+            yield from _add_up(spec, emit, m, b, d, s, update=update)
+            continue
+        slot = emit.progress.deliveries
+        yield emit.pack(m, b, s, slot, first=s == group[0])
+        if s == group[-1]:
+            yield from _deliver(spec, emit, m, b, d, slot, update=update)
+            emit.progress.deliveries += 1
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
@@ -175,8 +205,12 @@ def _deliver(
     spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
 ) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
-    added = spec.num_deliveries(spec.layout.buckets[b]) > 1
-    first, complete = not added or (m == 0 and d == 0), _is_last(spec, m, b, d)
+    added, apart, summed = (
+        spec.num_deliveries(spec.layout.buckets[b]) > 1,
+        spec.sums_apart(b),
+        spec.sums_on_device,
+    )
+    last, complete = m == spec.micro_batches - 1, _is_last(spec, m, b, d)
     waits = added or spec.barrier
     if spec.world > 1:
         yield emit.reduce_scatter(m, b, d, slot)
@@ -184,15 +218,22 @@ def _deliver(
         yield emit.square_sum(b, slot)
     if b in spec.resident:
         if waits:
-            yield emit.hold(m, b, d, slot, first=first)
-        if complete and added:
-            yield emit.square_sum(b, None)
-        if complete:
-            yield emit.squares_to_host(b)
+            yield emit.hold(m, b, d, slot, first=m == 0 and (d == 0 or apart))
     else:
+        if summed:
+            yield emit.hold(m, b, d, slot, first=m == 0)
+            if not last:
+                return
+            slot = emit.progress.next_sum()
         yield emit.to_host(m, b, d, slot, slot if added or not spec.barrier else None)
         if added:
-            yield emit.accumulate(m, b, d, slot, first=first)
+            yield emit.accumulate(m, b, d, slot, first=(m == 0 or summed) and (d == 0 or apart))
+    if apart and last and d > 0:
+        yield emit.join_sums(b, d)
+    if complete and b in spec.resident:
+        if added:
+            yield emit.square_sum(b, None)
+        yield emit.squares_to_host(b)
     if complete and b in spec.shadowed:
         yield emit.speculate(b)
     if complete and update:
@@ -207,7 +248,7 @@ def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
 
 
 def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
-    """Update a bucket and send the new parameters to all devices. `slot` has the gradient; None if it waits."""
+    """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits."""
     if b in spec.resident:
         yield emit.adam_on_device(b, slot)
     else:
@@ -216,10 +257,10 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterat
 
 
 def _send(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
-    """Send the new parameters of a bucket to all devices."""
-    if b not in spec.resident:
+    """Send the new parameters of a bucket to where they live: this rank's device, and the other ranks'."""
+    if b not in spec.resident and not spec.on_host(b):
         yield emit.to_device(b)
-    if spec.world > 1:
+    if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)
 
 

@@ -6,9 +6,11 @@ from attrs import evolve, frozen
 
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
+from zfunc.core.slots import Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 FP32, FP64 = 4, 8  # bytes
+ACTIVATION_SLOTS = 2  # one is filled while backward reads the other
 SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
 
 
@@ -19,20 +21,44 @@ class Regions:
     spec: StepSpec
 
     def _params(self, b: int) -> Region:
-        bucket = self.spec.layout.buckets[b]
-        nbytes = bucket.numel * self.spec.element_bytes
-        return Region("params", (b,), nbytes, lifetime="state", dtype="compute", role="params")
+        """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
+        spec = self.spec
+        numel = spec.layout.buckets[b].numel // (spec.world if spec.sharded(b) else 1)
+        tier: Tier = "pinned" if spec.on_host(b) else "device"
+        return Region("params", (b,), numel * spec.element_bytes, tier, "state", "compute", "params")
 
-    def _weights(self, s: int) -> tuple[Region, ...]:
-        """The parameters that segment `s` reads: its buckets, and the frozen ones."""
-        return tuple(self._params(b) for b in self.spec.layout.buckets_of(s)) + self._frozen()
+    def _home(self, b: int) -> Region:
+        """Where the parameters of a bucket, trainable or frozen, are fetched from."""
+        if b >= len(self.spec.layout.buckets):
+            return self._frozen()[0]
+        return self._high_half(b) if self._is_high_half(b) else self._params(b)
+
+    def _is_high_half(self, b: int) -> bool:
+        """Whether the host has the parameters of a bucket as the high half of their masters, and nowhere else."""
+        return self.spec.on_host(b) and self.spec.send_high_half
 
     def _frozen(self) -> tuple[Region, ...]:
-        layout = self.spec.layout
-        nbytes = layout.frozen_numel * self.spec.element_bytes + self.spec.constant_bytes
-        if not nbytes and not layout.frozen:
+        """The frozen parameters; on the device together with the model's constants."""
+        spec = self.spec
+        nbytes = spec.layout.frozen_numel * spec.element_bytes
+        if spec.params_on == "host":
+            home = Region("frozen", (), nbytes, "pinned", "state", "compute", "params")
+            return (home,) if spec.layout.frozen else ()
+        nbytes += spec.constant_bytes
+        if not nbytes and not spec.layout.frozen:
             return ()
         return (Region("frozen", (), nbytes, lifetime="state", dtype="compute", role="params"),)
+
+    def _constants(self) -> tuple[Region, ...]:
+        """The model's constants, where the frozen parameters are not beside them."""
+        if self.spec.params_on == "device" or not self.spec.constant_bytes:
+            return ()
+        return (Region("constants", (), self.spec.constant_bytes, lifetime="value"),)
+
+    def _weight_slot(self, slot: Slot) -> Region:
+        nbytes = slot.numel * self.spec.element_bytes
+        index = slot.size_class, slot.index
+        return Region("weight_slot", index, nbytes, "device", "program", "compute", "params")
 
     def _input(self, m: int, s: int) -> Region:
         return Region("act", (m, s), self.spec.costs[s].input_bytes)
@@ -42,6 +68,26 @@ class Regions:
 
     def _loss(self, m: int) -> Region:
         return Region("loss", (m,), ALLOCATION, role="loss")
+
+    def _host_activation(self, m: int, s: int) -> Region:
+        """What backward of a segment needs, while it waits on the host."""
+        return Region(
+            "host_act",
+            (m % self.spec.group_size, s),
+            self._stashed_bytes(s),
+            "pinned",
+            "program",
+            "uint8",
+            "act",
+        )
+
+    def _activation_slot(self, k: int) -> Region:
+        """What backward of a segment needs, back on the device."""
+        largest = max(self._stashed_bytes(s) for s in range(self.spec.num_segments) if self.spec.stashed(s))
+        return self._staging("act_slot", k % ACTIVATION_SLOTS, largest, "device", role="act", dtype="uint8")
+
+    def _stashed_bytes(self, s: int) -> int:
+        return self.spec.costs[s].input_bytes + sum(r.nbytes for r in self._residuals(0, s))
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.spec.recompute[s] or s < self.spec.layout.first_trainable:
@@ -63,9 +109,18 @@ class Regions:
         nbytes = self.spec.slot_numel * self.spec.element_bytes
         return self._staging("grad_slot", k % self.spec.grad_slots, nbytes, "device", role="grad")
 
+    def _sum_slot(self, slot: Slot) -> Region:
+        """This rank's slice of the sum of a bucket's gradients over the micro-batches, on the device."""
+        nbytes, index = slot.numel // self.spec.world * FP32, (slot.size_class, slot.index)
+        return Region("sum_slot", index, nbytes, "device", "program", "fp32", "grad_shard")
+
     def _host_slot(self, k: int) -> Region:
-        nbytes = self.spec.slot_numel // self.spec.world * self.spec.element_bytes
-        return self._staging("host_slot", k % self.spec.host_slots, nbytes, "pinned", role="grad_shard")
+        summed = self.spec.sums_on_device
+        nbytes = self.spec.slot_numel // self.spec.world * (FP32 if summed else self.spec.element_bytes)
+        dtype: RegionDtype = "fp32" if summed else "compute"
+        return self._staging(
+            "host_slot", k % self.spec.host_slots, nbytes, "pinned", role="grad_shard", dtype=dtype
+        )
 
     def _param_slot(self, b: int) -> Region:
         """The new parameters of a bucket, before their copy to the device.
@@ -100,6 +155,16 @@ class Regions:
         )  # it waits for the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
+    def _sum(self, b: int, d: int) -> Region:
+        """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
+
+        So the sums of a tied bucket's segments are added in one order, whichever order the micro-batches come in.
+        """
+        total = self._waiting(b)
+        if d == 0 or not self.spec.sums_apart(b):
+            return total
+        return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
+
     def state(self) -> Iterator[Region]:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations.
 
@@ -109,7 +174,8 @@ class Regions:
         for frozen_parameters in self._frozen():
             yield evolve(frozen_parameters, nbytes=layout.frozen_numel * self.spec.element_bytes)
         for b in range(len(layout.buckets)):
-            yield self._params(b)
+            if not self._is_high_half(b):
+                yield self._params(b)
             yield from self._state(b)
             if b in self.spec.shadowed:
                 yield from self._shadow(b)
@@ -132,9 +198,10 @@ class Regions:
 
     def _copy(self, b: int) -> Region:
         """The new parameters of a bucket in the device's dtype."""
-        if self.spec.send_high_half:
-            return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
-        return self._param_slot(b)
+        return self._high_half(b) if self.spec.send_high_half else self._param_slot(b)
+
+    def _high_half(self, b: int) -> Region:
+        return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
 
     def _squares(self, b: int) -> Region:
         return self._staging("squares", b, FP64, "device", role="squares", dtype="fp64")

@@ -39,8 +39,14 @@ class StepSpec:
     - `barrier`: no parameter is updated before the norm of the whole gradient is known (clipping, fp16).
     - `grad_slots`, `host_slots`: the staging buffers on the device and in pinned memory, each of the size of the
       largest bucket.
-    - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 2 reduces the
-      gradient of every micro-batch, 1 adds full gradients up on the device and reduces the sum.
+    - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
+      `micro_batches` the vertical one.
+    - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
+      ones. `weight_slots`: so many segments have room for their parameters on the device then.
+    - `activations_on`: where the inputs and residuals of segments wait for backward.
+    - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
+      slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
+      device and reduces the sum.
     - `constant_bytes`: device memory of the model beside its parameters.
     - `send_high_half`: the device's copy is the high half of the split master; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
@@ -61,7 +67,15 @@ class StepSpec:
     grad_slots: int = field(default=2, validator=validators.ge(1))
     host_slots: int = field(default=2, validator=validators.ge(1))
     world: int = field(default=1, validator=validators.ge(1))
-    stage: Literal[1, 2] = field(default=2, validator=validators.in_((1, 2)))
+    stage: Literal[1, 2, 3] = field(default=2, validator=validators.in_((1, 2, 3)))
+    group_size: int = field(default=1, validator=validators.ge(1))
+    params_on: Literal["device", "host"] = field(
+        default="device", validator=validators.in_(("device", "host"))
+    )
+    weight_slots: int = field(default=2, validator=validators.ge(1))
+    activations_on: Literal["device", "host"] = field(
+        default="device", validator=validators.in_(("device", "host"))
+    )
     target_bytes: int = 0
     constant_bytes: int = 0
     state_format: str = "fp32"  # a row of `STATE_FORMATS`
@@ -91,6 +105,14 @@ class StepSpec:
             )
 
     @property
+    def micro_batch_groups(self) -> tuple[range, ...]:
+        """The micro-batches that pass each segment together."""
+        return tuple(
+            range(m, min(m + self.group_size, self.micro_batches))
+            for m in range(0, self.micro_batches, self.group_size)
+        )
+
+    @property
     def num_segments(self) -> int:
         """The number of segments."""
         return len(self.costs)
@@ -117,8 +139,12 @@ class StepSpec:
 
     @cached_property
     def shadowed(self) -> frozenset[int]:
-        """The buckets that are updated before the norm is known: the first that backward completes."""
-        return frozenset(self.offloaded[::-1][: self.shadows] if self.barrier else ())
+        """The buckets that are updated before the norm is known: the first that backward completes.
+
+        None whose parameters live on the host: they would be changed before the decision.
+        """
+        ahead = self.barrier and self.params_on == "device"
+        return frozenset(self.offloaded[::-1][: self.shadows] if ahead else ())
 
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""
@@ -128,5 +154,31 @@ class StepSpec:
         return sum(round_up(size, ALLOCATION) for size in sizes)
 
     def num_deliveries(self, bucket: Bucket) -> int:
-        """How many gradients of `bucket` a step delivers to where it is updated; several are accumulated there."""
+        """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""
         return 1 if self.stage == 1 else self.micro_batches * len(bucket.deliveries)
+
+    @property
+    def sums_on_device(self) -> bool:
+        """Whether the gradients of all micro-batches are added up on the device before they leave it."""
+        return 1 < self.micro_batches <= self.group_size
+
+    def sums_apart(self, b: int) -> bool:
+        """Whether the segments that share bucket `b` have a sum over micro-batches each, added up last."""
+        several = self.num_deliveries(self.layout.buckets[b]) > self.micro_batches > 1
+        return several and (b in self.resident or not self.sums_on_device)
+
+    def on_host(self, b: int) -> bool:
+        """Whether the parameters of bucket `b`, trainable or frozen, live on the host."""
+        return self.params_on == "host" and b not in self.resident
+
+    def sharded(self, b: int) -> bool:
+        """Whether each rank keeps only its slice of the parameters of bucket `b`."""
+        return self.stage == 3 and self.world > 1 and b < len(self.layout.buckets)
+
+    def streamed(self, b: int) -> bool:
+        """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
+        return self.on_host(b) or self.sharded(b)
+
+    def stashed(self, s: int) -> bool:
+        """Whether what backward of segment `s` needs waits on the host. The last one's backward follows at once."""
+        return self.activations_on == "host" and self.layout.first_trainable <= s < self.num_segments - 1
