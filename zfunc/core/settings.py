@@ -26,6 +26,10 @@ RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 Schedule = Callable[[Graph], Plan]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+Place = Literal["device", "host"]
+PLACES: tuple[Place, ...] = get_args(Place)
+ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
+
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 WIDTH = 116  # columns of a docstring
 OPTION, CHECK, HELP = "option", "check", "help"  # keys of a field's metadata
@@ -73,9 +77,27 @@ def _schedule(name: str, value: Any) -> Any:
 
 
 def _stage(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2):
-        raise ValueError(f"{name}: got {value!r}, expected 1 or 2: pass a stage of ZeRO")
+    if isinstance(value, bool) or not isinstance(value, int) or value not in (1, 2, 3):
+        raise ValueError(f"{name}: got {value!r}, expected 1, 2 or 3: pass a stage of ZeRO")
     return value
+
+
+def _accumulate(name: str, value: Any) -> str | int:
+    if value in ORDERS:
+        return value
+    if isinstance(value, str):
+        raise ValueError(
+            f"{name}: got {value!r}, expected {_names(ORDERS)}, or a number of micro-batches: choose one"
+        )
+    return whole(name, value, least=1)
+
+
+def _read_accumulate(typed: str) -> str | int:
+    return int(typed) if typed.isdecimal() else typed
+
+
+def _accumulate_as_typed(name: str, typed: str) -> None:
+    _accumulate(name, _read_accumulate(typed))
 
 
 def _offload_ratio(name: str, value: Any) -> float | str:
@@ -151,12 +173,43 @@ class StepSettings:
         name="clip",
         read=_clip_as_typed,
     )
-    stage: Literal[1, 2] = _setting(
+    accumulate: str | int = _setting(
+        AUTO,
+        _accumulate,
+        "step",
+        "order of micro-batches: horizontal (one by one), vertical (all pass a segment, then the next), or so many",
+        "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
+        "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
+        typed=_accumulate_as_typed,
+        read=_read_accumulate,
+        metavar=f"{AUTO}|horizontal|vertical|N",
+    )
+    stage: Literal[1, 2, 3] = _setting(
         2,
         _stage,
-        "",
-        "ZeRO stage: 2 reduces the gradient of each micro-batch, 1 their sum on the device, once",
-        "The sum of stage 1 is not sharded, and has the dtype of `precision`.",
+        "step",
+        "ZeRO stage of several ranks: 3 shards parameters too, 2 reduces each micro-batch's gradient, 1 their sum",
+        "In stage 3 a segment's parameters are gathered before its forward and backward. The sum of stage 1 is on "
+        "the device, not sharded, and has the dtype of `precision`.",
+        typed=one_of(("1", "2", "3")),
+        read=int,
+    )
+    params_on: Place = _setting(
+        "device",
+        one_of(PLACES),
+        "offload",
+        f"where parameters live: {_names(PLACES)}; from the host, each segment's are fetched before it runs",
+        "Same result. In stage 3 each rank has its slice there.",
+    )
+    weight_slots: int = _setting(
+        2, _count, "offload", "segments whose fetched parameters have room on the device"
+    )
+    activations_on: Place = _setting(
+        "device",
+        one_of(PLACES),
+        "offload",
+        f"where the inputs of segments wait for backward: {_names(PLACES)}",
+        "Same result. Residuals of recompute min-cut wait there as well.",
     )
     moments: Moments = _setting(
         "fp32",
@@ -238,6 +291,49 @@ class StepSettings:
                 "leave speculate out, a delayed update waits for no norm"
             )
 
+        self._check_streaming()
+
+    def _check_streaming(self) -> None:
+        """Raise ValueError where parameters or activations cannot live where they should."""
+        for name, streams in (("params_on", self.params_on == "host"), ("stage", self.stage == 3)):
+            chosen = f"{name}: got {getattr(self, name)!r} with"
+            if streams and self.recompute == "none":
+                raise ValueError(
+                    f"{chosen} recompute='none', expected 'all' or 'min-cut': what backward keeps would be the "
+                    "parameters of forward, which have left the device by then"
+                )
+            if streams and self.delayed:
+                raise ValueError(
+                    f"{chosen} delay_from={self.delay_from}, expected one of the two: forward and backward of a "
+                    "delayed step need the old parameters while the host makes the new ones"
+                )
+        if self.params_on == "host" and self.speculate:
+            raise ValueError(
+                f"params_on: got 'host' with speculate={self.speculate}, expected one of the two: leave speculate "
+                "out"
+            )
+        if self.activations_on == "host" and self.recompute == "none":
+            raise ValueError(
+                "activations_on: got 'host' with recompute='none', expected 'all' or 'min-cut': what autograd "
+                "keeps cannot be moved"
+            )
+        if self.stage == 1 and (self.params_on == "host" or self.group_size > 1):
+            other = "params_on='host'" if self.params_on == "host" else f"accumulate={self.accumulate!r}"
+            raise ValueError(f"stage: got 1 with {other}, expected 2 or 3: leave stage out")
+
+    @property
+    def streams(self) -> bool:
+        """Whether parameters are whole on the device only while a segment uses them, on any number of ranks."""
+        return self.params_on == "host" or self.stage == 3
+
+    @property
+    def group_size(self) -> int:
+        """How many micro-batches pass a segment together."""
+        if isinstance(self.accumulate, int):
+            return min(self.accumulate, self.micro_batches)
+        vertical = self.streams if self.accumulate == AUTO else self.accumulate == "vertical"
+        return self.micro_batches if vertical else 1
+
     @property
     def delayed(self) -> bool:
         """Whether gradients are applied one step late, from some step on."""
@@ -313,16 +409,22 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     size = part_size(settings.bucket_size, sum(trainable.values()), settings.offload_ratio)
-    return make_layout(parameters, bucket_size=size, world=world)
+    within_segments = settings.streams or settings.group_size > 1
+    return make_layout(parameters, bucket_size=size, world=world, within_segments=within_segments)
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
-    """The fields of a StepSpec about buckets: the layout, staging, and where and when each is updated."""
+    """The fields of a StepSpec about buckets: the layout, staging, where each lives, and when it is updated."""
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
     return {
         "layout": layout,
         "grad_slots": settings.grad_slots,
         "host_slots": settings.host_slots,
+        "stage": settings.stage,
+        "group_size": settings.group_size,
+        "params_on": settings.params_on,
+        "weight_slots": settings.weight_slots,
+        "activations_on": settings.activations_on,
         "resident": resident_buckets(layout, share_on_host),
         "shadows": settings.speculate,
         "delayed": settings.delayed,

@@ -238,7 +238,13 @@ def _calls(
         if pair is None:
             function = _scalar(segment) if s == last else segment.function
             make = partial(
-                make_vjp, function, recompute=keep, wrt_input=options[1], last=s == last, name=segment.name
+                make_vjp,
+                function,
+                recompute=keep,
+                wrt_input=options[1],
+                last=s == last,
+                streamed=settings.streams,
+                name=segment.name,
             )
             eager = make()
             pair = make(compiled=True) if compiled else eager, eager

@@ -11,7 +11,7 @@ from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.program import Program, check_state, on_compute_stream
 from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.state import State, refuse_global_modes
-from zfunc.engine.weights import parameter_weights
+from zfunc.engine.weights import parameter_weights, segment_weights
 from zfunc.runtime.accelerator import deterministic_kernels, record_use
 from zfunc.runtime.rng import fold_seed, redirected, seeded
 
@@ -54,7 +54,6 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
     generate token by token. With `defer` and several ranks, the first call after a step is a collective.
     """
     make_deferred_update(program, state, "apply")
-    views = state.buffers.views
     with on_compute_stream(program):
         x = tree_map_only(
             Tensor,
@@ -62,8 +61,7 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
             inputs,
         )
         more = tree_map_only(Tensor, lambda t: t.to(program.device), list(more))
-    for segment, call, extra in zip(program.segments, program.calls, more, strict=True):
-        weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
+    for s, (segment, call, extra) in enumerate(zip(program.segments, program.calls, more, strict=True)):
         randomness = seeded(fold_seed(state.seed, state.batches, "apply", segment.name))
         # Not around the yield, where they would leak.
         with (
@@ -74,7 +72,10 @@ def outputs(program: Program, state: State, inputs: Any, more: Sequence[tuple[An
             deterministic_kernels(program.settings.deterministic),
             name_nondeterminism(segment.name),
         ):
+            views = segment_weights(state.buffers, program.spec, s, program.device, program.ranks)
+            weights = {short: views[full] for short, full in {**call.trained, **call.fixed}.items()}
             x = segment.evaluation({**weights, **call.constants}, x, *extra)
+            del views, weights  # before the next segment's are there
         record_use(program.device, x)
         yield x
 

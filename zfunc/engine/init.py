@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
+from zfunc.core.layout import Layout
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
@@ -45,7 +46,7 @@ def init(
 def _initialized(
     program: Program, buffers: Buffers, seed: int, params: Mapping[str, Tensor], loss_scale: LossScale | None
 ) -> State:
-    spans = {span.name: span for span in program.layout.spans}
+    spans, shapes = {span.name: span for span in program.layout.spans}, _shapes(program.layout)
     for s, segment in enumerate(program.segments):
         values = segment.initial(fold_seed(seed, "init", s))
         names = [p.name for p in segment.parameters if p.name not in segment.shared]
@@ -56,16 +57,16 @@ def _initialized(
             )
         for name in names:
             value = (params[name] if name in params else values[name]).detach()
-            view = buffers.views[name]
-            if value.shape != view.shape:
-                got, expected = tuple(value.shape), tuple(view.shape)
+            expected = shapes[name]
+            if value.shape != expected:
+                got = tuple(value.shape)
                 raise ValueError(
                     f"{name}: got initial values of shape {got}, expected {expected}: correct `initial`"
                 )
             if name in spans:
                 put_weights(buffers, program.layout, spans[name], value, program.ranks)
             else:
-                view.copy_(value)
+                buffers.views[name].copy_(value)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
 
@@ -78,8 +79,12 @@ def allocate_state(program: Program, action: str) -> Buffers:
     return buffers
 
 
+def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:
+    return {span.name: span.shape for span in (*layout.spans, *layout.frozen)}
+
+
 def _check_params(program: Program, params: Mapping[str, Tensor]) -> None:
-    shapes = {span.name: span.shape for span in (*program.layout.spans, *program.layout.frozen)}
+    shapes = _shapes(program.layout)
     for name, value in params.items():
         if name not in shapes:
             raise ValueError(

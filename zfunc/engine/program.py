@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
-from torch import Tensor
 
 from zfunc.core.graph import Graph, Region, Tier
 from zfunc.core.layout import Layout
@@ -25,7 +24,7 @@ from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
-from zfunc.engine.state import State, allocate_regions
+from zfunc.engine.state import ActivationSlot, State, WeightSlot, allocate_regions
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
@@ -96,7 +95,8 @@ class ProgramCache:
     specialized: dict[Any, ShapedProgram] = field(factory=dict)
     facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
     overflowed: bool = False  # more shapes have come than are cached
-    staging: dict[Region, Tensor] | None = None
+    staging: dict[Region, Any] | None = None
+    activations: dict[Region, ActivationSlot] = field(factory=dict)  # of the largest batch so far
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
@@ -157,13 +157,24 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
     )
 
 
-def staging_buffers(program: Program) -> dict[Region, Tensor]:
+def staging_buffers(program: Program) -> dict[Region, Any]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
         graphs = [graph_of(recipe, program.spec) for recipe in program.recipes]
         regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
-        program.cache.staging = allocate_regions(regions, program.dtype, program.device)
+        memory = allocate_regions((r for r in regions if r.role != "act"), program.dtype, program.device)
+        program.cache.staging = {r: WeightSlot(x) if r.role == "params" else x for r, x in memory.items()}
     return program.cache.staging
+
+
+def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot]:
+    """The memory of activations on the host, and on their way back; allocated anew for a larger batch."""
+    slots, regions = program.cache.activations, [r for r in shaped.plan.graph.regions if r.role == "act"]
+    if any(r not in slots or slots[r].flat.numel() < r.nbytes for r in regions):
+        slots.clear()  # before the new ones are allocated
+        memory = allocate_regions(regions, program.dtype, program.device)
+        slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
+    return slots
 
 
 def on_compute_stream(program: Program) -> AbstractContextManager[None]:

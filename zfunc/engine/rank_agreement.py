@@ -16,14 +16,15 @@ PIECE = 1 << 20  # elements that the checksum widens at a time
 def check_ranks_agree(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
-    The weights on the device are compared by checksum, once after `init` or `load`.
+    The weights that every rank has are compared by checksum, once after `init` or `load`.
     """
     ranks = program.ranks
     if ranks.world == 1:
         return
     facts, weights = _step_facts(program, state, batch), ""
     if not state.buffers.compared:
-        checksum = _checksum(program, state.buffers.params())
+        common = (x.flat for b, x in state.buffers.weights.items() if not program.spec.sharded(b))
+        checksum = _checksum(program, common)
         weights = f"weights of checksum {checksum}: equal seeds or params make them equal"
     ranks.agree(
         "train_step",
@@ -48,7 +49,7 @@ def _step_facts(program: Program, state: State, batch: tuple[Any, Any]) -> list[
 
 
 def _checksum(program: Program, params: Iterable[Tensor]) -> int:
-    """A checksum of the bits of all parameters on the device, weighted by position."""
+    """A checksum of the bits of these parameters, weighted by position."""
     total = 0
     with on_compute_stream(program):
         for flat in params:

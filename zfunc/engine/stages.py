@@ -38,7 +38,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     with step.randomness(m, s), name_nondeterminism(call.name):
-        y, residuals = call.passes.forward(_weights(op, mem, call), _inputs(op, mem))
+        x = mem[op.read("act")]
+        y, residuals = call.passes.forward(_weights(op, mem, call), _with_targets(x, op, mem))
     mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals
@@ -48,15 +49,47 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
     """Backward of one segment, with the seed of its forward."""
     m, s = op.index
     call = step.calls[s]
-    residuals = mem[op.read("residuals")] if op.touches("residuals") else None
+    x, residuals = _left_by_forward(op, mem)
     with step.randomness(m, s), name_nondeterminism(call.name):
         grads, below = call.passes.backward(
-            _weights(op, mem, call), _inputs(op, mem), residuals, _cotangents(op, mem, step)
+            _weights(op, mem, call), _with_targets(x, op, mem), residuals, _cotangents(op, mem, step)
         )
     if op.touches("grads"):
         mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
     if any(r.buffer == "grad_act" for r in op.writes):
         mem[op.write("grad_act")] = below
+
+
+def fetch(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy a bucket's parameters, or this rank's slice of them, from the host into a slot on the device."""
+    _, b = op.index
+    bucket = step.layout.weights(b)
+    into = mem[op.write("weight_slot")].hold(bucket)
+    (home,) = (mem[r] for r in op.reads)
+    params = getattr(home, "flat", home)  # of the master's high half, the tensor itself
+    if b >= len(step.layout.buckets):
+        params = params[bucket.start : bucket.stop]
+    elif params.numel() < bucket.numel:
+        into = into[step.slice_of(b)]
+    into.copy_(params, non_blocking=True)
+
+
+def gather(op: Op, mem: Memory, step: StepContext) -> None:
+    """Gather a bucket's parameters from the slices of all ranks into a slot."""
+    _, b = op.index
+    into = mem[op.write("weight_slot")].hold(step.layout.buckets[b])
+    fetched = op.write("weight_slot") in op.reads
+    step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
+
+
+def stash(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy a segment's input and residuals to pinned memory."""
+    mem[op.write("host_act")].put([mem[r] for r in op.reads])
+
+
+def unstash(op: Op, mem: Memory, step: StepContext) -> None:
+    """Copy a segment's input and residuals back to the device."""
+    mem[op.write("act_slot")].put(mem[op.read("host_act")].tree)
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
@@ -101,7 +134,9 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
 def to_host(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of a gradient, and its squares if it is complete, to pinned memory."""
     _, b, _ = op.index
-    grad = mem[op.read("grad")][step.slice_of(b)]
+    shard = step.slice_of(b)
+    summed = op.touches("sum_slot")
+    grad = mem[op.read("sum_slot")][: shard.stop - shard.start] if summed else mem[op.read("grad")][shard]
     mem[op.write("grad_shard")][: grad.numel()].copy_(grad, non_blocking=True)
     if op.touches("squares"):
         mem[op.write("squares")].copy_(mem[op.read("squares")], non_blocking=True)
@@ -120,7 +155,17 @@ def hold(op: Op, mem: Memory, step: StepContext) -> None:
     _, b, _ = op.index
     grad = mem[op.read("grad")][step.slice_of(b)]
     (into,) = op.writes
-    mem[into].add_(grad) if into in op.reads else mem[into].copy_(grad)
+    total = mem[into][: grad.numel()]
+    total.add_(grad) if into in op.reads else total.copy_(grad)
+
+
+def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
+    """Add one sum of a tied bucket's deliveries to the first; on the host, with the squares of the result."""
+    total, part = (mem[r] for r in op.reads)
+    if op.touches("squares"):
+        mem[op.write("squares")].fill_(accumulate_(total, part, first=False))
+    else:
+        total.add_(part)
 
 
 def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
@@ -151,6 +196,10 @@ def publish(op: Op, mem: Memory, step: StepContext) -> None:
 
 STAGES: dict[str, Stage] = {
     "load": load,
+    "fetch": fetch,
+    "gather": gather,
+    "stash": stash,
+    "unstash": unstash,
     "forward": forward,
     "backward": backward,
     "pack": pack,
@@ -160,6 +209,7 @@ STAGES: dict[str, Stage] = {
     "to_host": to_host,
     "accumulate": accumulate,
     "hold": hold,
+    "join_sums": join_sums,
     "squares_to_host": squares_to_host,
     "global_norm": global_norm,
     "mean_loss": mean_loss,
@@ -195,9 +245,16 @@ def _weights(op: Op, mem: Memory, call: CompiledSegment) -> SegmentWeights:
     return SegmentWeights(trained, {**fixed, **call.constants})
 
 
-def _inputs(op: Op, mem: Memory) -> tuple[Any, ...]:
-    x = mem[op.read("act")]
+def _with_targets(x: Any, op: Op, mem: Memory) -> tuple[Any, ...]:
     return (x, mem[op.read("targets")]) if op.touches("targets") else (x,)
+
+
+def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, Any]:
+    """A segment's input and residuals, for its backward; None for no residuals."""
+    if op.touches("act_slot"):
+        x, *residuals = mem[op.read("act_slot")].tree
+        return x, residuals[0] if residuals else None
+    return mem[op.read("act")], mem[op.read("residuals")] if op.touches("residuals") else None
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:

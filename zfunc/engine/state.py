@@ -12,24 +12,95 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
+from zfunc.core.layout import Bucket, Span, round_up
+from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
+ALIGNED_BYTES = 16  # a multiple of every element's size
+
 
 @frozen(eq=False)
 class Flat:
-    """The flat parameters of a bucket on the device, and its parameters by full name, as views in their shapes."""
+    """The flat parameters of a bucket, and its parameters by full name, as views in their shapes.
 
-    flat: Tensor  # [bucket.numel], 16- or 32-bit, device
+    A rank's slice of a bucket has no views: a parameter may lie in several slices.
+    """
+
+    flat: Tensor  # [bucket.numel], or [bucket.numel / world], 16- or 32-bit
     views: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, flat: Tensor, start: int, spans: Iterable[Span]) -> "Flat":
+        """`flat` as the elements from `start` of the flat buffer that has these spans, if it has all of them."""
+        complete = all(x.stop - start <= flat.numel() for x in spans)
+        return cls(
+            flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans if complete}
+        )
+
+
+@define(eq=False)
+class WeightSlot:
+    """Device memory that has the parameters of one bucket at a time."""
+
+    flat: Tensor  # [of the largest bucket of its class], 16- or 32-bit, device
+    views: dict[str, Tensor] = field(factory=dict[str, Tensor])
+    _buckets: dict[int, Flat] = field(factory=dict[int, Flat], repr=False)
+
+    def hold(self, bucket: Bucket) -> Tensor:
+        """From now on its views are those of `bucket`, whose flat memory this returns."""
+        if bucket.index not in self._buckets:
+            flat = self.flat[: bucket.numel]
+            self._buckets[bucket.index] = Flat.of(flat, bucket.start, bucket.spans)
+        held = self._buckets[bucket.index]
+        self.views = held.views
+        return held.flat
+
+
+@define(eq=False)
+class ActivationSlot:
+    """Memory that has the tensors of one pytree at a time: what backward of a segment needs."""
+
+    flat: Tensor  # uint8
+    tree: Any = None
+
+    def put(self, tree: Any) -> None:
+        """Copy the tensors of `tree` here; on an accelerator without waiting. Those that share memory still do."""
+        leaves, structure = tree_flatten(tree)
+        tensors = [t for t in leaves if isinstance(t, Tensor)]
+        ranges: dict[int, list[Tensor]] = {}
+        for t in tensors:
+            ranges.setdefault(t.untyped_storage()._cdata, []).append(t)
+        start, copies = 0, dict[int, Tensor]()
+        for sharing in ranges.values():
+            first = min(_byte_range(t)[0] for t in sharing) // ALIGNED_BYTES * ALIGNED_BYTES
+            last = max(_byte_range(t)[1] for t in sharing)
+            storage = sharing[0].untyped_storage()
+            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[first:last]
+            copy = self.flat[start : start + last - first].copy_(source, non_blocking=True)
+            for t in sharing:
+                begin = copy.storage_offset() + t.storage_offset() * t.itemsize - first
+                typed = torch.empty(0, dtype=t.dtype, device=copy.device).set_(copy.untyped_storage())
+                copies[id(t)] = typed.as_strided(t.shape, t.stride(), begin // t.itemsize)
+            start += round_up(last - first, ALLOCATION)
+        self.tree = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
+
+
+def _byte_range(t: Tensor) -> tuple[int, int]:
+    """The bytes of its storage that a tensor has, from the first to the last."""
+    extent = (
+        1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    )
+    return t.storage_offset() * t.itemsize, (t.storage_offset() + extent) * t.itemsize
 
 
 @define(eq=False)
@@ -41,6 +112,9 @@ class Buffers:
     """
 
     memory: dict[Region, Any] = field(repr=False)
+    weights: dict[int, Flat] = field(
+        factory=dict[int, Flat], repr=False
+    )  # parameters where they live, by bucket
     generation: int = 0
     lost: str = ""  # why no State can use it, or ""
     compared: bool = False  # whether the weights have been compared with the other ranks'
@@ -69,12 +143,12 @@ class Buffers:
 
     @cached_property
     def views(self) -> dict[str, Tensor]:
-        """All parameters on the device by full name, in their shapes."""
-        return {name: x for r in self._by_role["params"] for name, x in self.memory[r].views.items()}
+        """The parameters by full name, in their shapes, where they live; of a sharded bucket there are none."""
+        return {name: x for flat in self.weights.values() for name, x in flat.views.items()}
 
     def params(self) -> list[Tensor]:
-        """The flat parameters on the device: of each bucket, and the frozen ones."""
-        return [self.memory[r].flat for r in self._by_role["params"]]
+        """The flat parameters: of each bucket, and the frozen ones."""
+        return [x.flat for x in self.weights.values()]
 
     def state(self, b: int) -> dict[str, Tensor]:
         """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`."""
@@ -158,17 +232,22 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
 
 def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
     """Zeroed buffers for one State."""
-    memory: dict[Region, Any] = {**allocate_regions(Regions(spec).state(), dtype, device)}
+    layout, memory = spec.layout, dict[Region, Any](allocate_regions(Regions(spec).state(), dtype, device))
+    weights: dict[int, Flat] = {}
     for r, flat in memory.items():
-        if r.role == "params":
-            start, spans = 0, spec.layout.frozen
-            if r.index:
-                bucket = spec.layout.buckets[r.index[0]]
-                start, spans = bucket.start, bucket.spans
-            memory[r] = Flat(
-                flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans}
-            )
-    return Buffers(memory)
+        if r.role == "params" and r.index:
+            bucket = layout.buckets[r.index[0]]
+            memory[r] = weights[bucket.index] = Flat.of(flat, bucket.start, bucket.spans)
+        elif r.role == "params":
+            memory[r] = Flat.of(flat, 0, layout.frozen)
+            weights |= {
+                b.index: Flat.of(flat[b.start : b.stop], b.start, b.spans) for b in layout.frozen_buckets
+            }
+    for bucket in layout.buckets:
+        if bucket.index not in weights:
+            high = memory[Region(HIGH_HALF, (bucket.index,))]
+            weights[bucket.index] = Flat.of(high, bucket.start, bucket.spans)
+    return Buffers(memory, weights)
 
 
 def allocate_regions(

@@ -22,6 +22,11 @@ def make_spec(
     segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
 ) -> StepSpec:
     """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
+    if settings.params_on == "host" and world > 1 and settings.stage != 3:
+        raise ValueError(
+            f"params_on: got 'host' with stage={settings.stage} on {world} ranks, expected stage=3: each keeps "
+            "its slice on its host"
+        )
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
     ]
@@ -38,7 +43,6 @@ def make_spec(
         micro_batches=settings.micro_batches,
         barrier=settings.waits_for_norm,
         world=world,
-        stage=settings.stage,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
         state_format=state_format,
         send_high_half=send_high_half,

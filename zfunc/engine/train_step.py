@@ -20,7 +20,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
 from zfunc.core.timeline import Timeline
 from zfunc.engine.flush import run_on_state, state_memory, step_context
-from zfunc.engine.program import Program, check_memory, check_state, lock_staging
+from zfunc.engine.program import Program, activation_slots, check_memory, check_state, lock_staging
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.specialize import specialize, split_batch
@@ -129,6 +129,7 @@ def _train_step(
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
     step, mem = step_context(program, shaped, state, number), state_memory(program, state)
+    mem |= activation_slots(program, shaped)
     for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)

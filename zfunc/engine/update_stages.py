@@ -52,7 +52,7 @@ def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    params = mem[op.write("params")].flat[step.slice_of(b)]
+    params = _own_slice(mem[op.write("params")], step, b)
     if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
         _update(op, mem, step, decision)
         params.copy_(mem[op.write(HIGH_HALF)])  # as `to_device` would send it
@@ -77,6 +77,8 @@ def _update(
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
+    elif copy is None and op.touches("params"):
+        copy = _own_slice(mem[op.write("params")], step, b)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     for first, last, decayed in step.layout.buckets[b].runs_within(shard.start, shard.stop):
         start, stop = first - shard.start, last - shard.start
@@ -90,11 +92,17 @@ def _update(
         )
 
 
+def _own_slice(params: Flat, step: StepContext, b: int) -> Tensor:
+    """This rank's slice of the parameters of a bucket, which may be all there is."""
+    shard = step.slice_of(b)
+    return params.flat if params.flat.numel() == shard.stop - shard.start else params.flat[shard]
+
+
 def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of the new parameters to the device, unless the step is skipped."""
     if not mem[op.read("decision")].skip:
         (b,) = op.index
-        params = mem[op.write("params")].flat[step.slice_of(b)]
+        params = _own_slice(mem[op.write("params")], step, b)
         (copy,) = (mem[r] for r in op.reads if r.role in ("copy", "state"))
         params.copy_(copy[: params.numel()], non_blocking=True)
 

@@ -67,9 +67,12 @@ def make_vjp(
     wrt_input: bool,
     last: bool = False,
     compiled: bool = False,
+    streamed: bool = False,
     name: str = "",
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
+
+    With `streamed`, backward gets its weights in other memory than forward did, which may hold others by then.
 
     `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
     nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
@@ -84,7 +87,8 @@ def make_vjp(
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
     fallback = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'")
+    note = f"segment {name!r} runs with recompute='all'"
+    return _traced(pull, compiled, fallback, note, streamed=streamed)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -170,7 +174,13 @@ class _Joint:
 
 
 def _traced(
-    pull: Pull, compiled: bool, fallback: SegmentVJP, fallback_note: str, *, keeps: bool = True
+    pull: Pull,
+    compiled: bool,
+    fallback: SegmentVJP,
+    fallback_note: str,
+    *,
+    keeps: bool = True,
+    streamed: bool = False,
 ) -> SegmentVJP:
     """Forward and backward as two graphs, cut from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
     `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
@@ -219,6 +229,8 @@ def _traced(
         with torch.enable_grad():  # grad mode as in the trace
             flat = run(*leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
+        if streamed and residuals is not None:
+            residuals = [_without_weights(x, leaves) for x in residuals]
         return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
 
     def backward(
@@ -228,6 +240,8 @@ def _traced(
         if graphs is None:
             return fallback.backward(weights, inputs, residuals, cotangents)
         joint, _, run = graphs
+        if streamed:
+            residuals = [x.of(leaves) if isinstance(x, _WeightView) else x for x in residuals]
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
             grads = run(*(residuals if keeps else leaves), *laid_out)
@@ -239,6 +253,33 @@ def _traced(
             fallback.prepare(weights, inputs, y)
 
     return SegmentVJP(forward, backward, keeps, prepare)
+
+
+@frozen
+class _WeightView:
+    """A residual that is a view of leaf number `leaf`, from element `offset` of it."""
+
+    leaf: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    def of(self, leaves: list[Any]) -> Tensor:
+        """The same view of other leaves."""
+        leaf: Tensor = leaves[self.leaf]
+        return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
+
+
+def _without_weights(x: Any, leaves: list[Any]) -> Any:
+    """A residual, or what to make it of if its memory is a leaf's: that will hold something else."""
+    if not isinstance(x, Tensor):
+        return x
+    for n, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == x.untyped_storage()._cdata:
+            offset = x.storage_offset() - leaf.storage_offset()
+            if x.dtype == leaf.dtype and 0 <= offset < max(1, leaf.numel()):
+                return _WeightView(n, tuple(x.shape), x.stride(), offset)
+    return x
 
 
 def _layouts(leaves: list[Any]) -> tuple[Any, ...]:

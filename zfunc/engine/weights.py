@@ -1,6 +1,6 @@
 """fp32 weights: into a State and out of it, for any format of the state and any number of ranks.
 
-After `put_weights` the device has what a step with these weights would have sent.
+After `put_weights` the parameters are what a step with these weights would have left.
 """
 
 from collections.abc import Iterator
@@ -8,11 +8,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zfunc.core.graph import Region
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF
+<<<<<<< HEAD
 from zfunc.engine.state import Buffers
 from zfunc.optim.compact import initial_state, master_weights
+=======
+from zfunc.core.spec import StepSpec
+from zfunc.engine.state import Buffers, Flat
+from zfunc.optim.compact import SplitMaster, master_weights, named_master
+>>>>>>> 40b0eb7 (Engine: parameters and activations on the host, vertical accumulation, ZeRO stage 3)
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements
@@ -45,10 +50,10 @@ def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Ite
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Set the weights of one parameter: this rank's slice on the host, and all of it on the device."""
+    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters."""
     flat = value.flatten().to("cpu", torch.float32)
-    on_device = buffers.views[span.name].view(-1)
     bucket = layout.bucket_of(span)
+<<<<<<< HEAD
     state = buffers.state(bucket.index)
     initial = initial_state(flat, state)
     high = initial.get(HIGH_HALF)
@@ -56,18 +61,53 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     piece = layout.piece(span, ranks.rank, ranks.world)
     for name, values in initial.items():
         state[name][piece.at : piece.at + piece.stop - piece.start].copy_(values[piece.start : piece.stop])
+=======
+    state, params = buffers.state(bucket.index), buffers.weights[bucket.index]
+    split = None if "master" in state else SplitMaster.of(flat)
+    sent = split is not None and params.flat.dtype == split.high.dtype
+    new = split.high if split is not None and sent else flat
+    piece = layout.piece(span, ranks.rank, ranks.world)
+    own = slice(piece.at, piece.at + piece.stop - piece.start)
+    if params.views:
+        params.views[span.name].view(-1).copy_(new)
+    else:
+        params.flat[own].copy_(new[piece.start : piece.stop])
+    for name, values in named_master(split or flat).items():
+        state[name][own].copy_(values[piece.start : piece.stop])
+>>>>>>> 40b0eb7 (Engine: parameters and activations on the host, vertical accumulation, ZeRO stage 3)
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
-    """Send the weights of a bucket from the host to the device: a collective."""
+    """Send the weights of a bucket from the state to where its parameters live: a collective."""
     state, size = buffers.state(bucket.index), bucket.numel // ranks.world
-    params: Tensor = buffers.memory[Region("params", (bucket.index,))].flat
-    shard, high = params[slice(*bucket.slice_of(ranks.rank, ranks.world))], state.get(HIGH_HALF)
+    params = buffers.weights[bucket.index].flat
+    shard, high = params, state.get(HIGH_HALF)
+    if params.numel() > size:
+        shard = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
     for first in range(0, size, PART):  # joining a split master allocates: a part at a time
         last = min(first + PART, size)
         if high is not None and params.dtype == high.dtype:
             shard[first:last].copy_(high[first:last])
         else:
             shard[first:last].copy_(master_weights(state, first, last))
-    if ranks.world > 1:
+    if params.numel() > size:
         ranks.all_gather(params, shard)
+
+
+def segment_weights(
+    buffers: Buffers, spec: StepSpec, s: int, device: torch.device, ranks: RankGroup
+) -> dict[str, Tensor]:
+    """The parameters of segment `s` by full name, on the device. A collective where each rank has a slice."""
+    weights: dict[str, Tensor] = {}
+    for b in spec.layout.weights_of(s):
+        bucket, params = spec.layout.weights(b), buffers.weights[b]
+        if spec.sharded(b):
+            flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
+            own = flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+            own.copy_(params.flat)
+            ranks.all_gather(flat, own)
+            params = Flat.of(flat, bucket.start, bucket.spans)
+        elif spec.on_host(b):
+            params = Flat.of(params.flat.to(device), bucket.start, bucket.spans)
+        weights |= params.views
+    return weights
