@@ -20,6 +20,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "all on the device": {"offload_ratio": 0.0, "clip_norm": None},
     "delayed": {"delay_from": 2},
     "moments in 16 bits": {"moments": "16bit"},
+    "vertical": {"accumulate": "vertical"},
+    "stage 3": {"stage": 3, "clip_norm": None, "activations_on": "host"},
 }
 
 

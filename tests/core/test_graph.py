@@ -301,12 +301,14 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
         assert measured[-1] < verbs.index("global_norm") < verbs.index("decide")
     if recipe is DEFERRED:
         updates = [op.index for op in recipe(spec) if op.verb == "adam"]
-        assert updates == [op.index for op in recipe(spec) if op.verb == "to_device"] == sorted(updates)
+        sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
+        assert updates == sorted(updates)
+        assert sent == [index for index in updates if not spec.on_host(*index)]
         assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
         assert verbs.index("load") == 0
     elif late and "adam" in verbs:
         assert verbs.index("adam") < verbs.index("forward")
-    if delayed and "to_device" in verbs:
+    if late and recipe is not DEFERRED and "to_device" in verbs:
         assert verbs.index("backward") < verbs.index("to_device") < verbs.index("decide")
 
 
@@ -447,7 +449,7 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
             assert (*away.writes, back.writes[0]) == (*back.reads, backward.read("act"))
             assert not backward.touches("residuals")
-            assert back.writes[0].nbytes >= sum(r.nbytes for r in away.reads) == away.nbytes == back.nbytes
+            assert back.writes[0].nbytes >= away.nbytes == back.nbytes >= sum(r.nbytes for r in away.reads)
 
 
 MOVING = {

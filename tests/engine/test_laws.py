@@ -60,6 +60,24 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "delay_from": 2,
     },
     "delayed, fp32, half on the device": {"precision": "fp32", "delay_from": 1, "offload_ratio": 0.5},
+    "on the host, 16 bits, in 3, clipped, deferred": {
+        "precision": "bf16",
+        "params_on": "host",
+        "activations_on": "host",
+        "micro_batches": 3,
+        "clip_norm": 0.1,
+        "moments": "16bit",
+        "bucket_size": 300,
+        "defer": True,
+    },
+    "half on the host, fp32, two of 3 at a time": {
+        "precision": "fp32",
+        "params_on": "host",
+        "weight_slots": 1,
+        "offload_ratio": 0.5,
+        "micro_batches": 3,
+        "accumulate": 2,
+    },
     "deferred, bf16 in 2, clipped, small buckets": {
         "precision": "bf16",
         "micro_batches": 2,
@@ -83,6 +101,8 @@ _traced: dict[tuple[str, str, str], tuple[Program, Any]] = {}
 
 def under(schedule: Any, model: str, settings: str, recompute: str = "all") -> tuple[Program, Any]:
     """That program under a schedule. Segments are traced once for all laws: that takes most of the time."""
+    if recompute == "none" and SETTINGS[settings].get("params_on") == "host":
+        recompute = "min-cut"  # what autograd keeps would be parameters that have left
     key = (model, settings, recompute)
     if key not in _traced:
         _traced[key] = program(model, settings, recompute=recompute)

@@ -6,6 +6,7 @@
     settings          `StepSettings`: every setting of a step, once
     graph             `Region`, `Op`, `Graph`: what each operation reads and writes, and the order that follows
     spec              `StepSpec`: what a recipe knows of a step
+    slots             staging slots in classes of size, the least recently used first
     regions           the size, tier and lifetime of every region of a step
     ops               one constructor for each operation
     recipes           a training step as operations, in the paper's order

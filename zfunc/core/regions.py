@@ -87,7 +87,8 @@ class Regions:
         return self._staging("act_slot", k % ACTIVATION_SLOTS, largest, "device", role="act", dtype="uint8")
 
     def _stashed_bytes(self, s: int) -> int:
-        return self.spec.costs[s].input_bytes + sum(r.nbytes for r in self._residuals(0, s))
+        cost = self.spec.costs[s]
+        return max(cost.stash_bytes, cost.input_bytes)
 
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.spec.recompute[s] or s < self.spec.layout.first_trainable:

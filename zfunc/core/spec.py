@@ -15,9 +15,10 @@ ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a 
 class SegmentCost:
     """The cost of one segment for one micro-batch, in FLOPs and bytes.
 
-    `flops` is that of forward, `backward_flops` that of backward with recomputation; `residual_bytes` is kept
-    between them (0 if backward recomputes from the input). A workspace is the peak that a pass allocates beside its
-    inputs and outputs. Launches are the operations that an accelerator is given in a pass.
+    `flops` is that of forward, `backward_flops` that of backward and its recomputation. `residual_bytes` is kept
+    between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
+    of forward: the input, the residuals, and what of the output is one. A workspace is the peak that a pass
+    allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in a pass.
     """
 
     flops: int = 0
@@ -28,6 +29,7 @@ class SegmentCost:
     backward_flops: int = 0
     forward_launches: int = 0
     backward_launches: int = 0
+    stash_bytes: int = 0
 
 
 @frozen

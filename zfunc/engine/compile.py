@@ -243,7 +243,7 @@ def _calls(
                 recompute=keep,
                 wrt_input=options[1],
                 last=s == last,
-                streamed=settings.streams,
+                moving=settings.streams or settings.activations_on == "host",
                 name=segment.name,
             )
             eager = make()

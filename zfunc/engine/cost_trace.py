@@ -143,8 +143,9 @@ def is_launched(func: Any) -> bool:
 class Trace:
     """The cost of a segment for one micro-batch, in FLOPs and bytes, and its output (`out`, on meta).
 
-    The peaks are those of each pass, results included. `residual_bytes` is alive between them beside the output.
-    The launches are those of each pass. `random` is whether one of them draws random numbers.
+    The peaks are those of each pass, results included, and so are the launches. `residual_bytes` is alive between
+    them beside the output, `stash_bytes` with the input and what of the output is a residual. `random` is whether
+    one of them draws random numbers.
     """
 
     out: Any
@@ -154,6 +155,7 @@ class Trace:
     backward_launches: int
     output_bytes: int
     residual_bytes: int
+    stash_bytes: int
     forward_peak: int
     backward_peak: int
     random: bool
@@ -204,6 +206,7 @@ def trace(
             backward_launches=backward_launches,
             output_bytes=output_bytes,
             residual_bytes=max(0, after - output_bytes),
+            stash_bytes=_storage_bytes((args[-1][0], residuals)),
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             random=random_numbers,

@@ -155,6 +155,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bo
         backward_flops=t.backward_flops,
         input_bytes=input_bytes,
         residual_bytes=kept,
+        stash_bytes=t.stash_bytes,
         forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
         backward_workspace=max(0, t.backward_peak - grad_bytes),
         forward_launches=0 if compiled else t.forward_launches,

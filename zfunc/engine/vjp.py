@@ -67,12 +67,12 @@ def make_vjp(
     wrt_input: bool,
     last: bool = False,
     compiled: bool = False,
-    streamed: bool = False,
+    moving: bool = False,
     name: str = "",
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
-    With `streamed`, backward gets its weights in other memory than forward did, which may hold others by then.
+    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory may hold others.
 
     `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
     nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
@@ -88,7 +88,7 @@ def make_vjp(
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
     fallback = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
     note = f"segment {name!r} runs with recompute='all'"
-    return _traced(pull, compiled, fallback, note, streamed=streamed)
+    return _traced(pull, compiled, fallback, note, moving=moving)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -180,7 +180,7 @@ def _traced(
     fallback_note: str,
     *,
     keeps: bool = True,
-    streamed: bool = False,
+    moving: bool = False,
 ) -> SegmentVJP:
     """Forward and backward as two graphs, cut from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
     `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
@@ -229,7 +229,7 @@ def _traced(
         with torch.enable_grad():  # grad mode as in the trace
             flat = run(*leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
-        if streamed and residuals is not None:
+        if moving and residuals is not None:
             residuals = [_without_weights(x, leaves) for x in residuals]
         return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
 
@@ -240,7 +240,7 @@ def _traced(
         if graphs is None:
             return fallback.backward(weights, inputs, residuals, cotangents)
         joint, _, run = graphs
-        if streamed:
+        if moving:
             residuals = [x.of(leaves) if isinstance(x, _WeightView) else x for x in residuals]
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():

@@ -10,14 +10,9 @@ from torch import Tensor
 
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF
-<<<<<<< HEAD
-from zfunc.engine.state import Buffers
-from zfunc.optim.compact import initial_state, master_weights
-=======
 from zfunc.core.spec import StepSpec
 from zfunc.engine.state import Buffers, Flat
-from zfunc.optim.compact import SplitMaster, master_weights, named_master
->>>>>>> 40b0eb7 (Engine: parameters and activations on the host, vertical accumulation, ZeRO stage 3)
+from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
 
 PART = 1 << 20  # elements
@@ -53,28 +48,18 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters."""
     flat = value.flatten().to("cpu", torch.float32)
     bucket = layout.bucket_of(span)
-<<<<<<< HEAD
-    state = buffers.state(bucket.index)
+    state, params = buffers.state(bucket.index), buffers.weights[bucket.index]
     initial = initial_state(flat, state)
     high = initial.get(HIGH_HALF)
-    on_device.copy_(high if high is not None and on_device.dtype == high.dtype else flat)
-    piece = layout.piece(span, ranks.rank, ranks.world)
-    for name, values in initial.items():
-        state[name][piece.at : piece.at + piece.stop - piece.start].copy_(values[piece.start : piece.stop])
-=======
-    state, params = buffers.state(bucket.index), buffers.weights[bucket.index]
-    split = None if "master" in state else SplitMaster.of(flat)
-    sent = split is not None and params.flat.dtype == split.high.dtype
-    new = split.high if split is not None and sent else flat
+    new = high if high is not None and params.flat.dtype == high.dtype else flat
     piece = layout.piece(span, ranks.rank, ranks.world)
     own = slice(piece.at, piece.at + piece.stop - piece.start)
     if params.views:
         params.views[span.name].view(-1).copy_(new)
     else:
         params.flat[own].copy_(new[piece.start : piece.stop])
-    for name, values in named_master(split or flat).items():
+    for name, values in initial.items():
         state[name][own].copy_(values[piece.start : piece.stop])
->>>>>>> 40b0eb7 (Engine: parameters and activations on the host, vertical accumulation, ZeRO stage 3)
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:

@@ -1,0 +1,135 @@
+"""Parameters and activations on the host, sharded or not, micro-batches in any order: the same training.
+
+The reference is each setting without them: everything on the device, one micro-batch after the other.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import trained
+from small_models import rows_of
+from table import in_pairs
+from threaded_ranks import ThreadedRanks
+
+import zfunc
+from zfunc.engine import compile as compiling
+from zfunc.engine.specialize import specialize
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "fp32, clipped": {"precision": "fp32", "clip_norm": 0.1},
+    "bf16 in 2, 16 bits": {"precision": "bf16", "moments": "16bit", "micro_batches": 2},
+    "fp16 in 2": {"precision": "fp16", "micro_batches": 2},
+    "min-cut, bf16 in 2, half on the device": {
+        "precision": "bf16",
+        "micro_batches": 2,
+        "recompute": "min-cut",
+        "offload_ratio": 0.5,
+        "clip_norm": 0.1,
+    },
+}
+STREAMED: dict[str, dict[str, Any]] = {
+    "vertical": {"accumulate": "vertical"},
+    "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
+    "parameters on the host": {"params_on": "host"},
+    "everything on the host, one slot": {
+        "params_on": "host",
+        "activations_on": "host",
+        "accumulate": "horizontal",
+        "weight_slots": 1,
+    },
+}
+SHARDED: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3},
+    "stage 3 on the host": {"stage": 3, "params_on": "host", "activations_on": "host"},
+    "stage 3, horizontal": {"stage": 3, "accumulate": "horizontal", "schedule": "CriticalPath"},
+}
+MODELS = ("GPT with dropout", "odd sizes", "frozen below", "pairs")
+STEPS = 3
+Result = tuple[list[float], float, dict[str, torch.Tensor]]
+
+
+def trainings(model: str, world: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> list[Result]:
+    """Losses, an evaluation and the parameters, by rank."""
+    programs = []
+    for ranks in ThreadedRanks.all(world):
+        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
+        program, batch = trained.compiled(model, **{"bucket_size": 3000, **settings})
+        programs.append(program)
+    for rank, program in enumerate(programs):  # traced here: two threads must not trace at a time
+        specialize(program, rows_of(batch(0), rank, world))
+
+    def one(rank: int) -> Result:
+        program, losses = programs[rank], []
+        state = zfunc.init(program, seed=2)
+        for i in range(STEPS):
+            state, metrics = zfunc.train_step(program, state, rows_of(batch(i), rank, world))
+            losses.append(metrics.loss)
+        return (
+            losses,
+            zfunc.evaluate(program, state, rows_of(batch(9), rank, world)),
+            zfunc.params(program, state),
+        )
+
+    with ThreadPoolExecutor(world) as threads:
+        return list(threads.map(one, range(world)))
+
+
+@cache
+def reference(model: str, world: int, settings: str) -> list[Result]:
+    """The training with everything on the device."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        return trainings(model, world, monkeypatch, **SETTINGS[settings])
+
+
+def same(a: Result, b: Result) -> bool:
+    return a[:2] == b[:2] and all(torch.equal(b[2][name], x) for name, x in a[2].items())
+
+
+@pytest.mark.parametrize(("model", "settings", "streamed"), in_pairs(MODELS, SETTINGS, STREAMED))
+def test_where_parameters_live_changes_no_bit(
+    model: str, settings: str, streamed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (got,) = trainings(model, 1, monkeypatch, **SETTINGS[settings], **STREAMED[streamed])
+    (expected,) = reference(model, 1, settings)
+    assert same(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "sharded", "world"), in_pairs(MODELS[1:], SETTINGS, SHARDED, [2, 3])
+)
+def test_nor_does_sharding_them(
+    model: str, settings: str, sharded: str, world: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got = trainings(model, world, monkeypatch, **SETTINGS[settings], **SHARDED[sharded])
+    assert all(map(same, got, reference(model, world, settings)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"params_on": "host", "recompute": "none"}, "params_on: got 'host' with recompute='none'"),
+        ({"stage": 3, "delay_from": 2}, "stage: got 3 with delay_from=2"),
+        ({"params_on": "host", "speculate": 1}, "params_on: got 'host' with speculate=1"),
+        ({"activations_on": "host", "recompute": "none"}, "activations_on: got 'host'"),
+        ({"stage": 1, "params_on": "host"}, "stage: got 1 with params_on='host'"),
+        ({"stage": 1, "accumulate": 2, "micro_batches": 2}, "stage: got 1 with accumulate=2"),
+        (
+            {"accumulate": "diagonal"},
+            "accumulate: got 'diagonal', expected auto, horizontal, vertical, or a number",
+        ),
+        ({"accumulate": 0}, "accumulate: got 0"),
+        ({"params_on": "disk"}, "params_on: got 'disk', expected one of device, host"),
+    ],
+)
+def test_what_excludes_each_other_is_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trained.compiled("pairs", **settings)
+
+
+def test_parameters_on_the_host_of_several_ranks_need_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_ranks", lambda _: ThreadedRanks.all(2)[0])
+    with pytest.raises(ValueError, match="got 'host' with stage=2 on 2 ranks, expected stage=3"):
+        trained.compiled("pairs", params_on="host")
