@@ -253,7 +253,7 @@ OTHERS = [
     ("plan --batch-size 4 --world 3", "--batch-size: got 4 for 3 ranks, expected a multiple of 3: try"),
     ("plan --batch-size 4 --world 4 --micro-batches 2", "got 4 for 4 ranks with 2 micro-batches each, expec"),
     ("plan --batch-size 4 --micro-batches 3", "got 4 with --micro-batches 3, expected a multiple of it"),
-    ("plan --delay --speculate 2", "expected one of the two"),
+    ("plan --delay-from 1 --speculate 2", "expected one of the two"),
     ("plan --num-attention-heads 3", "expected a multiple"),
     ("plan --json=yes", "--json: got the value 'yes'"),
     ("draw --hardware bytes.toml", "--hardware: got bytes.toml, which is no text"),

@@ -175,7 +175,7 @@ def test_a_figure_of_the_profile_is_replaced(capsys: Out) -> None:
     ("args", "words"),
     [
         (["--schedule", "auto", "--hidden-size", "256"], "found by search:"),
-        (["--delay"], "updates delayed"),
+        (["--delay-from", "1"], "updates delayed"),
         (["--defer"], "updates deferred"),
         (["--speculate", "2"], "2 buckets speculated"),
         (["--offload-ratio", "0.5"], "50% of the state on the host"),

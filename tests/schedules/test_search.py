@@ -24,7 +24,6 @@ from zfunc.planner.candidate import (
     gains_and_costs,
     operations_of,
     simulate_choice,
-    with_changes,
     with_settings,
 )
 from zfunc.planner.max_layers import MOST, max_layers, with_layers
@@ -83,18 +82,18 @@ def test_laid_out_again_alike_is_the_same_layout(
             (
                 ({}, zero_offload),
                 ({"speculate": 3}, zero_offload),
-                ({"delay": True}, steadily_delayed),
+                ({"delay_from": 1}, steadily_delayed),
                 ({"defer": True}, deferred),
             ),
         )
     ],
 )
 def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], recipe: Recipe) -> None:
-    settings = with_changes(START, offload_ratio=ratio, **way)
+    settings = evolve(START, offload_ratio=ratio, **way)
     step = with_settings(model(barrier=True), settings)
     assert step.resident == resident_buckets(step.layout, ratio)
     assert (step.shadows, step.delayed, step.defer) == tuple(
-        way.get(x, 0) for x in ("speculate", "delay", "defer")
+        way.get(x, 0) for x in ("speculate", "delay_from", "defer")
     )
     assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
 
@@ -284,7 +283,7 @@ def test_advice_that_promises_to_fit_fits() -> None:
         advice = suggest(SETUP, step, rows=8, replan=replan)
         assert advice
         for a in advice:
-            assert replan(with_changes(SETUP, **a.changes)).fits
+            assert replan(evolve(SETUP, **a.changes)).fits
             assert a.effect.startswith("fits, ")
         times = [a.step.seconds for a in advice]
         assert times == sorted(times)
@@ -296,7 +295,7 @@ def test_where_no_single_change_is_enough_several_are_combined() -> None:
     step, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
     (advice,) = suggest(SETUP, step, rows=8, replan=replan)
     assert len(advice.changes) > 1
-    assert replan(with_changes(SETUP, **advice.changes)).fits
+    assert replan(evolve(SETUP, **advice.changes)).fits
 
 
 def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
@@ -312,7 +311,7 @@ def test_advice_that_promises_speed_is_faster_and_fits() -> None:
     advice = suggest(SETUP, step, rows=8, replan=replan)
     assert {"speculate", "offload_ratio", "delay_from"} <= {name for a in advice for name in a.changes}
     for a in advice:
-        again = replan(with_changes(SETUP, **a.changes))
+        again = replan(evolve(SETUP, **a.changes))
         assert again.fits
         assert again.seconds < step.seconds
         assert " % faster" in a.effect

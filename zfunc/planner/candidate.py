@@ -6,7 +6,6 @@ torch is needed.
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
 from attrs import evolve, frozen
 
@@ -15,7 +14,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
-from zfunc.core.settings import StepSettings, in_buckets, lay_out, settings_with
+from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
@@ -68,17 +67,6 @@ def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
     """`spec` in the buckets and slots of the settings. What else they say is in it: its costs depend on that."""
     layout = lay_out(spec.layout.parameters, settings, spec.world)
     return evolve(spec, **in_buckets(layout, settings))
-
-
-def with_changes(settings: StepSettings, **changes: Any) -> StepSettings:
-    """The settings with `changes` by their names in `zfunc.plan`, where `delay=True` is `delay_from=1`.
-
-    >>> with_changes(StepSettings(), delay=True).delay_from
-    1
-    """
-    if "delay" in changes:
-        changes["delay_from"] = (settings.delay_from or 1) if changes.pop("delay") else None
-    return settings_with(settings, changes)
 
 
 def operations_of(spec: StepSpec, settings: StepSettings) -> Graph:

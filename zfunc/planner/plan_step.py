@@ -24,7 +24,7 @@ from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, with_changes
+from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.profile import Profile
 from zfunc.planner.search import TriedChoice
@@ -140,7 +140,6 @@ def plan(
     optimizer: Optimizer | None = None,
     hardware: str | PathLike[str] | Profile | Hardware = "v100-32gb",
     world: int = 1,
-    delay: bool = False,
     advice: bool = True,
     **changes: Any,
 ) -> Planned:
@@ -150,8 +149,7 @@ def plan(
       memory.
     - `optimizer`: as in `zfunc.compile`: AdamW, or one of your own.
     - `hardware`: the name of a profile, the path of one that `zfunc calibrate` wrote, a Profile or a Hardware.
-    - `world`: ranks. `delay`: plan delayed updates, as `delay_from=1` does. `advice`: also plan changes that may
-      help, which takes longer.
+    - `world`: ranks. `advice`: also plan changes that may help, which takes longer.
 
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
@@ -171,7 +169,7 @@ def plan(
     model = CostModel(tuple(segments), example, machine, optimizer, world)
     if isinstance(settings.schedule, str):
         one_of((*schedules.__all__, AUTO))("schedule", settings.schedule)
-    return plan_settings(model, with_changes(settings, delay=True) if delay else settings, advice=advice)
+    return plan_settings(model, settings, advice=advice)
 
 
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:

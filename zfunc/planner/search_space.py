@@ -7,7 +7,7 @@ from attrs import evolve, frozen
 
 from zfunc.core.layout import make_layout
 from zfunc.core.settings import StepSettings
-from zfunc.planner.candidate import PlannedStep, with_changes
+from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import kept_bytes
 
 SEARCHED = (
@@ -116,8 +116,10 @@ def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
 
 def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     for delay in space.delay:
-        others = {"speculate": 0, "defer": False} if delay else {}
-        yield with_changes(best.settings, delay=delay, **others)
+        if delay:
+            yield evolve(best.settings, delay_from=best.settings.delay_from or 1, speculate=0, defer=False)
+        else:
+            yield evolve(best.settings, delay_from=None)
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (

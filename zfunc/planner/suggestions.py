@@ -3,11 +3,11 @@
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.settings import StepSettings
 from zfunc.options import flag
-from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text, with_changes
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.search_space import ratios_that_fit
 
 WORTH = 0.02  # of a step's time: a change that gains less is not suggested
@@ -89,7 +89,7 @@ def _planned(
 ) -> Iterator[Suggestion]:
     for change in changes:
         try:
-            new = replan(with_changes(settings, **change))
+            new = replan(evolve(settings, **change))
         except ValueError:  # settings that exclude each other
             continue
         yield Suggestion(change, new, _effect(change, new, step))
@@ -155,7 +155,7 @@ def _combined(
     changes: dict[str, Any] = {}
     now = step
     for _ in range(REDUCTIONS):
-        base = with_changes(settings, **changes)
+        base = evolve(settings, **changes)
         options = attempt(base, _smaller(base, now, rows))
         best = min(options, key=lambda a: (sum(a.step.lacking.values()), a.step.seconds), default=None)
         if best is None or sum(best.step.lacking.values()) >= sum(now.lacking.values()):

@@ -37,8 +37,7 @@ from zfunc.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from zfunc.planner.plan_step import Planned
 
-# Settings without a flag here: `delay` stands for the last.
-UNPLANNED = ("compile_segments", "deterministic", "delay_from")
+UNPLANNED = ("compile_segments", "deterministic")  # settings without a flag here
 ALWAYS_TYPED = SEARCHED[:4]  # the others are named where they are not off
 LARGEST = 3  # buffers of a peak that are named
 SMALL = 0.01  # of a peak: not named
@@ -58,7 +57,6 @@ PLAN = {
         f"; {AUTO} searches for schedule, bucket size, slots, ratio, speculation and deferral",
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
-    "delay": Option("offload", "apply every gradient a step late", anything),
     "hardware": HARDWARE,
     "with_": WITH,
     "world": Option("hardware", "ranks that train together, one on a device", count),
@@ -73,7 +71,6 @@ class PlanSettings(PlannedStepFlags):
     """A step to plan. The defaults are the model and the step of `zfunc train`, on a GPU."""
 
     max: bool = False
-    delay: bool = False
     hardware: str = "v100-32gb"
     with_: tuple[str, ...] = field(default=(), converter=tuple)
     world: int = 1
@@ -130,7 +127,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
         return CostModel(segments, (tokens, tokens), hardware, optimizer, settings.world)
 
     precision = precision_for(hardware, settings.precision)
-    step = step_settings(settings, precision=precision, delay_from=1 if settings.delay else None)
+    step = step_settings(settings, precision=precision)
     if settings.max:
         one, start = cost_model(evolve(settings, num_layers=1)), search_start(step)
         most = max_layers(one.spec(start), start, one.hardware(start))
