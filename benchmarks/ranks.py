@@ -2,7 +2,7 @@
 
 The same job and the same global batch; every rank gets as many threads as in every other world, so a world of 2
 has twice the cores. Worlds take turns, in processes of their own. On CPUs over gloo, which emulates a
-reduce-scatter by an all-reduce; on GPUs over NCCL, with one rank a device.
+reduce-scatter by an all-reduce; on accelerators over their own backend, with one rank a device.
 
     python -m benchmarks.ranks [--worlds 1,2 --stage 2 --num-layers 6 ... --json FILE_OR_FOLDER]
 """
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import zfunc
 from benchmarks.machine import describe, gpt, write
 from zfunc.engine.specialize import specialize
+from zfunc.runtime.accelerator import accelerator_type
 
 WARMUP = 2
 
@@ -33,11 +34,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """One rank: the seconds of its steps, and of its plan the bytes on each lane."""
     rank, world = args.rank, args.world
     torch.set_num_threads(args.threads)
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(rank)
+    backend, kind = "gloo", accelerator_type()
+    if kind is not None:
+        torch.accelerator.set_device_index(rank)
+        backend = f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
     if world > 1:
-        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, f"file://{args.store}", rank=rank, world_size=world)
     program = zfunc.compile(
         gpt(args),

@@ -166,10 +166,14 @@ def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return fake
 
 
-def test_pinned_buffers_are_registered_at_their_size_and_kept_from_forks(cudart: Cudart) -> None:
+@pytest.mark.parametrize(("hip", "runtime"), [(None, "CUDA"), ("7.0", "HIP")])
+def test_pinned_buffers_are_registered_at_their_size_and_kept_from_forks(
+    cudart: Cudart, hip: str | None, runtime: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", hip)
     device = torch.device("cuda", 1)
     if cudart.cudaHostRegister():
-        with pytest.raises(RuntimeError, match=r"CUDA error 2 when pinning 3,000 bytes.*ulimit -l"):
+        with pytest.raises(RuntimeError, match=rf"got {runtime} error 2 when pinning 3,000 bytes.*ulimit -l"):
             alloc_host(1500, torch.bfloat16, pinned_for=device)
         return
     cudart.calls.clear()

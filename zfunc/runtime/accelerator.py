@@ -298,8 +298,9 @@ def _pin_cuda(device: torch.device, address: int, nbytes: int) -> Callable[[], o
         code = int(runtime.cudaHostRegister(address, nbytes, portable))
         if code:
             _forget_cuda_error()
+            who = "HIP" if torch.version.hip else "CUDA"
             raise RuntimeError(
-                f"got CUDA error {code} when pinning {nbytes:,} bytes, expected room for them: lower bucket_size, "
+                f"got {who} error {code} when pinning {nbytes:,} bytes, expected room for them: lower bucket_size, "
                 "or raise the limit of locked memory (ulimit -l)"
             )
     return lambda: runtime.cudaHostUnregister(address)
