@@ -66,7 +66,7 @@ def measure(num_ops: int) -> tuple[int, dict[str, float]]:
     timed("parse", lambda: parse(text))
     stages = dict.fromkeys({op.verb for op in graph}, lambda *_: None)  # issuing alone: the stages do nothing
     ready = prepare_plan(plan, stages, CPU)
-    timed("issue", lambda: EXECUTOR.run(ready, {}, None, RunOptions(), set()))
+    timed("issue", lambda: EXECUTOR.run(ready, {}, None, RunOptions(), {}))
     return len(graph), seconds
 
 
