@@ -7,7 +7,7 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu lint bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test gpu gpu-toy lint bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
@@ -40,6 +40,10 @@ $(TOOLS): $(STAMP)
 gpu:
 	$(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --no-index --editable .
 	$(PYTHON) -m benchmarks.gpu $(if $(ONLY),--only $(ONLY))
+
+# The same list in toy sizes on the pretend device, so that the list itself is known to work. Needs g++ and ninja.
+gpu-toy: $(TOOLS)
+	$(BIN)/python -m benchmarks.gpu --device pretend --toy $(if $(ONLY),--only $(ONLY))
 
 bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
