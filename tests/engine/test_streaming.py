@@ -133,3 +133,12 @@ def test_parameters_on_the_host_of_several_ranks_need_stage_3(monkeypatch: pytes
     monkeypatch.setattr(compiling, "_ranks", lambda _: ThreadedRanks.all(2)[0])
     with pytest.raises(ValueError, match="got 'host' with stage=2 on 2 ranks, expected stage=3"):
         trained.compiled("pairs", params_on="host")
+
+
+def test_the_host_keeps_no_copy_of_bf16_parameters() -> None:
+    """12, 8 or 6 bytes a parameter, whatever the format of the moments, and the gradient."""
+    for moments, kept in (("fp32", 12), ("16bit", 8), ("8bit", 6 + 2 / 64)):
+        program, _ = trained.compiled("pairs", precision="bf16", params_on="host", moments=moments)
+        state = [r for r in program.plan.graph.regions if r.lifetime == "state"]
+        assert {r.tier for r in state} == {"host", "pinned"}
+        assert sum(r.nbytes for r in state) == kept * program.layout.numel

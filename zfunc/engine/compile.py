@@ -100,6 +100,7 @@ def compile(
     refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
+    optimizer = with_moments(optimizer, settings)
     if settings.deterministic:
         prepare_deterministic(device)
     default_threads()  # chosen and logged before any lane runs
@@ -148,16 +149,18 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
             f"moments: got {settings.moments!r} and AdamW(moments={optimizer.moments!r}), expected one of them: "
             "leave one out"
         )
-    return with_moments(optimizer, settings.moments), settings
+    return optimizer, settings
 
 
-def with_moments(optimizer: Optimizer, moments: Moments, *, split_master: bool | None = None) -> Optimizer:
-    """The optimizer with its moments in this format, and an fp32 master in two halves, or not, or as it was.
+def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
+    """The optimizer with its moments in the format of the settings.
 
+    Where the host has the parameters in bf16, they are the high half of a split master, which is no copy.
     Raises ValueError for an optimizer that has no choice of moments.
     """
+    moments = settings.moments
     if isinstance(optimizer, AdamW):
-        split = optimizer.split_master if split_master is None else split_master
+        split = optimizer.split_master or (settings.params_on == "host" and settings.precision == "bf16")
         return evolve(optimizer, moments=moments, split_master=split)
     if moments != DEFAULT_MOMENTS:
         raise ValueError(

@@ -95,7 +95,7 @@ class CostModel:
         """The spec of these settings, with the costs of its segments."""
         program = self._program(settings)
         on_gpu = not self.hardware(settings).unified
-        optimizer = with_moments(self.optimizer, settings.moments)
+        optimizer = with_moments(self.optimizer, settings)
         spec = make_spec(program.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
         key = settings.precision, settings.micro_batches, settings.recompute, settings.compile_segments
         if key not in self._costs:
