@@ -12,7 +12,8 @@ import zfunc
 def compiled(model: str, device: str | torch.device, **settings: Any) -> tuple[Any, Any]:
     """A program, and its batches by number."""
     segments, data = MODELS[model]()
-    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, moments=settings.pop("moments", "fp32"))
+    state = {name: settings.pop(name) for name in ("moments", "split_master") if name in settings}
+    optimizer = zfunc.AdamW(lr=1e-2, weight_decay=0.1, **state)
     return zfunc.compile(
         segments, optimizer=optimizer, device=device, **{"bucket_size": 3000, **settings}
     ), data

@@ -67,12 +67,14 @@ def test_losses_are_the_cpus_within_tolerance(model: str, precision: str, tolera
     assert [a for a, _ in there] == pytest.approx([a for a, _ in cpu], rel=tolerance, abs=tolerance)
 
 
-@pytest.mark.parametrize("moments", ["fp32", "16bit", "8bit"])
-def test_speculation_residence_and_deferral_give_the_plain_bits(device: str, moments: str) -> None:
+@pytest.mark.parametrize(
+    "kept", [{"moments": x} for x in ("fp32", "16bit", "8bit")] + [{"split_master": True}]
+)
+def test_speculation_residence_and_deferral_give_the_plain_bits(device: str, kept: dict[str, Any]) -> None:
     """Some steps are clipped. What is updated on the device is updated by other code: to the same bits."""
-    losses, params = train("odd sizes", device, moments=moments, **CLIPPED)
+    losses, params = train("odd sizes", device, **kept, **CLIPPED)
     for recipe in ({"speculate": 100}, {"offload_ratio": 0.5, "defer": True}, {"offload_ratio": 0.0}):
-        again, same = train("odd sizes", device, moments=moments, schedule="Overlapped", **CLIPPED, **recipe)
+        again, same = train("odd sizes", device, schedule="Overlapped", **kept, **CLIPPED, **recipe)
         assert again == losses, recipe
         assert torch.equal(same, params), recipe
 
