@@ -29,6 +29,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "half on the device": ({"offload_ratio": 0.5}, CLIPPED, ON, True),
     "speculated": ({"speculate": 2}, CLIPPED, ON, True),
     "delayed": ({"delay_from": 1}, CLIPPED, ON, True),
+    "deferred": ({"defer": True, "clip_norm": 1.0}, CLIPPED, ON, True),
     "stage 1": ({}, {"stage": 1, **CLIPPED}, ON, True),
     "saving": ({}, {"save": True, **CLIPPED}, ON, True),
     "residuals": ({}, {"recompute": [False] * 3}, ON, True),

@@ -58,22 +58,34 @@ class Region:
 
     buffer: str
     index: tuple[int, ...] = field(default=(), converter=_tuple)
-    nbytes: int = field(default=0, eq=False, validator=validators.ge(0))
-    tier: Tier = field(default="device", eq=False, validator=validators.in_(TIERS))
-    lifetime: Lifetime = field(default="operation", eq=False, validator=validators.in_(LIFETIMES))
+    nbytes: int = field(default=0, eq=False)
+    tier: Tier = field(default="device", eq=False)
+    lifetime: Lifetime = field(default="operation", eq=False)
     dtype: RegionDtype | None = field(default=None, eq=False)
-    role: Role | None = field(default=None, eq=False, validator=validators.in_((*ROLES, None)))
+    role: Role | None = field(default=None, eq=False)
 
-    @dtype.validator  # pyright: ignore
-    def _check_dtype(self, _: object, dtype: RegionDtype | None) -> None:
-        """Allocated regions have a dtype, others have none."""
-        if (dtype is not None) != (self.lifetime in ALLOCATED):
+    def __attrs_post_init__(
+        self,
+    ) -> None:  # one function, because a plan has hundreds of thousands of regions
+        if self.nbytes < 0:
+            raise ValueError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
+        if self.tier not in TIERS:
+            raise ValueError(f"{self}: got tier {self.tier!r}, expected one of {', '.join(TIERS)}")
+        if self.lifetime not in LIFETIMES:
             raise ValueError(
-                f"{self}: got dtype {dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the lifetime "
-                "is 'program' or 'state', and only there"
+                f"{self}: got lifetime {self.lifetime!r}, expected one of {', '.join(LIFETIMES)}"
             )
-        if dtype is not None and dtype != "compute" and dtype not in DTYPES:
-            raise ValueError(f"{self}: got dtype {dtype!r}, expected 'compute' or one of {', '.join(DTYPES)}")
+        if self.role is not None and self.role not in ROLES:
+            raise ValueError(f"{self}: got role {self.role!r}, expected None or one of {', '.join(ROLES)}")
+        if (self.dtype is not None) != (self.lifetime in ALLOCATED):
+            raise ValueError(
+                f"{self}: got dtype {self.dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the "
+                "lifetime is 'program' or 'state', and only there"
+            )
+        if self.dtype is not None and self.dtype != "compute" and self.dtype not in DTYPES:
+            raise ValueError(
+                f"{self}: got dtype {self.dtype!r}, expected 'compute' or one of {', '.join(DTYPES)}"
+            )
 
     @property
     def kept(self) -> bool:

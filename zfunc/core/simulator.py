@@ -66,7 +66,7 @@ class Speeds:
         own: dict[str, Mapping[Kind, float]] = {f"kind {kind}": {kind: 1.0} for kind in KINDS}
         shared = {f"shared {name}": of for name, of in hardware.shared.items()}
         self._resources = list({**own, **shared}.values())
-        self._cache: dict[tuple[int, ...], dict[Kind, float]] = {}
+        self._cache: dict[tuple[tuple[Kind, int], ...], dict[Kind, float]] = {}
 
     def of(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
         """The speed of each running kind, above 0 and at most 1, the speed of one alone.
@@ -75,9 +75,9 @@ class Speeds:
         >>> Speeds(on).of({"compute": 1, "host": 1})["compute"]
         0.6666666666666666
         """
-        key = tuple(counts.get(kind, 0) for kind in KINDS)
+        key = tuple(counts.items())
         if key not in self._cache:
-            self._cache[key] = self._speeds({kind: n for kind, n in zip(KINDS, key, strict=True) if n})
+            self._cache[key] = self._speeds({kind: n for kind, n in key if n})
         return self._cache[key]
 
     def _speeds(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:

@@ -150,10 +150,17 @@ class StepSpec:
 
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""
-        names = set(self.layout.segments[s])
-        spans = (x for b in self.layout.buckets_of(s) for x in self.layout.buckets[b].spans)
-        sizes = ((x.stop - x.start) * self.element_bytes for x in spans if x.name in names)
-        return sum(round_up(size, ALLOCATION) for size in sizes)
+        return self._grad_bytes[s]
+
+    @cached_property
+    def _grad_bytes(self) -> tuple[int, ...]:
+        layout = self.layout
+
+        def of(s: int, names: frozenset[str]) -> int:
+            spans = (x for b in layout.buckets_of(s) for x in layout.buckets[b].spans if x.name in names)
+            return sum(round_up((x.stop - x.start) * self.element_bytes, ALLOCATION) for x in spans)
+
+        return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
 
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""

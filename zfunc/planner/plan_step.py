@@ -4,7 +4,9 @@ The plan is the one that `zfunc.compile` makes of the same settings, traced with
 hardware. Nothing is allocated and no GPU is used, whatever the size of the model and the number of ranks.
 """
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -172,6 +174,19 @@ def plan(
     return plan_settings(model, settings, advice=advice)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@_uncollected()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which `schedule` and `offload_ratio` may be "auto", as in `plan`."""
     search_all, search_ratio = settings.schedule == AUTO, settings.offload_ratio == AUTO

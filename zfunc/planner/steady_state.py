@@ -23,7 +23,8 @@ from zfunc.core.timeline import Event
 from zfunc.planner.candidate import PlannedStep, operations_of, planned_step, simulate_choice
 
 FEW = (3, 6)  # micro-batches after which a step may have settled
-MANY = 9  # micro-batches of which a few are worth simulating first
+WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
+MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
 
 
@@ -31,7 +32,7 @@ def estimate(
     spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
 ) -> PlannedStep:
     """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
-    for few in FEW if spec.micro_batches >= MANY else ():
+    for few in (n for n in FEW if spec.micro_batches >= WORTH * n):
         small, large = (simulate_choice(_of(spec, n), settings, hardware) for n in (few, few + 1))
         insertions = _insertions(small, large)
         if insertions is not None:
@@ -109,20 +110,20 @@ def _alike(
 
 
 def _runs_ahead(step: PlannedStep, lane: int, at: int, count: int, period: float) -> bool:
-    """Whether a lane does the work of all micro-batches at once because it waits for nothing: it loads them.
+    """Whether a lane does what a micro-batch inserts for all of them at once, because it waits for nothing: loads.
 
     It must keep up, and what it slows the other lanes down while it runs beside them must be `CLOSE` to nothing.
     """
-    lanes, all_ops = step.plan.lanes, step.plan.graph.ops
-    ops = [all_ops[i] for i in lanes[lane].ops[: at + count]]
-    own = {op.kind for op in ops}
-    others = {all_ops[i].kind for n, other in enumerate(lanes) if n != lane for i in other.ops}
-    if own & others or any(step.plan.waits[i] for i in lanes[lane].ops[: at + count]):
+    lanes, ops = step.plan.lanes, step.plan.graph.ops
+    inserted = lanes[lane].ops[at : at + count]
+    own = {ops[i].kind for i in inserted}
+    others = {ops[i].kind for n, other in enumerate(lanes) if n != lane for i in other.ops}
+    if own & others or any(step.plan.waits[i] for i in inserted):
         return False
     speeds = Speeds(step.hardware)
     alone, beside = (speeds.of(dict.fromkeys(kinds, 1)) for kinds in (others, others | own))
     slowed = max((1 - beside[kind] / alone[kind] for kind in others), default=0.0)
-    busy = sum(map(step.hardware.seconds, ops[at:]))
+    busy = sum(step.hardware.seconds(ops[i]) for i in inserted)
     return busy <= period and busy * slowed <= CLOSE * period
 
 
