@@ -4,6 +4,11 @@ The job is a chain of equal segments on two ranks, a bucket each. Times are the 
 a graph made anew, because what a graph derives it keeps.
 
     python -m benchmarks.plan --sizes 1000,100000 --repeats 3 --json benchmarks/results
+
+With --many instead: `zfunc plan` of 50 layers with 52 micro-batches, with its advice, and with `--schedule auto`.
+Candidates are planned from a few micro-batches, and, for the ratio, all of them in full.
+
+    python -m benchmarks.plan --many
 """
 
 import argparse
@@ -11,11 +16,13 @@ import time
 from collections.abc import Callable
 from math import log
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.machine import write
 from zfunc import schedules
+from zfunc.cli.commands.plan import PlanSettings, plan_model, plan_text
 from zfunc.core.graph import Graph
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
@@ -24,6 +31,8 @@ from zfunc.core.recipes import zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
+from zfunc.planner import cost_model
+from zfunc.planner.candidate import simulate_choice
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
@@ -112,6 +121,35 @@ def judge(row: dict[str, Any]) -> str:
     return f"{made}; {issued}"
 
 
+def plan_many(schedule: str) -> float:
+    """CPU seconds of `zfunc plan` for 50 layers with 52 micro-batches, once torch is loaded."""
+    start = time.process_time()
+    settings = PlanSettings(
+        num_layers=50,
+        hidden_size=4096,
+        num_attention_heads=32,
+        seq_length=1024,
+        vocab_size=50257,
+        batch_size=52,
+        micro_batches=52,
+        schedule=schedule,
+    )
+    plan_text(plan_model(settings))
+    return time.process_time() - start
+
+
+def measure_many() -> dict[str, float]:
+    """Seconds of both commands, and of the first with every candidate simulated in full."""
+    plan_model(PlanSettings(num_layers=1, hidden_size=64, num_attention_heads=2))  # imports
+    seconds = {"advice": plan_many("Overlapped"), "search": plan_many("auto")}
+    with patch.object(cost_model, "estimate", simulate_choice):
+        seconds["advice in full"] = plan_many("Overlapped")
+    for name, value in seconds.items():
+        print(f"{name:>18}{value:>12.1f} s")
+    print(f"{'ratio of advice':>18}{seconds['advice in full'] / seconds['advice']:>12.1f}")
+    return seconds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sizes", default=SIZES, help="operations, comma separated")
@@ -119,7 +157,11 @@ def main() -> None:
     parser.add_argument(
         "--json", metavar="PATH", help="a file, or a folder for a file named after the machine"
     )
+    parser.add_argument("--many", action="store_true", help="50 layers with 52 micro-batches")
     options = parser.parse_args()
+    if options.many:
+        write(options.json, "plan_many", {"seconds": measure_many()})
+        return
     rows = [best(int(size), options.repeats) for size in options.sizes.split(",")]
     growth = report(rows)
     print(judge(rows[-1]))
