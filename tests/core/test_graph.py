@@ -7,10 +7,12 @@ import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
-from table import RECIPES, SPECS, TRAINING, every_graph, graphs, specs
+from table import RECIPES, SPECS, TRAINING, chain, every_graph, graphs, spec, specs
+from zfunc.schedules import Overlapped
 
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.graph import Graph, Op, Region
+from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.regions import Regions
 from zfunc.core.spec import StepSpec
@@ -386,6 +388,20 @@ def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepS
         for recipe in (later, RECIPES["flush"]):
             assert {r for op in recipe(spec) if op.verb == "adam" for r in op.operands("grad_shard")} == left
         assert {r.index for r in left} == {(b,) for b in spec.offloaded}
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+def test_activations_on_the_host_leave_no_more_on_the_device_for_a_deeper_model(group_size: int) -> None:
+    def activations(depth: int) -> int:
+        made = evolve(
+            spec(chain(*[(8, 8)] * depth), bucket_size=64, micro_batches=2, barrier=True),
+            activations_on="host",
+            group_size=group_size,
+        )
+        made = evolve(made, costs=[made.costs[0]] * depth)
+        return peak_breakdown(Overlapped()(Graph(PLAIN(made))))["device"]["act"]
+
+    assert activations(12) == activations(6)
 
 
 @of_any_job

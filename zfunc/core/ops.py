@@ -23,6 +23,7 @@ class Progress:
     fetches: Counter[int] = field(factory=Counter[int])  # of each bucket
     deliveries: int = 0  # of buckets, in the gradient's slots
     sums_sent: int = 0  # to the host
+    rooms: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> number
     activations: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> slot
     sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
     decided: bool = False
@@ -102,8 +103,15 @@ class OpBuilder(Regions):
     def stash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs to the host: its input, and the residuals."""
         into = self._host_activation(m, s)
-        kept = (self._input(m, s), *self._residuals(m, s))
+        kept = (self._input(m, s), *self._residuals(m, s), *self._room(m, s))
         return Op("stash", (m, s), "d2h", kept, (into,), nbytes=into.nbytes)
+
+    def _room(self, m: int, s: int) -> tuple[Region, ...]:
+        """Room for what a forward leaves on the device until it is stashed: the one after the next waits for it."""
+        if not self.spec.stashed(s):
+            return ()
+        number = self.progress.rooms.setdefault((m, s), len(self.progress.rooms))
+        return (self._activation_room(number),)
 
     def unstash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs back to the device."""
@@ -126,7 +134,7 @@ class OpBuilder(Regions):
             (m, s),
             "compute",
             (*self._weights(s), self._input(m, s), *((self._targets(m),) if last else ())),
-            (self._loss(m) if last else self._input(m, s + 1), *self._residuals(m, s)),
+            (self._loss(m) if last else self._input(m, s + 1), *self._residuals(m, s), *self._room(m, s)),
             flops=cost.flops,
             workspace=cost.forward_workspace,
             launches=cost.forward_launches,

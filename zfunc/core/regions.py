@@ -81,6 +81,10 @@ class Regions:
             "act",
         )
 
+    def _activation_room(self, k: int) -> Region:
+        """Empty; it keeps forward from running ahead of the copies to the host."""
+        return Region("act_room", (k % ACTIVATION_SLOTS,))
+
     def _activation_slot(self, k: int) -> Region:
         """What backward of a segment needs, back on the device."""
         largest = max(self._stashed_bytes(s) for s in range(self.spec.num_segments) if self.spec.stashed(s))

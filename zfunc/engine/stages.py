@@ -84,7 +84,7 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 def stash(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy a segment's input and residuals to pinned memory."""
-    mem[op.write("host_act")].put([mem[r] for r in op.reads])
+    mem[op.write("host_act")].put([mem[r] for r in op.reads if r.buffer in ("act", "residuals")])
 
 
 def unstash(op: Op, mem: Memory, step: StepContext) -> None:
