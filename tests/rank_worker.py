@@ -28,6 +28,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"model": "odd sizes", "precision": "fp32", "bucket_size": 3000},
     "clipped, accumulated": {**TIED, "clip_norm": 0.5, "micro_batches": 3},
     "stage 1, accumulated": {**TIED, "stage": 1, "micro_batches": 3, "schedule": "Interleaved"},
+    "stage 3 on the host": {
+        **{**TIED, "clip_norm": 0.5, "micro_batches": 3, "stage": 3, "params_on": "host"},
+        **{"activations_on": "host", "defer": True},
+    },
     "moments in 16 bits": {
         **{"model": "tied GPT", "precision": "fp32", "moments": "16bit"},
         **{"stage": 1, "clip_norm": 0.5},
@@ -37,6 +41,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "plain": {},
     "speculative": {"speculate": 100},
     "partial, deferred": {"offload_ratio": 0.5, "defer": True},
+    "stage 3": {"stage": 3},
     "delayed": {"delay_from": 2},
 }
 GRADIENT_ROWS = [*product(GRADIENTS, ("fp32",)), *product(("clipped", "stage 1"), ("bf16", "fp16"))]
@@ -79,7 +84,13 @@ def compare(group: Any, world: int, out: Path) -> None:
         seen, params = train(program, data, steps=STEPS.get(name, FEWER))
         if rank == 0:
             torch.save({"seen": seen, "params": params}, out / f"{name}-{world}.pt")
-            sizes = {"bytes": program.layout.numel * program.dtype.itemsize}
+            carries = [
+                op for op in program.plan.graph if op.verb in ("reduce_scatter", "gather", "all_gather")
+            ]
+            sizes = {
+                "bytes": program.layout.numel * program.dtype.itemsize,
+                "planned": sum(op.nbytes for op in carries),
+            }
             (out / f"{name}-{world}.json").write_text(json.dumps(sizes))
     for recipe, more in RECIPES.items():
         program, data = compiled("odd sizes", group, clip_norm=2.0, bucket_size=600, **more)
