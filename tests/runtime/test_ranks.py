@@ -178,5 +178,5 @@ def test_a_world_of_one_sends_nothing() -> None:
 
 
 def test_an_unknown_stage_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage: got 3"):
-        zfunc.compile(MODELS["odd sizes"]()[0], stage=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="stage: got 4"):
+        zfunc.compile(MODELS["odd sizes"]()[0], stage=4)  # type: ignore[arg-type]
