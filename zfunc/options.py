@@ -175,7 +175,7 @@ def flag_fields(
         if name in options_of(settings, without=without):
             typed: Any = f.type if f.type in (int, bool, int | None, float | None) else str
             default = defaults.get(name, f.default)
-            if typed is str and isinstance(default, float):
+            if typed is str and isinstance(default, int | float):
                 default = f"{default:g}"
             own[name] = attrs.field(default=default, type=typed, converter=str if typed is str else None)
     name = f"{settings.__name__}Flags"

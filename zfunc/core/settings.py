@@ -193,6 +193,7 @@ class StepSettings:
         "the device, not sharded, and has the dtype of `precision`.",
         typed=one_of(("1", "2", "3")),
         read=int,
+        metavar="1|2|3",
     )
     params_on: Place = _setting(
         "device",
