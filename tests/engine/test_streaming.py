@@ -107,6 +107,21 @@ def test_nor_does_sharding_them(
     assert all(map(same, got, reference(model, world, settings)))
 
 
+@pytest.mark.parametrize("model", ["tied GPT", "frozen below"])
+def test_any_number_of_micro_batches_passes_in_any_order(model: str) -> None:
+    for micro_batches, groups in ((3, (2, 3)), (8, (5, 8))):
+        results = []
+        for size in (1, *groups):
+            program, batch = trained.compiled(
+                model, micro_batches=micro_batches, accumulate=size, bucket_size=3000, precision="bf16"
+            )
+            state = zfunc.init(program, seed=2)
+            rows = tuple(torch.cat(parts) for parts in zip(batch(0), batch(1), strict=True))
+            state, metrics = zfunc.train_step(program, state, rows)
+            results.append(([metrics.loss], metrics.loss, zfunc.params(program, state)))
+        assert all(same(result, results[0]) for result in results[1:])
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
