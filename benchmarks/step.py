@@ -142,6 +142,7 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
     chosen: dict[str, Callable[[], Contestant]] = {"torch": partial(with_torch, config, args)}
     for schedule in ("Serial", "Overlapped", "Interleaved"):
         chosen[f"zfunc {schedule}"] = ours(schedule=schedule)
+    chosen["zfunc deferred"] = ours(defer=True)
     chosen["zfunc min-cut"] = ours(recompute="min-cut")
     if args.compile_segments:
         chosen["zfunc compiled"] = ours(compile_segments=True)

@@ -16,7 +16,7 @@ from zfunc.core.graph import Graph, Kind, Op, Region, Tier
 from zfunc.core.hardware import ROUND
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan, PlanError
-from zfunc.core.recipes import delayed, zero_offload
+from zfunc.core.recipes import deferred, delayed, zero_offload
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.timeline import Event
@@ -76,6 +76,7 @@ PLAIN = graph_of()
 RECIPES = {
     "clipping": PLAIN,
     "no clipping": graph_of(barrier=False),
+    "deferred": Graph(tuple(deferred(make_step()))),
     "speculative": graph_of(shadows=3),
     "delayed": Graph(tuple(delayed(make_step(pending=True)))),
 }
@@ -209,7 +210,7 @@ def schedules_table() -> str:
 
 
 def recipes_table() -> str:
-    """The bucket's operations and the step under four recipes."""
+    """The bucket's operations and the step under each recipe."""
     rows = (
         (name, code(op.verb for op in walk(graph)), format_seconds(simulate(planned(graph)).seconds))
         for name, graph in RECIPES.items()
