@@ -80,6 +80,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no clipping, Overlapped": {"clip_norm": None},
     "no clipping, Interleaved": {"clip_norm": None, "schedule": "Interleaved"},
     "no clipping, CriticalPath": {"clip_norm": None, "schedule": "CriticalPath"},
+    "deferred": {"defer": True},
     "speculative, every bucket": {"speculate": EVERY_BUCKET},
     "delayed": {"delay": True},
     "half of the state on the device": {"offload_ratio": 0.5},

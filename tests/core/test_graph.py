@@ -255,6 +255,9 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: 
         if op.verb not in ("accumulate", "hold", "join_sums", "to_host"):
             continue
         if spec.num_deliveries(spec.layout.buckets[op.index[op.verb != "join_sums"]]) == 1:
+            assert not any(r.role == "grad_shard" for r in op.reads), (
+                f"{op.name} adds to the gradient of before"
+            )
             continue
         (into,) = (r for r in op.writes if r.role == "grad_shard")
         if op.verb == "join_sums":

@@ -39,11 +39,17 @@ STREAMED: dict[str, dict[str, Any]] = {
         "activations_on": "host",
         "accumulate": "horizontal",
         "weight_slots": 1,
+        "defer": True,
     },
 }
 SHARDED: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
-    "stage 3 on the host": {"stage": 3, "params_on": "host", "activations_on": "host"},
+    "stage 3 on the host, deferred": {
+        "stage": 3,
+        "params_on": "host",
+        "activations_on": "host",
+        "defer": True,
+    },
     "stage 3, horizontal": {"stage": 3, "accumulate": "horizontal", "schedule": "CriticalPath"},
 }
 MODELS = ("GPT with dropout", "odd sizes", "frozen below", "pairs")

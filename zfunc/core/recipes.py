@@ -218,7 +218,7 @@ def _deliver(
         yield emit.square_sum(b, slot)
     if b in spec.resident:
         if waits:
-            yield emit.hold(m, b, d, slot, first=m == 0 and (d == 0 or apart))
+            yield emit.hold(m, b, d, slot, first=not added or (m == 0 and (d == 0 or apart)))
     else:
         if summed:
             yield emit.hold(m, b, d, slot, first=m == 0)
