@@ -62,8 +62,11 @@ def bucket_timelines() -> Iterator[tuple[str, str]]:
     bad, writes, reads = step.broken(step.planned(PLAIN))
     title = f"Without the wait: {writes} begins while {reads} still reads {reads.reads[0]}"
     yield "bucket-race.svg", lit(bad, title, step.SLOW_BUS, {writes.name, reads.name})
+    yield "bucket-streamed.svg", lit(step.planned(step.STREAMED), "Parameters on the host, two micro-batches")
     title = f"Where the bytes of bucket {BUCKET} are, and how long"
-    yield "bucket-bytes.svg", svg(lifetimes(), title=title, width=900)
+    yield "bucket-bytes.svg", svg(lifetimes(PLAIN), title=title, width=900)
+    title += ", with parameters on the host"
+    yield "bucket-streamed-bytes.svg", svg(lifetimes(step.STREAMED), title=title, width=900)
 
 
 def lit(plan: Plan, title: str, hardware: Hardware = ROUND, names: set[str] | None = None) -> str:
@@ -85,14 +88,14 @@ def lit(plan: Plan, title: str, hardware: Hardware = ROUND, names: set[str] | No
     return BAR.sub(fainter, svg(timeline, plan=evolve(plan, waits=waits), title=title, width=width))
 
 
-def lifetimes() -> Timeline:
+def lifetimes(graph: Graph) -> Timeline:
     """A lane for each region of the bucket, and a bar while it holds what is still needed, named by its writer."""
-    timeline = simulate(step.planned(PLAIN))
-    at, names = {e.op: e for e in timeline.events}, [op.name for op in PLAIN]
+    timeline = simulate(step.planned(graph))
+    at, names = {e.op: e for e in timeline.events}, [op.name for op in graph]
     bars: list[Event] = []
-    for region in step.boxes(PLAIN):
-        held = [*step.values(PLAIN, region)]
-        writer = next(op.verb for op in reversed(PLAIN.ops) if region in op.writes)
+    for region in step.boxes(graph):
+        held = [*step.values(graph, region)]
+        writer = next(op.verb for op in reversed(graph.ops) if region in op.writes)
         starts = [0.0 if born is None else at[names[born]].start for born, _ in held]
         for (born, last), start, after in zip(held, starts, [*starts[1:], timeline.seconds], strict=True):
             end = timeline.seconds if last is None else at[names[last]].end

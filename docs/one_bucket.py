@@ -30,15 +30,19 @@ SLOW_BUS = evolve(ROUND, name="slow copies", rates={**ROUND.rates, "d2h": ROUND.
 SCHEDULES = ("Serial", "Overlapped", "Interleaved", "CriticalPath")
 WORDS = {  # the regions that the page shows of a bucket, in the order of the columns of a picture
     "params": "parameters, 16 bits",
+    "weight_slot": "parameters, fetched",
     "grads": "gradients, as tensors",
     "grad_slot": "gradient, flat",
+    "sum_slot": "sum of gradients, fp32",
     "squares": "",
+    "master_high": "parameters, 16 bits",
     "host_slot": "gradient, on its way",
     "host_grad": "gradient, waits",
     "host_squares": "",
     "param_slot": "new parameters",
     "param_copy": "new parameters",
     "master": "master weights, fp32",
+    "master_low": "the rest of the master",
     "exp_avg": "first moment, fp32",
     "exp_avg_sq": "second moment, fp32",
     "grad_sum": "sum of gradients, fp32",
@@ -47,7 +51,7 @@ WORDS = {  # the regions that the page shows of a bucket, in the order of the co
 }
 
 
-def make_step(world: int = 1, **settings: Any) -> StepSpec:
+def make_step(world: int = 1, tokens: int = TOKENS, **settings: Any) -> StepSpec:
     """Blocks of a transformer without norms and biases, each a segment and a bucket, recomputed in backward."""
     shapes = {
         "qkv": (3 * WIDTH, WIDTH),
@@ -56,15 +60,15 @@ def make_step(world: int = 1, **settings: Any) -> StepSpec:
         "down": (WIDTH, HIDDEN),
     }
     blocks = [[Parameter(f"block{n}.{name}", shape) for name, shape in shapes.items()] for n in range(BLOCKS)]
-    forward = 2 * BLOCK * TOKENS
-    cost = SegmentCost(forward, input_bytes=2 * WIDTH * TOKENS, backward_flops=3 * forward)
+    forward = 2 * BLOCK * tokens
+    cost = SegmentCost(forward, input_bytes=2 * WIDTH * tokens, backward_flops=3 * forward)
     layout = make_layout(blocks, bucket_size=BLOCK, world=world)
     return evolve(StepSpec(layout, (cost,) * BLOCKS, (True,) * BLOCKS, world=world, barrier=True), **settings)
 
 
-def graph_of(world: int = 1, **settings: Any) -> Graph:
+def graph_of(world: int = 1, tokens: int = TOKENS, **settings: Any) -> Graph:
     """The plain recipe's operations, with clipping unless `barrier` says otherwise."""
-    return Graph(tuple(zero_offload(make_step(world, **settings))))
+    return Graph(tuple(zero_offload(make_step(world, tokens, **settings))))
 
 
 def planned(graph: Graph, schedule: str = "Overlapped") -> Plan:
@@ -81,6 +85,9 @@ RECIPES = {
     "delayed": Graph(tuple(delayed(make_step(pending=True)))),
 }
 TWO_RANKS = graph_of(world=2, barrier=False)
+HALVES = {"tokens": TOKENS // 2, "micro_batches": 2}
+ON_HOST = HALVES | {"params_on": "host", "state_format": "fp32-split", "send_high_half": True}
+STREAMED = graph_of(group_size=2, **ON_HOST)
 
 
 # --- the bucket ------------------------------------------------------------------------------------------
@@ -177,6 +184,19 @@ def walk_table() -> str:
     return table(("operation", "lane", "work", "bytes a parameter", "alone, on round numbers"), rows)
 
 
+def streamed_table() -> str:
+    """Each operation of the bucket with its parameters on the host: what it reads and writes of it, and moves."""
+    shown = boxes(STREAMED)
+
+    def touched(regions: tuple[Region, ...]) -> str:
+        return code(str(r) for r in regions if r in shown and r.index)
+
+    rows = (
+        (code([op.name]), op.kind, touched(op.reads), touched(op.writes), work(op)) for op in ops_of(STREAMED)
+    )
+    return table(("operation", "lane", "reads", "writes", "work"), rows)
+
+
 def orders_table() -> str:
     """What each operation has to follow, because of which region, and what keeps that order under Overlapped."""
     plan = planned(PLAIN)
@@ -246,9 +266,28 @@ def parts_table() -> str:
     return table((f"of bucket {BUCKET}, for one rank", *cases), zip(names, *columns, strict=True))
 
 
+def places_table() -> str:
+    """Parameters on the device and on the host, micro-batches one by one and together."""
+    cases = {
+        "device, horizontal": graph_of(**HALVES),
+        "host, horizontal": graph_of(**ON_HOST),
+        "host, vertical": STREAMED,
+    }
+    rows: list[tuple[str, ...]] = []
+    for name, graph in cases.items():
+        own = sum(r.nbytes for r in graph.regions if r.buffer in ("params", "weight_slot", "sum_slot"))
+        ways = ("fetch", "to_device"), ("to_host",)
+        moved = (size(sum(op.nbytes for op in graph if op.verb in verbs)) for verbs in ways)
+        fetches = sum(op.verb == "fetch" for op in graph)
+        rows.append((name, size(own), str(fetches), *moved, format_seconds(simulate(planned(graph)).seconds)))
+    heads = "parameters and sums on the device", "fetches", "over the bus, up", "down", "step, Overlapped"
+    return table(("two micro-batches, parameters on the", *heads), rows)
+
+
 def tables() -> Iterator[str]:
     """The tables of the page, in its order."""
     yield from (walk_table(), orders_table(), schedules_table(), recipes_table(), parts_table())
+    yield from (streamed_table(), places_table())
 
 
 def refusal() -> str:
@@ -280,6 +319,10 @@ def figures() -> Iterator[str]:
     margin, left = (t[writes.name].start - t[reads.name].end for t in (in_time, late))
     yield f"race of {writes} and {reads}: margin {format_seconds(margin)}"
     yield f"at {SLOW_BUS.rates['d2h'] / 1e9:g} GB/s: {-100 * left / late[reads.name].seconds:.0f} % is lost"
+    slot = next(r.nbytes for r in STREAMED.regions if r.buffer == "weight_slot")
+    passes = [ROUND.seconds(op) for op in ops_of(STREAMED) if op.verb == "forward"]
+    yield f"a weight slot {size(slot)}, fetched in {format_seconds(slot / ROUND.rates['h2d'])}"
+    yield f"forward of {len(passes)} micro-batches {format_seconds(sum(passes))}"
     for name in ("Overlapped", "Interleaved"):
         yield f"two ranks, {name}: {format_seconds(simulate(planned(TWO_RANKS, name)).seconds)}"
 

@@ -25,7 +25,7 @@ import one_bucket as step  # noqa: E402
 
 PAGE = (DOCS / "one_bucket.md").read_text()
 WALK = step.walk(step.PLAIN)
-GRAPHS = (*step.RECIPES.values(), step.TWO_RANKS, step.graph_of(micro_batches=4))
+GRAPHS = (*step.RECIPES.values(), step.TWO_RANKS, step.graph_of(micro_batches=4), step.STREAMED)
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -113,6 +113,14 @@ def test_a_value_is_held_exactly_while_an_operation_is_to_read_it(graph: step.Gr
             needed = next_use is not None and region in next_use.reads and (written or region.kept)
             assert step.is_held(graph, region, op) == needed
             written = written or region in op.writes
+
+
+def test_the_streamed_bucket_is_followed_in_order() -> None:
+    own = [op.name for op in step.ops_of(step.STREAMED)]
+    section = PAGE[PAGE.index("## Parameters on the host") : PAGE.index("| operation | lane | reads")]
+    named = dict.fromkeys(name for name in re.findall(r"`([^`\n]+)`", section) if name in own)
+    assert list(named) == [name for name in own if name in named]
+    assert {op.verb for op in step.ops_of(step.STREAMED)} == {name.partition("[")[0] for name in named}
 
 
 def test_schedules_and_recipes_differ_as_the_page_says() -> None:
