@@ -29,6 +29,41 @@ FILE = """{
 }
 """
 
+AUTO = "auto"
+HUGGING_FACE = {  # the settings of transformers' example for ZeRO-3 with offloading, which its Trainer fills in
+    "fp16": {
+        "enabled": AUTO,
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "optimizer": {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), AUTO)},
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO),
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": AUTO,
+        "stage3_prefetch_bucket_size": AUTO,
+        "stage3_param_persistence_threshold": AUTO,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    },
+    **dict.fromkeys(("gradient_accumulation_steps", "gradient_clipping"), AUTO),
+    "steps_per_print": 2000,
+    **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), AUTO),
+    "wall_clock_breakdown": False,
+}
+
 
 @pytest.fixture(autouse=True)
 def configuration(own_folder: Path) -> None:
@@ -72,6 +107,21 @@ def test_a_run_is_what_the_file_says(capsys: pytest.CaptureFixture[str]) -> None
     manifest = json.loads(next(Path("run/checkpoints").glob("step-*/manifest.json")).read_text())
     optimizer = manifest["optimizer"]
     assert (optimizer["betas"], optimizer["decoupled"], optimizer["clip_norm"]) == ([0.7, 0.9], False, 0.5)
+
+
+def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--batch-size", 4, "--micro-batches", 2, "--lr", 1e-3, "--precision", "bf16", "--eval-every", 0)
+    on_device = {**HUGGING_FACE, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    for name, file in (("host", HUGGING_FACE), ("device", on_device)):
+        Path("ds.json").write_text(json.dumps(file))
+        assert train(*flags, "--out", name, steps=3) == 0
+    out = capsys.readouterr().out
+    assert 'stage3_prefetch_bucket_size: "auto" is zfunc\'s default' in out
+    assert "stage3_gather_16bit_weights_on_model_save: `zfunc export" in out
+    names = ("stage", "params_on", "weight_slots", "activations_on", "accumulate")
+    settings = config("host")["settings"]
+    assert [settings[name] for name in names] == ["3", "host", 2, "device", "auto"]
+    assert small_trainings.measured("host") == small_trainings.measured("device")
 
 
 # --- flags and file --------------------------------------------------------------------------------------
@@ -137,6 +187,38 @@ def test_where_the_optimizers_state_is() -> None:
     assert ratio({"device": "cpu"}, offload_ratio="auto") == "auto"
     with pytest.raises(ValueError, match=r"--offload-ratio: got 0\.5.*device none"):
         ratio({"device": "none"}, offload_ratio="0.5")
+
+
+def test_where_parameters_and_activations_are() -> None:
+    def places(zero: dict[str, Any], checkpointing: bool | None = None, **flags: Any) -> dict[str, Any]:
+        file = {"train_batch_size": "auto", "zero_optimization": zero}
+        activations = {"activation_checkpointing": {"cpu_checkpointing": checkpointing}}
+        return merged({**file, **activations}, **flags)
+
+    on_host, on_device = {"device": "cpu"}, {"device": "none"}
+    assert places({"stage": 3}) == {"stage": 3}
+    assert places({"stage": 0}) == places({"overlap_comm": True}) == {"stage": 1}
+    assert places({"stage": 3, "offload_param": on_host}) == {"stage": 3, "params_on": "host"}
+    assert places({"stage": 2, "offload_param": on_host}) == {"stage": 2}
+    assert places({"stage": 1}, checkpointing=True) == {"stage": 1, "activations_on": "host"}
+    assert places({"stage": 3, "stage3_prefetch_bucket_size": 0}) == {"stage": 3, "weight_slots": 1}
+    given = {"stage": "3", "params_on": "host", "activations_on": "host", "weight_slots": 3}
+    assert merged({"train_batch_size": AUTO}, **given) == given
+    assert places({"stage": AUTO, "offload_param": {"device": AUTO}}, **given) == given
+    for zero, wrong in (
+        ({"stage": 2}, {"stage": "3"}),
+        ({"stage": 3, "offload_param": on_host}, {"params_on": "device"}),
+        ({"stage": 3, "offload_param": on_device}, {"params_on": "host"}),
+        ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"weight_slots": 2}),
+    ):
+        ((name, value),) = wrong.items()
+        with pytest.raises(
+            ValueError, match=f"^--{name.replace('_', '-')}: got {value}, and the dict says zero"
+        ):
+            places(zero, **wrong)
+    with pytest.raises(ValueError, match="^--activations-on: got device.*cpu_checkpointing True"):
+        places({}, checkpointing=True, activations_on="device")
+    assert places({"stage": 3}, params_on="disk")["params_on"] == "disk"  # which the flag's own check refuses
 
 
 @pytest.mark.parametrize(

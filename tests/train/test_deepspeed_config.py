@@ -183,9 +183,18 @@ def test_blocks_that_are_switched_off_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (nested("zero_optimization.stage", 3), "use stage 2"),
         (nested("zero_optimization.offload_optimizer.device", "nvme"), 'use "cpu"'),
-        (nested("zero_optimization.offload_param.device", "cpu"), "leave offload_param out"),
+        (nested("zero_optimization.offload_param.device", "nvme"), 'use "cpu"'),
+        (
+            {
+                "zero_optimization": {
+                    "stage": 3,
+                    "offload_optimizer": {"device": "none"},
+                    "offload_param": {"device": "cpu"},
+                }
+            },
+            "offload_optimizer.device to cpu",
+        ),
         ({"gradient_allreduce_op": "sum"}, 'use "mean"'),
         (nested("optimizer", {"type": "Adam", "params": {"amsgrad": True}}), "AMSGrad"),
         (nested("optimizer", {"type": "Adam", "params": {"max_grad_norm": 1.0}}), "gradient_clipping"),
@@ -345,6 +354,33 @@ def test_settings_of_compile() -> None:
     assert from_deepspeed(nowhere).compile["offload_ratio"] == 0
 
 
+@pytest.mark.parametrize(
+    ("zero", "expected"),
+    [
+        ({}, {"stage": 1}),
+        ({"stage": 3}, {"stage": 3}),
+        ({"stage": 3, "offload_param": {"device": "none"}}, {"stage": 3, "params_on": "device"}),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, {"stage": 3, "params_on": "host"}),
+        ({"stage": 3, "cpu_offload_param": True}, {"stage": 3, "params_on": "host"}),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, {"stage": 2}),
+        ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"stage": 3, "weight_slots": 1}),
+        ({"stage": 3, "stage3_prefetch_bucket_size": 5e7}, {"stage": 3}),
+    ],
+)
+def test_where_parameters_live(zero: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = from_deepspeed({"zero_optimization": zero})
+    names = ("stage", "params_on", "weight_slots", "activations_on")
+    assert {name: config.compile[name] for name in names if name in config.compile} == expected
+    without_effect = any("offload_param.device: for stage 3 only" in line for line in config.notes)
+    assert without_effect == (zero.get("stage") == 2)
+
+
+@pytest.mark.parametrize(("value", "place"), [(True, "host"), (False, "device")])
+def test_where_activations_wait(value: bool, place: str) -> None:
+    config = from_deepspeed(nested("activation_checkpointing.cpu_checkpointing", value))
+    assert config.compile["activations_on"] == place
+
+
 # --- schedulers and "auto" -------------------------------------------------------------------------------
 
 
@@ -403,6 +439,7 @@ def test_auto_is_what_is_given_or_the_default() -> None:
     assert config.train_batch_size == 6
     assert 'optimizer.params.lr: "auto" is 0.25' in config.notes
     assert not any(line.startswith('optimizer.params.eps: "auto"') for line in config.notes)
+    assert 'zero_optimization.reduce_bucket_size: "auto" is zfunc\'s default' in config.notes
 
 
 def test_a_given_value_that_the_file_contradicts_is_an_error_with_both() -> None:

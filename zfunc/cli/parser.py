@@ -33,8 +33,8 @@ REWORDED = (  # argparse's errors, as got, expected, next action
     (r"argument (\S+): (.+)", r"\1: \2"),
 )
 
-NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(?=[\d'\"])(?!\S*[/:])")
-"""An argument and its value in an error: a word of its own, and no path such as the one in "--out: got lr=3"."""
+NAMED = re.compile(r"(?<![^\s(])(?<!: got )([a-z_]+)=(True\b|(?=[\d'\"])(?!\S*[/:]))")
+"""An argument and its value, or a switch, in an error: a word of its own, and no path as in "--out: got lr=3"."""
 
 
 class Help(argparse.HelpFormatter):
@@ -228,7 +228,7 @@ def as_typed(message: str, options: Mapping[str, Option]) -> str:
     name, colon, rest = message.partition(": ")
     if colon and name in options:
         message = f"{options[name].metavar if options[name].positional else flag(name)}: {rest}"
-    return NAMED.sub(lambda m: f"{flag(m[1])} " if m[1] in options else m[0], message)
+    return NAMED.sub(lambda m: flag(m[1]) + " " * (not m[2]) if m[1] in options else m[0], message)
 
 
 def shortened(word: str) -> str:

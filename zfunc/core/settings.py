@@ -320,7 +320,9 @@ class StepSettings:
             )
         if self.stage == 1 and (self.params_on == "host" or self.group_size > 1):
             other = "params_on='host'" if self.params_on == "host" else f"accumulate={self.accumulate!r}"
-            raise ValueError(f"stage: got 1 with {other}, expected 2 or 3: leave stage out")
+            raise ValueError(
+                f"stage: got 1 with {other}, expected 2 or 3: pass one of them, or leave stage out"
+            )
 
     @property
     def streams(self) -> bool:

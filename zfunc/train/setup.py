@@ -200,7 +200,7 @@ def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, .
     """The program of resolved settings for batches like `example`; without `model`, of the GPT."""
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
-        step_settings(settings, **config_extras(settings).step),
+        step_settings(settings),
         optimizer=AdamW(
             lr=learning_rate(settings, settings.steps),
             weight_decay=settings.weight_decay,

@@ -1,5 +1,6 @@
 """A file's batch, precision, loss scale, optimizer and offloading, as zfunc's arguments. No torch here."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from attrs import frozen
@@ -14,6 +15,9 @@ ACCUMULATION = "gradient_accumulation_steps"
 ENABLED = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 BUCKET_SIZE = "zero_optimization.reduce_bucket_size"
 DEVICE, RATIO = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.ratio"
+STAGE, PARAM_DEVICE = "zero_optimization.stage", "zero_optimization.offload_param.device"
+PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 WEIGHT_DECAY = "optimizer.params.weight_decay"
 
 
@@ -157,6 +161,30 @@ def offload_ratio(values: ResolvedValues) -> float:
     return values[RATIO]
 
 
-def zero_stage(values: ResolvedValues) -> Literal[1, 2]:
+def zero_stage(values: ResolvedValues) -> Literal[1, 2, 3]:
     """The stage for `zfunc.compile`; 0 is 1."""
-    return 2 if values["zero_optimization.stage"] == 2 else 1
+    return values[STAGE] or 1
+
+
+def placement(values: ResolvedValues) -> dict[str, Any]:
+    """The settings of a step about the ZeRO stage and where parameters and activations live, of keys that are set.
+
+    Raises ValueError for parameters on the host whose optimizer state is on the device.
+    """
+    return dict(_placement(values))
+
+
+def _placement(values: ResolvedValues) -> Iterator[tuple[str, Any]]:
+    if values.sets(STAGE) or values.has("zero_optimization"):
+        yield "stage", zero_stage(values)
+    if values.sets(PARAM_DEVICE) and values[STAGE] == 3:
+        yield "params_on", "host" if values[PARAM_DEVICE] == "cpu" else "device"
+        if values[PARAM_DEVICE] == "cpu" and values.sets(DEVICE) and values[DEVICE] == "none":
+            raise ValueError(
+                f"{values.source}: got {PARAM_DEVICE} cpu and {DEVICE} none, expected the optimizer state on the "
+                f"host too: set {DEVICE} to cpu, or leave out offload_param"
+            )
+    if values.sets(PREFETCH) and values[PREFETCH] == 0:
+        yield "weight_slots", 1
+    if values.sets(CPU_CHECKPOINTING):
+        yield "activations_on", "host" if values[CPU_CHECKPOINTING] else "device"

@@ -13,15 +13,20 @@ from zfunc.options import AUTO, flag, ratio
 from zfunc.train.deepspeed.arguments import (
     ACCUMULATION,
     BUCKET_SIZE,
+    CPU_CHECKPOINTING,
     DEVICE,
     ENABLED,
+    PARAM_DEVICE,
+    PREFETCH,
     RATIO,
+    STAGE,
     TRAIN,
     WEIGHT_DECAY,
     batch_left_open,
     batch_sizes,
     has_16bit_moments,
     offload_ratio,
+    placement,
     precision,
     weight_decay,
 )
@@ -49,6 +54,12 @@ FLAGS: Mapping[str, str] = {
     "offload_ratio": RATIO,
 }
 """Flags and the keys that they set."""
+PLACES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "stage": (STAGE, {"1": 1, "2": 2, "3": 3}),
+    "params_on": (PARAM_DEVICE, {"device": "none", "host": "cpu"}),
+    "activations_on": (CPU_CHECKPOINTING, {"device": False, "host": True}),
+}
+"""Flags and their keys, each with the key's value for every one of the flag's."""
 
 
 def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
@@ -60,6 +71,10 @@ def flags_by_key(flags: Mapping[str, Any]) -> dict[str, GivenValue]:
         if name == "offload_ratio":
             ratio(flag(name), value)
             given[RATIO] = GivenValue(float(value), flag(name))
+        elif name in PLACES:
+            key, of = PLACES[name]
+            if value in of:  # or the flag is refused
+                given[key] = GivenValue(of[value], flag(name), value)
         elif name in FLAGS:
             given[FLAGS[name]] = GivenValue(value, flag(name))
         elif name == "precision":
@@ -81,6 +96,7 @@ def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> d
         **{name: values[key] for name, key in SAME.items() if values.sets(key)},
         **_optimizer(values),
         **_offload(values, flags),
+        **_placement(values, flags),
         **_batch(values, world),
     }
     if (in_file := precision(values)) is not None:
@@ -109,11 +125,22 @@ def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]
         return {}
     share, given = offload_ratio(values), flags.get("offload_ratio")
     if given not in (None, AUTO) and float(given) != share:
-        raise ValueError(
-            f"--offload-ratio: got {given}, and {values.source} says {DEVICE} {values[DEVICE]}, expected one "
-            "of them: leave out the first, or the file's offload_optimizer"
-        )
+        raise _contradiction("offload_ratio", given, values, DEVICE)
     return {"offload_ratio": str(share)}
+
+
+def _placement(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
+    settings, slots = placement(values), flags.get("weight_slots")
+    if slots is not None and slots != settings.get("weight_slots", slots):
+        raise _contradiction("weight_slots", slots, values, PREFETCH)
+    return settings
+
+
+def _contradiction(name: str, given: Any, values: ResolvedValues, key: str) -> ValueError:
+    return ValueError(
+        f"{flag(name)}: got {given}, and {values.source} says {key} {values[key]}, expected one of them: leave out "
+        f"the first, or the file's {key.rpartition('.')[2]}"
+    )
 
 
 def _check_lr(values: ResolvedValues, flags: Mapping[str, Any]) -> None:

@@ -23,9 +23,10 @@ from zfunc.train.deepspeed.arguments import (
     RATIO,
     adam_arguments,
     batch_sizes,
+    placement,
     zero_stage,
 )
-from zfunc.train.deepspeed.cli_merge import SINK_BLOCKS, flags_by_key
+from zfunc.train.deepspeed.cli_merge import PLACES, SINK_BLOCKS, flags_by_key
 from zfunc.train.deepspeed.lr import LR, LRSchedule, WarmupCosineLR, WarmupDecayLR, lr_schedule
 from zfunc.train.deepspeed.messages import decision_notes, name_notes
 from zfunc.train.deepspeed.reader import read_config_file
@@ -89,6 +90,7 @@ def from_deepspeed(
         "clip_norm": values["gradient_clipping"] or None,
         "micro_batches": batch.accumulation,
         "stage": zero_stage(values),
+        **placement(values),
     }
     if values.sets(BUCKET_SIZE):
         compiled["bucket_size"] = values[BUCKET_SIZE]
@@ -117,7 +119,6 @@ class ConfigExtras:
 
     values: ResolvedValues | None = None
     adam: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.95)})  # arguments of AdamW
-    step: Mapping[str, Any] = MappingProxyType({})  # settings of the step
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
 
@@ -133,14 +134,18 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
         return ConfigExtras()
     flags = attrs.asdict(settings)
     del flags["offload_ratio"], flags["moments"]
-    values = resolve_values(read_config_file(settings.config), flags_by_key(flags))
+    source = read_config_file(settings.config)
+    decided = resolve_values(source).file.keys() & {
+        key for key, _ in PLACES.values()
+    }  # the settings have them
+    given = {key: value for key, value in flags_by_key(flags).items() if key not in decided}
+    values = resolve_values(source, given)
     adam = {k: v for k, v in adam_arguments(values).items() if k in ("betas", "eps", "decoupled")}
     if callable(betas := adam.get("betas")) and settings.steps is not None:
         _check_betas(AdamW(betas=betas), settings)
     return ConfigExtras(
         values,
         MappingProxyType({**ConfigExtras().adam, **adam}),
-        MappingProxyType({"stage": zero_stage(values)}),
         arguments.loss_scale(values) if settings.precision == "fp16" else None,
         values["steps_per_print"],
     )

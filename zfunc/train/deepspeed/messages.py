@@ -3,9 +3,12 @@
 from collections.abc import Iterator
 
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.arguments import BatchSizes
+from zfunc.train.deepspeed.arguments import BUCKET_SIZE, PARAM_DEVICE, PREFETCH, STAGE, BatchSizes
+from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.deepspeed.lr import BETA2, LR, MAX_LR, LRSchedule, cycles_betas, sets_lr_alone
 from zfunc.train.deepspeed.resolved import ResolvedValues
+
+OWN_DEFAULTS = (BUCKET_SIZE, PREFETCH)  # of zfunc, where nobody sets the key
 
 
 def name_notes(values: ResolvedValues) -> Iterator[str]:
@@ -13,13 +16,21 @@ def name_notes(values: ResolvedValues) -> Iterator[str]:
     for old, new in values.old:
         yield f"{old} is the old name of {new}"
     for name in values.auto:
-        if not name.startswith("scheduler.") and values[name] is not None:  # they are in the scheduler's line
+        if (
+            name.startswith("scheduler.") or KEYS[name].fate == "ignored"
+        ):  # the scheduler has a line of its own
+            continue
+        if name in OWN_DEFAULTS and not values.sets(name):
+            yield f'{name}: "auto" is zfunc\'s default'
+        elif values[name] is not None:
             origin = "" if values.sets(name) else ", DeepSpeed's default"
             yield f'{name}: "auto" is {values[name]}{origin}'
     for reason, keys in values.ignored().items():
         yield f"no effect: {', '.join(keys)}: {reason}"
     if LR in values.file and sets_lr_alone(values) and values[LR] != values[MAX_LR]:
         yield f"no effect: {LR}: {values['scheduler.type']} sets the learning rate alone, as in DeepSpeed"
+    if values.file.get(PARAM_DEVICE) == "cpu" and values[STAGE] != 3:
+        yield f"no effect: {PARAM_DEVICE}: for stage 3 only, as in DeepSpeed"
 
 
 def decision_notes(
