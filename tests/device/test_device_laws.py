@@ -231,6 +231,17 @@ def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> Non
     assert planned <= 1.1 * measured + LIBRARIES[device]
 
 
+def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:
+    program, _ = gpt(device, params_on="host", stage=3)
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    state = zfunc.init(program)
+    peak = torch.accelerator.max_memory_allocated() - before
+    assert peak == torch.accelerator.memory_allocated() - before  # the slots, which stay
+    assert peak < sum(2 * bucket.numel for bucket in program.layout.buckets)
+    assert state.step == 0
+
+
 def test_device_memory_does_not_grow_from_step_to_step(device: str) -> None:
     program, batch = gpt(device, layers=2)
     state, seen = zfunc.init(program), []

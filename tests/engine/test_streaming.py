@@ -16,7 +16,9 @@ from threaded_ranks import ThreadedRanks
 
 import zfunc
 from zfunc.engine import compile as compiling
+from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.specialize import specialize
+from zfunc.models.gpt import GPTConfig, gpt_segments
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32, clipped": {"precision": "fp32", "clip_norm": 0.1},
@@ -126,6 +128,24 @@ def test_any_number_of_micro_batches_passes_in_any_order(model: str) -> None:
             state, metrics = zfunc.train_step(program, state, rows)
             results.append(([metrics.loss], metrics.loss, zfunc.params(program, state)))
         assert all(same(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
+    """Beside the state on the host, which the tracker does not see: the same for 3 layers as for 12."""
+
+    def peak(layers: int) -> int:
+        config = GPTConfig(
+            vocab_size=64, seq_length=8, num_layers=layers, hidden_size=64, num_attention_heads=2
+        )
+        program = zfunc.compile(
+            gpt_segments(config), precision=precision, device="cpu", params_on="host", stage=3
+        )
+        with AllocationTracker() as tracker:
+            zfunc.init(program)
+        return tracker.peak
+
+    assert peak(12) - peak(3) < 4 * 64 * 64  # a block has 12 matrices of this size in fp32
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
-from zfunc.core.layout import Layout
+from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
+from zfunc.engine.segment import Segment
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
@@ -46,29 +47,40 @@ def init(
 def _initialized(
     program: Program, buffers: Buffers, seed: int, params: Mapping[str, Tensor], loss_scale: LossScale | None
 ) -> State:
-    spans, shapes = {span.name: span for span in program.layout.spans}, _shapes(program.layout)
+    spans = {span.name: span for span in program.layout.spans}
     for s, segment in enumerate(program.segments):
-        values = segment.initial(fold_seed(seed, "init", s))
-        names = [p.name for p in segment.parameters if p.name not in segment.shared]
-        if missing := [name for name in names if name not in values and name not in params]:
-            raise ValueError(
-                f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
-                "owns: return it from initial, or pass it in params"
-            )
-        for name in names:
-            value = (params[name] if name in params else values[name]).detach()
-            expected = shapes[name]
-            if value.shape != expected:
-                got = tuple(value.shape)
-                raise ValueError(
-                    f"{name}: got initial values of shape {got}, expected {expected}: correct `initial`"
-                )
-            if name in spans:
-                put_weights(buffers, program.layout, spans[name], value, program.ranks)
-            else:
-                buffers.views[name].copy_(value)
+        _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
     return State(buffers, program.identity, buffers.generation, loss_scale=scale, seed=seed)
+
+
+def _fill(
+    program: Program,
+    buffers: Buffers,
+    segment: Segment,
+    spans: Mapping[str, Span],
+    seed: int,
+    params: Mapping[str, Tensor],
+) -> None:
+    """Set the parameters that a segment owns. Its values are freed before the next segment's are made."""
+    values = segment.initial(seed)
+    own = [p for p in segment.parameters if p.name not in segment.shared]
+    if missing := [p.name for p in own if p.name not in values and p.name not in params]:
+        raise ValueError(
+            f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
+            "owns: return it from initial, or pass it in params"
+        )
+    for p in own:
+        value = (params[p.name] if p.name in params else values[p.name]).detach()
+        if value.shape != p.shape:
+            raise ValueError(
+                f"{p.name}: got initial values of shape {tuple(value.shape)}, expected {p.shape}: correct "
+                "`initial`"
+            )
+        if p.name in spans:
+            put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
+        else:
+            buffers.views[p.name].copy_(value)
 
 
 def allocate_state(program: Program, action: str) -> Buffers:
