@@ -146,6 +146,8 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
     chosen["zfunc min-cut"] = ours(recompute="min-cut")
     if args.compile_segments:
         chosen["zfunc compiled"] = ours(compile_segments=True)
+    if args.device != "cpu":
+        chosen["zfunc graphs"] = ours(device_graphs=True)
     if args.device != "cpu" and find_spec("deepspeed"):
         chosen["DeepSpeed"] = partial(with_deepspeed, config, args)
     return chosen

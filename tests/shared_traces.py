@@ -36,7 +36,13 @@ def _shared_calls(
 ) -> tuple[CompiledSegment, ...]:
     calls = _calls(segments, layout, settings, device)
     how, last = (
-        (settings.recompute, settings.compile_segments, settings.deterministic, device),
+        (
+            settings.recompute,
+            settings.compile_segments,
+            settings.device_graphs,
+            settings.deterministic,
+            device,
+        ),
         len(calls) - 1,
     )
     return tuple(

@@ -101,6 +101,7 @@ CALLS = {
             "precision": nothing,
             "recompute": nothing,
             "compile_segments": truth,
+            "device_graphs": truth,
             "offload_ratio": lambda x: real(x) and 0 <= x <= 1,
             "example": none,
             "stages": maps,

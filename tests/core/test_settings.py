@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "recompute": "none",
     "compile_segments": True,
     "deterministic": True,
+    "device_graphs": True,
     "micro_batches": 2,
     "clip_norm": 0.5,
     "accumulate": "vertical",

@@ -1,5 +1,6 @@
 """The device half: the bits of the serial step under every schedule and delay, planned memory, real overlap."""
 
+import gc
 import threading
 from typing import Any
 
@@ -207,6 +208,14 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
     assert overlap(timeline, "host", "compute") > 0
 
 
+def bytes_of_graphs(device: str) -> int:
+    """What device graphs have reserved, which is not allocated between replays."""
+    if device == "pretend":
+        return torch.accelerator.memory_reserved() - torch.accelerator.memory_allocated()
+    segments = torch.cuda.memory_snapshot()
+    return sum(s["total_size"] for s in segments if tuple(s["segment_pool_id"]) != (0, 0))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -215,17 +224,21 @@ def test_copies_and_host_updates_really_overlap_compute() -> None:
         {"recompute": "min-cut"},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
+        {"recompute": "all", "device_graphs": True},
+        {"recompute": "min-cut", "device_graphs": True},
     ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
     """To the byte on the pretend device, whose allocator counts exactly."""
     program, batch = gpt(device, **settings)
-    before = torch.accelerator.memory_allocated()
+    gc.collect()  # graphs of other tests
+    before = torch.accelerator.memory_allocated() + bytes_of_graphs(device)
     state = zfunc.init(program)
-    state, _ = zfunc.train_step(program, state, batch)
+    for _ in range(2):
+        state, _ = zfunc.train_step(program, state, batch)
     torch.accelerator.reset_peak_memory_stats()
     zfunc.train_step(program, state, batch)
-    measured = torch.accelerator.max_memory_allocated() - before
+    measured = torch.accelerator.max_memory_allocated() - before + bytes_of_graphs(device)
     planned = specialize(program, batch).memory["device"].nbytes
     assert measured <= planned + LIBRARIES[device]
     assert planned <= 1.1 * measured + LIBRARIES[device]

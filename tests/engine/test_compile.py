@@ -54,6 +54,11 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"recompute": "min_cut"}, ValueError, "recompute: got 'min_cut'.*did you mean 'min-cut'"),
     ({"recompute": "none", "compile_segments": True}, ValueError, "compile_segments"),
+    (
+        {"recompute": "none", "device_graphs": True},
+        ValueError,
+        "device_graphs: got True with recompute='none'",
+    ),
     ({"group": "all of them"}, TypeError, "group: .*process group"),
 ]
 

@@ -259,11 +259,11 @@ void queue_operation(const c10::OperatorHandle& op, Stack* stack) {
   }
 
   Stack cpu;
-  std::vector<std::pair<at::Tensor, at::Tensor>> outs;  // out=: some kernels resize it on the way, so a new one
+  std::vector<std::pair<size_t, at::Tensor>> outs;  // out=: some kernels resize it on the way, so a new one each time
   for (size_t i = 0; i < args.size(); ++i) {
     if (schema.arguments()[i].is_out() && is_here(args[i].toTensor())) {
-      outs.emplace_back(at::empty({0}, args[i].toTensor().options().device(c10::kCPU)), borrowed(args[i].toTensor()));
-      cpu.push_back(outs.back().first);
+      outs.emplace_back(i, borrowed(args[i].toTensor()));
+      cpu.emplace_back();
     } else if (args[i].isDevice()) {
       cpu.emplace_back(Device(c10::kCPU));
     } else {
@@ -273,6 +273,8 @@ void queue_operation(const c10::OperatorHandle& op, Stack* stack) {
     }
   }
   launch(device, [op, cpu, fresh, outs, random]() mutable {
+    std::vector<at::Tensor> computed;
+    for (auto& [i, target] : outs) cpu[i] = computed.emplace_back(at::empty({0}, target.options()));
     try {
       // The Meta kernel keeps the statistics of a 16-bit layer norm in fp32, the CPU's in 16 bits.
       if (op.schema().name() == "aten::native_layer_norm_backward")
@@ -286,7 +288,7 @@ void queue_operation(const c10::OperatorHandle& op, Stack* stack) {
       } else {
         op.callBoxed(&cpu);
       }
-      for (auto& [computed, target] : outs) target.copy_(computed);
+      for (size_t n = 0; n < outs.size(); ++n) outs[n].second.copy_(computed[n]);
       auto next = fresh.begin();
       for (size_t i = 0; i < cpu.size(); ++i)
         each_tensor(cpu[i], [&](const at::Tensor& t) {
@@ -448,6 +450,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", pretend::item);
   m.impl("equal", pretend::equal);
   m.impl("record_stream", pretend::record_stream);
+  // One launch, as a GPU's; torch has operations on lists one by one elsewhere.
+  m.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&pretend::queue_operation>());
 }
 
 void bind_collectives(py::module_& m);

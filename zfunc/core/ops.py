@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from zfunc.core.graph import Op, Region
 from zfunc.core.regions import FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
 
 
 @define(eq=False)
@@ -128,22 +128,27 @@ class OpBuilder(Regions):
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them."""
         last = s == self.spec.num_segments - 1
-        cost = self.spec.costs[s]
+        cost, graphs = self.spec.costs[s], self._graphs(s)
         return Op(
             "forward",
             (m, s),
             "compute",
             (*self._weights(s), self._input(m, s), *((self._targets(m),) if last else ())),
-            (self._loss(m) if last else self._input(m, s + 1), *self._residuals(m, s), *self._room(m, s)),
+            (
+                self._loss(m) if last else self._input(m, s + 1),
+                *self._residuals(m, s),
+                *self._room(m, s),
+                *graphs,
+            ),
             flops=cost.flops,
-            workspace=cost.forward_workspace,
-            launches=cost.forward_launches,
+            workspace=0 if graphs else cost.forward_workspace,  # in the graphs' pool
+            launches=GRAPH_LAUNCHES if graphs else cost.forward_launches,
         )
 
     def backward(self, m: int, s: int) -> Op:
         """Backward of segment `s`. It reads the weights whether it recomputes or not: the pullback holds them."""
         last = s == self.spec.num_segments - 1
-        cost, layout = self.spec.costs[s], self.spec.layout
+        cost, layout, graphs = self.spec.costs[s], self.spec.layout, self._graphs(s)
         above = (self._targets(m),) if last else (self._cotangent(m, s + 1),)
         below = (self._cotangent(m, s),) if s > layout.first_trainable else ()
         grads = (self._grads(m, s),) if layout.buckets_of(s) else ()
@@ -152,10 +157,11 @@ class OpBuilder(Regions):
             (m, s),
             "compute",
             (*self._weights(s), *self._for_backward(m, s), *above),
-            (*below, *grads),
+            (*below, *grads, *graphs),
             flops=cost.backward_flops,
-            workspace=cost.backward_workspace + (ALLOCATION if last else 0),  # the cotangent of the loss
-            launches=cost.backward_launches,
+            workspace=(0 if graphs else cost.backward_workspace)
+            + (ALLOCATION if last else 0),  # the cotangent of the loss
+            launches=GRAPH_LAUNCHES if graphs else cost.backward_launches,
         )
 
     def pack(self, m: int, b: int, s: int, slot: int, *, first: bool) -> Op:

@@ -99,6 +99,11 @@ class Regions:
             return ()
         return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
 
+    def _graphs(self, s: int) -> tuple[Region, ...]:
+        """The memory that device graphs share, if the passes of segment `s` are some: one runs at a time."""
+        nbytes = sum(self.spec.graph_bytes)
+        return (Region("graphs", (), nbytes, lifetime="value"),) if s in self.spec.graphed else ()
+
     def _cotangent(self, m: int, s: int) -> Region:
         return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)
 

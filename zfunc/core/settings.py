@@ -155,6 +155,14 @@ class StepSettings:
         "An operation without a deterministic kernel is an error that names its segment. Costs, and what holds "
         "without it: docs/devices.md.",
     )
+    device_graphs: bool = _setting(
+        False,
+        truth,
+        "how it runs",
+        "launch forward and backward of a segment as one device graph",
+        "The same result with fewer launches, for small segments, and more memory. A segment that cannot be one, "
+        "such as one that draws random numbers, runs as before: docs/devices.md.",
+    )
     micro_batches: int = _setting(
         1,
         partial(_count, most=MOST_MICRO_BATCHES),
@@ -285,6 +293,11 @@ class StepSettings:
             raise ValueError(
                 f"delay_from: got {self.delay_from} with defer=True, expected one of the two: leave delay_from "
                 "out, a deferred update hides the host with the plain result"
+            )
+        if self.device_graphs and self.recompute == "none":
+            raise ValueError(
+                "device_graphs: got True with recompute='none', whose residuals no graph can return, expected "
+                "'all' or 'min-cut': leave one out"
             )
         if self.speculate and self.delayed:
             raise ValueError(

@@ -9,6 +9,7 @@ from zfunc.core.layout import Bucket, Layout, round_up
 from zfunc.core.optimizer_state import STATE_FORMATS
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
+GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
 
 
 @frozen
@@ -19,6 +20,7 @@ class SegmentCost:
     between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
     of forward: the input, the residuals, and what of the output is one. A workspace is the peak that a pass
     allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in a pass.
+    `copied_bytes` is what a device graph of a pass copies in and out; 0 if it cannot be one.
     """
 
     flops: int = 0
@@ -30,6 +32,7 @@ class SegmentCost:
     forward_launches: int = 0
     backward_launches: int = 0
     stash_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @frozen
@@ -54,6 +57,7 @@ class StepSpec:
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
+    - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
     - `defer`: with a barrier, the host applies a gradient at the beginning of the next step.
 
@@ -86,6 +90,7 @@ class StepSpec:
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     update_workspace: int = 0
     shadows: int = field(default=0, validator=validators.ge(0))
+    graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     delayed: bool = False
     pending: bool = False
     defer: bool = False
@@ -161,6 +166,14 @@ class StepSpec:
             return sum(round_up((x.stop - x.start) * self.element_bytes, ALLOCATION) for x in spans)
 
         return tuple(of(s, frozenset(names)) for s, names in enumerate(layout.segments))
+
+    @cached_property
+    def graph_bytes(self) -> tuple[int, int]:
+        """Device memory that all device graphs share: what one pass allocates, and what it copies in and out."""
+        costs, outputs = self.costs, [*(c.input_bytes for c in self.costs[1:]), ALLOCATION]
+        forward = [costs[s].forward_workspace + costs[s].residual_bytes + outputs[s] for s in self.graphed]
+        backward = [costs[s].backward_workspace + self.grad_bytes(s) for s in self.graphed]
+        return max([0, *forward, *backward]), max([0, *(costs[s].copied_bytes for s in self.graphed)])
 
     def num_deliveries(self, bucket: Bucket) -> int:
         """How many gradients of `bucket` a step reduces; several are accumulated in fp32."""

@@ -4,6 +4,7 @@
     closure_facts           the Python values that a segment depends on
     purity                  refuses segments with hidden state
     vjp                     forward and backward of a segment, with or without recomputation
+    device_graphs           a segment's passes recorded on a device, and replayed
     cost_trace              FLOPs and bytes of a segment, traced without data
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe

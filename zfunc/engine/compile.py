@@ -33,7 +33,13 @@ from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.runtime.accelerator import best_precision, on_accelerator, pick_device, prepare_deterministic
+from zfunc.runtime.accelerator import (
+    best_precision,
+    has_graphs,
+    on_accelerator,
+    pick_device,
+    prepare_deterministic,
+)
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import Executor
 from zfunc.runtime.thread_budget import default_threads
@@ -105,6 +111,8 @@ def compile(
         prepare_deterministic(device)
     default_threads()  # chosen and logged before any lane runs
     spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
+    if spec.graphed and not has_graphs(device):
+        spec = evolve(spec, graphed=())
     schedule, functions = make_schedule(settings.schedule), {**STAGES, **(stages or {})}
     if recipe is not None:
         check_recipe(recipe, spec, functions)
@@ -235,7 +243,7 @@ def _calls(
     for s, segment in enumerate(segments):
         keep: Recompute = recompute
         if s == last and recompute == "all":
-            keep = "min-cut" if compiled else "none"
+            keep = "min-cut" if compiled or settings.device_graphs else "none"
         options = (keep, s > layout.first_trainable, s == last)
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)
         if pair is None:

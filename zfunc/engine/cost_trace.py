@@ -145,7 +145,7 @@ class Trace:
 
     The peaks are those of each pass, results included, and so are the launches. `residual_bytes` is alive between
     them beside the output, `stash_bytes` with the input and what of the output is a residual. `random` is whether
-    one of them draws random numbers.
+    one of them draws random numbers. `copied_bytes` is as in `SegmentCost`.
     """
 
     out: Any
@@ -159,6 +159,7 @@ class Trace:
     forward_peak: int
     backward_peak: int
     random: bool
+    copied_bytes: int = 0
 
 
 Forward = Callable[..., tuple[Any, Any]]

@@ -22,9 +22,10 @@ from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
+from zfunc.engine.device_graphs import DeviceGraphs, storages_of
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
-from zfunc.engine.state import ActivationSlot, State, WeightSlot, allocate_regions
+from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
 from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
@@ -97,6 +98,8 @@ class ProgramCache:
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] | None = None
     activations: dict[Region, ActivationSlot] = field(factory=dict)  # of the largest batch so far
+    graphs: DeviceGraphs | None = None
+    graphs_of: Any = None  # the shapes and the weights that they are for
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
@@ -175,6 +178,21 @@ def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, Ac
         memory = allocate_regions(regions, program.dtype, program.device)
         slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
     return slots
+
+
+def graphs_for(program: Program, spec: StepSpec, shapes: Any, buffers: Buffers) -> DeviceGraphs:
+    """The device graphs of steps with these shapes and these weights. Those of others are dropped."""
+    cache = program.cache
+    fixed = [*buffers.params(), *(t for call in program.calls for t in call.constants.values())]
+    constants = storages_of(fixed)
+    these = shapes, constants, tuple(t.data_ptr() for t in fixed)
+    if cache.graphs is None or cache.graphs_of != these:
+        cache.graphs = None  # its memory, first
+        cache.graphs = DeviceGraphs(program.device, constants, spec.graph_bytes[1])
+        cache.graphs_of = these
+    else:
+        cache.graphs.warm = True
+    return cache.graphs
 
 
 def on_compute_stream(program: Program) -> AbstractContextManager[None]:

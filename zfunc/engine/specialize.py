@@ -15,6 +15,7 @@ from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import Recipe
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.cost_trace import Trace, nbytes, run_on_fake_tensors, silence_fake_errors, trace
+from zfunc.engine.device_graphs import CopiedBytes
 from zfunc.engine.program import Program, ShapedProgram, make_plan
 from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
@@ -50,7 +51,10 @@ def specialize(
             SHAPES,
         )
     micro = split_batch(batch, program.settings.micro_batches)[0]
+    first = not costs
     spec, random = _cached(costs, key, lambda: traced_spec(program, micro), most=SHAPES)
+    if first and program.settings.device_graphs:
+        _tell_without_graphs(program, spec)
     return _cached(
         program.cache.specialized,
         (key, recipe, save),
@@ -90,6 +94,18 @@ def _warn_of_changes(segments: Iterable[Segment]) -> None:
                 segment.name,
                 change,
             )
+
+
+def _tell_without_graphs(program: Program, spec: StepSpec) -> None:
+    """Log which segments have no device graphs."""
+    if not program.spec.graphed:
+        log.info("device_graphs: torch has none on %s: what it queues is launched one by one", program.device)
+    elif others := [s.name for i, s in enumerate(program.segments) if i not in spec.graphed]:
+        log.info(
+            "device_graphs: none for %s%s: it draws random numbers, is not traced, or has weights that are streamed",
+            ", ".join(map(repr, others[:3])),
+            f" and {len(others) - 3} more segments" if others[3:] else "",
+        )
 
 
 def _check_facts(program: Program) -> None:
@@ -143,7 +159,14 @@ def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, fro
         _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps, program.settings.compile_segments)
         for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
     )
-    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1])), random
+    fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
+    graphed = {s for s in fixed if costs[s].copied_bytes and s not in random}
+    return evolve(program.spec, costs=costs, target_bytes=nbytes(micro[1]), graphed=graphed), random
+
+
+def _weights_move(spec: StepSpec, s: int) -> bool:
+    """Whether segment `s` has weights in slots."""
+    return any(spec.streamed(b) for b in spec.layout.weights_of(s))
 
 
 def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bool) -> SegmentCost:
@@ -160,6 +183,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bo
         backward_workspace=max(0, t.backward_peak - grad_bytes),
         forward_launches=0 if compiled else t.forward_launches,
         backward_launches=0 if compiled else t.backward_launches,
+        copied_bytes=t.copied_bytes,
     )
 
 
@@ -223,16 +247,20 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
         call.plain.prepare(SegmentWeights(trained, fixed), inputs, y)
 
     def forward(trained: Any, fixed: Any, inputs: Any) -> Any:
-        return call.plain.forward(SegmentWeights(trained, fixed), inputs)
+        return call.plain.forward(SegmentWeights(trained, fixed), inputs, copied.launcher(trained, fixed))
 
     def backward(trained: Any, fixed: Any, inputs: Any, residuals: Any, cotangents: Any) -> Any:
-        return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents)
+        launch = copied.launcher(trained, fixed)
+        return call.plain.backward(SegmentWeights(trained, fixed), inputs, residuals, cotangents, launch)
+
+    copied = CopiedBytes()
 
     try:
         with name_nondeterminism(segment.name):
             y = run_on_fake_tensors(check, *weights, inputs, device=device)
             pullback = backward if s >= program.layout.first_trainable else None
-            return trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
+            costs = trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
+            return evolve(costs, copied_bytes=copied.most)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):
             raise

@@ -19,9 +19,10 @@ from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.core.graph import Op
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
+from zfunc.engine.device_graphs import DeviceGraphs
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
-from zfunc.engine.vjp import SegmentWeights
+from zfunc.engine.vjp import Launch, SegmentWeights, launch_now
 from zfunc.optim.host_adam import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
@@ -38,8 +39,8 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     with step.randomness(m, s), name_nondeterminism(call.name):
-        x = mem[op.read("act")]
-        y, residuals = call.passes.forward(_weights(op, mem, call), _with_targets(x, op, mem))
+        x, launch = mem[op.read("act")], _launch(op, mem, call)
+        y, residuals = call.passes.forward(_weights(op, mem, call), _with_targets(x, op, mem), launch)
     mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
     if op.touches("residuals"):
         mem[op.write("residuals")] = residuals
@@ -52,7 +53,11 @@ def backward(op: Op, mem: Memory, step: StepContext) -> None:
     x, residuals = _left_by_forward(op, mem)
     with step.randomness(m, s), name_nondeterminism(call.name):
         grads, below = call.passes.backward(
-            _weights(op, mem, call), _with_targets(x, op, mem), residuals, _cotangents(op, mem, step)
+            _weights(op, mem, call),
+            _with_targets(x, op, mem),
+            residuals,
+            _cotangents(op, mem, step),
+            _launch(op, mem, call),
         )
     if op.touches("grads"):
         mem[op.write("grads")] = {call.trained[short]: grad for short, grad in grads.items()}
@@ -255,6 +260,12 @@ def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, Any]:
         x, *residuals = mem[op.read("act_slot")].tree
         return x, residuals[0] if residuals else None
     return mem[op.read("act")], mem[op.read("residuals")] if op.touches("residuals") else None
+
+
+def _launch(op: Op, mem: Memory, call: CompiledSegment) -> Launch:
+    """As a device graph where the operation has one, and not in debug mode."""
+    graphs: DeviceGraphs | None = mem[op.write("graphs")] if op.touches("graphs") else None
+    return launch_now if graphs is None else graphs.launcher(op.verb, op.index[1], call.name)
 
 
 def _cotangents(op: Op, mem: Memory, step: StepContext) -> list[Tensor]:

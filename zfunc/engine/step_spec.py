@@ -46,6 +46,7 @@ def make_spec(
         constant_bytes=sum(nbytes(s.constants) for s in segments),
         state_format=state_format,
         send_high_half=send_high_half,
+        graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
         **in_buckets(layout, settings),
     )

@@ -20,10 +20,17 @@ from zfunc.core.plan import Plan
 from zfunc.core.recipes import Recipe, delayed, steadily_delayed, zero_offload
 from zfunc.core.timeline import Timeline
 from zfunc.engine.flush import run_on_state, state_memory, step_context
-from zfunc.engine.program import Program, activation_slots, check_memory, check_state, lock_staging
+from zfunc.engine.program import (
+    Program,
+    activation_slots,
+    check_memory,
+    check_state,
+    graphs_for,
+    lock_staging,
+)
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
-from zfunc.engine.specialize import specialize, split_batch
+from zfunc.engine.specialize import batch_key, specialize, split_batch
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
 from zfunc.errors import NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
@@ -123,7 +130,14 @@ def _train_step(
     shaped = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
     # Of all ranks: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
+    graphs = None
+    if options.debug:
+        program.cache.graphs = None  # their memory is needed
+    elif shaped.spec.graphed:
+        graphs = graphs_for(program, shaped.spec, batch_key(program, batch), buffers)
     allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
+    # The graphs' pool counts as free wherever it is not in use, and their buffer comes with the first of them.
+    allocated["device"] -= sum(shaped.spec.graph_bytes) - (graphs.buffer_bytes if graphs else 0)
     check_memory(program, shaped.memory, allocated=allocated, action="train_step")
     check_ranks_agree(program, shaped, state, batch)
     watch = ranks.watch if ranks.world > 1 else None
@@ -133,7 +147,7 @@ def _train_step(
     for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
-    mem[Region("checkpoint")] = writer
+    mem[Region("checkpoint")], mem[Region("graphs")] = writer, graphs
     sent = ranks.sent
     try:
         run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")

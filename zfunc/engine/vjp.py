@@ -40,6 +40,14 @@ class SegmentWeights:
     fixed: Values
 
 
+Launch = Callable[[Callable[..., Sequence[Any]], Sequence[Tensor]], Sequence[Any]]
+
+
+def launch_now(function: Callable[..., Sequence[Any]], tensors: Sequence[Tensor]) -> Sequence[Any]:
+    """`function(*tensors)`, its operations one by one."""
+    return function(*tensors)
+
+
 Pull = Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Callable[..., Grads]]]
 
 
@@ -50,12 +58,13 @@ class SegmentVJP:
     - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
       those of the input's floating-point leaves. `cotangents` has one tensor for each floating-point leaf of `y`.
+    - Both take `launch`, by which a traced pass is called: a pure function of tensors.
     - `keeps` is False if residuals are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
     """
 
-    forward: Callable[[SegmentWeights, tuple[Any, ...]], tuple[Any, Any]]
-    backward: Callable[[SegmentWeights, tuple[Any, ...], Any, Sequence[Tensor]], Grads]
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[..., Grads]
     keeps: bool
     prepare: Callable[[SegmentWeights, tuple[Any, ...], Any], None] = lambda _weights, _inputs, _y: None
 
@@ -78,7 +87,9 @@ def make_vjp(
     nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
     """
     pull = _pull(function, wrt_input)
-    keeping = SegmentVJP(pull, lambda _w, _i, residuals, cotangents: residuals(cotangents), keeps=True)
+    keeping = SegmentVJP(
+        lambda w, i, _=None: pull(w, i), lambda _w, _i, residuals, c, _=None: residuals(c), keeps=True
+    )
     if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
         return keeping
     if recompute == "all":
@@ -95,12 +106,16 @@ def _recomputing(pull: Pull) -> SegmentVJP:
     """recompute="all" without tracing."""
 
     def backward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], _: Any, cotangents: Sequence[Tensor]
+        weights: SegmentWeights,
+        inputs: tuple[Any, ...],
+        _: Any,
+        cotangents: Sequence[Tensor],
+        _launch: Launch = launch_now,
     ) -> Grads:
         _, pullback = pull(weights, inputs)
         return pullback(cotangents)
 
-    return SegmentVJP(lambda w, i: (pull(w, i)[0], None), backward, keeps=False)
+    return SegmentVJP(lambda w, i, _=None: (pull(w, i)[0], None), backward, keeps=False)
 
 
 def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
@@ -221,20 +236,26 @@ def _traced(
             log.warning("%s, because it cannot be traced: %s", fallback_note, str(error).partition("\n")[0])
             return None
 
-    def forward(weights: SegmentWeights, inputs: tuple[Any, ...]) -> tuple[Any, Any]:
+    def forward(
+        weights: SegmentWeights, inputs: tuple[Any, ...], launch: Launch = launch_now
+    ) -> tuple[Any, Any]:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
             return fallback.forward(weights, inputs)
         joint, run, _ = graphs
         with torch.enable_grad():  # grad mode as in the trace
-            flat = run(*leaves)
+            flat = launch(run, leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
         if moving and residuals is not None:
             residuals = [_without_weights(x, leaves) for x in residuals]
-        return tree_unflatten(flat[: joint.num_out], joint.out_spec), residuals
+        return tree_unflatten(list(flat[: joint.num_out]), joint.out_spec), residuals
 
     def backward(
-        weights: SegmentWeights, inputs: tuple[Any, ...], residuals: Any, cotangents: Sequence[Tensor]
+        weights: SegmentWeights,
+        inputs: tuple[Any, ...],
+        residuals: Any,
+        cotangents: Sequence[Tensor],
+        launch: Launch = launch_now,
     ) -> Grads:
         leaves, graphs = graphs_of(weights, inputs)
         if graphs is None:
@@ -244,7 +265,7 @@ def _traced(
             residuals = [x.of(leaves) if isinstance(x, _WeightView) else x for x in residuals]
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
-            grads = run(*(residuals if keeps else leaves), *laid_out)
+            grads = launch(run, [*(residuals if keeps else leaves), *laid_out])
         num = len(weights.trained)
         return dict(zip(weights.trained, grads[:num], strict=True)), list(grads[num:])
 

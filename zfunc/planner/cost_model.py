@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import Recompute, StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile, with_moments
 from zfunc.engine.program import Program, ProgramCache
@@ -97,18 +97,29 @@ class CostModel:
         on_gpu = not self.hardware(settings).unified
         optimizer = with_moments(self.optimizer, settings)
         spec = make_spec(program.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
-        key = settings.precision, settings.micro_batches, settings.recompute, settings.compile_segments
+        key = (settings.precision, settings.micro_batches, *_passes(settings))
         if key not in self._costs:
             to_trace = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
             self._costs[key] = traced_spec(to_trace, split_batch(self.example, settings.micro_batches)[0])[0]
         traced = self._costs[key]
-        return evolve(spec, costs=traced.costs, target_bytes=traced.target_bytes)
+        graphed = spec.graphed & traced.graphed
+        return evolve(spec, costs=traced.costs, target_bytes=traced.target_bytes, graphed=graphed)
 
     def _program(self, settings: StepSettings) -> Program:
         """The segments, checked, and compiled with the settings that their forward and backward depend on."""
-        recompute, compiled = key = settings.recompute, settings.compile_segments
+        recompute, compiled, graphs = key = _passes(settings)
         if key not in self._programs:
             self._programs[key] = compile(
-                self.segments, recompute=recompute, compile_segments=compiled, schedule="Serial", device="cpu"
+                self.segments,
+                recompute=recompute,
+                compile_segments=compiled,
+                device_graphs=graphs,
+                schedule="Serial",
+                device="cpu",
             )
         return self._programs[key]
+
+
+def _passes(settings: StepSettings) -> tuple[Recompute, bool, bool]:
+    """What forward and backward of the segments depend on."""
+    return settings.recompute, settings.compile_segments, settings.device_graphs

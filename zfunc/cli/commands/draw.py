@@ -46,7 +46,7 @@ from zfunc.viz.timeline_text import text
 FORMATS = ("text", "svg", "chrome", "html")
 SUFFIXES = {".svg": "svg", ".html": "html", ".json": "chrome"}
 # Settings without a flag here.
-UNDRAWN = ("compile_segments", "deterministic", "offload_ratio", "speculate", "delay_from")
+UNDRAWN = ("compile_segments", "deterministic", "device_graphs", "offload_ratio", "speculate", "delay_from")
 
 DRAW = {
     **MODEL,
