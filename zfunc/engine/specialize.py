@@ -102,7 +102,7 @@ def _tell_without_graphs(program: Program, spec: StepSpec) -> None:
         log.info("device_graphs: torch has none on %s: what it queues is launched one by one", program.device)
     elif others := [s.name for i, s in enumerate(program.segments) if i not in spec.graphed]:
         log.info(
-            "device_graphs: none for %s%s: it draws random numbers, is not traced, or has weights that are streamed",
+            "device_graphs: none for %s%s (random numbers, no trace, or streamed weights)",
             ", ".join(map(repr, others[:3])),
             f" and {len(others) - 3} more segments" if others[3:] else "",
         )
