@@ -23,6 +23,8 @@ from zfunc.runtime.executor import Jitter
 
 ROWS: list[tuple[str, str, dict[str, Any]]] = [
     ("tied GPT", "Interleaved", {"precision": "fp16", "micro_batches": 2, "recompute": "min-cut"}),
+    ("tied GPT", "Overlapped", {"activations_on": "host", "recompute": "min-cut", "clip_norm": 0.5}),
+    ("odd sizes", "Overlapped", {"bucket_size": 600, "params_on": "host", "offload_ratio": 0.5}),
     ("odd sizes", "Serial", {"bucket_size": 600, "clip_norm": 2.0, "speculate": 100, "moments": "16bit"}),
     ("odd sizes", "Overlapped", {"bucket_size": 600, "offload_ratio": 0.5, "delay_from": 2}),
     ("odd sizes", "Overlapped", {"clip_norm": 2.0, "defer": True, "recompute": "min-cut"}),

@@ -371,6 +371,10 @@ at::Tensor& set_storage(at::Tensor& self, at::Storage source, int64_t offset, c1
   self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
   return self;
 }
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage source) {
+  auto numel = int64_t(source.nbytes() / self.element_size());
+  return set_storage(self, std::move(source), 0, {numel}, {1});
+}
 void record_stream(at::Tensor& t, Stream s) { allocator.recordStream(t.storage().data_ptr(), s); }
 
 // ---- graphs: what torch.accelerator.Graph asks for --------------------------------------------------------------
@@ -445,6 +449,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("unfold", at::native::unfold);
   m.impl("resize_", pretend::resize_);
   m.impl("set_.source_Storage_storage_offset", pretend::set_storage);
+  m.impl("set_.source_Storage", pretend::set_whole_storage);
   m.impl("_copy_from", pretend::copy_from);
   m.impl("_copy_from_and_resize", pretend::copy_from_and_resize);
   m.impl("_local_scalar_dense", pretend::item);
