@@ -91,6 +91,14 @@ PRINTS: dict[str, list[str]] = {
         r"^at the end  0\.0\d+$",
         r"^equal logits: True$\nafter friday comes saturday$\nafter sunday comes monday$\ndays\? 7$",
     ],
+    "08_larger_than_its_device.py": [
+        r"^on the device .* does not fit$\nparameters on the host .* fits$\nactivations too .* fits$",
+        r"^on the device +\d+ +\d+$\nparameters on the host +\d+ +\d+$\nactivations too +(\d+) +\1$",
+        r"^on the device .*\nparameters on the host +\d+ +(\d+) .*\n.*\none by one +\d+ +\1 ",
+        r"^l load   f fetch   o forward .* h hold ",
+        r"^on the device +(first loss \d\.\d+  last \d\.\d+)  same bits: True$\n"
+        r"parameters on the host +\1  same bits: True$\nactivations too +\1  same bits: True$",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
