@@ -13,7 +13,7 @@ from zfunc.cli.commands.completion import SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.core.settings import RECOMPUTE
+from zfunc.core.settings import PLACES, RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
 from zfunc.train.settings import DEVICES
 
@@ -35,6 +35,9 @@ ASKED = {
     "zfunc train --steps 5 --moments ": set(MOMENTS),
     "zfunc calibrate --recompute ": set(RECOMPUTE),
     "zfunc train --device ": set(DEVICES),
+    "zfunc train --stage ": {"1", "2", "3"},
+    "zfunc plan --params-on ": set(PLACES),
+    "zfunc train --accumulate v": {"vertical"},
     "zfunc train --log-style d": {"deepspeed"},
     "zfunc plan --hardware h": {"here.toml", *(name for name in profiles() if name.startswith("h"))},
     "zfunc draw --hardware ": {*profiles(), "here.toml", "notes.txt", "runs", "texts"},

@@ -121,7 +121,7 @@ def test_hugging_faces_file_for_stage_3_trains_as_stage_2_does(capsys: pytest.Ca
     names = ("stage", "params_on", "weight_slots", "activations_on", "accumulate")
     settings = config("host")["settings"]
     assert [settings[name] for name in names] == ["3", "host", 2, "device", "auto"]
-    assert small_trainings.measured("host") == small_trainings.measured("device")
+    assert small_trainings.losses("host") == small_trainings.losses("device")
 
 
 # --- flags and file --------------------------------------------------------------------------------------

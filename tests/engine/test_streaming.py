@@ -5,6 +5,7 @@ The reference is each setting without them: everything on the device, one micro-
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ from table import in_pairs
 from threaded_ranks import ThreadedRanks
 
 import zfunc
+from zfunc.checkpoint.export import export_weights
 from zfunc.engine import compile as compiling
 from zfunc.engine.cost_trace import AllocationTracker
+from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.models.gpt import GPTConfig, gpt_segments
 
@@ -128,6 +131,34 @@ def test_any_number_of_micro_batches_passes_in_any_order(model: str) -> None:
             state, metrics = zfunc.train_step(program, state, rows)
             results.append(([metrics.loss], metrics.loss, zfunc.params(program, state)))
         assert all(same(result, results[0]) for result in results[1:])
+
+
+@pytest.mark.parametrize("settings", ["fp32, clipped", "bf16 in 2, 16 bits"])
+def test_shards_of_parameters_on_the_host_export_and_go_on_as_the_whole_does(
+    settings: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process, then two ranks in stage 3, then one process: the same file, and the same next step."""
+    program, batch = trained.compiled("odd sizes", **SETTINGS[settings])
+    state, _ = zfunc.train_step(program, zfunc.init(program, seed=2), batch(0))
+    zfunc.save(tmp_path / "one", program, state)
+    sharded = []
+    for ranks in ThreadedRanks.all(2):
+        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
+        more = {"stage": 3, "params_on": "host", "activations_on": "host", "bucket_size": 900}
+        sharded.append(trained.compiled("odd sizes", **{**SETTINGS[settings], **more})[0])
+    monkeypatch.undo()
+
+    def save_again(own: Program) -> None:
+        zfunc.save(tmp_path / "two", own, zfunc.load(tmp_path / "one", own))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(save_again, sharded))
+    files = [tmp_path / f"{name}.safetensors" for name in ("one", "two")]
+    for file in files:
+        export_weights(tmp_path / file.stem, file, dtype="bf16")
+    assert files[0].read_bytes() == files[1].read_bytes()
+    again = zfunc.load(tmp_path / "two", program)
+    assert len({zfunc.train_step(program, x, batch(1))[1].loss for x in (state, again)}) == 1
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import small_trainings
 import torch.distributed as dist
-from small_trainings import TEXT, checkpoints, config, files, measured, rows, start, summary, wait_for_rows
+from small_trainings import (
+    TEXT,
+    checkpoints,
+    config,
+    files,
+    losses,
+    measured,
+    rows,
+    start,
+    summary,
+    wait_for_rows,
+)
 
 import zfunc
 from zfunc.engine import save_load
@@ -123,6 +134,17 @@ def test_a_checkpoint_starts_another_run(
     assert [row for row in measured("run") if row["step"] > step] == measured(undisturbed)[step + 1 :]
     assert checkpoints("run") == ["step-00000010"]
     assert summary("run")["held_out_bits_per_byte"] == summary(undisturbed)["held_out_bits_per_byte"]
+
+
+def test_a_resumed_run_may_have_its_parameters_elsewhere(undisturbed: Path) -> None:
+    elsewhere = ("--stage", 3, "--params-on", "host", "--activations-on", "host", "--defer")
+    assert train("--out", "run", "--resume", undisturbed / "checkpoints/step-00000005", *elsewhere) == 0
+    assert losses("run") == losses(undisturbed)[5:]
+    assert [config("run")["settings"][name] for name in ("stage", "params_on", "defer")] == [
+        "3",
+        "host",
+        True,
+    ]
 
 
 def test_a_run_from_a_checkpoint_resumes_from_it_until_it_has_its_own(
