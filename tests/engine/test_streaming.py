@@ -18,6 +18,7 @@ from threaded_ranks import ThreadedRanks
 import zfunc
 from zfunc.checkpoint.export import export_weights
 from zfunc.engine import compile as compiling
+from zfunc.engine import offload_ratio
 from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
@@ -199,6 +200,29 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
 def test_what_excludes_each_other_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trained.compiled("pairs", **settings)
+
+
+def test_automatic_is_the_device_where_a_step_fits_it_and_else_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU, the host's memory is the device's: there, parameters in bf16 need no copy beside their masters."""
+
+    def free(nbytes: int, **settings: Any) -> tuple[str, str]:
+        monkeypatch.setattr(offload_ratio, "available_host_bytes", lambda: nbytes)
+        chosen = zfunc.compile(
+            segments, device="cpu", example=batch(0), precision="bf16", **settings
+        ).settings
+        return chosen.params_on, chosen.activations_on
+
+    program, batch = trained.compiled("pairs", precision="bf16")
+    segments = program.segments
+    on_device = sum(peak.nbytes for peak in specialize(program, batch(0)).memory.values())
+    enough = int(on_device / (1 - offload_ratio.HEADROOM)) + 1
+    assert free(enough, params_on="auto") == ("device", "device")
+    assert free(enough - 2, params_on="auto") == ("host", "device")
+    assert free(1, params_on="auto", activations_on="auto") == ("host", "host")
+    with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):
+        zfunc.compile(segments, device="cpu", params_on="auto")
 
 
 def test_parameters_on_the_host_of_several_ranks_need_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:

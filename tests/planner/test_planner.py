@@ -44,6 +44,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "delayed": {"delay_from": 1},
     "8 bits": {"moments": "8bit", "precision": "bf16"},
     "stage 1": {"stage": 1},
+    "streamed": {"params_on": "host", "activations_on": "host", "micro_batches": 2, "recompute": "min-cut"},
+    "streamed, bf16": {"params_on": "host", "precision": "bf16", "clip_norm": 1.0, "defer": True},
     "for this hardware": {"schedule": "CriticalPath", "micro_batches": 2},
     "searched": {"schedule": "auto", "clip_norm": 1.0},
     "ratio alone": {"offload_ratio": "auto", "clip_norm": 1.0},

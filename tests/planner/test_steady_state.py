@@ -10,13 +10,14 @@ from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.planner.candidate import simulate_choice
-from zfunc.planner.steady_state import MANY, estimate, kept_bytes
+from zfunc.planner.steady_state import MANY, estimate, kept_bytes, work_of
 
 ON = evolve(
     ROUND, handoff=1e-5, memory={"device": 1 << 22}, shared={"host memory": {"host": 1.0, "d2h": 0.3}}
 )
 BUSES = evolve(ON, shared={"host memory": {"host": 1.0, "d2h": 0.3, "h2d": 0.3, "compute": 0.2}})
 CLIPPED = {"barrier": True}
+ON_HOST = {"params_on": "host", "activations_on": "host"}
 
 # Settings, fields of the spec, and whether a few micro-batches are enough.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
@@ -33,6 +34,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "stage 1": ({}, {"stage": 1, **CLIPPED}, ON, True),
     "saving": ({}, {"save": True, **CLIPPED}, ON, True),
     "residuals": ({}, {"recompute": [False] * 3}, ON, True),
+    "in groups": ({"accumulate": 2, "micro_batches": MANY * 2}, CLIPPED, ON, True),
+    "streamed in groups": ({"accumulate": 2, "micro_batches": MANY * 2, **ON_HOST}, CLIPPED, ON, True),
+    "vertical": ({"accumulate": "vertical", "micro_batches": MANY * 2, **ON_HOST}, CLIPPED, ON, False),
     "inputs on a shared bus": ({}, {"target_bytes": 10**6}, BUSES, False),
 }
 
@@ -49,11 +53,15 @@ def many(micro_batches: int = MANY, **fields: Any) -> StepSpec:
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     given, fields, on, settles = CASES[name]
-    settings, spec = StepSettings(bucket_size=1 << 18, **given), many(MANY + 3, **fields)
+    settings = StepSettings(bucket_size=1 << 18, **given)
+    spec = many(max(MANY, settings.micro_batches) + 3, **fields)
     few, full = estimate(spec, settings, on), simulate_choice(spec, settings, on)
     assert few.seconds == pytest.approx(full.seconds, rel=1e-9)
     assert few.memory == full.memory
     assert {tier: peak.kept for tier, peak in few.peaks.items()} == kept_bytes(spec, settings)
+    for kind, seconds in work_of(spec, settings, on).items():
+        alone = sum(on.seconds(op) for op in full.plan.graph if op.kind == kind)
+        assert seconds == pytest.approx(alone, rel=1e-9)
     assert (few.lacking, few.spec) == (full.lacking, full.spec)
     assert few.plan == full.plan
     assert (few._simulated is None) == settles

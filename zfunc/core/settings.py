@@ -203,22 +203,25 @@ class StepSettings:
         read=int,
         metavar="1|2|3",
     )
-    params_on: Place = _setting(
+    params_on: Place | Literal["auto"] = _setting(
         "device",
-        one_of(PLACES),
+        one_of((*PLACES, AUTO)),
         "offload",
         f"where parameters live: {_names(PLACES)}; from the host, each segment's are fetched before it runs",
-        "Same result. In stage 3 each rank has its slice there.",
+        'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit.',
+        typed=one_of(PLACES),
     )
     weight_slots: int = _setting(
         2, _count, "offload", "segments whose fetched parameters have room on the device"
     )
-    activations_on: Place = _setting(
+    activations_on: Place | Literal["auto"] = _setting(
         "device",
-        one_of(PLACES),
+        one_of((*PLACES, AUTO)),
         "offload",
         f"where the inputs of segments wait for backward: {_names(PLACES)}",
-        "Same result. Residuals of recompute min-cut wait there as well.",
+        'Same result. Residuals of recompute min-cut wait there as well. "auto", with `example`: on the device if '
+        "they fit.",
+        typed=one_of(PLACES),
     )
     moments: Moments = _setting(
         "fp32",
@@ -341,6 +344,14 @@ class StepSettings:
     def streams(self) -> bool:
         """Whether parameters are whole on the device only while a segment uses them, on any number of ranks."""
         return self.params_on == "host" or self.stage == 3
+
+    def placed(self) -> "Iterator[StepSettings]":
+        """The settings with every place that is "auto" on the device, then with activations, parameters or both of
+        these on the host, the one that moves fewest bytes first.
+        """
+        for params_on in PLACES if self.params_on == AUTO else (self.params_on,):
+            for activations_on in PLACES if self.activations_on == AUTO else (self.activations_on,):
+                yield evolve(self, params_on=params_on, activations_on=activations_on)
 
     @property
     def group_size(self) -> int:

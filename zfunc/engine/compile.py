@@ -20,7 +20,7 @@ from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
-from zfunc.engine.offload_ratio import fit_to_memory, log_offload
+from zfunc.engine.offload_ratio import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.specialize import specialize
@@ -106,6 +106,24 @@ def compile(
     refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
+    if AUTO in (settings.params_on, settings.activations_on):
+        if example is None:
+            raise ValueError(
+                "params_on, activations_on: got 'auto' without an example, expected one: pass a batch to plan "
+                "memory"
+            )
+        make = partial(
+            compile,
+            segments,
+            optimizer=optimizer,
+            device=device,
+            group=group,
+            recipe=recipe,
+            example=example,
+            stages=stages,
+            patience=patience,
+        )
+        return first_that_fits((partial(make, placed) for placed in settings.placed()), example)
     optimizer = with_moments(optimizer, settings)
     if settings.deterministic:
         prepare_deterministic(device)

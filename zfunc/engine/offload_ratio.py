@@ -1,14 +1,15 @@
-"""Partial offload: how much of the optimizer state fits on the device, and the log of what was chosen."""
+"""What fits on the device: how much of the optimizer state, whether parameters and activations; the log of it."""
 
 import logging
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from attrs import evolve
 
+from zfunc.core.graph import Tier
 from zfunc.core.layout import resident_buckets
-from zfunc.core.memory_model import peak_memory
+from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.spec import StepSpec
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.specialize import batch_key, specialize
@@ -31,13 +32,10 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     """
     spec = specialize(program, example).spec
     on_cpu = not on_accelerator(program.device)
-    available = available_host_bytes() if on_cpu else available_bytes(program.device)
+    available, limit = _room(program)
 
     def needed(spec: StepSpec) -> int:
-        peaks = peak_memory(make_plan(spec, program.schedule, program.recipe))
-        return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
-
-    limit = int(available * (1 - HEADROOM))
+        return _needed(program, peak_memory(make_plan(spec, program.schedule, program.recipe)))
 
     def fits(ratio: float) -> bool:
         return needed(with_ratio(spec, ratio)) <= limit
@@ -58,6 +56,35 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
     spec = with_ratio(spec, ratio)
     cache = ProgramCache(costs={key: (spec, random)}, facts=program.cache.facts)
     return evolve(program, spec=evolve(program.spec, resident=spec.resident), cache=cache)
+
+
+def first_that_fits(ways: Iterable[Callable[[], Program]], example: tuple[Any, Any]) -> Program:
+    """The first program whose step on `example` fits every rank's device, else the last. None is run."""
+    *others, last = ways
+    for make in others:
+        try:
+            program = make()
+        except OutOfMemory:  # whatever its offload ratio
+            continue
+        needed = _needed(program, specialize(program, example).memory)
+        fits = needed <= _room(program)[1]
+        program.ranks.agree("compile")
+        if all(program.ranks.texts("fits" if fits else "")):
+            return program
+    return last()
+
+
+def _room(program: Program) -> tuple[int, int]:
+    """The free bytes of the device, or of the host where that is one, and how many of them can be used."""
+    on_cpu = not on_accelerator(program.device)
+    available = available_host_bytes() if on_cpu else available_bytes(program.device)
+    return available, int(available * (1 - HEADROOM))
+
+
+def _needed(program: Program, peaks: Mapping[Tier, Peak]) -> int:
+    """The bytes of these peaks that come out of that room."""
+    on_cpu = not on_accelerator(program.device)
+    return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:

@@ -89,7 +89,7 @@ class CostModel:
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
         """The best settings in `space`, from these on."""
-        return search(self.spec(settings), self.hardware(settings), settings, space)
+        return search(self.spec, self.hardware(settings), settings, space)
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""

@@ -20,7 +20,7 @@ from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
-from zfunc.core.settings import StepSettings, settings_with, takes_settings
+from zfunc.core.settings import PLACES, StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
@@ -155,8 +155,9 @@ def plan(
 
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
-    speculation and deferral. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the device
-    is the host. `offload_ratio="auto"` is the fastest that fits.
+    speculation, deferral, where parameters and activations live, and the order of micro-batches. `precision="auto"`
+    is bf16 where the profile has it, else fp16; fp32 where the device is the host. `offload_ratio`, `params_on` and
+    `activations_on` of "auto" are the fastest that fit.
 
     {settings}
 
@@ -188,16 +189,14 @@ def _uncollected() -> Iterator[None]:
 
 @_uncollected()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
-    """Plan `settings`, of which `schedule` and `offload_ratio` may be "auto", as in `plan`."""
-    search_all, search_ratio = settings.schedule == AUTO, settings.offload_ratio == AUTO
-    settings, result = search_start(settings), None
-    if search_all or search_ratio:
-        ratios_alone = SearchSpace((), (), (), (), speculate=(), defer=(), delay=())
-        space = SearchSpace(delay=(settings.delayed,)) if search_all else ratios_alone
+    """Plan `settings`, of which some may be "auto", as in `plan`."""
+    searched_all = settings.schedule == AUTO
+    space, settings, result = _space(settings), search_start(settings), None
+    if space is not None:
         result = model.search(settings, space)
         settings = result.step.settings
     step = model.step(settings)
-    settable = UNSEARCHED if search_all and step.fits else None
+    settable = UNSEARCHED if searched_all and step.fits else None
     return Planned(
         step.hardware,
         model.machine if isinstance(model.machine, Profile) else None,
@@ -208,6 +207,19 @@ def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = Tr
         result.reasons if result else (),
         result.tried if result else (),
     )
+
+
+def _space(settings: StepSettings) -> SearchSpace | None:
+    """What a search varies: every setting for `schedule` "auto", else those that are; None if nothing is."""
+    if settings.schedule == AUTO:
+        return SearchSpace(delay=(settings.delayed,))
+    values: dict[str, tuple[str, ...] | None] = {}
+    if settings.offload_ratio == AUTO:
+        values["offload_ratios"] = None  # those that fit
+    for place in ("params_on", "activations_on"):
+        if getattr(settings, place) == AUTO:
+            values[place] = PLACES
+    return SearchSpace.only(**values) if values else None
 
 
 def search_start(settings: StepSettings) -> StepSettings:

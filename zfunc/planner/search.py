@@ -8,14 +8,13 @@ none lacks fewer bytes. Delay, which changes numbers, is tried only if the space
 every rank: no clock is read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import attrs
 from attrs import define, evolve, field, frozen
 
-from zfunc.core.graph import Graph, Kind, Tier
+from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import persistent_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.planner.candidate import (
@@ -25,11 +24,15 @@ from zfunc.planner.candidate import (
     shortage_text,
 )
 from zfunc.planner.search_space import COORDINATES, SearchSpace
-from zfunc.planner.steady_state import MANY, estimate
+from zfunc.planner.steady_state import MANY, estimate, kept_bytes, work_of
 from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ROUNDS = 3  # over all settings; the last mostly changes nothing
+TOGETHER = (
+    ("speculate", "defer", "delay_from"),
+    ("params_on", "stage"),
+)  # settings that exclude or need each other
 
 
 @frozen(eq=False)
@@ -52,11 +55,15 @@ class SearchResult:
 
 
 def search(
-    spec: StepSpec, hardware: Hardware, start: StepSettings | None = None, space: SearchSpace | None = None
+    spec_of: Callable[[StepSettings], StepSpec],
+    hardware: Hardware,
+    start: StepSettings | None = None,
+    space: SearchSpace | None = None,
 ) -> SearchResult:
-    """The fastest step of `spec` on `hardware` that fits its memory; if none does, the one that lacks least.
+    """The fastest step on `hardware` that fits its memory; if none does, the one that lacks least.
 
-    Varies what `space` allows. Values of `start` stay where others gain nothing. Takes seconds for 50 layers.
+    `spec_of` is the spec of settings. Varies what `space` allows. Values of `start` stay where others gain nothing.
+    Takes seconds for 50 layers.
 
     >>> from zfunc.core.spec import SegmentCost
     >>> from zfunc.core.hardware import ROUND
@@ -64,11 +71,12 @@ def search(
     >>> layout = make_layout([[Parameter(f"w{n}", (1000, 1000))] for n in range(8)], bucket_size=1 << 20)
     >>> costs = [SegmentCost(flops=10**10, backward_flops=10**10)] * 8
     >>> spec = StepSpec(layout, costs, [False] * 8, barrier=True)
-    >>> search(spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
+    >>> search(lambda _: spec, ROUND, StepSettings(bucket_size=1 << 20), SearchSpace(offload_ratios=(1.0,))).reasons
     ('speculate 4 instead of 0: 19 % faster, 7.6 MiB more pinned, 45.8 MiB more host',)
     """
-    first = estimate(spec, start or StepSettings(), hardware)
-    walk = _Walk(spec, hardware, space or SearchSpace(), first)
+    start = start or StepSettings()
+    first = estimate(spec_of(start), start, hardware)
+    walk = _Walk(spec_of, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
         for alternatives in COORDINATES:
@@ -85,7 +93,7 @@ def search(
 class _Walk:
     """A search in progress: the best step so far, the time of the fastest that fits, and what was tried."""
 
-    spec: StepSpec
+    spec_of: Callable[[StepSettings], StepSpec]
     hardware: Hardware
     space: SearchSpace
     first: PlannedStep
@@ -105,12 +113,10 @@ class _Walk:
         if settings in self.seen:
             return
         self.seen[settings] = None
-        if self.spec.micro_batches >= MANY:  # whose operations take longer to make than a few to simulate
-            self._simulate(settings)
-            return
-        graph = self.graph(settings)
-        lacking = self.hardware.lacking(persistent_bytes(graph))
-        lane, least = _longest_lane(graph, self.hardware)
+        spec = self.spec_of(settings)
+        graph = self.graph(settings) if spec.micro_batches < MANY else None
+        lacking = self.hardware.lacking(kept_bytes(spec, settings, graph))
+        lane, least = max(work_of(spec, settings, self.hardware, graph).items(), key=lambda item: item[1])
         change = _change(settings, self.best.settings)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
             outcome = f"{change}: cannot fit, {shortage_text(lacking)} for what is kept from step to step"
@@ -122,7 +128,7 @@ class _Walk:
             self._simulate(settings, graph)
 
     def _simulate(self, settings: StepSettings, graph: Graph | None = None) -> PlannedStep:
-        step = self.seen[settings] = estimate(self.spec, settings, self.hardware, graph)
+        step = self.seen[settings] = estimate(self.spec_of(settings), settings, self.hardware, graph)
         self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
         if _better(step, self.best):
             self.best = step
@@ -138,7 +144,7 @@ class _Walk:
         """The operations of `settings`, which do not depend on the schedule."""
         plain = evolve(settings, schedule="")
         if self.last is None or self.last[0] != plain:
-            self.last = plain, operations_of(self.spec, settings)
+            self.last = plain, operations_of(self.spec_of(settings), settings)
         return self.last[1]
 
     def simulated(self, settings: StepSettings) -> PlannedStep:
@@ -166,14 +172,6 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
     return lacking < before or (lacking == before and new.seconds < old.seconds * (1 - WORTH))
 
 
-def _longest_lane(graph: Graph, hardware: Hardware) -> tuple[Kind | str, float]:
-    """The kind of operation that takes longest in total: no schedule makes a step shorter than that."""
-    seconds: dict[Kind | str, float] = {"nothing": 0.0}
-    for op in graph:
-        seconds[op.kind] = seconds.get(op.kind, 0.0) + hardware.seconds(op)
-    return max(seconds.items(), key=lambda item: item[1])
-
-
 # --- in words --------------------------------------------------------------------------------------------
 
 
@@ -191,8 +189,7 @@ def _changed(new: StepSettings, old: StepSettings) -> list[str]:
 
 
 def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings:
-    exclusive = ("speculate", "defer", "delay_from")
-    names = exclusive if name in exclusive else (name,)
+    names = next((group for group in TOGETHER if name in group), (name,))
     return evolve(settings, **{x: getattr(other, x) for x in names})
 
 

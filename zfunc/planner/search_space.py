@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve, fields, frozen
 
-from zfunc.core.layout import make_layout
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import PLACES, Place, StepSettings, lay_out
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import kept_bytes
 
@@ -19,13 +20,21 @@ SEARCHED = (
     "speculate",
     "defer",
     "delay_from",
+    "params_on",
+    "activations_on",
+    "stage",
+    "accumulate",
+    "weight_slots",
 )
 """The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
 
 
 @frozen
 class SearchSpace:
-    """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit."""
+    """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
+
+    `accumulate` and `stages` are tried where there are several micro-batches and ranks.
+    """
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
     bucket_sizes: tuple[int, ...] = tuple(n * 1_000_000 for n in (10, 25, 50, 100, 200, 500))
@@ -35,6 +44,56 @@ class SearchSpace:
     speculate: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     defer: tuple[bool, ...] = (False, True)
     delay: tuple[bool, ...] = (False,)
+    params_on: tuple[Place, ...] = PLACES
+    activations_on: tuple[Place, ...] = PLACES
+    stages: tuple[Literal[2, 3], ...] = (2, 3)
+    accumulate: tuple[str | int, ...] = ("horizontal", "vertical", 2, 4, 8)
+    weight_slots: tuple[int, ...] = (1, 2, 3, 4)
+
+    @classmethod
+    def only(cls, **values: tuple[Any, ...] | None) -> "SearchSpace":
+        """A space that varies nothing but these."""
+        return cls(**{f.name: () for f in fields(cls)} | values)
+
+
+def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    """Parameters and activations on the device or on the host, unless those are one."""
+    settings = best.settings
+    if best.hardware.unified:
+        return
+    for params_on in space.params_on or (settings.params_on,):
+        for activations_on in space.activations_on or (settings.activations_on,):
+            changes: dict[str, Any] = {"params_on": params_on, "activations_on": activations_on}
+            if params_on == "host":
+                changes |= {"speculate": 0, "stage": 3 if best.spec.world > 1 else settings.stage}
+            yield from _possible(settings, **changes)
+
+
+def _stages(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    if best.spec.world > 1 and best.settings.stage > 1 and best.settings.params_on == "device":
+        for stage in space.stages:
+            yield from _possible(best.settings, stage=stage)
+
+
+def _accumulate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    known = {best.settings.group_size}
+    for order in space.accumulate:
+        for settings in _possible(best.settings, accumulate=order):
+            if settings.group_size not in known:
+                known.add(settings.group_size)
+                yield settings
+
+
+def _weight_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    if best.settings.streams:
+        for count in _beside(space.weight_slots, best.settings.weight_slots):
+            yield evolve(best.settings, weight_slots=count)
+
+
+def _possible(settings: StepSettings, **changes: Any) -> Iterator[StepSettings]:
+    """The settings with `changes`, unless they exclude each other."""
+    with suppress(ValueError):
+        yield evolve(settings, **changes)
 
 
 def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
@@ -43,7 +102,7 @@ def _schedules(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[
 
 
 def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.barrier and not best.settings.delayed:
+    if best.spec.barrier and not best.settings.delayed and best.settings.params_on == "device":
         count = len(best.spec.offloaded)
         for share in space.speculate:
             shadows = round(share * count)
@@ -99,7 +158,8 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
 
 def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     """Where buckets of that size end: two sizes with equal cuts are one choice."""
-    layout = make_layout(best.spec.layout.parameters, bucket_size=bucket_size, world=best.spec.world)
+    settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
+    layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)
     return tuple(b.stop for b in layout.buckets)
 
 
@@ -109,7 +169,7 @@ def _host_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator
 
 
 def _grad_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    if best.spec.stage == 2:  # in stage 1 every bucket has a slot
+    if best.spec.stage > 1:  # in stage 1 every bucket has a slot
         for count in _beside(space.grad_slots, best.settings.grad_slots):
             yield evolve(best.settings, grad_slots=count)
 
@@ -123,7 +183,8 @@ def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
-    *(_schedules, _delay, _defer, _speculate, _ratios, _buckets, _host_slots, _grad_slots),
+    *(_schedules, _delay, _places, _stages, _accumulate, _defer, _speculate, _ratios),
+    *(_buckets, _host_slots, _grad_slots, _weight_slots),
 )
 
 

@@ -1,19 +1,21 @@
 """Time and memory of a step of many micro-batches, from steps of a few.
 
-Once a step has settled, one more micro-batch inserts a period into every lane and changes nothing else: what is
-before it runs at the same times, what is after it runs a period later. Where the simulated steps of n and n + 1
-micro-batches show that, those of larger numbers follow; where they do not, the step is simulated in full. Nothing
-here knows what the operations do.
+Once a step has settled, one more micro-batch, or group of them, inserts a period into every lane and changes
+nothing else: what is before it runs at the same times, what is after it runs a period later. Where the simulated
+steps of n and n + 1 show that, those of larger numbers follow; where they do not, the step is simulated in full. So
+is one whose micro-batches are a single group, because every pass of that gets longer. Nothing here knows what the
+operations do.
 
 The invariant: the result is that of the full simulation, memory to the byte and time within `CLOSE`. A schedule
 that compares plans compares those of the few.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from attrs import evolve, frozen
 
-from zfunc.core.graph import TIERS, Graph, Op, Tier
+from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Op, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Peak, persistent_bytes, transient_bytes
 from zfunc.core.settings import StepSettings
@@ -26,29 +28,60 @@ FEW = (3, 6)  # micro-batches after which a step may have settled
 WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
 MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
+Key = TypeVar("Key")
+Amount = TypeVar("Amount", int, float)
 
 
 def estimate(
     spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
 ) -> PlannedStep:
     """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
-    for few in (n for n in FEW if spec.micro_batches >= WORTH * n):
-        small, large = (simulate_choice(_of(spec, n), settings, hardware) for n in (few, few + 1))
+    group = settings.group_size
+    # The passes of a single group get longer with every micro-batch, and nothing repeats.
+    for few in (n for n in FEW if group < spec.micro_batches >= WORTH * n * group):
+        count = few * group + spec.micro_batches % group
+        small, large = (simulate_choice(_of(spec, n), settings, hardware) for n in (count, count + group))
         insertions = _insertions(small, large)
         if insertions is not None:
-            more = spec.micro_batches - few
+            more = (spec.micro_batches - count) // group
             seconds = small.seconds + more * (large.seconds - small.seconds)
             return planned_step(spec, settings, hardware, seconds, _peaks(small, large, insertions, more))
     return simulate_choice(spec, settings, hardware, graph)
 
 
-def kept_bytes(spec: StepSpec, settings: StepSettings) -> dict[Tier, int]:
+def kept_bytes(spec: StepSpec, settings: StepSettings, graph: Graph | None = None) -> dict[Tier, int]:
     """The bytes of the kept regions by tier, whatever the schedule; of many micro-batches from those of a few."""
-    if spec.micro_batches < MANY:
-        return persistent_bytes(operations_of(spec, settings))
-    few, more = FEW[0], spec.micro_batches - FEW[0]
-    one, two = (persistent_bytes(operations_of(_of(spec, n), settings)) for n in (few, few + 1))
-    return {tier: one[tier] + more * (two[tier] - one[tier]) for tier in TIERS}
+    return _from_few(spec, settings, persistent_bytes, graph)
+
+
+def work_of(
+    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
+) -> dict[Kind, float]:
+    """The seconds of all operations of each kind: under no schedule does a step take less than the most of them."""
+
+    def seconds(graph: Graph) -> dict[Kind, float]:
+        total = dict.fromkeys(KINDS, 0.0)
+        for op in graph:
+            total[op.kind] += hardware.seconds(op)
+        return total
+
+    return _from_few(spec, settings, seconds, graph)
+
+
+def _from_few(
+    spec: StepSpec,
+    settings: StepSettings,
+    measure: Callable[[Graph], dict[Key, Amount]],
+    graph: Graph | None,
+) -> dict[Key, Amount]:
+    """What `measure` sums over the operations: those of `graph`, or of many micro-batches from a few."""
+    repeated = 1 if settings.group_size >= spec.micro_batches else settings.group_size
+    if spec.micro_batches < MANY * repeated:
+        return measure(graph or operations_of(spec, settings))
+    few = FEW[0] * repeated + spec.micro_batches % repeated
+    more = (spec.micro_batches - few) // repeated
+    one, two = (measure(operations_of(_of(spec, n), settings)) for n in (few, few + repeated))
+    return {key: amount + more * (two[key] - amount) for key, amount in one.items()}
 
 
 def _of(spec: StepSpec, micro_batches: int) -> StepSpec:
@@ -57,7 +90,7 @@ def _of(spec: StepSpec, micro_batches: int) -> StepSpec:
 
 @frozen
 class _Insertion:
-    """One more micro-batch on a lane: `count` operations at position `at` of the smaller step."""
+    """One more group of micro-batches on a lane: `count` operations at position `at` of the smaller step."""
 
     at: int
     count: int

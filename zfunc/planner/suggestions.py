@@ -118,6 +118,8 @@ def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     tiers = {"device", "host"} if step.hardware.unified else set(step.lacking)
     if "device" in tiers:
         yield from _smaller_on_device(settings, rows)
+        if not step.hardware.unified:
+            yield from _to_host(settings, step.spec.world)
     if "host" in tiers:
         yield from _smaller_on_host(settings)
     for size in (100_000_000, 25_000_000, 10_000_000):
@@ -136,6 +138,17 @@ def _smaller_on_device(settings: StepSettings, rows: int) -> Iterator[dict[str, 
         yield {"offload_ratio": 1.0}
     if settings.stage == 1:
         yield {"stage": 2}
+
+
+def _to_host(settings: StepSettings, world: int) -> Iterator[dict[str, Any]]:
+    """Activations and parameters that move from the device to the host; of several ranks, each has its slice."""
+    if settings.activations_on == "device":
+        yield {"activations_on": "host"}
+    if settings.params_on == "device":
+        sliced = {"stage": 3} if world > 1 and settings.stage != 3 else {}
+        if sliced:
+            yield sliced
+        yield {"params_on": "host", **sliced, **({"speculate": 0} if settings.speculate else {})}
 
 
 def _smaller_on_host(settings: StepSettings) -> Iterator[dict[str, Any]]:
@@ -188,6 +201,7 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         yield {"recompute": "min-cut"}
     fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
+    yield from _less_moved(settings)
     if step.spec.barrier and not settings.delayed and not settings.defer:
         yield {"defer": True, "speculate": 0} if settings.speculate else {"defer": True}
         if settings.speculate < len(step.spec.offloaded):
@@ -196,6 +210,16 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
     yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
     yield from ({"bucket_size": size} for size in (25_000_000, 200_000_000) if size != settings.bucket_size)
-    yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
+    slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
+    yield from ({name: getattr(settings, name) + 1} for name in slots)
     if not settings.delayed and not settings.defer:
         yield {"delay_from": 1, "speculate": 0} if settings.speculate else {"delay_from": 1}
+
+
+def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
+    """Changes after which fewer bytes cross a bus."""
+    if settings.group_size < settings.micro_batches:
+        yield {"accumulate": "vertical"}
+    yield from (
+        {place: "device"} for place in ("params_on", "activations_on") if getattr(settings, place) == "host"
+    )

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import PLACES, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -120,6 +120,10 @@ TRAIN = {
         "GPU)",
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
+    **{
+        place: STEP[place].offering((*PLACES, AUTO), f". {AUTO}: on the device if they fit")
+        for place in ("params_on", "activations_on")
+    },
     "dropout": Option("model", "probability of dropping an activation", probability),
     "lr": Option(
         "step",

@@ -24,7 +24,7 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import PLACES, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.profile import Profile
@@ -54,8 +54,12 @@ PLAN = {
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering(
         (*schedules.__all__, AUTO),
-        f"; {AUTO} searches for schedule, bucket size, slots, ratio, speculation and deferral",
+        f"; {AUTO} searches for all settings that change no number, but precision, recompute and micro-batches",
     ),
+    **{
+        place: STEP[place].offering((*PLACES, AUTO), f". {AUTO}: the fastest that fits")
+        for place in ("params_on", "activations_on")
+    },
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "hardware": HARDWARE,
     "with_": WITH,
@@ -208,6 +212,10 @@ def _job(answer: PlannedModel) -> Iterator[str]:
         f"moments {settings.moments}",
         *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
         *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
+        *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
+        *(["parameters on the host"] if settings.params_on == "host" else []),
+        *(["activations on the host"] if settings.activations_on == "host" else []),
+        *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
         *(["updates delayed"] if settings.delayed else []),
         *(["updates deferred"] if p.step.spec.deferred else []),
     ]
