@@ -345,6 +345,11 @@ class StepSettings:
         """Whether parameters are whole on the device only while a segment uses them, on any number of ranks."""
         return self.params_on == "host" or self.stage == 3
 
+    @property
+    def moves(self) -> bool:
+        """Whether backward gets weights or inputs in other memory than forward did."""
+        return self.streams or self.activations_on == "host"
+
     def placed(self) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" on the device, then with activations, parameters or both of
         these on the host, the one that moves fewest bytes first.

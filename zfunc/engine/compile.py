@@ -272,7 +272,7 @@ def _calls(
                 recompute=keep,
                 wrt_input=options[1],
                 last=s == last,
-                moving=settings.streams or settings.activations_on == "host",
+                moving=settings.moves,
                 name=segment.name,
             )
             eager = make()

@@ -107,19 +107,21 @@ class CostModel:
 
     def _program(self, settings: StepSettings) -> Program:
         """The segments, checked, and compiled with the settings that their forward and backward depend on."""
-        recompute, compiled, graphs = key = _passes(settings)
+        recompute, compiled, graphs, moving = key = _passes(settings)
         if key not in self._programs:
             self._programs[key] = compile(
                 self.segments,
                 recompute=recompute,
                 compile_segments=compiled,
                 device_graphs=graphs,
+                activations_on="host" if moving else "device",
                 schedule="Serial",
                 device="cpu",
             )
         return self._programs[key]
 
 
-def _passes(settings: StepSettings) -> tuple[Recompute, bool, bool]:
-    """What forward and backward of the segments depend on."""
-    return settings.recompute, settings.compile_segments, settings.device_graphs
+def _passes(settings: StepSettings) -> tuple[Recompute, bool, bool, bool]:
+    """What forward and backward of the segments depend on; only residuals depend on whether these move."""
+    moving = settings.recompute == "min-cut" and settings.moves
+    return settings.recompute, settings.compile_segments, settings.device_graphs, moving
