@@ -27,12 +27,14 @@ from zfunc.errors import RankError
 from zfunc.runtime.executor import Jitter
 
 WORLD = 2
-TIMEOUT = {"late": 3.0, "dies": 3.0}  # seconds; LONG where nobody waits for it
+TIMEOUT = {"late": 3.0, "dies": 3.0, "gathers": 3.0}  # seconds; LONG where nobody waits for it
 LONG = 120.0
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {"micro_batches": 2, "device_graphs": True},
     "clipped": {"clip_norm": 0.5, "stage": 1, "precision": "fp32"},
     "resident": {"offload_ratio": 0.5, "moments": "8bit"},
+    "stage 3": {"micro_batches": 2, "stage": 3},
+    "stage 3 on the host": {"micro_batches": 2, "stage": 3, "params_on": "host", "activations_on": "host"},
 }
 
 
@@ -44,7 +46,10 @@ def bits(rank: int) -> dict[str, Any]:
             "odd sizes", f"pretend:{rank}", bucket_size=600, schedule="Serial", **settings
         )
         losses, params = run(program, data)
-        seen[name] = [repr(losses), params.double().sum().item().hex()]
+        seen[name] = {
+            "bits": [[loss for loss, _ in losses], params.double().sum().item()],
+            "norms": [norm for _, norm in losses],
+        }
         for schedule in ("Overlapped", "Interleaved"):
             other = rescheduled(program, make_schedule(schedule))
             again, same = run(other, data, jitter=Jitter(rank, 3e-4))
@@ -66,7 +71,16 @@ def failing(rank: int, action: str) -> dict[str, Any]:
             os._exit(0)
         STAGES["backward"](op, mem, step)
 
-    settings = {"bucket_size": 600, "schedule": "Overlapped", "stages": {"backward": backward}}
+    def gather(op: Any, mem: Any, step: Any) -> None:
+        if due and op.index == (0, 1):
+            os._exit(9)
+        STAGES["gather"](op, mem, step)
+
+    settings: dict[str, Any] = {"bucket_size": 600, "schedule": "Overlapped"}
+    if action == "gathers":
+        settings |= {"stage": 3, "params_on": "host", "stages": {"gather": gather}}
+    else:
+        settings["stages"] = {"backward": backward}
     program, data = compiled("odd sizes", f"pretend:{rank}", **settings)
     state, begun = zfunc.init(program, seed=1), 0.0
     try:
@@ -107,7 +121,7 @@ def rank_main(scenario: str, rank: int, folder: Path) -> None:
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     pids = []
-    for scenario in ("bits", "dies", "fails", "late"):
+    for scenario in ("bits", "dies", "gathers", "fails", "late"):
         for rank in range(WORLD):
             pids.append(fork(lambda s=scenario, r=rank: rank_main(s, r, folder)))
         if scenario == "bits":

@@ -37,6 +37,11 @@ BROKEN = {
 }
 END = ("self._finish(run)", "None")
 TRAININGS: list[tuple[str, str, dict[str, Any]]] = [
+    (
+        "odd sizes",
+        "Overlapped",
+        {"bucket_size": 600, "params_on": "host", "activations_on": "host", "recompute": "min-cut"},
+    ),
     ("tied GPT", "Overlapped", {"micro_batches": 2}),
     ("tied GPT", "Interleaved", {"clip_norm": 0.5}),
     ("odd sizes", "Overlapped", {"bucket_size": 600, "clip_norm": 2.0, "offload_ratio": 0.5}),

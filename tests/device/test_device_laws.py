@@ -17,6 +17,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import rescheduled
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
+from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, Head, gpt_segments
 from zfunc.models.loss import linear_next_token_loss
 from zfunc.planner.calibrate import measure_launch
@@ -42,6 +43,30 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("pairs", {"delay_from": 2, "precision": "fp32", "clip_norm": 0.5, "micro_batches": 3}),
 ]
 
+STREAMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "tied GPT",
+        {"precision": "bf16", "moments": "16bit", "clip_norm": 0.5, "micro_batches": 2},
+        {"params_on": "host"},
+    ),
+    (
+        "odd sizes",
+        {**CLIPPED, "precision": "fp32"},
+        {"params_on": "host", "activations_on": "host", "defer": True, "weight_slots": 1},
+    ),
+    (
+        "odd sizes",
+        {**CLIPPED, "micro_batches": 2, "recompute": "min-cut", "offload_ratio": 0.5, "moments": "8bit"},
+        {"params_on": "host", "activations_on": "host"},
+    ),
+    ("pairs", {"precision": "fp32", "micro_batches": 3}, {"accumulate": 2, "activations_on": "host"}),
+    (
+        "frozen below",
+        {"precision": "fp16", "micro_batches": 2},
+        {"params_on": "host", "accumulate": "horizontal"},
+    ),
+]
+
 
 def named(row: Any) -> str | None:
     return " ".join(map(str, row.values())) if isinstance(row, dict) else None
@@ -56,6 +81,24 @@ def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings:
         again, same = run(rescheduled(program, make_schedule(name)), data, jitter=Jitter(0, 2e-4))
         assert repr(again) == repr(losses), name
         assert torch.equal(same, params), name
+
+
+@pytest.mark.parametrize(("model", "settings", "streamed"), STREAMED, ids=named)
+def test_where_parameters_and_activations_live_changes_no_bit(
+    device: str, model: str, settings: dict[str, Any], streamed: dict[str, Any]
+) -> None:
+    """Under every schedule and delay, and in debug mode; of the norm not by more than a rounding in fp64."""
+    losses, params = train(model, device, schedule="Serial", **settings)
+    program, data = compiled(model, device, schedule="Overlapped", **settings, **streamed)
+    for other, step in (
+        (program, {"jitter": Jitter(0, 2e-4)}),
+        (rescheduled(program, schedules.Interleaved()), {"jitter": Jitter(1, 2e-4)}),
+        (rescheduled(program, schedules.Serial()), {"debug": True}),
+    ):
+        again, same = run(other, data, **step)
+        assert [loss for loss, _ in again] == [loss for loss, _ in losses], other.schedule
+        assert [norm for _, norm in again] == pytest.approx([norm for _, norm in losses], rel=1e-14)
+        assert torch.equal(same, params), other.schedule
 
 
 @pytest.mark.gpu  # the kernels of the pretend device are the CPU's
@@ -222,6 +265,8 @@ def bytes_of_graphs(device: str) -> int:
         {"recompute": "all"},
         {"recompute": "none", "clip_norm": 1.0, "defer": True},
         {"recompute": "min-cut"},
+        {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
+        {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},
         {"recompute": "all", "device_graphs": True},
@@ -230,7 +275,10 @@ def bytes_of_graphs(device: str) -> int:
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
     """To the byte on the pretend device, whose allocator counts exactly."""
-    program, batch = gpt(device, **settings)
+    check_peak(device, *gpt(device, **settings))
+
+
+def check_peak(device: str, program: Any, batch: Any) -> None:
     gc.collect()  # graphs of other tests
     before = torch.accelerator.memory_allocated() + bytes_of_graphs(device)
     state = zfunc.init(program)
@@ -253,6 +301,49 @@ def test_init_never_has_the_whole_model_on_the_device(device: str) -> None:
     assert peak == torch.accelerator.memory_allocated() - before  # the slots, which stay
     assert peak < sum(2 * bucket.numel for bucket in program.layout.buckets)
     assert state.step == 0
+
+
+class Gated(nn.Module):
+    """Wide, and its output is a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 512)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.linear(x)
+        return torch.tanh(z * torch.sigmoid(z))
+
+
+@pytest.mark.parametrize("settings", [{"recompute": "none"}, {"recompute": "min-cut", "params_on": "host"}])
+def test_an_output_that_is_a_residual_counts_until_its_backward(
+    device: str, settings: dict[str, Any]
+) -> None:
+    modules = {"below": Gated(), "narrow": nn.Linear(512, 8), "above": Gated(), "loss": Loss(512)}
+    segments = [zfunc.segment(name, module) for name, module in modules.items()]
+    program = zfunc.compile(segments, device=device, schedule="Overlapped", **settings)
+    check_peak(device, program, (torch.ones(1024, 8), torch.ones(1024)))
+
+
+def test_slots_of_activations_that_do_not_fit_are_refused_before_they_are_allocated(controls: Any) -> None:
+    program, data = compiled("pairs", "pretend", activations_on="host")
+    state, before = zfunc.init(program), torch.accelerator.memory_allocated()
+    planned = specialize(program, data(0)).memory["device"]
+    controls.set_capacity(0, before + planned.transient)
+    with pytest.raises(OutOfMemory, match="nothing was allocated"):
+        zfunc.train_step(program, state, data(0))
+    assert torch.accelerator.memory_allocated() == before
+    controls.set_capacity(0, 1 << 30)
+    zfunc.train_step(program, state, data(0))
+
+
+def test_what_is_on_the_host_is_pinned(device: str) -> None:
+    program, data = compiled("odd sizes", device, params_on="host", activations_on="host", precision="fp16")
+    state = zfunc.init(program)
+    zfunc.train_step(program, state, data(0))
+    waiting = [slot.flat for r, slot in program.cache.activations.items() if r.tier == "pinned"]
+    assert waiting
+    assert all(t.is_pinned() for t in (*waiting, *state.buffers.params()))
 
 
 def test_device_memory_does_not_grow_from_step_to_step(device: str) -> None:

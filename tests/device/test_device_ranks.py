@@ -31,12 +31,15 @@ def test_every_schedule_has_the_serial_bits_on_all_ranks(outcomes: dict[str, Any
     first, second = outcomes["bits-0"], outcomes["bits-1"]
     assert [name for name, seen in first.items() if seen is False] == []
     assert first == second  # losses, norms and parameters, too
+    assert first["stage 3"] == first["stage 3 on the host"]
+    assert first["stage 3"]["bits"] == first["plain"]["bits"]
 
 
 @pytest.mark.parametrize(
     ("scenario", "why", "within"),
     [
         ("dies", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
+        ("gathers", "(all_gather|all_reduce|reduce_scatter) on rank 0.*rank 1 did not come", 60.0),
         ("fails", "rank 1 has left: step 3 failed with ExecutionError: backward.*of rank 1", 30.0),
         ("late", "(reduce_scatter|all_gather) on rank 0.*rank 1 did not come", 60.0),
     ],

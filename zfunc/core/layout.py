@@ -75,6 +75,11 @@ class Bucket:
         clipped = ((max(start, a), min(stop, b), decay) for a, b, decay in self.runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
+    def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
+        """Where its parameters are between `start` and `stop`, relative to the bucket."""
+        edges = ((max(start, x.start - self.start), min(stop, x.stop - self.start)) for x in self.spans)
+        return tuple((first, last) for first, last in edges if first < last)
+
     @cached_property
     def runs(self) -> tuple[tuple[int, int, bool], ...]:
         """Maximal `(start, stop, decay)` runs of equal decay, relative to the bucket, that tile it."""

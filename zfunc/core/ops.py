@@ -103,7 +103,7 @@ class OpBuilder(Regions):
     def stash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs to the host: its input, and the residuals."""
         into = self._host_activation(m, s)
-        kept = (self._input(m, s), *self._residuals(m, s), *self._room(m, s))
+        kept = (self._input(m, s), *self._residuals(m, s), *self._kept_output(m, s), *self._room(m, s))
         return Op("stash", (m, s), "d2h", kept, (into,), nbytes=into.nbytes)
 
     def _room(self, m: int, s: int) -> tuple[Region, ...]:
@@ -120,10 +120,10 @@ class OpBuilder(Regions):
         return Op("unstash", (m, s), "h2d", (stashed,), self._for_backward(m, s), nbytes=stashed.nbytes)
 
     def _for_backward(self, m: int, s: int) -> tuple[Region, ...]:
-        """What forward of segment `s` left for backward: its input and residuals, or the slot that has both."""
+        """What forward of segment `s` left for backward: its input and residuals, or the slot that has them."""
         if self.spec.stashed(s):
             return (self._activation_slot(self.progress.activations[m, s]),)
-        return (self._input(m, s), *self._residuals(m, s))
+        return (self._input(m, s), *self._residuals(m, s), *self._kept_output(m, s))
 
     def forward(self, m: int, s: int) -> Op:
         """Run segment `s`; the last one returns the loss. Residuals are kept unless backward recomputes them."""

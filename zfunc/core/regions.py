@@ -10,7 +10,7 @@ from zfunc.core.slots import Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 FP32, FP64 = 4, 8  # bytes
-ACTIVATION_SLOTS = 2  # one is filled while backward reads the other
+ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
 SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
 
 
@@ -103,6 +103,11 @@ class Regions:
         """The memory that device graphs share, if the passes of segment `s` are some: one runs at a time."""
         nbytes = sum(self.spec.graph_bytes)
         return (Region("graphs", (), nbytes, lifetime="value"),) if s in self.spec.graphed else ()
+
+    def _kept_output(self, m: int, s: int) -> tuple[Region, ...]:
+        """The output of a segment, if it is one of its residuals too."""
+        kept = self._residuals(m, s) and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
+        return (self._input(m, s + 1),) if kept else ()
 
     def _cotangent(self, m: int, s: int) -> Region:
         return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)

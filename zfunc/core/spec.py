@@ -18,9 +18,9 @@ class SegmentCost:
 
     `flops` is that of forward, `backward_flops` that of backward and its recomputation. `residual_bytes` is kept
     between them beside the output, 0 if backward recomputes from the input; `stash_bytes` is what backward needs
-    of forward: the input, the residuals, and what of the output is one. A workspace is the peak that a pass
-    allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in a pass.
-    `copied_bytes` is what a device graph of a pass copies in and out; 0 if it cannot be one.
+    of forward: the input, the residuals, and what of the output is one, if `keeps_output`. A workspace is the peak
+    that a pass allocates beside its inputs and outputs. Launches are the operations that an accelerator is given in
+    a pass. `copied_bytes` is what a device graph of a pass copies in and out; 0 if it cannot be one.
     """
 
     flops: int = 0
@@ -32,6 +32,7 @@ class SegmentCost:
     forward_launches: int = 0
     backward_launches: int = 0
     stash_bytes: int = 0
+    keeps_output: bool = False
     copied_bytes: int = 0
 
 

@@ -144,8 +144,8 @@ class Trace:
     """The cost of a segment for one micro-batch, in FLOPs and bytes, and its output (`out`, on meta).
 
     The peaks are those of each pass, results included, and so are the launches. `residual_bytes` is alive between
-    them beside the output, `stash_bytes` with the input and what of the output is a residual. `random` is whether
-    one of them draws random numbers. `copied_bytes` is as in `SegmentCost`.
+    them beside the output, `stash_bytes` with the input and what of the output is a residual, if it
+    `keeps_output`. `random` is whether one of them draws random numbers. `copied_bytes` is as in `SegmentCost`.
     """
 
     out: Any
@@ -156,6 +156,7 @@ class Trace:
     output_bytes: int
     residual_bytes: int
     stash_bytes: int
+    keeps_output: bool
     forward_peak: int
     backward_peak: int
     random: bool
@@ -192,15 +193,19 @@ def trace(
             forward_flops, forward_launches = tracker.flops, tracker.launches
             forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
             output_bytes = _storage_bytes(y)
+            out = tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y)
+            own = [t for t in tree_leaves(y) if isinstance(t, Tensor) and tracker.holds(t)]
+            cotangents, own_bytes, before = _cotangents(y), _storage_bytes(own), tracker.live
+            del y, own
+            keeps_output = before - tracker.live < own_bytes
         backward_peak = backward_flops = backward_launches = 0
         if backward is not None:
-            cotangents = _cotangents(y)
             with AllocationTracker() as tracker:
                 backward(*args, residuals, cotangents)
             backward_peak, backward_flops, backward_launches = tracker.peak, tracker.flops, tracker.launches
             random_numbers = random_numbers or tracker.random
         return Trace(
-            out=tree_map_only(Tensor, lambda t: empty_like_strided(t, "meta"), y),
+            out=out,
             forward_flops=forward_flops,
             backward_flops=backward_flops,
             forward_launches=forward_launches,
@@ -208,6 +213,7 @@ def trace(
             output_bytes=output_bytes,
             residual_bytes=max(0, after - output_bytes),
             stash_bytes=_storage_bytes((args[-1][0], residuals)),
+            keeps_output=keeps_output,
             forward_peak=forward_peak,
             backward_peak=backward_peak,
             random=random_numbers,

@@ -172,12 +172,30 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
 
 def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot]:
     """The memory of activations on the host, and on their way back; allocated anew for a larger batch."""
-    slots, regions = program.cache.activations, [r for r in shaped.plan.graph.regions if r.role == "act"]
-    if any(r not in slots or slots[r].flat.numel() < r.nbytes for r in regions):
+    slots = program.cache.activations
+    if regions := _new_activation_slots(program, shaped):
         slots.clear()  # before the new ones are allocated
         memory = allocate_regions(regions, program.dtype, program.device)
         slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
     return slots
+
+
+def _new_activation_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
+    """The regions of all activation slots if they have to be allocated, or anew; else none."""
+    slots, regions = program.cache.activations, [r for r in shaped.plan.graph.regions if r.role == "act"]
+    room = all(r in slots and slots[r].flat.numel() >= r.nbytes for r in regions)
+    return [] if room else regions
+
+
+def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
+    """What of the peaks of a step is allocated before it: all that is kept, but for activation slots too small."""
+    allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
+    if new := _new_activation_slots(program, shaped):
+        for r in new:
+            allocated[r.tier] -= r.nbytes
+        for r, slot in program.cache.activations.items():  # freed before
+            allocated[r.tier] += slot.flat.numel()
+    return allocated
 
 
 def graphs_for(program: Program, spec: StepSpec, shapes: Any, buffers: Buffers) -> DeviceGraphs:

@@ -179,6 +179,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bo
         input_bytes=input_bytes,
         residual_bytes=kept,
         stash_bytes=t.stash_bytes,
+        keeps_output=keeps and t.keeps_output,
         forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
         backward_workspace=max(0, t.backward_peak - grad_bytes),
         forward_launches=0 if compiled else t.forward_launches,

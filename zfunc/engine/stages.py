@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN, PENDING
 from zfunc.checkpoint.snapshot import FROZEN_BUCKET
-from zfunc.core.graph import Op
+from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.device_graphs import DeviceGraphs
@@ -39,7 +39,7 @@ def forward(op: Op, mem: Memory, step: StepContext) -> None:
     m, s = op.index
     call = step.calls[s]
     with step.randomness(m, s), name_nondeterminism(call.name):
-        x, launch = mem[op.read("act")], _launch(op, mem, call)
+        x, launch = mem[_input(op)], _launch(op, mem, call)
         y, residuals = call.passes.forward(_weights(op, mem, call), _with_targets(x, op, mem), launch)
     mem[op.write("loss") if op.touches("loss") else op.write("act")] = y
     if op.touches("residuals"):
@@ -89,7 +89,8 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 
 def stash(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy a segment's input and residuals to pinned memory."""
-    mem[op.write("host_act")].put([mem[r] for r in op.reads if r.buffer in ("act", "residuals")])
+    residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
+    mem[op.write("host_act")].put([mem[_input(op)], *residuals])
 
 
 def unstash(op: Op, mem: Memory, step: StepContext) -> None:
@@ -129,9 +130,13 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     (b,) = op.index
     grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
-        # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite.
-        norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
-        mem[op.write("squares")].copy_(norm.double().square_())
+        # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
+        # parameter: how the buckets were cut changes no norm by more than a rounding in fp64.
+        own = step.slice_of(b)
+        spans = step.layout.buckets[b].spans_within(own.start, own.stop)
+        pieces = [grad[first - own.start : last - own.start] for first, last in spans] or [grad]
+        norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
+        mem[op.write("squares")].copy_(torch.stack(norms).double().square_().sum())
     else:
         mem[op.write("squares")].fill_(square_sum(grad))
 
@@ -259,7 +264,12 @@ def _left_by_forward(op: Op, mem: Memory) -> tuple[Any, Any]:
     if op.touches("act_slot"):
         x, *residuals = mem[op.read("act_slot")].tree
         return x, residuals[0] if residuals else None
-    return mem[op.read("act")], mem[op.read("residuals")] if op.touches("residuals") else None
+    return mem[_input(op)], mem[op.read("residuals")] if op.touches("residuals") else None
+
+
+def _input(op: Op) -> Region:
+    """The input of an operation's segment; its output may be read as well."""
+    return Region("act", op.index)
 
 
 def _launch(op: Op, mem: Memory, call: CompiledSegment) -> Launch:

@@ -84,13 +84,14 @@ class ActivationSlot:
         for sharing in ranges.values():
             first = min(_byte_range(t)[0] for t in sharing) // ALIGNED_BYTES * ALIGNED_BYTES
             last = max(_byte_range(t)[1] for t in sharing)
-            storage = sharing[0].untyped_storage()
-            source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)[first:last]
+            finest = min(sharing, key=lambda t: t.itemsize)
+            numel, offset = (last - first) // finest.itemsize, first // finest.itemsize
+            source = finest.as_strided((numel,), (1,), offset).view(torch.uint8)
             copy = self.flat[start : start + last - first].copy_(source, non_blocking=True)
             for t in sharing:
-                begin = copy.storage_offset() + t.storage_offset() * t.itemsize - first
-                typed = torch.empty(0, dtype=t.dtype, device=copy.device).set_(copy.untyped_storage())
-                copies[id(t)] = typed.as_strided(t.shape, t.stride(), begin // t.itemsize)
+                begin, end = (edge - first for edge in _byte_range(t))
+                typed = copy[begin:end].view(t.dtype)
+                copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
             start += round_up(last - first, ALLOCATION)
         self.tree = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
 

@@ -23,6 +23,7 @@ from zfunc.engine.flush import run_on_state, state_memory, step_context
 from zfunc.engine.program import (
     Program,
     activation_slots,
+    allocated_for,
     check_memory,
     check_state,
     graphs_for,
@@ -135,15 +136,16 @@ def _train_step(
         program.cache.graphs = None  # their memory is needed
     elif shaped.spec.graphed:
         graphs = graphs_for(program, shaped.spec, batch_key(program, batch), buffers)
-    allocated = {tier: peak.kept for tier, peak in shaped.memory.items()}
+    allocated = allocated_for(program, shaped)
     # The graphs' pool counts as free wherever it is not in use, and their buffer comes with the first of them.
     allocated["device"] -= sum(shaped.spec.graph_bytes) - (graphs.buffer_bytes if graphs else 0)
     check_memory(program, shaped.memory, allocated=allocated, action="train_step")
+    activations = activation_slots(program, shaped)
     check_ranks_agree(program, shaped, state, batch)
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
     step, mem = step_context(program, shaped, state, number), state_memory(program, state)
-    mem |= activation_slots(program, shaped)
+    mem |= activations
     for m, micro in enumerate(split_batch(batch, program.settings.micro_batches)):
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
