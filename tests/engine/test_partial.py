@@ -17,6 +17,7 @@ from table import chain, in_pairs, layouts, spec
 import zfunc
 from zfunc.core.layout import make_layout, resident_buckets
 from zfunc.core.memory_model import peak_memory
+from zfunc.core.spec import ALLOCATION
 from zfunc.engine import offload_ratio as partial
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program
@@ -115,7 +116,8 @@ def test_resident_buckets_are_planned_on_the_device() -> None:
     (half, _), (full, _) = (compiled("fp32", ratio, "odd sizes", bucket_size=200) for ratio in (0.5, 1.0))
     kept = sum(half.layout.buckets[b].numel for b in half.spec.resident)
     a, b = peak_memory(half.plan), peak_memory(full.plan)
-    assert a["device"].kept - b["device"].kept == 12 * kept
+    rounding = a["device"].kept - b["device"].kept - 12 * kept  # of three buffers, to the allocator's units
+    assert 0 <= rounding < 3 * ALLOCATION
     assert b["host"].kept - a["host"].kept == 12 * kept
 
 
