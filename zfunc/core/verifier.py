@@ -79,14 +79,15 @@ def _dropped(plan: Plan, i: int) -> str:
 
 
 def _defined(plan: Plan) -> Iterator[str]:
-    """Errors for regions of one step that are read before they are written."""
-    written = {r for r in plan.graph.regions if r.kept}
+    """Errors for what is read before it is written: all but a State and inputs of the step, as staging is not valid
+    beyond one."""
+    written = {r for r in plan.graph.regions if r.lifetime in ("state", "value")}
     for i, op in enumerate(plan.graph):
         for r in op.reads:
             if r not in written:
                 yield (
-                    f"{op.name} reads {r}, which no operation before it writes: expected it to be kept or "
-                    f"written first. Correct the recipe:\n{plan_excerpt(plan, [i])}"
+                    f"{op.name} reads {r}, which no operation before it writes: expected it to be written "
+                    f"first, or of the lifetime 'state' or 'value'. Correct the recipe:\n{plan_excerpt(plan, [i])}"
                 )
         written.update(op.writes)
 
