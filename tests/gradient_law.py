@@ -25,7 +25,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 }
 
 
-CLIPS = {"odd sizes": 3.0, "pairs": 8.0}  # of each model: some steps have a larger norm, some a smaller one
+CLIPS = {"odd sizes": 3.0, "pairs": 14.0}  # of each model: some steps have a larger norm, some a smaller one
 
 
 STEPS = 3

@@ -89,33 +89,38 @@ def frozen_below() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
 
 
 def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
-    """Hand-made segments that pass a tuple on, one leaf of it whole numbers; three share one weight."""
-    w = Parameter("a.w", (8, 8))
+    """Hand-made segments that pass on a tuple with whole numbers and a view of a weight; three share one weight."""
+    w, v = Parameter("a.w", (8, 8)), Parameter("c.v", (8, 8))
 
     def first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.tanh(x @ p["w"]), (x[:, 0] > 0).long()
 
-    def middle(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         x, sign = xs
-        return torch.tanh(x @ p["w"] + p["table"][sign]), sign
+        return torch.tanh(x @ p["w"] + p["table"][sign]), sign, p["table"].t()
 
-    def last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
-        return ((xs[0] @ p["w"]).sum(-1).float() - targets.float()).square().mean()
+    def third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.tanh(xs[0] @ p["v"]), *xs[1:])
 
-    def initial(seed: int) -> dict[str, Tensor]:
-        return {"a.w": torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) / 3}
+    def last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
+        x, sign, table = xs
+        return (((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()).square().mean()
+
+    def initial(name: str) -> Callable[[int], dict[str, Tensor]]:
+        return lambda seed: {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) / 3}
 
     segments = [
-        zfunc.Segment("a", first, (w,), ("w",), initial=initial),
+        zfunc.Segment("a", first, (w,), ("w",), initial=initial("a.w")),
         zfunc.Segment(
             "b",
-            middle,
+            second,
             (w, Parameter("b.table", (2, 8))),
             ("w", "table"),
             initial=lambda _: {"b.table": torch.zeros(2, 8)},
             shared={"a.w"},
         ),
-        zfunc.Segment("c", last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
+        zfunc.Segment("c", third, (v,), ("v",), initial=initial("c.v")),
+        zfunc.Segment("d", last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
     ]
     return segments, regression()
 

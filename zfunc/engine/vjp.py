@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.func import functionalize, vjp
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
@@ -81,11 +81,19 @@ def make_vjp(
 ) -> SegmentVJP:
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
-    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory may hold others.
+    With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
+    then: an output that is a view of a weight is copied, and a residual that is one is made again.
 
     `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
     nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
     """
+    passes = _make_vjp(function, recompute, wrt_input, last, compiled, name)
+    return _moving(passes) if moving else passes
+
+
+def _make_vjp(
+    function: Callable[..., Any], recompute: Recompute, wrt_input: bool, last: bool, compiled: bool, name: str
+) -> SegmentVJP:
     pull = _pull(function, wrt_input)
     keeping = SegmentVJP(
         lambda w, i, _=None: pull(w, i), lambda _w, _i, residuals, c, _=None: residuals(c), keeps=True
@@ -97,9 +105,8 @@ def make_vjp(
         return _traced(pull, compiled, _recomputing(pull), fallback_note, keeps=False)
     if last:
         return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
-    fallback = make_vjp(function, recompute="all", wrt_input=wrt_input, compiled=compiled, name=name)
-    note = f"segment {name!r} runs with recompute='all'"
-    return _traced(pull, compiled, fallback, note, moving=moving)
+    fallback = _make_vjp(function, "all", wrt_input, last, compiled, name)
+    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'")
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -195,7 +202,6 @@ def _traced(
     fallback_note: str,
     *,
     keeps: bool = True,
-    moving: bool = False,
 ) -> SegmentVJP:
     """Forward and backward as two graphs, cut from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
     `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
@@ -246,8 +252,6 @@ def _traced(
         with torch.enable_grad():  # grad mode as in the trace
             flat = launch(run, leaves)
         residuals = list(flat[joint.num_out :]) if keeps else None
-        if moving and residuals is not None:
-            residuals = [_without_weights(x, leaves) for x in residuals]
         return tree_unflatten(list(flat[: joint.num_out]), joint.out_spec), residuals
 
     def backward(
@@ -261,8 +265,6 @@ def _traced(
         if graphs is None:
             return fallback.backward(weights, inputs, residuals, cotangents)
         joint, _, run = graphs
-        if moving:
-            residuals = [x.of(leaves) if isinstance(x, _WeightView) else x for x in residuals]
         laid_out = [_laid_out(c, strides) for c, strides in zip(cotangents, joint.strides, strict=True)]
         with torch.enable_grad():
             grads = launch(run, [*(residuals if keeps else leaves), *laid_out])
@@ -277,8 +279,8 @@ def _traced(
 
 
 @frozen
-class _WeightView:
-    """A residual that is a view of leaf number `leaf`, from element `offset` of it."""
+class _LeafView:
+    """A residual that is a view of a weight or an input: of leaf number `leaf`, from element `offset` of it."""
 
     leaf: int
     shape: tuple[int, ...]
@@ -291,16 +293,61 @@ class _WeightView:
         return leaf.as_strided(self.shape, self.strides, leaf.storage_offset() + self.offset)
 
 
-def _without_weights(x: Any, leaves: list[Any]) -> Any:
-    """A residual, or what to make it of if its memory is a leaf's: that will hold something else."""
+def _moving(passes: SegmentVJP) -> SegmentVJP:
+    """The same passes, whose outputs and residuals keep no memory of the weights."""
+
+    def forward(
+        weights: SegmentWeights, inputs: tuple[Any, ...], launch: Launch = launch_now
+    ) -> tuple[Any, Any]:
+        y, residuals = passes.forward(weights, inputs, launch)
+        memory = {_storage(w) for w in (*weights.trained.values(), *weights.fixed.values())}
+        own = lambda t: _copy(t) if _storage(t) in memory else t  # noqa: E731
+        if isinstance(residuals, list):  # else they are a pullback, which is used at once
+            leaves = _leaves(weights, inputs)
+            residuals = tree_map_only(Tensor, own, [_without_leaves(x, leaves) for x in residuals])
+        return tree_map_only(Tensor, own, y), residuals
+
+    def backward(
+        weights: SegmentWeights,
+        inputs: tuple[Any, ...],
+        residuals: Any,
+        cotangents: Sequence[Tensor],
+        launch: Launch = launch_now,
+    ) -> Grads:
+        if isinstance(residuals, list):
+            leaves = _leaves(weights, inputs)
+            residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
+        return passes.backward(weights, inputs, residuals, cotangents, launch)
+
+    return evolve(passes, forward=forward, backward=backward)
+
+
+def _leaves(weights: SegmentWeights, inputs: tuple[Any, ...]) -> list[Any]:
+    return [*weights.trained.values(), *weights.fixed.values(), *tree_leaves(inputs)]
+
+
+def _without_leaves(x: Any, leaves: list[Any]) -> Any:
+    """A residual, or what to make it of if it is a view of a leaf."""
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == x.untyped_storage()._cdata:
+        if isinstance(leaf, Tensor) and _storage(leaf) == _storage(x) and leaf.dtype == x.dtype:
             offset = x.storage_offset() - leaf.storage_offset()
-            if x.dtype == leaf.dtype and 0 <= offset < max(1, leaf.numel()):
-                return _WeightView(n, tuple(x.shape), x.stride(), offset)
+            if 0 <= offset < max(1, leaf.numel()):
+                return _LeafView(n, tuple(x.shape), x.stride(), offset)
     return x
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _copy(t: Tensor) -> Tensor:
+    """A copy with the same strides, also of a tensor whose elements overlap."""
+    numel = (
+        1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    )
+    return t.as_strided((numel,), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
 def _layouts(leaves: list[Any]) -> tuple[Any, ...]:
