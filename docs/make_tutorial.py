@@ -22,13 +22,13 @@ CONFIG = DOCS.parent / "examples" / "zero_offload.json"
 
 SMALL = {
     "--num-layers": {"50": "2", "2": "2"},
-    "--hidden-size": {"4096": "64"},
-    "--num-attention-heads": {"32": "4"},
+    "--hidden-size": {"4096": "64", "8192": "64"},
+    "--num-attention-heads": {"32": "4", "64": "4"},
     "--seq-length": {"1024": "64"},
     "--vocab-size": {"50257": "256"},
     "--batch-size": {"10": "10"},
     "--micro-batches": {"2": "2"},
-    "--bucket-size": {"500000000": "500000000"},
+    "--bucket-size": {"500000000": "500000000", "1000000000": "1000000000"},
     "--lr": {"1e-4": "1e-4"},
     "--steps": {"500": "20", "600": "24", "20": "12"},
     "--save-every": {"100": "10", "0": "0"},
@@ -47,12 +47,12 @@ SHRUNK = ("train", "calibrate", "torchrun", "plan")  # commands that take a mach
 UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp")
 
 _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
-_FOUND, _ADVICE = r"^found|^  [a-z_]+ [\d,]+ instead|^as options|^  --[a-z-]+ \S+ --", r"^to |^  --"
+_FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \d+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
 
 OUTPUTS = {
     "plan-v100": None,
-    "plan-auto": f"^plan |^it |needed|^  device|{_TIME}|{_FOUND}",
-    "plan-parts": f"{_FITS}|needed|{_TIME}|{_FOUND}|{_ADVICE}",
+    "plan-auto": f"^plan |^ {{11}}\\S|^it |needed|^  device|{_TIME}|{_FOUND}",
+    "plan-parts": f"{_FITS}|needed|{_TIME}|{_ADVICE}",
     "plan-h100": f"^hardware|{_FITS}|needed|{_TIME}|{_ADVICE}",
     "draw": None,
     "doctor": r"^(thr|mem|host|pin|CUDA)|^!|^  (of a|avail|huge|memory|Adam|lim|round|dev)|^\d wrong|^- |^  let",
@@ -66,10 +66,19 @@ OUTPUTS = {
     "export": None,
     "plan-8bit": f"{_FITS}|needed|{_TIME}",
     "ranks": r"ranks$|^step|^all",
+    "plan-40b-device": f"^GPT|{_FITS}|needed|{_ADVICE}",
+    "plan-40b-auto": f"{_FITS}|needed|{_TIME}|{_FOUND}",
+    "plan-40b": None,
+    "draw-40b": None,
+    "train-40b": r"^plan:|most:|^step +\d*0/|^all|^  (loss|held out  |speed)",
 }
 """The lines of an output that the page shows: those with a match, or all."""
 
-CODES = {"doctor": (0, 1)}  # exit codes that are expected of the command of an output; of others 0
+CODES = {
+    "doctor": (0, 1),
+    "plan-40b-device": (1,),
+}  # exit codes that are expected of an output's command, if not 0
+PICTURES = {"step.html": "tutorial-planned.svg", "forty.html": "tutorial-40b.svg"}  # drawn beside a page
 
 
 @frozen
@@ -194,8 +203,8 @@ def main() -> None:
         for block, following in zip(parts, [*parts[1:], Block("", "")], strict=True):
             for words in commands(block.body) if block.language == "sh" else ():
                 output = _output(words, folder, CODES.get(following.output, (0,)))
-                if "step.html" in words:
-                    _output([*words[:-1], str(DOCS / "tutorial-planned.svg")], folder, (0,))
+                if picture := PICTURES.get(words[-1]):
+                    _output([*words[:-1], str(DOCS / picture)], folder, (0,))
             if block.output:
                 outputs[block.output] = output
         measured = (folder / "runs" / "ten" / "timeline.svg").read_text()
