@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from markdown_table import table
 
 import zfunc
+from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
 from zfunc.core.bottleneck import bound_by, critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
@@ -21,6 +22,7 @@ from zfunc.core.plan import Plan, build
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
 from zfunc.planner.plan_step import Planned
 from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.suggestions import as_flag
 from zfunc.units import format_bytes
 
 TOKENS, WORLDS = 1024, tuple(2**n for n in range(11))  # of a sequence; ranks
@@ -82,7 +84,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "no clipping, CriticalPath": {"clip_norm": None, "schedule": "CriticalPath"},
     "deferred": {"defer": True},
     "speculative, every bucket": {"speculate": EVERY_BUCKET},
-    "delayed": {"delay": True},
+    "delayed": {"delay_from": 1},
     "half of the state on the device": {"offload_ratio": 0.5},
     "8bit moments": {"moments": "8bit"},
     "buckets of 500 M, not 50 M": LARGE,
@@ -92,6 +94,27 @@ CHANGES: dict[str, dict[str, Any]] = {
     "offload ratio auto (the ratio)": {"offload_ratio": "auto"},
     "all that a search finds": {"schedule": "auto"},
 }
+ZERO_3: dict[str, dict[str, Any]] = {
+    "stage 3": {"stage": 3},
+    "stage 3, parameters on the host": {"stage": 3, "params_on": "host"},
+    "4 times the sequences, stage 2": {"times": 4},
+    "4 times the sequences, stage 3": {"times": 4, "stage": 3},
+    "the same, activations on the host": {"times": 4, "stage": 3, "activations_on": "host"},
+}
+ALL_ON_HOST = {"params_on": "host", "activations_on": "host", "defer": True}
+STREAMED: dict[str, dict[str, Any]] = {  # flags of zfunc plan, beside those of TEXT
+    "40 B": {"num_layers": 50, "hidden_size": 8192, "batch_size": 10, "hardware": "v100-32gb", **ALL_ON_HOST},
+    "65 B": {"num_layers": 80, "hidden_size": 8192, "batch_size": 10, "hardware": "h200", **ALL_ON_HOST},
+    "120 B": {
+        **{"num_layers": 148, "hidden_size": 8192, "batch_size": 10, "hardware": "h200", **ALL_ON_HOST},
+        "moments": "8bit",
+    },
+    "8 B": {
+        **{"num_layers": 40, "hidden_size": 4096, "batch_size": 32, "hardware": "rtx4090", **ALL_ON_HOST},
+        **{"moments": "8bit", "with_": ("bytes.host=1.28e11",)},
+    },
+}
+TEXT = {"seq_length": TOKENS, "vocab_size": 50_257}
 NETWORKS: dict[str, dict[str, Any]] = {
     "a rank's own port alone": {"network": "one port"},
     "a latency for every hop": {"network": "every hop"},
@@ -215,6 +238,48 @@ def gains(
     return table(["", *(f"{c.name}: {n:,}" for c, n in columns)], rows, "---:")
 
 
+def sliced() -> str:
+    """Device memory of the same steps, with parameters whole and in slices."""
+    columns = [(case, n) for case in (H100, H200) for n in FEW[1:]]
+
+    def cell(case: Case, world: int, changes: dict[str, Any]) -> str:
+        return f"{planned(case, world, **changes).memory['device'] / 2**30:.1f}"
+
+    rows = [
+        [name, *(cell(case, n, changes) for case, n in columns)]
+        for name, changes in {"stage 2": {}, **ZERO_3}.items()
+    ]
+    return table(["device, GiB", *(f"{c.name}: {n:,}" for c, n in columns)], rows, "---:")
+
+
+@cache
+def streamed(name: str) -> PlannedModel:
+    """A row of STREAMED, planned as `zfunc plan` does."""
+    flags = STREAMED[name]
+    return plan_model(PlanSettings(num_attention_heads=flags["hidden_size"] // 128, **TEXT, **flags))
+
+
+def larger_than_the_device() -> str:
+    """Steps whose parameters do not fit their device."""
+
+    def row(name: str) -> Iterator[str]:
+        step = streamed(name).planned
+        flags = {key.rstrip("_"): value for key, value in STREAMED[name].items()}
+        shape = flags.pop("num_layers"), flags.pop("hidden_size")
+        machine, rows = flags.pop("hardware"), flags.pop("batch_size")
+        override = [f"--with {x}" for x in flags.pop("with", ())]
+        yield f"{name}: {shape[0]} x {shape[1]:,}"
+        yield f"{rows} x {TOKENS:,}"
+        yield f"`{' '.join(['--hardware ' + machine, *(as_flag(k, v) for k, v in flags.items()), *override])}`"
+        yield f"{step.step_seconds:.1f}"
+        yield f"{step.memory['device'] / 2**30:.1f}"
+        yield f"{(step.memory['pinned'] + step.memory['host']) / 1e9:.0f}"
+        yield "yes" if step.fits else "no"
+
+    heads = ["layers", "tokens", "flags", "step, s", "device, GiB", "pinned + host, GB", "fits"]
+    return table(heads, ([*row(name)] for name in STREAMED), "---:")
+
+
 def strong_scaling() -> str:
     """1,024 sequences for all ranks together, in micro-batches of 8 at most."""
     heads = ["ranks", "sequences a rank"]
@@ -278,6 +343,12 @@ def main() -> None:
         print(part(), "\n", flush=True)
     print(gains(NETWORKS, network, "*tokens/s a GPU, as above*"), "\n")
     print(strong_scaling(), "\n")
+    print(larger_than_the_device(), "\n")
+    print(
+        gains(ZERO_3, [(case, n) for case in (H100, H200) for n in FEW[1:]], "*tokens/s a GPU, stage 2*"),
+        "\n",
+    )
+    print(sliced(), "\n")
     print(*figures(), sep="\n")
 
 

@@ -1,5 +1,6 @@
 """docs/scale.md has what docs/scale.py prints: a few quick cells of it, and how its network is derived."""
 
+import math
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def test_cells_of_the_page_are_what_the_script_prints() -> None:
 def test_every_table_and_row_is_on_the_page() -> None:
     for world in scale.WORLDS:
         assert PAGE.count(f"\n| {world:,} |") >= 2
-    for name in (*scale.CHANGES, *scale.NETWORKS):
+    for name in (*scale.CHANGES, *scale.NETWORKS, *scale.ZERO_3):
         assert f"\n| {name} |" in PAGE
 
 
@@ -65,3 +66,22 @@ def test_what_does_not_fit_is_in_brackets() -> None:
     now, large = scale.planned(SMALL, 2), scale.planned(SMALL, 2, rows=1 << 18)
     assert scale.gain(now, now) == "0 %"
     assert scale.gain(large, large) == "(0 %)"
+
+
+BOUNDS = {  # seconds of a step, bytes of the host
+    "40 B": (60.0, math.inf),
+    "65 B": (16.0, math.inf),
+    "120 B": (math.inf, math.inf),
+    "8 B": (math.inf, 90e9),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", scale.STREAMED)
+def test_models_larger_than_their_device_fit_in_time(name: str) -> None:
+    step, (seconds, nbytes) = scale.streamed(name).planned, BOUNDS[name]
+    assert step.fits
+    assert step.step.spec.barrier
+    assert step.step_seconds <= seconds
+    assert step.memory["pinned"] + step.memory["host"] <= nbytes
+    assert f"| {step.step_seconds:.1f} | {step.memory['device'] / 2**30:.1f} |" in PAGE
