@@ -8,11 +8,12 @@ the smallest model and the fewest settings that still fail.
 
 The invariant: in every case the gradient that reaches the optimizer is autograd's, unscaled and clipped, element by
 element; where the model draws random numbers or updates are deferred, it is that of the same program that
-recomputes and defers nothing, bit by bit.
+recomputes, streams and defers nothing, bit by bit.
 """
 
 import argparse
 import logging
+import math
 import sys
 import time
 import traceback
@@ -24,7 +25,6 @@ import plain
 import torch
 from attrs import evolve, field, frozen
 from fuzz_models import Model, draw
-from small_models import bits
 from table import Scattered
 
 import zfunc
@@ -38,7 +38,11 @@ SETTINGS: dict[str, list[Any]] = {
     "micro_batches": [1, 1, 2, 3],
     "clip_norm": [None, None, 0.1, 1.0],
     "bucket_size": [10_000, 1, 70, 300],
-    "stage": [2, 2, 1],
+    "stage": [2, 2, 1, 3],
+    "params_on": ["device", "device", "host"],
+    "activations_on": ["device", "device", "host"],
+    "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
+    "weight_slots": [2, 1, 3],
     "offload_ratio": [1.0, 1.0, 0.5, 0.0],
     "speculate": [0, 0, 1, 100],
     "defer": [False, False, True],
@@ -67,6 +71,15 @@ def case(seed: int) -> Case:
     barrier = settings["clip_norm"] is not None or settings["precision"] == "fp16"
     if settings["delay_from"] is not None or not barrier:
         settings["speculate"] = 0
+    if settings["recompute"] == "none":
+        settings["params_on"] = settings["activations_on"] = "device"
+        settings["stage"] = min(settings["stage"], 2)
+    if settings["params_on"] == "host":
+        settings["speculate"], settings["stage"] = 0, 3
+    if settings["stage"] == 1:
+        settings["accumulate"] = "auto"
+    if settings["stage"] == 3 or settings["params_on"] == "host":
+        settings["delay_from"] = None
     settings["defer"] &= settings["delay_from"] is None and not settings["speculate"]
     return Case(model, {k: v for k, v in settings.items() if v != {**SETTINGS, **OPTIMIZER}[k][0]})
 
@@ -88,16 +101,28 @@ def run(given: Case) -> None:
         segments,
         optimizer=optimizer,
         device="cpu",
-        **{**settings, "recompute": "none", "schedule": "Serial", "defer": False},
+        **{
+            **settings,
+            "recompute": "none",
+            "schedule": "Serial",
+            "defer": False,
+            "params_on": "device",
+            "activations_on": "device",
+            "stage": min(settings["stage"], 2),
+        },
     )
     other = zfunc.init(again, seed=given.model.seed, loss_scale=scale)
     for i in range(STEPS):
         state, metrics = zfunc.train_step(program, state, given.model.batch(i))
         other, expected = zfunc.train_step(again, other, given.model.batch(i))
-        assert repr((metrics.loss, metrics.grad_norm)) == repr((expected.loss, expected.grad_norm))
+        assert repr(metrics.loss) == repr(expected.loss)
+        # Its squares are added by bucket, and those of streamed parameters are cut otherwise.
+        norms = metrics.grad_norm, expected.grad_norm
+        assert math.isclose(*norms, rel_tol=1e-14) or repr(norms[0]) == repr(norms[1])
         if i % 2 == 0:
             state = state if state.pending else zfunc.flush(program, state)
-            assert all(map(torch.equal, bits(state), bits(other))), "the bits of recomputing nothing"
+            ours, theirs = zfunc.params(program, state), zfunc.params(again, other)
+            assert all(torch.equal(ours[name], x) for name, x in theirs.items()), "recomputing nothing"
 
 
 def _precision(model: Model, precision: str) -> str:
