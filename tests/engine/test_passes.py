@@ -13,6 +13,7 @@ from fuzz_models import KEEPING, Apply, Sine
 from small_models import Loss, regression, tied_gpt
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import zfunc
 from zfunc.core.settings import RECOMPUTE
@@ -53,6 +54,7 @@ def draws_of_all_kinds(params: Params, x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "unused parameter, in place": lambda p, x: torch.tanh(x @ p["w"]).clone().mul_(p["unused"].sum() * 0 + 2),
+    "a weight handed on": lambda p, _: p["w"].mT,
     "constants made inside": lambda p, x: (x @ p["w"]) * torch.ones(8) + torch.arange(8),
     "mask made inside": lambda p, x: (
         (x @ x.mT).masked_fill(torch.tril(torch.ones(3, 3)) == 0, 0.0) @ x @ p["w"]
@@ -100,6 +102,13 @@ def functional(name: str) -> tuple[Callable[[Params, Tensor], Tensor], Params]:
     }
 
 
+def spoil(tree: Any) -> None:
+    """Fill the floating-point tensors with NaN."""
+    for t in tree_leaves(tree):
+        if isinstance(t, Tensor) and t.is_floating_point():
+            t.fill_(torch.nan)
+
+
 @pytest.mark.parametrize("name", [*FUNCTIONS, *MODULES])
 def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCaptureFixture) -> None:
     function, params = functional(name)
@@ -116,13 +125,21 @@ def test_gradients_are_those_of_vjp_to_the_bit(name: str, caplog: pytest.LogCapt
     for recompute in RECOMPUTE:
         caplog.clear()
         for wrt_input in (True, False) if name in FUNCTIONS else (True,):
-            pair = make_vjp(function, recompute=recompute, wrt_input=wrt_input, name="this one")
+            moving = wrt_input and recompute != "none"  # then slots are filled anew, with NaN here
+            pair = make_vjp(
+                function, recompute=recompute, wrt_input=wrt_input, moving=moving, name="this one"
+            )
             for _ in range(2):  # traced, then from the cache
+                weights, again = ({k: v.clone() for k, v in params.items()} for _ in range(2))
                 with torch.no_grad(), seeded(5):
-                    mine, residuals = pair.forward(SegmentWeights(params, {}), (x,))
+                    mine, residuals = pair.forward(SegmentWeights(weights, {}), (x,))
+                slot = tree_map_only(Tensor, torch.clone, (x, residuals) if moving else (x, None))
+                spoil(weights if moving else {})
                 with torch.no_grad(), seeded(5):
                     given = cotangent if recompute != "none" else laid_out
-                    grads, moved = pair.backward(SegmentWeights(params, {}), (x,), residuals, [given])
+                    x_again, kept = slot if moving else (x, residuals)
+                    grads, moved = pair.backward(SegmentWeights(again, {}), (x_again,), kept, [given])
+                spoil((again, slot) if moving else {})
                 if name == "draws in backward" and (recompute, wrt_input) == (RECOMPUTE[0], True):
                     expected, (below,) = grads, moved  # the numbers of its draws are zfunc's own
                 assert torch.equal(mine, y), recompute

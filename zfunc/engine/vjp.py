@@ -82,7 +82,7 @@ def make_vjp(
     """Forward and backward of `function(params, *inputs)`, with the input's gradient if `wrt_input`.
 
     With `moving`, backward gets weights and inputs in other memory than forward did, whose memory holds others by
-    then: an output that is a view of a weight is copied, and a residual that is one is made again.
+    then: a result that is a view of one is copied, and a residual made again.
 
     `compiled` compiles both with `torch.compile`. A segment that cannot be traced for "min-cut" recomputes all, or
     nothing if it is the `last`; one that cannot be traced for "all" runs eagerly. Both are logged with its `name`.
@@ -294,18 +294,17 @@ class _LeafView:
 
 
 def _moving(passes: SegmentVJP) -> SegmentVJP:
-    """The same passes, whose outputs and residuals keep no memory of the weights."""
+    """The same passes, whose results share no memory that is filled anew: of weights, inputs or residuals."""
 
     def forward(
         weights: SegmentWeights, inputs: tuple[Any, ...], launch: Launch = launch_now
     ) -> tuple[Any, Any]:
         y, residuals = passes.forward(weights, inputs, launch)
-        memory = {_storage(w) for w in (*weights.trained.values(), *weights.fixed.values())}
-        own = lambda t: _copy(t) if _storage(t) in memory else t  # noqa: E731
+        held = [*weights.trained.values(), *weights.fixed.values()]
         if isinstance(residuals, list):  # else they are a pullback, which is used at once
             leaves = _leaves(weights, inputs)
-            residuals = tree_map_only(Tensor, own, [_without_leaves(x, leaves) for x in residuals])
-        return tree_map_only(Tensor, own, y), residuals
+            residuals = _apart_from(held, [_without_leaves(x, leaves) for x in residuals])
+        return _apart_from(held, y), residuals
 
     def backward(
         weights: SegmentWeights,
@@ -314,10 +313,13 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
         cotangents: Sequence[Tensor],
         launch: Launch = launch_now,
     ) -> Grads:
+        leaves = _leaves(weights, inputs)
         if isinstance(residuals, list):
-            leaves = _leaves(weights, inputs)
             residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
-        return passes.backward(weights, inputs, residuals, cotangents, launch)
+        grads = passes.backward(weights, inputs, residuals, cotangents, launch)
+        return _apart_from(
+            [*leaves, *tree_leaves(residuals)], grads
+        )  # of an unused parameter: a residual of zeros
 
     return evolve(passes, forward=forward, backward=backward)
 
@@ -336,6 +338,12 @@ def _without_leaves(x: Any, leaves: list[Any]) -> Any:
             if 0 <= offset < max(1, leaf.numel()):
                 return _LeafView(n, tuple(x.shape), x.stride(), offset)
     return x
+
+
+def _apart_from(held: Sequence[Any], tree: Any) -> Any:
+    """`tree` with copies of the tensors that share memory with one of `held`."""
+    memory = {_storage(t) for t in held if isinstance(t, Tensor)}
+    return tree_map_only(Tensor, lambda t: _copy(t) if _storage(t) in memory else t, tree)
 
 
 def _storage(t: Tensor) -> int:
