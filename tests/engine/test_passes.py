@@ -54,6 +54,7 @@ def draws_of_all_kinds(params: Params, x: Tensor) -> Tensor:
 
 FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "unused parameter, in place": lambda p, x: torch.tanh(x @ p["w"]).clone().mul_(p["unused"].sum() * 0 + 2),
+    "unused parameter": lambda p, x: torch.tanh(x @ p["w"]),
     "a weight handed on": lambda p, _: p["w"].mT,
     "constants made inside": lambda p, x: (x @ p["w"]) * torch.ones(8) + torch.arange(8),
     "mask made inside": lambda p, x: (

@@ -317,9 +317,8 @@ def _moving(passes: SegmentVJP) -> SegmentVJP:
         if isinstance(residuals, list):
             residuals = [x.of(leaves) if isinstance(x, _LeafView) else x for x in residuals]
         grads = passes.backward(weights, inputs, residuals, cotangents, launch)
-        return _apart_from(
-            [*leaves, *tree_leaves(residuals)], grads
-        )  # of an unused parameter: a residual of zeros
+        # The gradient of an unused parameter is a residual, of zeros.
+        return _apart_from([*leaves, *tree_leaves(residuals)], grads)
 
     return evolve(passes, forward=forward, backward=backward)
 
