@@ -16,6 +16,7 @@ from table import in_pairs
 from threaded_ranks import ThreadedRanks
 
 import zfunc
+from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
 from zfunc.engine import compile as compiling
 from zfunc.engine import offload_ratio
@@ -238,3 +239,11 @@ def test_the_host_keeps_no_copy_of_bf16_parameters() -> None:
         state = [r for r in program.plan.graph.regions if r.lifetime == "state"]
         assert {r.tier for r in state} == {"host", "pinned"}
         assert sum(r.nbytes for r in state) == kept * program.layout.numel
+
+
+@pytest.mark.parametrize("job", ["", "--tied --micro-batches 2", "--num-layers 1 --micro-batches 4"])
+def test_a_step_moves_the_bytes_of_the_formulae(job: str) -> None:
+    """And its losses are those of a training on the device: the benchmark refuses anything else."""
+    size = "--num-layers 4 --hidden-size 64 --num-attention-heads 2 --seq-length 16 --vocab-size 64 --turns 2"
+    moved = measure(parser().parse_args([*size.split(), *job.split()]))["bytes"]
+    assert min(moved.values()) > 0
