@@ -62,7 +62,7 @@ def batch_of(args: argparse.Namespace, step: int) -> tuple[torch.Tensor, torch.T
 
 
 def expected_bytes(program: Program, args: argparse.Namespace) -> dict[str, int]:
-    """The formulae, where a block is at least twice as large as the embedding, or half as large: slots have classes.
+    """The formulae, where blocks are twice as large as the embedding or half: slots are in classes of size.
 
     P parameters of 2 or 4 bytes are fetched twice, but for those of the first and last segment and of the blocks
     that are still in slots; the tokens and L boundaries of T x h are stashed; gradients go once, summed in fp32.
