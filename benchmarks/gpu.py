@@ -78,6 +78,14 @@ ITEMS = (
         470,
     ),
     Item(
+        "streaming",
+        "benchmarks.streaming",
+        "--device {device} --json {results}",
+        f"--memory-gib 16 --num-layers 50 --moments 8bit --precision bf16 --turns 3 {GPT_2_10B}",
+        f"--memory-gib 0.1 --num-layers 2 --precision fp32 --turns 1 --vocab-size 64 {TOY_GPT}",
+        470,
+    ),
+    Item(
         "simulated",
         "benchmarks.simulated",
         "--device {device} --folder {results} --json {results}",

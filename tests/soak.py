@@ -1,9 +1,10 @@
 """Kill a training, resume it, again and again: does every life load a whole checkpoint, is the end always the same?
 
 `python tests/soak.py --kills 200 --seconds 1500` trains a small model in one process and in two, saving every other
-step. A life ends by SIGKILL: at a random moment, of one rank or of all, or just before an operation drawn from the
-plan. Where one rank of two is killed, the other has to stop by itself and name it. A training that gets to its end
-is compared, bit by bit, to one that was not disturbed.
+step; from life to life parameters live elsewhere, micro-batches come in another order, updates are deferred or not.
+A life ends by SIGKILL: at a random moment, of one rank or of all, or just before an operation drawn from the plan.
+Where one rank of two is killed, the other has to stop by itself and name it. A training that gets to its end is
+compared, bit by bit, to one that was not disturbed.
 
 Lives are forked from a process that has imported torch, which is why there can be hundreds of them.
 """
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from attrs import define, field
 from rank_worker import global_batch, rows_of
-from small_models import MODELS, flats
+from small_models import MODELS
 
 import zfunc
 from zfunc.checkpoint import directory as checkpoints
@@ -37,12 +38,20 @@ from zfunc.engine.specialize import specialize
 from zfunc.runtime.fault_injection import Fault
 
 STEPS, EVERY, KEEP = 60, 2, 2  # of a training; from one save to the next; checkpoints kept
+LIVES: tuple[dict[str, Any], ...] = (  # settings of one life after the other: none changes the training
+    {},
+    {"stage": 3, "params_on": "host", "activations_on": "host"},
+    {"defer": True, "accumulate": "vertical"},
+    {"defer": True, "stage": 3, "params_on": "host", "accumulate": "horizontal"},
+)
 PHASES = ("starting", "loading", "in a step", "in a step that saves", "ending")
+PASSES = ("load", "forward", "backward")  # operations of a step in every life
+OTHERS = ("pack", "global_norm", "mean_loss", "decide", "adam", "write", "publish")  # the first of each, too
 PATIENCE = 60.0  # seconds for a survivor to stop by itself
 COLLECTIVE = timedelta(seconds=20)  # that a rank waits for another that does not come
 
 
-def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: Any) -> None:
+def train(rank: int, world: int, run: Path, life: int, faults: tuple[Fault, ...], phase: Any) -> None:
     """One rank of one life, from the newest checkpoint to the end, if it gets there."""
     torch.set_num_threads(1)
     phase[rank] = 0
@@ -50,7 +59,10 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
         dist.init_process_group("gloo", f"file://{run}/store", COLLECTIVE, world, rank)
     segments, data = MODELS["odd sizes"]()
     optimizer = zfunc.AdamW(lr=1e-3, moments="8bit" if world > 1 else "fp32")
-    program = zfunc.compile(segments, optimizer=optimizer, precision="fp32", device="cpu", bucket_size=3000)
+    settings = {"micro_batches": 2, "clip_norm": 0.5, **LIVES[life % len(LIVES)]}
+    program = zfunc.compile(
+        segments, optimizer=optimizer, precision="fp32", device="cpu", bucket_size=3000, **settings
+    )
     folder = run / "checkpoints"
     phase[rank] = 1
     state = (
@@ -67,24 +79,25 @@ def train(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: An
     phase[rank] = 4
     zfunc.save(folder, program, state, keep=KEEP)
     digest = hashlib.sha256()
-    for flat in flats(state, "params", "state").values():
-        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    for name, values in sorted(zfunc.params(program, state).items()):
+        digest.update(name.encode() + values.reshape(-1).view(torch.uint8).numpy().tobytes())
     plan = specialize(program, rows_of(global_batch(data, 0), rank, world), save=True).plan
-    told = {"digest": digest.hexdigest(), "ops": list(plan.graph.position)}
+    common = [op.name for op in plan.graph if op.verb in PASSES or (op.verb in OTHERS and not any(op.index))]
+    told = {"digest": digest.hexdigest(), "ops": common}
     (run / f"end-{rank}.json").write_text(json.dumps(told))
 
 
-def fork(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: Any) -> int:
+def fork(rank: int, world: int, run: Path, life: int, faults: tuple[Fault, ...], phase: Any) -> int:
     """A process that makes this rank's life; what it raised is left in the run's folder."""
     if child := os.fork():
         return child
-    _live(rank, world, run, faults, phase)
+    _live(rank, world, run, life, faults, phase)
 
 
-def _live(rank: int, world: int, run: Path, faults: tuple[Fault, ...], phase: Any) -> NoReturn:
+def _live(rank: int, world: int, run: Path, life: int, faults: tuple[Fault, ...], phase: Any) -> NoReturn:
     code = 1
     try:
-        train(rank, world, run, faults, phase)
+        train(rank, world, run, life, faults, phase)
         code = 0
     except BaseException:
         (run / f"raised-{rank}").write_text(traceback.format_exc())
@@ -124,12 +137,15 @@ class Training:
     run: Path
     phase: Any
     pids: dict[int, int] = field(factory=dict)  # rank -> process, of those that live
+    lives: int = 0
 
     def begin(self, faults: tuple[Fault, ...] = ()) -> None:
         """The next life."""
         for leftover in (*self.run.glob("store*"), *self.run.glob("raised-*"), *self.run.glob("end-*")):
             leftover.unlink()
-        self.pids = {r: fork(r, self.world, self.run, faults, self.phase) for r in range(self.world)}
+        ranks = range(self.world)
+        self.pids = {r: fork(r, self.world, self.run, self.lives, faults, self.phase) for r in ranks}
+        self.lives += 1
 
     def wait(self, seconds: float) -> dict[int, int]:
         """Exit codes of the ranks that ended within the seconds; as soon as one has failed."""
