@@ -168,7 +168,7 @@ MANIFESTS: list[tuple[str, Any, str]] = [
     (
         "moments",
         "4bit",
-        r"manifest.json.moments: got '4bit' \(did you mean '(8|16)bit'\?\), expected one of fp32, 16bit",
+        r"manifest.json.moments: got '4bit' \(did you mean '(8|16)bit'\?\), expected one of fp32, fp32-split",
     ),
     (
         "moments",
