@@ -169,7 +169,7 @@ SPECS: dict[str, StepSpec] = {
     ),
     "stage 3": spec(TIED, stage=3, world=2, micro_batches=2, resident={0}, save=True),
     "stage 3, on the host": spec(
-        TIED_THREE, stage=3, world=3, params_on="host", micro_batches=3, group_size=2, activations_on="host"
+        TIED, stage=3, world=3, params_on="host", micro_batches=3, group_size=2, activations_on="host"
     ),
     "activations on the host": spec(
         FROZEN, recompute=[False] * 4, activations_on="host", micro_batches=4, group_size=2, barrier=True

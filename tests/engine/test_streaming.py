@@ -111,7 +111,7 @@ def test_where_parameters_live_changes_no_bit(
 
 
 @pytest.mark.parametrize(
-    ("model", "settings", "sharded", "world"), in_pairs(MODELS[1:], SETTINGS, SHARDED, [2, 3])
+    ("model", "settings", "sharded", "world"), in_pairs(["odd sizes", "pairs"], SETTINGS, SHARDED, [2, 3])
 )
 def test_nor_does_sharding_them(
     model: str, settings: str, sharded: str, world: int, monkeypatch: pytest.MonkeyPatch
