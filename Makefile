@@ -54,6 +54,7 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.simulated
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.streaming
 
 # What `make test` leaves to the night: the rows that repeat what others say of any two settings, all soaks, 300
 # random models, and a sample of mutants.
