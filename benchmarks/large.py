@@ -32,18 +32,17 @@ def limit_memory(device: torch.device, nbytes: int) -> None:
     torch.get_device_module(device).set_per_process_memory_fraction(min(1.0, nbytes / total), device)
 
 
+def config_of(args: argparse.Namespace, **more: Any) -> GPTConfig:
+    """The GPT that a benchmark's arguments describe, with its own vocabulary."""
+    names = ("vocab_size", "seq_length", "num_layers", "hidden_size", "num_attention_heads")
+    return GPTConfig(**{name: getattr(args, name) for name in names}, **more)
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     device = pick_device(args.device)
     limit_memory(device, int(args.memory_gib * GIB))
-    config = GPTConfig(
-        vocab_size=args.vocab_size,
-        seq_length=args.seq_length,
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-    )
     program = zfunc.compile(
-        gpt_segments(config),
+        gpt_segments(config_of(args)),
         optimizer=zfunc.AdamW(lr=1e-5, moments=args.moments),
         precision=args.precision,
         clip_norm=1.0,

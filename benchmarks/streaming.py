@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import zfunc
-from benchmarks.large import GIB, limit_memory
+from benchmarks.large import GIB, config_of, limit_memory
 from benchmarks.machine import ratios, write
 from zfunc.core.layout import round_up
 from zfunc.core.simulator import simulate
@@ -27,7 +27,7 @@ from zfunc.core.spec import ALLOCATION
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
-from zfunc.models.gpt import GPTConfig, gpt_segments
+from zfunc.models.gpt import gpt_segments
 from zfunc.planner.profile_toml import load_profile
 from zfunc.runtime.accelerator import on_accelerator, peak_bytes, pick_device, reset_peak
 
@@ -36,16 +36,8 @@ LANES = ("fetch", "stash", "unstash", "to_host")
 
 
 def compiled(args: argparse.Namespace, **settings: Any) -> Program:
-    config = GPTConfig(
-        vocab_size=args.vocab_size,
-        seq_length=args.seq_length,
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_attention_heads=args.num_attention_heads,
-        tied=args.tied,
-    )
     return zfunc.compile(
-        gpt_segments(config),
+        gpt_segments(config_of(args, tied=args.tied)),
         optimizer=zfunc.AdamW(lr=1e-4, moments=args.moments),
         precision=args.precision,
         clip_norm=1.0,

@@ -67,14 +67,13 @@ class OpBuilder(Regions):
 
     def fetch(self, b: int) -> Op:
         """Copy the parameters of bucket `b`, or this rank's slice of them, from the host to its slot."""
-        numel = self.spec.layout.weights(b).numel // (self.spec.world if self.spec.sharded(b) else 1)
         return Op(
             "fetch",
             self._next_fetch(b),
             "h2d",
             (self._home(b),),
             (self._slot_of(b),),
-            nbytes=numel * self.spec.element_bytes,
+            nbytes=self.spec.kept_numel(b) * self.spec.element_bytes,
         )
 
     def gather(self, b: int) -> Op:

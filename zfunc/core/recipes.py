@@ -205,11 +205,8 @@ def _deliver(
     spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, slot: int, *, update: bool
 ) -> Iterator[Op]:
     """Reduce a bucket, sum its squares, and send it to where it is updated, or accumulated first."""
-    added, apart, summed = (
-        spec.num_deliveries(spec.layout.buckets[b]) > 1,
-        spec.sums_apart(b),
-        spec.sums_on_device,
-    )
+    added = spec.num_deliveries(spec.layout.buckets[b]) > 1
+    apart, summed = spec.sums_apart(b), spec.sums_on_device
     last, complete = m == spec.micro_batches - 1, _is_last(spec, m, b, d)
     waits = added or spec.barrier
     if spec.world > 1:

@@ -23,9 +23,10 @@ class Regions:
     def _params(self, b: int) -> Region:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
-        numel = spec.layout.buckets[b].numel // (spec.world if spec.sharded(b) else 1)
         tier: Tier = "pinned" if spec.on_host(b) else "device"
-        return Region("params", (b,), numel * spec.element_bytes, tier, "state", "compute", "params")
+        return Region(
+            "params", (b,), spec.kept_numel(b) * spec.element_bytes, tier, "state", "compute", "params"
+        )
 
     def _home(self, b: int) -> Region:
         """Where the parameters of a bucket, trainable or frozen, are fetched from."""

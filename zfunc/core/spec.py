@@ -198,6 +198,10 @@ class StepSpec:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
         return self.stage == 3 and self.world > 1 and b < len(self.layout.buckets)
 
+    def kept_numel(self, b: int) -> int:
+        """The elements that a rank keeps of the parameters of bucket `b`, trainable or frozen."""
+        return self.layout.weights(b).numel // (self.world if self.sharded(b) else 1)
+
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
         return self.on_host(b) or self.sharded(b)

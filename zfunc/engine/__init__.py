@@ -5,6 +5,7 @@
     purity                  refuses segments with hidden state
     vjp                     forward and backward of a segment, with or without recomputation
     device_graphs           a segment's passes recorded on a device, and replayed
+    tensor_memory           which part of a storage a tensor lies in
     cost_trace              FLOPs and bytes of a segment, traced without data
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
+from zfunc.engine.tensor_memory import byte_range, extent, storage_of
 from zfunc.runtime.accelerator import GraphPool
 
 log = logging.getLogger("zfunc")
@@ -28,7 +29,7 @@ Function = Callable[..., Sequence[Any]]  # tensors in, tensors out, and no state
 
 def storages_of(tensors: Iterable[Tensor]) -> frozenset[int]:
     """The identities of the tensors' storages, as long as these exist."""
-    return frozenset(_storage(t) for t in tensors)
+    return frozenset(storage_of(t) for t in tensors)
 
 
 @frozen
@@ -64,7 +65,7 @@ class PassLayout:
 def layout_of(constants: Collection[int], arguments: Sequence[Tensor], results: Sequence[Any]) -> PassLayout:
     """The layout of one call; arguments in storages of `constants` do not move. Raises ValueError where a graph
     cannot return such results."""
-    moved = tuple((i, _extent(t)) for i, t in enumerate(arguments) if _storage(t) not in constants)
+    moved = tuple((i, extent(t)) for i, t in enumerate(arguments) if storage_of(t) not in constants)
     nbytes = sum(_rounded(n * arguments[i].element_size()) for i, n in moved)
     found: dict[int, int] = {}  # storage -> its number
     storages: list[tuple[int, int]] = []
@@ -77,40 +78,25 @@ def layout_of(constants: Collection[int], arguments: Sequence[Tensor], results: 
         if source is not None:
             base, offset = arguments[source], offset - arguments[source].storage_offset()
         else:
-            if _storage(t) not in found:
+            if storage_of(t) not in found:
                 size = t.untyped_storage().nbytes()
-                found[_storage(t)] = len(storages)
+                found[storage_of(t)] = len(storages)
                 storages.append((j, size // t.element_size()))
                 nbytes += _rounded(size)
-            number = found[_storage(t)]
+            number = found[storage_of(t)]
             base = results[storages[number][0]]
         if base.dtype != t.dtype:
             raise ValueError(f"got {t.dtype} and {base.dtype} in the same memory, expected one of them")
         shape, strides = tuple(t.shape), t.stride()
-        where = (False, found[_storage(t)]) if source is None else (True, source)
+        where = (False, found[storage_of(t)]) if source is None else (True, source)
         returned.append(ReturnedTensor(*where, shape, strides, offset))
     return PassLayout(moved, tuple(storages), tuple(returned), nbytes)
 
 
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
-
-
-def _extent(t: Tensor) -> int:
-    """Elements from the first of `t` to its last, in memory."""
-    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-
-
 def _within(t: Tensor, x: Tensor) -> bool:
     """Whether `t` is a view of a part of `x`."""
-    (start, stop), (first, last) = _span(t), _span(x)
-    return _storage(t) == _storage(x) and first <= start and stop <= last
-
-
-def _span(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that `t` lies in."""
-    start = t.storage_offset() * t.element_size()
-    return start, start + _extent(t) * t.element_size()
+    (start, stop), (first, last) = byte_range(t), byte_range(x)
+    return storage_of(t) == storage_of(x) and first <= start and stop <= last
 
 
 def _rounded(nbytes: int) -> int:

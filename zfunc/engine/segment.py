@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from zfunc.core.layout import Parameter
 from zfunc.engine.closure_facts import CapturedFacts, captured
 from zfunc.engine.state import refuse_inference_mode
+from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.runtime.rng import seeded_sequence
 from zfunc.values import of_type
 
@@ -241,10 +242,8 @@ def check_memory_apart(where: str, tensors: Mapping[str, Tensor]) -> None:
     for name, t in tensors.items():
         if is_lazy(t) or t.layout is not torch.strided or not t.numel():
             continue
-        start = t.storage_offset() * t.element_size()
-        extent = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-        views = storages.setdefault(t.untyped_storage()._cdata, {})
-        views.setdefault(id(t), (start, start + extent * t.element_size(), name, t))
+        views = storages.setdefault(storage_of(t), {})
+        views.setdefault(id(t), (*byte_range(t), name, t))
     for views in storages.values():
         before: list[tuple[int, int, str, Tensor]] = []
         for start, end, name, t in sorted(views.values(), key=lambda x: x[:2]):

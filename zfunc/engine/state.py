@@ -20,6 +20,7 @@ from zfunc.core.layout import Bucket, Span, round_up
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.accelerator import on_accelerator
@@ -79,29 +80,21 @@ class ActivationSlot:
         tensors = [t for t in leaves if isinstance(t, Tensor)]
         ranges: dict[int, list[Tensor]] = {}
         for t in tensors:
-            ranges.setdefault(t.untyped_storage()._cdata, []).append(t)
+            ranges.setdefault(storage_of(t), []).append(t)
         start, copies = 0, dict[int, Tensor]()
         for sharing in ranges.values():
-            first = min(_byte_range(t)[0] for t in sharing) // ALIGNED_BYTES * ALIGNED_BYTES
-            last = max(_byte_range(t)[1] for t in sharing)
+            first = min(byte_range(t)[0] for t in sharing) // ALIGNED_BYTES * ALIGNED_BYTES
+            last = max(byte_range(t)[1] for t in sharing)
             finest = min(sharing, key=lambda t: t.itemsize)
             numel, offset = (last - first) // finest.itemsize, first // finest.itemsize
             source = finest.as_strided((numel,), (1,), offset).view(torch.uint8)
             copy = self.flat[start : start + last - first].copy_(source, non_blocking=True)
             for t in sharing:
-                begin, end = (edge - first for edge in _byte_range(t))
+                begin, end = (edge - first for edge in byte_range(t))
                 typed = copy[begin:end].view(t.dtype)
                 copies[id(t)] = typed.as_strided(t.shape, t.stride(), typed.storage_offset())
             start += round_up(last - first, ALLOCATION)
         self.tree = tree_unflatten([copies.get(id(x), x) for x in leaves], structure)
-
-
-def _byte_range(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor has, from the first to the last."""
-    extent = (
-        1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    )
-    return t.storage_offset() * t.itemsize, (t.storage_offset() + extent) * t.itemsize
 
 
 @define(eq=False)

@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
+from zfunc.engine.tensor_memory import extent, storage_of
 from zfunc.runtime.rng import count_draws, enter_backward, number_draws, redirect_draws, redirected, seeded
 
 MAX_TRACES = 64  # cached for each segment, one for each set of input shapes
@@ -332,7 +333,7 @@ def _without_leaves(x: Any, leaves: list[Any]) -> Any:
     if not isinstance(x, Tensor):
         return x
     for n, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and _storage(leaf) == _storage(x) and leaf.dtype == x.dtype:
+        if isinstance(leaf, Tensor) and storage_of(leaf) == storage_of(x) and leaf.dtype == x.dtype:
             offset = x.storage_offset() - leaf.storage_offset()
             if 0 <= offset < max(1, leaf.numel()):
                 return _LeafView(n, tuple(x.shape), x.stride(), offset)
@@ -341,20 +342,13 @@ def _without_leaves(x: Any, leaves: list[Any]) -> Any:
 
 def _apart_from(held: Sequence[Any], tree: Any) -> Any:
     """`tree` with copies of the tensors that share memory with one of `held`."""
-    memory = {_storage(t) for t in held if isinstance(t, Tensor)}
-    return tree_map_only(Tensor, lambda t: _copy(t) if _storage(t) in memory else t, tree)
-
-
-def _storage(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    memory = {storage_of(t) for t in held if isinstance(t, Tensor)}
+    return tree_map_only(Tensor, lambda t: _copy(t) if storage_of(t) in memory else t, tree)
 
 
 def _copy(t: Tensor) -> Tensor:
     """A copy with the same strides, also of a tensor whose elements overlap."""
-    numel = (
-        1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
-    )
-    return t.as_strided((numel,), (1,)).clone().as_strided(t.shape, t.stride(), 0)
+    return t.as_strided((extent(t),), (1,)).clone().as_strided(t.shape, t.stride(), 0)
 
 
 def _layouts(leaves: list[Any]) -> tuple[Any, ...]:
