@@ -89,7 +89,15 @@ print(*(f"{name:<12} {program.plan.digest}" for name, program in programs.items(
 # for everything; in `Overlapped` Adam of the last bucket begins while backward is still at the first
 # segments.
 
-rates = {"compute": 20e9, "network": 1e9, "d2h": 2e8, "h2d": 2e8, "host": 1e9, "disk": 1e9}  # bytes a second
+rates = {
+    "compute": 20e9,
+    "network": 1e9,
+    "d2h": 2e8,
+    "h2d": 2e8,
+    "host": 1e9,
+    "read": 1e9,
+    "write": 1e9,
+}  # bytes a second
 slow = Hardware("made up", flops=60e9, rates=rates)
 for plan in (serial, overlapped):
     print(f"\n{text(simulate(plan, slow))}")

@@ -62,7 +62,15 @@ programs = {
 # In the delayed one the host applies the gradient of the step before during forward, and nothing waits for a
 # norm. In the partial one most buckets never leave: `adam_on_device` is on the lane that computes.
 
-rates = {"compute": 20e9, "network": 1e9, "d2h": 4e8, "h2d": 4e8, "host": 6e8, "disk": 1e9}  # bytes a second
+rates = {
+    "compute": 20e9,
+    "network": 1e9,
+    "d2h": 4e8,
+    "h2d": 4e8,
+    "host": 6e8,
+    "read": 1e9,
+    "write": 1e9,
+}  # bytes a second
 slow = Hardware("made up", flops=60e9, rates=rates)
 for name, program in programs.items():
     print(f"\n{name}\n{text(simulate(program.plan, slow))}")

@@ -104,7 +104,15 @@ mine = compiled(recipe=compressed, stages=STAGES)
 # On hardware that is made up, with a slow link. The copies are a quarter as long; compressing is on the lane that
 # computes, widening on the host's.
 
-rates = {"compute": 20e9, "network": 1e9, "d2h": 6e7, "h2d": 4e8, "host": 4e9, "disk": 1e9}  # bytes a second
+rates = {
+    "compute": 20e9,
+    "network": 1e9,
+    "d2h": 6e7,
+    "h2d": 4e8,
+    "host": 4e9,
+    "read": 1e9,
+    "write": 1e9,
+}  # bytes a second
 slow = Hardware("made up", flops=60e9, rates=rates)
 for program in (plain, mine):
     print(f"\n{text(simulate(program.plan, slow))}")

@@ -39,7 +39,15 @@ batch = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)), to
 #
 # Twenty-four layers of 128 x 128 take 800 kB in 16 bits. The device is made up, and has no more than that.
 
-rates = {"compute": 2e10, "network": 1e9, "d2h": 3e8, "h2d": 1e8, "host": 1e9, "disk": 1e9}  # bytes a second
+rates = {
+    "compute": 2e10,
+    "network": 1e9,
+    "d2h": 3e8,
+    "h2d": 1e8,
+    "host": 1e9,
+    "read": 1e9,
+    "write": 1e9,
+}  # bytes a second
 small = Hardware("small", flops=2e10, rates=rates, memory={"device": 800_000, "host": 10**9})
 MODES = {
     "on the device": {},

@@ -77,7 +77,7 @@ def test_json_has_what_is_promised(capsys: Out) -> None:
     assert re.fullmatch(r"(\w+ \d+%(, )?)+", result["bound"])
     for tier, peak in result["peaks"].items():
         assert sum(peak["holds"].values()) == result["memory"][tier]
-    assert result["bus_bytes"].keys() == {"d2h", "h2d", "network", "disk"}
+    assert result["bus_bytes"].keys() == {"d2h", "h2d", "network", "read", "write"}
     gradients_and_squares, parameters = 2 * 108_544, 2 * 108_544
     assert result["bus_bytes"]["d2h"] > gradients_and_squares
     assert result["bus_bytes"]["h2d"] > parameters

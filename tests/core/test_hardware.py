@@ -100,8 +100,8 @@ def test_a_rate_is_a_positive_number(name: str, rate: float) -> None:
 
 
 def test_a_missing_rate_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"got a disk rate of 0\.0"):
-        Hardware("mine", flops=1.0, rates={k: 1.0 for k in KINDS if k != "disk"})
+    with pytest.raises(ValueError, match=r"got a write rate of 0\.0"):
+        Hardware("mine", flops=1.0, rates={k: 1.0 for k in KINDS if k != "write"})
 
 
 WRONG = {

@@ -47,7 +47,7 @@ MACHINE = MachineFacts(
     memory={"device": 10**9, "host": 10**10, "disk": 10**11},
     unified=False,
 )
-DISK = LatencyBandwidth(1e-3, 1e9)
+DISK = {"read": LatencyBandwidth(1e-4, 2e9), "write": LatencyBandwidth(1e-3, 1e9)}
 
 
 def steps_of(on: Hardware, *factors: float) -> list[MeasuredStep]:
@@ -150,10 +150,11 @@ def test_figures_are_what_was_reached() -> None:
     profile = make_profile(MACHINE, ONCE, DISK, "in a test", handoff=3e-4)
     on = profile.hardware("fp32")
     assert (on.flops, on.handoff) == (1e11, 3e-4)
-    expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "disk": 1e9, "network": NONE_SENT}
-    assert on.rates == expected
+    expected = {"compute": 1e10, "host": 5e9, "d2h": 1e9, "h2d": 2e9, "read": 2e9, "write": 1e9}
+    assert on.rates == {**expected, "network": NONE_SENT}
+    assert (on.latencies["read"], on.latencies["write"]) == (1e-4, 1e-3)
     assert on.memory == {"device": 10**9, "host": 10**10, "disk": 10**11}
-    assert on.shared["host memory"] == {"host": 1.0, "d2h": 0.2, "h2d": 0.4, "disk": 0.2}
+    assert on.shared["host memory"] == {"host": 1.0, "d2h": 0.2, "h2d": 0.4, "read": 0.4, "write": 0.2}
     assert on.measured == ONCE.measured
     assert Measured("host", 0, 0, 1e-4) in on.measured
     assert {f.origin for of in profile.figures.values() for f in of.values()} == {"measured"}
@@ -184,7 +185,7 @@ def test_on_a_cpu_operations_compete_for_its_cores() -> None:
     threads = {"compute": 2, "host": 8, "d2h": 2}
     profile = make_profile(evolve(MACHINE, unified=True, threads=threads), ONCE, DISK, "in a test")
     on = profile.hardware("fp32")
-    assert on.shared == {"cores": {"compute": 0.25, "host": 1.0, "d2h": 0.25}}
+    assert on.shared["cores"] == {"compute": 0.25, "host": 1.0, "d2h": 0.25}
     assert on.unified
     assert "device" not in on.memory
 
@@ -293,8 +294,8 @@ def test_overflows_without_end_are_told(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
-    line = measure_disk(tmp_path)
-    assert line.rate > 1e6
+    lines = measure_disk(tmp_path)
+    assert all(line.rate > 1e6 for line in (lines["read"], lines["write"]))
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(OSError, match="No such file"):
         measure_disk(tmp_path / "none")

@@ -13,8 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.graph import KINDS
+from zfunc.core.graph import KINDS, Graph, Op
 from zfunc.core.hardware import Measured
+from zfunc.core.plan import build
+from zfunc.core.simulator import simulate
 from zfunc.planner.profile import (
     BOUNDS,
     NETWORKS,
@@ -119,7 +121,7 @@ def test_a_context_larger_than_the_device_is_refused() -> None:
 def test_the_ranks_of_a_node_share_its_host() -> None:
     profile = load_profile("v100-32gb")
     one, eight, node, two = (profile.hardware("fp16", world) for world in (1, 8, 16, 32))
-    for rate in ("host", "disk"):
+    for rate in ("host", "read", "write"):
         assert one.rates[rate] == 8 * eight.rates[rate] == 16 * node.rates[rate] == 16 * two.rates[rate]
     assert one.memory["host"] == pytest.approx(16 * two.memory["host"])
     assert one.rates["d2h"] == two.rates["d2h"]
@@ -178,6 +180,27 @@ def test_a_file_is_loaded_by_its_path(tmp_path: Any) -> None:
     path.write_text(profile_text(load_profile("h100")))
     assert load_profile(path).figures == load_profile(str(path)).figures == load_profile("h100").figures
     assert load_profile(path).name == str(path)
+
+
+def test_a_file_with_one_figure_for_the_disk_has_it_both_ways() -> None:
+    known = load_profile("h100")
+    one = {table: known.figures[table]["write"] for table in ("bytes_per_s", "seconds", "reached")}
+    text = profile_text(evolve(known, shared={"cores": {"write": one["reached"]}}))
+    before = "\n".join(
+        line.replace("write =", "disk =") for line in text.splitlines() if not line.startswith("read =")
+    )
+    profile = parse_profile(before, "before")
+    assert profile.shared["cores"] == dict.fromkeys(("read", "write"), one["reached"])
+    for table, figure in one.items():
+        assert profile.figures[table]["read"] == profile.figures[table]["write"] == figure
+    assert profile.figures["bytes"] == known.figures["bytes"]
+
+
+def test_a_drive_that_reads_and_writes_at_once_takes_as_long_as_one_after_the_other() -> None:
+    on = evolve(load_profile("h100").hardware("bf16"), handoff=0.0, latencies={}, latency=0.0)
+    both = tuple(Op(kind, (), kind, nbytes=int(on.rates[kind])) for kind in ("read", "write"))
+    plan = build(Graph(both), {"in": [0], "out": [1]})
+    assert simulate(plan, on).seconds == pytest.approx(2.0)
 
 
 # ---- files that are wrong --------------------------------------------------------------------------
@@ -383,5 +406,5 @@ def test_any_profile_makes_hardware(profile: Profile, world: int) -> None:
         return
     on = profile.hardware(profile.precisions[0], world)
     assert set(on.rates) == set(KINDS)
-    assert len(RATES) == 5
+    assert len(RATES) == 6
     assert ("device" in on.memory) != profile.unified

@@ -36,7 +36,7 @@ COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
 BALANCED = Hardware(
     "balanced",
     flops=COMPUTE,
-    rates={"compute": 1e12, "network": 1e9, "d2h": 1e9, "h2d": 1e9, "host": HOST, "disk": 1e9},
+    rates={"compute": 1e12, "network": 1e9, "d2h": 1e9, "h2d": 1e9, "host": HOST, "read": 1e9, "write": 1e9},
     latency=1e-6,
 )
 

@@ -13,7 +13,7 @@ from attrs import field, frozen, validators
 from zfunc.core.dtypes import DTYPES, Dtype
 
 Tier = Literal["device", "pinned", "host", "disk"]
-Kind = Literal["compute", "network", "d2h", "h2d", "host", "disk"]
+Kind = Literal["compute", "network", "d2h", "h2d", "host", "read", "write"]
 Lifetime = Literal["operation", "program", "state", "value"]
 Role = Literal["params", "state", "shadow", "grad", "grad_shard", "copy", "act", "squares", "loss"]
 RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
@@ -106,9 +106,10 @@ class Op:
     """One operation: a verb, its index, the regions it reads and writes, and its work.
 
     `kind` is the resource it occupies: device arithmetic ("compute"), the network, the bus to the host ("d2h") and
-    to the device ("h2d"), host cores, the disk. `flops` is its floating-point operations, `nbytes` the bytes it
-    moves over its resource, `workspace` the device memory in bytes that it needs while it runs. `launches` is how
-    many times the host gives an accelerator something to do for it; 0 where that is not counted.
+    to the device ("h2d"), host cores, the disk ("read", "write"). `flops` is its floating-point operations,
+    `nbytes` the bytes it moves over its resource, `workspace` the device memory in bytes that it needs while it
+    runs. `launches` is how many times the host gives an accelerator something to do for it; 0 where that is not
+    counted.
     """
 
     verb: str

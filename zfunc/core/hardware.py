@@ -173,6 +173,15 @@ def _interpolated(work: int, curve: list[tuple[int, float]]) -> float:
 ROUND = Hardware(
     "round numbers",
     flops=200e12,
-    rates={"compute": 2e12, "network": 20e9, "d2h": 20e9, "h2d": 20e9, "host": 100e9, "disk": 4e9},
+    rates={
+        "compute": 2e12,
+        "network": 20e9,
+        "d2h": 20e9,
+        "h2d": 20e9,
+        "host": 100e9,
+        "read": 8e9,
+        "write": 4e9,
+    },
+    shared={"disk": {"read": 1.0, "write": 1.0}},
 )
 """Round figures of the order of a data-centre GPU and its host, for pictures: neither measured nor advertised."""

@@ -327,13 +327,13 @@ class OpBuilder(Regions):
     def write(self, b: int) -> Op:
         """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update."""
         into = self._written(b)
-        return Op("write", (b,), "disk", (self._checkpoint(), *self._saved(b)), (into,), nbytes=into.nbytes)
+        return Op("write", (b,), "write", (self._checkpoint(), *self._saved(b)), (into,), nbytes=into.nbytes)
 
     def write_frozen(self) -> Op:
         """Write the frozen parameters; every rank has them all, and rank 0 writes them."""
         into = self._written_frozen()
         return Op(
-            "write_frozen", (), "disk", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
+            "write_frozen", (), "write", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
         )
 
     def publish(self, *, last: bool = False) -> Op:
@@ -344,6 +344,6 @@ class OpBuilder(Regions):
         """
         written = tuple(self._written(b.index) for b in self.spec.layout.buckets)
         frozen = (self._written_frozen(),) if self.spec.layout.frozen else ()
-        kind = "network" if self.spec.world > 1 else "disk"
+        kind = "network" if self.spec.world > 1 else "write"
         after = (self._norm(), self._decision()) if last else ()
         return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (self._published(),))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ Batch = tuple[Any, Any]
 WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
 BUSY = 0.1  # share of the cores that other processes may use without a warning
-SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk, and times
+SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk and read, and times
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
 
 
@@ -103,13 +103,14 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
     return steps
 
 
-def measure_disk(folder: Path) -> LatencyBandwidth:
-    """Latency and rate of writing a file and waiting until it is on the disk. Raises OSError."""
+def measure_disk(folder: Path) -> dict[Literal["read", "write"], LatencyBandwidth]:
+    """Latency and rate of writing a file until it is on the disk, and of reading it from there. Raises OSError."""
     data = os.urandom(1 << 20)
     with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as temporary:
         path = Path(temporary) / "file"
-        seconds = {n: median(_write_seconds(path, data, n) for _ in range(REPEATS)) for n in (SMALL, LARGE)}
-    return fit_line(list(seconds.items()))
+        writes = [(n, median(_write_seconds(path, data, n) for _ in range(REPEATS))) for n in (SMALL, LARGE)]
+        reads = [(n, median(_read_seconds(path, n) for _ in range(REPEATS))) for n in (SMALL, LARGE)]
+    return {"read": fit_line(reads), "write": fit_line(writes)}
 
 
 def measure_launch(device: torch.device) -> float | None:
@@ -151,6 +152,15 @@ def _write_seconds(path: Path, data: bytes, nbytes: int) -> float:
     return time.perf_counter() - start
 
 
+def _read_seconds(path: Path, nbytes: int) -> float:
+    with path.open("rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        for at in range(0, nbytes, 1 << 20):
+            file.read(min(1 << 20, nbytes - at))
+        return time.perf_counter() - start
+
+
 def machine_facts(program: Program, folder: Path) -> MachineFacts:
     """What the operating system says of this machine, before the program takes any memory."""
     device, has_own_memory = program.device, on_accelerator(program.device)
@@ -181,6 +191,7 @@ def _threads() -> dict[Kind, int]:
         "d2h": callers,
         "h2d": callers,
         "host": default_threads(),
-        "disk": 1,
+        "read": 1,
+        "write": 1,
         "network": 1,
     }

@@ -11,18 +11,12 @@ from typing import Literal
 from attrs import field, frozen
 
 from zfunc.core.dtypes import Precision
-from zfunc.core.graph import KINDS, Kind
+from zfunc.core.graph import Kind
 from zfunc.planner.fit_rates import Costs, LatencyBandwidth
 from zfunc.planner.profile import Figure, Profile
 
 NEEDED: tuple[Kind, ...] = ("compute", "host", "d2h", "h2d")
-RATE_OF: dict[Kind, str] = {
-    "compute": "device_memory",
-    "host": "host_memory",
-    "d2h": "d2h",
-    "h2d": "h2d",
-    "disk": "disk",
-}
+RATE_OF: dict[Kind, str] = {"compute": "device_memory", "host": "host_memory"}
 
 
 @frozen
@@ -48,7 +42,7 @@ class MachineFacts:
 def make_profile(
     machine: MachineFacts,
     costs: Costs,
-    disk: LatencyBandwidth,
+    disk: Mapping[Literal["read", "write"], LatencyBandwidth],
     how: str,
     *,
     handoff: float = 0.0,
@@ -60,15 +54,16 @@ def make_profile(
 
     Raises ValueError where no operation of the steps gives a rate.
     """
-    kinds = KINDS if machine.world > 1 else (*NEEDED, "disk")
+    kinds: tuple[Kind, ...] = (*NEEDED, "network") if machine.world > 1 else NEEDED
     lines: dict[Kind, LatencyBandwidth] = {k: line for k in kinds if (line := costs.line(k)) is not None}
     flops = costs.flops()
     missing = [f"of kind {kind!r} that moves bytes" for kind in NEEDED if kind not in lines]
     if missing or flops is None:
         what = missing[0] if missing else "with FLOPs"
         raise ValueError(f"got no operation {what} in the steps, expected some: take a model that has one")
-    rates = _rates(machine, lines, disk)
-    latencies = {**_latencies(machine, lines, disk), "handoff": min(1.0, handoff)}
+    lines |= disk
+    rates = _rates(machine, lines)
+    latencies = {**_latencies(machine, lines), "handoff": min(1.0, handoff)}
     latencies |= {} if launch is None else {"launch": launch}
     figures: dict[str, dict[str, float]] = {
         "count": {"devices": machine.devices, "cores": machine.cores},
@@ -102,21 +97,17 @@ def make_profile(
     )
 
 
-def _rates(
-    machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth], disk: LatencyBandwidth
-) -> dict[str, float]:
+def _rates(machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth]) -> dict[str, float]:
     """A rate of the node is that of each of its ranks, all running at once, times their number."""
-    rates = {RATE_OF[kind]: lines[kind].rate for kind in NEEDED}
-    rates["host_memory"] *= machine.local_ranks
-    rates["disk"] = disk.rate * machine.local_ranks
+    rates = {RATE_OF.get(kind, kind): line.rate for kind, line in lines.items() if kind != "network"}
+    for shared in ("host_memory", "read", "write"):
+        rates[shared] *= machine.local_ranks
     return rates | ({_network(machine): lines["network"].rate} if "network" in lines else {})
 
 
-def _latencies(
-    machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth], disk: LatencyBandwidth
-) -> dict[str, float]:
-    latencies: dict[str, float] = {kind: lines[kind].latency for kind in NEEDED}
-    latencies["disk"] = min(1.0, disk.latency)
+def _latencies(machine: MachineFacts, lines: Mapping[Kind, LatencyBandwidth]) -> dict[str, float]:
+    latencies: dict[str, float] = {kind: line.latency for kind, line in lines.items() if kind != "network"}
+    latencies |= {kind: min(1.0, latencies[kind]) for kind in ("read", "write")}
     if "network" in lines:
         latencies[_network(machine)] = lines["network"].latency / math.ceil(math.log2(machine.world))
     return latencies

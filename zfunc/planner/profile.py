@@ -20,7 +20,7 @@ from zfunc.errors import did_you_mean
 Origin = Literal["source", "assumed", "measured"]
 ORIGINS: tuple[Origin, ...] = get_args(Origin)
 
-RATES = ("device_memory", "host_memory", "d2h", "h2d", "disk")
+RATES = ("device_memory", "host_memory", "d2h", "h2d", "read", "write")
 NETWORKS = ("network_in_node", "network_between_nodes")
 # A table's name is the unit of its figures: first those that are required, then those that are optional.
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -30,11 +30,11 @@ TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "bytes": (("device", "host", "disk"), ("context",)),
     # the peak of one device, without sparsity
     "flops_per_s": ((), PRECISIONS),
-    # the peak, one way: host_memory and disk of the node, all else of one device
+    # the peak, one way: host_memory, read and write (of its drives) of the node, all else of one device
     "bytes_per_s": (RATES, NETWORKS),
     # to start an operation; of a network, a hop; to tell another lane that an operation has ended; of the host, to
     # launch one piece of work on the device
-    "seconds": (("compute", "host", "d2h", "h2d", "disk", "handoff"), (*NETWORKS, "launch")),
+    "seconds": (("compute", "host", "d2h", "h2d", "read", "write", "handoff"), (*NETWORKS, "launch")),
     # the share of the figure of that name that is counted on
     "reached": (("device_bytes", "host_bytes", "disk_bytes", *RATES), (*PRECISIONS, *NETWORKS)),
 }
@@ -71,8 +71,9 @@ class Profile:
 
     `sources` are titles and addresses of data sheets, by the keys that figures refer to. On a `unified` machine the
     device is the host. `shared` are the resources that kinds of operations compete for (see `Hardware`); where it
-    is empty and the device is not the host, copies compete with the host's work for host memory. `measured` are
-    operations timed on the machine.
+    is empty and the device is not the host, copies compete with the host's work for host memory. Drives that read
+    and write at once are shared in proportion, unless `shared` has a "disk". `measured` are operations timed on the
+    machine.
 
     Raises ValueError with the profile, the table and the key for a figure that is missing or implausible.
     """
@@ -176,7 +177,8 @@ class Profile:
             "host": self.reached("bytes_per_s", "host_memory") / local,
             "d2h": self.reached("bytes_per_s", "d2h"),
             "h2d": self.reached("bytes_per_s", "h2d"),
-            "disk": self.reached("bytes_per_s", "disk") / local,
+            "read": self.reached("bytes_per_s", "read") / local,
+            "write": self.reached("bytes_per_s", "write") / local,
             "network": NONE_SENT,
         }
 
@@ -190,11 +192,13 @@ class Profile:
         return memory if self.unified else {"device": int(self.device_bytes), **memory}
 
     def _shared(self, rates: Mapping[Kind, float]) -> dict[str, dict[Kind, float]]:
-        if self.shared or self.unified:
-            given = self.shared.items()
-            return {resource: {k: of[k].value for k in KINDS if k in of} for resource, of in given}
-        crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "disk")
-        return {"host memory": {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}}
+        shared: dict[str, dict[Kind, float]] = {"disk": {"read": 1.0, "write": 1.0}}
+        if not self.shared and not self.unified:
+            crossing: tuple[Kind, ...] = ("host", "d2h", "h2d", "read", "write")
+            shared["host memory"] = {kind: min(1.0, rates[kind] / rates["host"]) for kind in crossing}
+        for resource, of in self.shared.items():
+            shared[resource] = {k: of[k].value for k in KINDS if k in of}
+        return shared
 
     def _figure(self, table: str, key: str) -> Figure:
         try:

@@ -8,7 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import asdict, fields
 
@@ -62,7 +62,7 @@ def parse_profile(text: str, name: str) -> Profile:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{name}: got {error}, expected TOML: mend that place") from error
     check_names(name, "", top, TOP)
-    read = _Reader(name)
+    top, read = _both_ways(top), _Reader(name)
     return Profile(
         name,
         title=read.typed(top, "title", str, name),
@@ -75,6 +75,22 @@ def parse_profile(text: str, name: str) -> Profile:
         },
         measured=read.measured(top.get("measured", [])),
     )
+
+
+def _both_ways(tables: dict[str, Any]) -> dict[str, Any]:
+    """`tables` of a file from before reads and writes had figures of their own: its "disk" is for both."""
+
+    def split(table: Any) -> Any:
+        if not isinstance(table, dict) or "disk" not in table:
+            return table
+        both = cast("dict[str, Any]", table)
+        return {"read": both["disk"], "write": both["disk"], **{k: f for k, f in both.items() if k != "disk"}}
+
+    rates = {name: split(tables[name]) for name in ("bytes_per_s", "seconds", "reached") if name in tables}
+    shared = tables.get("shared", {})
+    if isinstance(shared, dict):
+        rates["shared"] = {resource: split(of) for resource, of in cast("dict[str, Any]", shared).items()}
+    return {**tables, **rates}
 
 
 class _Reader:

@@ -3,8 +3,8 @@
 The policy:
 
 - The lane that holds the compute runs on the calling thread; each other has a thread, made once.
-- An operation of kind "host" or "disk" is finished when its stage returns. Any other, on an accelerator, is only
-  issued then: it runs on its lane's stream and is finished when the event recorded after it is.
+- An operation of kind "host", "read" or "write" is finished when its stage returns. Any other, on an accelerator,
+  is only issued then: it runs on its lane's stream and is finished when the event recorded after it is.
 - A wait between two streams is an event: nothing blocks but the stream. A wait of the host for a stream polls its
   event, until `patience` ends; a wait for the host is a flag between threads.
 - A device reports an error late, to whichever operation looks next. In debug mode every operation is finished
@@ -49,7 +49,7 @@ from zfunc.values import number, whole
 log = logging.getLogger("zfunc")
 Stage = Callable[..., None]
 HANGS = "The device hangs; if it is only slow (a first compilation, say), pass a larger patience= to zfunc.compile"
-HOST_CODE: frozenset[Kind] = frozenset(("host", "disk"))  # the kinds that never run on a stream
+HOST_CODE: frozenset[Kind] = frozenset(("host", "read", "write"))  # the kinds that never run on a stream
 
 
 @frozen
@@ -392,7 +392,10 @@ class Executor:
         say which rank is missing: while a lane is in one, this one waits as long again."""
         if flag.wait(self.patience):
             return False
-        while "disk" in (kinds := self._kinds(run)):  # however slow: the state is worth more than the time
+        while (kinds := self._kinds(run)) & {
+            "read",
+            "write",
+        }:  # however slow: the state is worth more than the time
             log.warning("a step waits for the disk: %s", ", ".join(run.running.values()))
             if flag.wait(self.patience):
                 return False
