@@ -33,14 +33,14 @@ from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 STEPS = 3
 SETTINGS: dict[str, list[Any]] = {
-    "recompute": ["all", "none", "min-cut"],
+    "recompute": ["all", "none", "min-cut", "all,min-cut"],
     "precision": ["fp32", "fp32", "bf16", "fp16"],
     "micro_batches": [1, 1, 2, 3],
     "clip_norm": [None, None, 0.1, 1.0],
     "bucket_size": [10_000, 1, 70, 300],
     "stage": [2, 2, 1, 3],
     "params_on": ["device", "device", "host"],
-    "activations_on": ["device", "device", "host"],
+    "activations_on": ["device", "device", "host", "host,device"],
     "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
     "weight_slots": [2, 1, 3],
     "offload_ratio": [1.0, 1.0, 0.5, 0.0],

@@ -41,7 +41,7 @@ def _shared_calls(
             settings.compile_segments,
             settings.device_graphs,
             settings.deterministic,
-            settings.streams or settings.activations_on == "host",
+            settings.moves,
             device,
         ),
         len(calls) - 1,

@@ -174,6 +174,9 @@ SPECS: dict[str, StepSpec] = {
     "activations on the host": spec(
         FROZEN, recompute=[False] * 4, activations_on="host", micro_batches=4, group_size=2, barrier=True
     ),
+    "some activations on the host": spec(
+        TIED_THREE, recompute=[True, False] * 2, activations_on="host,host,device", micro_batches=2
+    ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
 }
@@ -311,7 +314,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         group_size=1 if stage == 1 else draw(st.integers(1, 3)),
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
-        activations_on=draw(st.sampled_from(["device", "host"])),
+        activations_on=draw(st.sampled_from(["device", "host", "host,device", "device,host"])),
         save=draw(st.booleans()),
         shadows=draw(st.integers(0, 3)),
         update_workspace=draw(st.integers(0, 50)),

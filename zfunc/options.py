@@ -65,7 +65,8 @@ class Option:
         """
         old, new = ", ".join(self.words), ", ".join(words)
         text = self.help.replace(old, new) if old else f"{self.help}: {new}"
-        return evolve(self, help=text + note, check=one_of(words), words=words)
+        check = evolve(self.check, names=words) if isinstance(self.check, OneOf) else one_of(words)
+        return evolve(self, help=text + note, check=check, words=words)
 
 
 def flag(name: str) -> str:
@@ -113,6 +114,26 @@ class OneOf:
             hint = did_you_mean(str(value), list(self.names)) or ": choose one of them"
             raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(self.names)}{hint}")
         return value
+
+
+@frozen
+class SeveralOf(OneOf):
+    """A check that the value is one of `names`, or several joined by commas, or as a sequence; "auto" is alone.
+
+    >>> SeveralOf(("device", "host"))("activations_on", ["host", "device"])
+    'host,device'
+    """
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """The value, several as a text; raises ValueError for another."""
+        parts = value.split(",") if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple) or not parts:
+            parts = [value]
+        for part in parts:
+            super().__call__(name, part)
+        if len(parts) > 1 and AUTO in parts:
+            raise ValueError(f"{name}: got {value!r}, expected {AUTO!r} alone: leave the others out")
+        return ",".join(parts)
 
 
 def one_of(names: Collection[str]) -> OneOf:

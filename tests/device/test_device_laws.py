@@ -266,6 +266,7 @@ def bytes_of_graphs(device: str) -> int:
         {"recompute": "none", "clip_norm": 1.0, "defer": True},
         {"recompute": "min-cut"},
         {"params_on": "host", "clip_norm": 1.0, "micro_batches": 2},
+        {"recompute": "all,min-cut", "activations_on": "host,device"},
         {"params_on": "host", "activations_on": "host", "weight_slots": 1, "clip_norm": 1.0, "defer": True},
         {"recompute": "none", "head": InPieces},
         {"recompute": "min-cut", "head": InPieces},

@@ -40,6 +40,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 STREAMED: dict[str, dict[str, Any]] = {
     "vertical": {"accumulate": "vertical"},
     "two at a time, activations on the host": {"accumulate": 2, "activations_on": "host"},
+    "half of the activations on the host, another half recomputed": {
+        "activations_on": "device,host,device",
+        "recompute": ["min-cut", "all"],
+        "accumulate": "vertical",
+    },
     "parameters on the host": {"params_on": "host"},
     "everything on the host, one slot": {
         "params_on": "host",
@@ -105,7 +110,7 @@ def same(a: Result, b: Result) -> bool:
 def test_where_parameters_live_changes_no_bit(
     model: str, settings: str, streamed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (got,) = trainings(model, 1, monkeypatch, **SETTINGS[settings], **STREAMED[streamed])
+    (got,) = trainings(model, 1, monkeypatch, **{**SETTINGS[settings], **STREAMED[streamed]})
     (expected,) = reference(model, 1, settings)
     assert same(got, expected)
 
@@ -188,6 +193,10 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
         ({"stage": 3, "delay_from": 2}, "stage: got 3 with delay_from=2"),
         ({"params_on": "host", "speculate": 1}, "params_on: got 'host' with speculate=1"),
         ({"activations_on": "host", "recompute": "none"}, "activations_on: got 'host'"),
+        ({"activations_on": ("host", "device"), "recompute": "all,none"}, "got 'host,device' with"),
+        ({"activations_on": "host,auto"}, "activations_on: got 'host,auto', expected 'auto' alone"),
+        ({"recompute": "all,,all"}, "recompute: got '', expected one of all, none, min-cut"),
+        ({"recompute": ["all"] * 9}, "recompute: got 9 values for 4 segments, expected at most one for each"),
         ({"stage": 1, "params_on": "host"}, "stage: got 1 with params_on='host'"),
         ({"stage": 1, "accumulate": 2, "micro_batches": 2}, "stage: got 1 with accumulate=2"),
         (

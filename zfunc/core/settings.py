@@ -17,8 +17,9 @@ from zfunc.core.graph import Graph
 from zfunc.core.layout import Layout, Parameter, make_layout, part_size, resident_buckets
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
+from zfunc.core.spec import in_equal_shares
 from zfunc.errors import did_you_mean
-from zfunc.options import AUTO, Check, Option, not_negative, one_of, ratio, read_ratio
+from zfunc.options import AUTO, Check, Option, SeveralOf, not_negative, one_of, ratio, read_ratio
 from zfunc.values import number, of_type, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
@@ -30,6 +31,7 @@ Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
+SHARES = "Several with commas are each for an equal share of the segments, from the first."
 MOST_MICRO_BATCHES = 1 << 16  # the operations of each are planned one by one
 WIDTH = 116  # columns of a docstring
 OPTION, CHECK, HELP = "option", "check", "help"  # keys of a field's metadata
@@ -136,13 +138,13 @@ class StepSettings:
         "what runs when, and on which lane",
         "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`.",
     )
-    recompute: Recompute = _setting(
+    recompute: str = _setting(
         "all",
-        one_of(RECOMPUTE),
+        SeveralOf(RECOMPUTE),
         "how it runs",
         f"what backward recomputes of forward: {_names(RECOMPUTE)}",
         "With all, a segment keeps only its input; with none, all that autograd keeps; with min-cut, the residuals "
-        "that are cheapest to keep.",
+        f"that are cheapest to keep. {SHARES}",
     )
     compile_segments: bool = _setting(
         False, truth, "how it runs", "compile the blocks with torch.compile", note="; needs a compiler"
@@ -214,14 +216,14 @@ class StepSettings:
     weight_slots: int = _setting(
         2, _count, "offload", "segments whose fetched parameters have room on the device"
     )
-    activations_on: Place | Literal["auto"] = _setting(
+    activations_on: str = _setting(
         "device",
-        one_of((*PLACES, AUTO)),
+        SeveralOf((*PLACES, AUTO)),
         "offload",
         f"where the inputs of segments wait for backward: {_names(PLACES)}",
-        'Same result. Residuals of recompute min-cut wait there as well. "auto", with `example`: on the device if '
-        "they fit.",
-        typed=one_of(PLACES),
+        f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
+        '"auto", with `example`: on the device if they fit.',
+        typed=SeveralOf(PLACES),
     )
     moments: Moments = _setting(
         "fp32",
@@ -283,9 +285,10 @@ class StepSettings:
                 value = f.default
             if value is not None or f.default is not None:
                 object.__setattr__(self, f.name, f.metadata[CHECK](f.name, value))
-        if self.compile_segments and self.recompute == "none":
+        if self.compile_segments and self.keeps_all:
             raise ValueError(
-                "compile_segments: got True with recompute='none', expected 'all' or 'min-cut': leave one out"
+                f"compile_segments: got True with recompute={self.recompute!r}, expected 'all' or 'min-cut': leave "
+                "one out"
             )
         if self.defer and self.speculate:
             raise ValueError(
@@ -297,10 +300,10 @@ class StepSettings:
                 f"delay_from: got {self.delay_from} with defer=True, expected one of the two: leave delay_from "
                 "out, a deferred update hides the host with the plain result"
             )
-        if self.device_graphs and self.recompute == "none":
+        if self.device_graphs and self.keeps_all:
             raise ValueError(
-                "device_graphs: got True with recompute='none', whose residuals no graph can return, expected "
-                "'all' or 'min-cut': leave one out"
+                f"device_graphs: got True with recompute={self.recompute!r}, whose residuals no graph can return, "
+                "expected 'all' or 'min-cut': leave one out"
             )
         if self.speculate and self.delayed:
             raise ValueError(
@@ -314,10 +317,10 @@ class StepSettings:
         """Raise ValueError where parameters or activations cannot live where they should."""
         for name, streams in (("params_on", self.params_on == "host"), ("stage", self.stage == 3)):
             chosen = f"{name}: got {getattr(self, name)!r} with"
-            if streams and self.recompute == "none":
+            if streams and self.keeps_all:
                 raise ValueError(
-                    f"{chosen} recompute='none', expected 'all' or 'min-cut': what backward keeps would be the "
-                    "parameters of forward, which have left the device by then"
+                    f"{chosen} recompute={self.recompute!r}, expected 'all' or 'min-cut': what backward keeps "
+                    "would be the parameters of forward, which have left the device by then"
                 )
             if streams and self.delayed:
                 raise ValueError(
@@ -329,10 +332,10 @@ class StepSettings:
                 f"params_on: got 'host' with speculate={self.speculate}, expected one of the two: leave speculate "
                 "out"
             )
-        if self.activations_on == "host" and self.recompute == "none":
+        if self.stashes and self.keeps_all:
             raise ValueError(
-                "activations_on: got 'host' with recompute='none', expected 'all' or 'min-cut': what autograd "
-                "keeps cannot be moved"
+                f"activations_on: got {self.activations_on!r} with recompute={self.recompute!r}, expected 'all' or "
+                "'min-cut': what autograd keeps cannot be moved"
             )
         if self.stage == 1 and (self.params_on == "host" or self.group_size > 1):
             other = "params_on='host'" if self.params_on == "host" else f"accumulate={self.accumulate!r}"
@@ -348,7 +351,31 @@ class StepSettings:
     @property
     def moves(self) -> bool:
         """Whether backward gets weights or inputs in other memory than forward did."""
-        return self.streams or self.activations_on == "host"
+        return self.streams or self.stashes
+
+    @property
+    def stashes(self) -> bool:
+        """Whether activations of any segment wait on the host."""
+        return "host" in self.activations_on.split(",")
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether a segment keeps all that autograd does."""
+        return "none" in self.recompute.split(",")
+
+    def recompute_of(self, s: int, num_segments: int) -> Recompute:
+        """What backward of segment `s` recomputes."""
+        modes: list[Any] = self.recompute.split(",")
+        return in_equal_shares(modes, s, num_segments)
+
+    def check_shares(self, num_segments: int) -> None:
+        """Raise ValueError for settings with more values than there are segments."""
+        for name in ("recompute", "activations_on"):
+            if (count := getattr(self, name).count(",") + 1) > num_segments:
+                raise ValueError(
+                    f"{name}: got {count} values for {num_segments} segments, expected at most one for each: "
+                    "leave some out"
+                )
 
     def placed(self) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" on the device, then with activations, parameters or both of

@@ -1,7 +1,8 @@
 """What a recipe knows of a training step: the layout, the costs of the segments, and the resolved settings."""
 
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Literal
+from typing import Literal, TypeVar
 
 from attrs import field, frozen, validators
 
@@ -10,6 +11,20 @@ from zfunc.core.optimizer_state import STATE_FORMATS
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
+T = TypeVar("T")
+
+
+def in_equal_shares(values: Sequence[T], s: int, num_segments: int) -> T:
+    """The one of `values` for segment `s`: each is for an equal share of the segments, in order.
+
+    >>> [in_equal_shares(("host", "device"), s, 5) for s in range(5)]
+    ['host', 'host', 'host', 'device', 'device']
+    """
+    return values[s * len(values) // num_segments]
+
+
+def _places(given: str | Sequence[str]) -> tuple[str, ...]:
+    return tuple(given.split(",") if isinstance(given, str) else given)
 
 
 @frozen
@@ -49,7 +64,8 @@ class StepSpec:
       `micro_batches` the vertical one.
     - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
       ones. `weight_slots`: so many segments have room for their parameters on the device then.
-    - `activations_on`: where the inputs and residuals of segments wait for backward.
+    - `activations_on`: where the inputs and residuals of segments wait for backward; several places are each for an
+      equal share of the segments, in order.
     - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
       slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
       device and reduces the sum.
@@ -80,8 +96,10 @@ class StepSpec:
         default="device", validator=validators.in_(("device", "host"))
     )
     weight_slots: int = field(default=2, validator=validators.ge(1))
-    activations_on: Literal["device", "host"] = field(
-        default="device", validator=validators.in_(("device", "host"))
+    activations_on: tuple[str, ...] = field(
+        default=("device",),
+        converter=_places,
+        validator=validators.deep_iterable(validators.in_(("device", "host"))),
     )
     target_bytes: int = 0
     constant_bytes: int = 0
@@ -208,4 +226,5 @@ class StepSpec:
 
     def stashed(self, s: int) -> bool:
         """Whether what backward of segment `s` needs waits on the host. The last one's backward follows at once."""
-        return self.activations_on == "host" and self.layout.first_trainable <= s < self.num_segments - 1
+        waits = self.layout.first_trainable <= s < self.num_segments - 1
+        return waits and in_equal_shares(self.activations_on, s, self.num_segments) == "host"

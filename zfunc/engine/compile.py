@@ -253,14 +253,14 @@ def _calls(
     segments: Sequence[Segment], layout: Layout, settings: StepSettings, device: torch.device
 ) -> tuple[CompiledSegment, ...]:
     """The segments with their forward and backward; equal segments share these, to be traced or compiled once."""
-    recompute, compiled = settings.recompute, settings.compile_segments
+    compiled = settings.compile_segments
     trainable = {span.name for span in layout.spans}
     pairs: list[tuple[Segment, tuple[Any, ...], tuple[SegmentVJP, SegmentVJP]]] = []
     calls: list[CompiledSegment] = []
     last = len(segments) - 1
     for s, segment in enumerate(segments):
-        keep: Recompute = recompute
-        if s == last and recompute == "all":
+        keep: Recompute = settings.recompute_of(s, len(segments))
+        if s == last and keep == "all":
             keep = "min-cut" if compiled or settings.device_graphs else "none"
         options = (keep, s > layout.first_trainable, s == last)
         pair = next((p for other, same, p in pairs if same == options and segment.like(other)), None)

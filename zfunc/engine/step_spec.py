@@ -30,6 +30,7 @@ def make_spec(
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
     ]
+    settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
     last, state_format = len(segments) - 1, optimizer.state_format
     send_high_half = settings.precision == "bf16" and any(
@@ -38,7 +39,9 @@ def make_spec(
     largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
-        recompute=tuple(settings.recompute == "all" and s != last for s in range(len(segments))),
+        recompute=tuple(
+            settings.recompute_of(s, len(segments)) == "all" and s != last for s in range(len(segments))
+        ),
         element_bytes=DTYPES[settings.precision].nbytes,
         micro_batches=settings.micro_batches,
         barrier=settings.waits_for_norm,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.hardware import Hardware
-from zfunc.core.settings import Recompute, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
 from zfunc.engine.compile import compile, with_moments
 from zfunc.engine.program import Program, ProgramCache
@@ -93,17 +93,29 @@ class CostModel:
 
     def spec(self, settings: StepSettings) -> StepSpec:
         """The spec of these settings, with the costs of its segments."""
-        program = self._program(settings)
+        by_mode = {x: self._traced(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
+        spec, count = self._spec(settings), len(self.segments)
+        traced = [by_mode[settings.recompute_of(s, count)] for s in range(count)]
+        return evolve(
+            spec,
+            costs=[x.costs[s] for s, x in enumerate(traced)],
+            target_bytes=traced[0].target_bytes,
+            graphed=spec.graphed & {s for s, x in enumerate(traced) if s in x.graphed},
+        )
+
+    def _spec(self, settings: StepSettings) -> StepSpec:
         on_gpu = not self.hardware(settings).unified
         optimizer = with_moments(self.optimizer, settings)
-        spec = make_spec(program.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
+        return make_spec(self.segments, optimizer, settings, world=self.world, on_gpu=on_gpu)
+
+    def _traced(self, settings: StepSettings) -> StepSpec:
+        """A spec with the costs of segments that all recompute the same."""
         key = (settings.precision, settings.micro_batches, *_passes(settings))
         if key not in self._costs:
+            program, spec = self._program(settings), self._spec(settings)
             to_trace = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
             self._costs[key] = traced_spec(to_trace, split_batch(self.example, settings.micro_batches)[0])[0]
-        traced = self._costs[key]
-        graphed = spec.graphed & traced.graphed
-        return evolve(spec, costs=traced.costs, target_bytes=traced.target_bytes, graphed=graphed)
+        return self._costs[key]
 
     def _program(self, settings: StepSettings) -> Program:
         """The segments, checked, and compiled with the settings that their forward and backward depend on."""
@@ -121,7 +133,7 @@ class CostModel:
         return self._programs[key]
 
 
-def _passes(settings: StepSettings) -> tuple[Recompute, bool, bool, bool]:
+def _passes(settings: StepSettings) -> tuple[str, bool, bool, bool]:
     """What forward and backward of the segments depend on; only residuals depend on whether these move."""
     moving = settings.recompute == "min-cut" and settings.moves
     return settings.recompute, settings.compile_segments, settings.device_graphs, moving

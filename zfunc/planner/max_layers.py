@@ -19,6 +19,10 @@ def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> in
 
     The step of as many was planned and fits; that of one more does not. Raises ValueError if more than MOST fit.
     """
+    if "," in settings.recompute:
+        raise ValueError(
+            f"--max: got recompute {settings.recompute!r}, expected one for all segments: leave the others out"
+        )
 
     def too_many(count: int) -> bool:
         longer = with_layers(spec, count)

@@ -214,7 +214,7 @@ def _job(answer: PlannedModel) -> Iterator[str]:
         *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
         *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
         *(["parameters on the host"] if settings.params_on == "host" else []),
-        *(["activations on the host"] if settings.activations_on == "host" else []),
+        *([f"activations on the {settings.activations_on}"] if settings.stashes else []),
         *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
         *(["updates delayed"] if settings.delayed else []),
         *(["updates deferred"] if p.step.spec.deferred else []),
