@@ -154,6 +154,13 @@ class Op:
         return tuple(r for r in self.regions if r.role == role)
 
 
+class Access(NamedTuple):
+    """The regions that an operation reads and those that it writes, each once, by position in the graph's."""
+
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
 class Conflict(NamedTuple):
     """Two operations, by position in the graph, that conflict over `region`."""
 
@@ -181,6 +188,7 @@ class Graph:
     def _check(self, _: object, ops: tuple[Any, ...]) -> None:
         seen: set[str] = set()
         declared: dict[Region, Region] = {}
+        checked = set[int]()  # by id: most operations share the objects of their regions
         for op in ops:
             if not isinstance(op, Op):
                 raise TypeError(
@@ -190,7 +198,10 @@ class Graph:
             if op.name in seen:
                 raise ValueError(f"two operations are named {op.name}: give each its own index")
             seen.add(op.name)
-            for r in op.regions:
+            for r in op.reads + op.writes:
+                if id(r) in checked:
+                    continue
+                checked.add(id(r))
                 if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise TypeError(
                         f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
@@ -218,12 +229,26 @@ class Graph:
     @cached_property
     def regions(self) -> tuple[Region, ...]:
         """All regions of all operations, in order of first appearance."""
-        return tuple(dict.fromkeys(r for op in self.ops for r in op.regions))
+        return self._numbered[0]
+
+    @property
+    def accesses(self) -> tuple[Access, ...]:
+        """What each operation reads and writes, as positions in `regions`: numbers are faster keys than regions."""
+        return self._numbered[1]
 
     @cached_property
-    def region_number(self) -> dict[Region, int]:
-        """The position of each region in `regions`; numbers are faster keys than regions."""
-        return {r: n for n, r in enumerate(self.regions)}
+    def _numbered(self) -> tuple[tuple[Region, ...], tuple[Access, ...]]:
+        number: dict[Region, int] = {}
+        known: dict[int, int] = {}  # by id
+
+        def numbers(regions: tuple[Region, ...]) -> tuple[int, ...]:
+            for r in regions:
+                if id(r) not in known:
+                    known[id(r)] = number.setdefault(r, len(number))
+            return tuple(dict.fromkeys([known[id(r)] for r in regions]))
+
+        accesses = tuple(Access(numbers(op.reads), numbers(op.writes)) for op in self.ops)
+        return tuple(number), accesses
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -247,7 +272,7 @@ def _check_name(what: str, name: Any, index: tuple[Any, ...]) -> None:
     """Raise for a name or an index that a plan's text cannot hold."""
     if not isinstance(name, str) or name.split() != [name] or "[" in name:
         raise ValueError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
-    if not all(type(i) is int for i in index):
+    if not {*map(type, index)} <= {int}:
         raise TypeError(
             f"{what} {name}: got the index {index!r:.200}, expected integers: pass a tuple of int"
         )
@@ -258,12 +283,10 @@ def _declaration(r: Region) -> tuple[Any, ...]:
 
 
 def _conflicts(graph: Graph) -> Iterator[Conflict]:
-    regions, number = graph.regions, graph.region_number
+    regions = graph.regions
     last_write = [-1] * len(regions)
     reads_since: list[list[int]] = [[] for _ in regions]
-    for i, op in enumerate(graph.ops):
-        reads = dict.fromkeys([number[r] for r in op.reads])
-        writes = dict.fromkeys([number[r] for r in op.writes])
+    for i, (reads, writes) in enumerate(graph.accesses):
         for n in reads:
             if last_write[n] >= 0:
                 yield Conflict(last_write[n], i, regions[n])

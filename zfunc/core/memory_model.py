@@ -134,21 +134,20 @@ class _Highest:
 
 
 def _lifetimes(plan: Plan) -> list[_Lifetime]:
-    place, number = plan.place, plan.graph.region_number
+    place, regions = plan.place, plan.graph.regions
+    transient = [not r.kept for r in regions]
     firsts: dict[int, int] = {}
     lasts: dict[int, dict[int, int]] = {}
     workspaces: list[_Lifetime] = []
-    for i, op in enumerate(plan.graph):
+    for i, (op, (reads, writes)) in enumerate(zip(plan.graph, plan.graph.accesses, strict=True)):
         lane, position = place[i]
-        for r in op.regions:
-            if not r.kept:
-                n = number[r]
+        for n in reads + writes:
+            if transient[n]:
                 if n not in firsts:
                     firsts[n], lasts[n] = i, {}
                 lasts[n][lane] = max(position, lasts[n].get(lane, -1))
         if op.workspace:
             workspaces.append(_Lifetime("workspace", "device", op.workspace, i, (place[i],)))
-    regions = plan.graph.regions
     return workspaces + [
         _Lifetime(regions[n].buffer, regions[n].tier, regions[n].nbytes, first, tuple(lasts[n].items()))
         for n, first in firsts.items()

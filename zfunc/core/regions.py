@@ -1,8 +1,10 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
@@ -12,6 +14,24 @@ from zfunc.core.spec import ALLOCATION, StepSpec
 FP32, FP64 = 4, 8  # bytes
 ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
 SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
+Arguments = ParamSpec("Arguments")
+Made = TypeVar("Made")
+
+
+def _once(
+    make: Callable[Concatenate["Regions", Arguments], Made],
+) -> Callable[Concatenate["Regions", Arguments], Made]:
+    """The method, which makes the regions of equal arguments once: operations share them, which is faster."""
+
+    @wraps(make)
+    def made(self: "Regions", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        key = make, args, *kwargs.values()
+        found = self.made.get(key)
+        if found is None:
+            found = self.made[key] = make(self, *args, **kwargs)
+        return found
+
+    return made
 
 
 @frozen
@@ -19,7 +39,9 @@ class Regions:
     """The regions of one spec."""
 
     spec: StepSpec
+    made: dict[Any, Any] = field(factory=dict[Any, Any], init=False, eq=False, repr=False)
 
+    @_once
     def _params(self, b: int) -> Region:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
@@ -28,6 +50,7 @@ class Regions:
             "params", (b,), spec.kept_numel(b) * spec.element_bytes, tier, "state", "compute", "params"
         )
 
+    @_once
     def _home(self, b: int) -> Region:
         """Where the parameters of a bucket, trainable or frozen, are fetched from."""
         if b >= len(self.spec.layout.buckets):
@@ -38,6 +61,7 @@ class Regions:
         """Whether the host has the parameters of a bucket as the high half of their masters, and nowhere else."""
         return self.spec.on_host(b) and self.spec.send_high_half
 
+    @_once
     def _frozen(self) -> tuple[Region, ...]:
         """The frozen parameters; on the device together with the model's constants."""
         spec = self.spec
@@ -50,26 +74,32 @@ class Regions:
             return ()
         return (Region("frozen", (), nbytes, lifetime="state", dtype="compute", role="params"),)
 
+    @_once
     def _constants(self) -> tuple[Region, ...]:
         """The model's constants, where the frozen parameters are not beside them."""
         if self.spec.params_on == "device" or not self.spec.constant_bytes:
             return ()
         return (Region("constants", (), self.spec.constant_bytes, lifetime="value"),)
 
+    @_once
     def _weight_slot(self, slot: Slot) -> Region:
         nbytes = slot.numel * self.spec.element_bytes
         index = slot.size_class, slot.index
         return Region("weight_slot", index, nbytes, "device", "program", "compute", "params")
 
+    @_once
     def _input(self, m: int, s: int) -> Region:
         return Region("act", (m, s), self.spec.costs[s].input_bytes)
 
+    @_once
     def _targets(self, m: int) -> Region:
         return Region("targets", (m,), self.spec.target_bytes)
 
+    @_once
     def _loss(self, m: int) -> Region:
         return Region("loss", (m,), ALLOCATION, role="loss")
 
+    @_once
     def _host_activation(self, m: int, s: int) -> Region:
         """What backward of a segment needs, while it waits on the host."""
         return Region(
@@ -88,31 +118,40 @@ class Regions:
 
     def _activation_slot(self, k: int) -> Region:
         """What backward of a segment needs, back on the device."""
-        largest = max(self._stashed_bytes(s) for s in range(self.spec.num_segments) if self.spec.stashed(s))
+        largest = self._most_stashed()
         return self._staging("act_slot", k % ACTIVATION_SLOTS, largest, "device", role="act", dtype="uint8")
+
+    @_once
+    def _most_stashed(self) -> int:
+        return max(self._stashed_bytes(s) for s in range(self.spec.num_segments) if self.spec.stashed(s))
 
     def _stashed_bytes(self, s: int) -> int:
         cost = self.spec.costs[s]
         return max(cost.stash_bytes, cost.input_bytes)
 
+    @_once
     def _residuals(self, m: int, s: int) -> tuple[Region, ...]:
         if self.spec.recompute[s] or s < self.spec.layout.first_trainable:
             return ()
         return (Region("residuals", (m, s), self.spec.costs[s].residual_bytes),)
 
+    @_once
     def _graphs(self, s: int) -> tuple[Region, ...]:
         """The memory that device graphs share, if the passes of segment `s` are some: one runs at a time."""
         nbytes = sum(self.spec.graph_bytes)
         return (Region("graphs", (), nbytes, lifetime="value"),) if s in self.spec.graphed else ()
 
+    @_once
     def _kept_output(self, m: int, s: int) -> tuple[Region, ...]:
         """The output of a segment, if it is one of its residuals too."""
         kept = self._residuals(m, s) and s < self.spec.num_segments - 1 and self.spec.costs[s].keeps_output
         return (self._input(m, s + 1),) if kept else ()
 
+    @_once
     def _cotangent(self, m: int, s: int) -> Region:
         return Region("grad_act", (m, s), self.spec.costs[s].input_bytes)
 
+    @_once
     def _grads(self, m: int, s: int) -> Region:
         """The gradients that backward of one segment returns, before they are packed."""
         return Region("grads", (m, s), self.spec.grad_bytes(s))
@@ -125,6 +164,7 @@ class Regions:
         nbytes = self.spec.slot_numel * self.spec.element_bytes
         return self._staging("grad_slot", k % self.spec.grad_slots, nbytes, "device", role="grad")
 
+    @_once
     def _sum_slot(self, slot: Slot) -> Region:
         """This rank's slice of the sum of a bucket's gradients over the micro-batches, on the device."""
         nbytes, index = slot.numel // self.spec.world * FP32, (slot.size_class, slot.index)
@@ -149,6 +189,7 @@ class Regions:
         nbytes = self.spec.slot_numel // self.spec.world * self.spec.element_bytes
         return self._staging("param_slot", b % self.spec.host_slots, nbytes, "pinned", role="copy")
 
+    @_once
     def _staging(
         self, buffer: str, k: int, nbytes: int, tier: Tier, *, role: Role, dtype: RegionDtype = "compute"
     ) -> Region:
@@ -157,6 +198,7 @@ class Regions:
     def _shard_bytes(self, b: int, element_bytes: int) -> int:
         return self.spec.layout.buckets[b].numel // self.spec.world * element_bytes
 
+    @_once
     def _waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
         added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
@@ -171,6 +213,7 @@ class Regions:
         )  # it waits for the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
+    @_once
     def _sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
 
@@ -198,6 +241,7 @@ class Regions:
             if self.spec.keeps_gradient and b not in self.spec.resident:
                 yield self._waiting(b)
 
+    @_once
     def _state(self, b: int) -> tuple[Region, ...]:
         """The optimizer state of a bucket; pinned where the device gets it as it is."""
         return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.state_format])
@@ -231,9 +275,11 @@ class Regions:
     def _mean_loss(self) -> Region:
         return Region("mean_loss", (), FP64, "host", "value", role="loss")
 
+    @_once
     def _decision(self) -> Region:
         return Region("decision", (), FP64, "host", "value")
 
+    @_once
     def _sent(self, m: int, b: int, d: int) -> Region:
         """Empty; it orders a collective before the decision."""
         return Region("sent", (m, b, d), tier="host")

@@ -76,9 +76,10 @@ class Speeds:
         0.6666666666666666
         """
         key = tuple(counts.items())
-        if key not in self._cache:
-            self._cache[key] = self._speeds({kind: n for kind, n in key if n})
-        return self._cache[key]
+        speeds = self._cache.get(key)
+        if speeds is None:
+            speeds = self._cache[key] = self._speeds({kind: n for kind, n in key if n})
+        return speeds
 
     def _speeds(self, counts: Mapping[Kind, int]) -> dict[Kind, float]:
         speeds: dict[Kind, float] = dict.fromkeys(counts, 1.0)
@@ -94,6 +95,7 @@ class _Running:
     """A running operation. At time `since` it had `left` seconds to go at speed 1; at `speed` it ends at `end`."""
 
     op: int
+    kind: Kind
     lane: int
     since: float
     left: float
@@ -133,27 +135,34 @@ class _Run:
         ops, at = self.plan.lanes[lane].ops, self.at[lane]
         if not self.idle[lane] or at == len(ops) or self.pending[ops[at]]:
             return
-        op = self.plan.graph.ops[ops[at]]
+        i = ops[at]
+        op = self.plan.graph.ops[i]
         seconds = self.hardware.seconds(op)
-        self.running.append(_Running(ops[at], lane, now, seconds, 1.0, now + seconds))
+        self.running.append(_Running(i, op.kind, lane, now, seconds, 1.0, now + seconds))
         self.counts[op.kind] += 1
         self.idle[lane] = False
         self.at[lane] += 1
-        self.started[ops[at]] = now
+        self.started[i] = now
 
     def advance(self) -> None:
         """Advance to the next end or hand-off, start operations that it unblocks, and share the resources again."""
-        ends = [r.end for r in self.running]
-        now = min(min(ends, default=math.inf), self.handed[0][0] if self.handed else math.inf)
-        done = [r for r in self.running if r.end == now]
-        self.running = [r for r in self.running if r.end != now]
-        for r in done:
+        now = self.handed[0][0] if self.handed else math.inf
+        for r in self.running:
+            if r.end < now:
+                now = r.end
+        lanes: list[int] = []
+        running: list[_Running] = []
+        for r in self.running:
+            if r.end != now:
+                running.append(r)
+                continue
             self.ended[r.op] = now
-            self.counts[self.plan.graph.ops[r.op].kind] -= 1
+            self.counts[r.kind] -= 1
             self.idle[r.lane] = True
-            if r.op in self.unlocks:
-                self.handed.append((now + self.hardware.handoff, self.unlocks[r.op]))
-        lanes = [r.lane for r in done]
+            lanes.append(r.lane)
+            if (unlocked := self.unlocks.get(r.op)) is not None:
+                self.handed.append((now + self.hardware.handoff, unlocked))
+        self.running = running
         while self.handed and self.handed[0][0] <= now:
             for n in self.handed.popleft()[1]:
                 self.pending[n] -= 1
@@ -166,7 +175,7 @@ class _Run:
         """Update the speed of every running operation."""
         speeds = self.speeds.of(self.counts)
         for r in self.running:
-            speed = speeds[self.plan.graph.ops[r.op].kind]
+            speed = speeds[r.kind]
             if speed != r.speed:
                 r.left = max(0.0, r.left - (now - r.since) * r.speed)
                 r.since, r.speed, r.end = now, speed, now + r.left / speed

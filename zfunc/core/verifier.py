@@ -81,15 +81,17 @@ def _dropped(plan: Plan, i: int) -> str:
 def _defined(plan: Plan) -> Iterator[str]:
     """Errors for what is read before it is written: all but a State and inputs of the step, as staging is not valid
     beyond one."""
-    written = {r for r in plan.graph.regions if r.lifetime in ("state", "value")}
-    for i, op in enumerate(plan.graph):
-        for r in op.reads:
-            if r not in written:
+    regions = plan.graph.regions
+    written = {n for n, r in enumerate(regions) if r.lifetime in ("state", "value")}
+    for i, (reads, writes) in enumerate(plan.graph.accesses):
+        for n in reads:
+            if n not in written:
+                name = plan.graph.ops[i].name
                 yield (
-                    f"{op.name} reads {r}, which no operation before it writes: expected it to be written "
+                    f"{name} reads {regions[n]}, which no operation before it writes: expected it to be written "
                     f"first, or of the lifetime 'state' or 'value'. Correct the recipe:\n{plan_excerpt(plan, [i])}"
                 )
-        written.update(op.writes)
+        written.update(writes)
 
 
 def _describe(plan: Plan, race: Conflict) -> str:
