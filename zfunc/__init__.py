@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from zfunc.engine.train_step import train_step
     from zfunc.errors import (
         CheckpointError,
+        DiskError,
         DonatedStateError,
         ExecutionError,
         LaneTimeout,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "AdamW": "optim.adamw",
     "CheckpointError": "errors",
+    "DiskError": "errors",
     "DonatedStateError": "errors",
     "ExecutionError": "errors",
     "Jitter": "runtime.executor",

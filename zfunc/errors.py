@@ -1,5 +1,9 @@
 """What can go wrong in a step, as types one can catch. Bad arguments are plain ValueError and TypeError."""
 
+import errno
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 
@@ -39,6 +43,44 @@ class LaneTimeout(RuntimeError):  # noqa: N818
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
+
+
+class DiskError(OSError):
+    """A file cannot be made, read or written; the message names it and the bytes. `errno` is that of the system."""
+
+
+_NEXT = {
+    errno.ENOSPC: "free some space",
+    errno.EDQUOT: "free some of your quota",
+    errno.EROFS: "name a folder that can be written",
+    errno.EACCES: "name a folder this user may use",
+    errno.EPERM: "name a folder this user may use",
+    errno.ENOTDIR: "name a folder, or move the file of that name",
+    errno.EEXIST: "name another one, or move the existing file",
+    errno.EISDIR: "move the folder of that name",
+    errno.ELOOP: "replace the link by the file: links are not followed",
+    errno.EIO: "check the disk, and use another",
+}
+
+
+@contextmanager
+def explain_os_errors(
+    kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str]
+) -> Generator[None, None, None]:
+    """Turn an OSError into a `kind` that names `path`, what was being done to it, and what to do, by its errno."""
+    try:
+        yield
+    except DiskError as error:  # says all that
+        if kind is DiskError:
+            raise
+        raise kind(str(error)) from error
+    except OSError as error:
+        code = error.errno or 0
+        next_action = advice.get(code) or _NEXT.get(code, "check the disk and the folder's owner")
+        explained = kind(f"{path}: got {(error.strerror or str(error))!r} while {doing}: {next_action}")
+        if isinstance(explained, OSError):
+            explained.errno = error.errno
+        raise explained from error
 
 
 USE_ANOTHER = "use another checkpoint, or start anew in another folder (--out)"  # instead of a damaged one

@@ -15,34 +15,23 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, explain_os_errors
+from zfunc.runtime.direct_io import open_reserved
 
 log = logging.getLogger("zfunc")
 UNFINISHED = "unfinished-"  # prefix of files and folders that a crash may leave behind
 _NEXT = {
     errno.ENOSPC: "free some space, or keep fewer checkpoints",
     errno.EDQUOT: "free some of your quota, or keep fewer checkpoints",
-    errno.EROFS: "name a folder that can be written",
-    errno.EACCES: "name a folder this user may use",
-    errno.EPERM: "name a folder this user may use",
-    errno.ENOTDIR: "name a folder, or move the file of that name",
-    errno.EEXIST: "name another one, or move the existing file",
-    errno.EISDIR: "move the folder of that name",
-    errno.ELOOP: "replace the link by the file: links are not followed",
     errno.ENOENT: "use a complete checkpoint",
-    errno.EIO: "check the disk, and use another",
 }
 
 
 @contextmanager
 def os_errors_as(path: Path, doing: str) -> Generator[None, None, None]:
     """Turn an OSError into a CheckpointError that names `path` and what was being done to it."""
-    try:
+    with explain_os_errors(CheckpointError, path, doing, _NEXT):
         yield
-    except OSError as error:
-        advice = _NEXT.get(error.errno or 0, "check the disk and the folder's owner")
-        reason = error.strerror or str(error)
-        raise CheckpointError(f"{path}: got {reason!r} while {doing}: {advice}") from error
 
 
 def open_new(path: Path, size: int) -> int:
@@ -51,15 +40,7 @@ def open_new(path: Path, size: int) -> int:
     Raises CheckpointError if the file exists or if there is no space; no file is left then.
     """
     with os_errors_as(path, f"making a file of {size} bytes"):
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            os.posix_fallocate(fd, 0, size)
-        except BaseException:
-            os.close(fd)
-            with suppress(OSError):
-                path.unlink()
-            raise
-    return fd
+        return open_reserved(path, size, os.O_WRONLY)
 
 
 def open_file(path: Path) -> tuple[int, int]:

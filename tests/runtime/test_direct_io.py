@@ -1,0 +1,362 @@
+"""Files past the page cache: every byte moves, or an error says which did not, whatever the system does."""
+
+import errno
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
+from itertools import count, pairwise
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from zfunc.errors import DiskError
+from zfunc.runtime import direct_io
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of, measure
+from zfunc.runtime.host_pages import HostPages, map_pages
+
+PAGES = 40
+Call = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "REQUEST", 5 * ALIGNED)
+    monkeypatch.setattr(direct_io, "MOST_PIECES", 3)
+    monkeypatch.setattr(direct_io, "PAUSE", 0)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[DirectFile]:
+    with closing(DirectFile.create(tmp_path / "file", PAGES * ALIGNED)) as made:
+        yield made
+
+
+@pytest.fixture
+def pages() -> Iterator[HostPages]:
+    with closing(map_pages(PAGES * ALIGNED)) as mapped:
+        yield mapped  # closing it fails while anything refers to its memory
+
+
+def areas(view: memoryview, random: Random) -> list[memoryview]:
+    """Some of the memory in an order of its own, as the buffers of an extent are."""
+    cuts = sorted(random.sample(range(PAGES + 1), random.randint(2, 8)))
+    parts = [view[a * ALIGNED : b * ALIGNED] for a, b in pairwise(cuts)]
+    return random.sample(parts, len(parts))
+
+
+def fail(calls: dict[str, Call], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put these in the place of the system's calls, each with the real one as first argument; "" is for both."""
+    for name in ("preadv", "pwritev"):
+        call = calls.get(name) or calls.get("")
+        if call is not None:
+            monkeypatch.setattr(os, name, partial(call, getattr(os, name)))
+
+
+# --- what is written is read ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_any_writes_then_reads_are_those_of_a_bytearray(
+    tmp_path: Path, pages: HostPages, monkeypatch: pytest.MonkeyPatch, direct: bool, threads: int
+) -> None:
+    if not direct:
+        monkeypatch.setattr(direct_io, "_set_direct", lambda fd: False)
+    random, expected = Random(threads), bytearray(PAGES * ALIGNED)
+    with (
+        closing(DirectFile.create(tmp_path / "x", len(expected), threads=threads)) as file,
+        memoryview(pages) as view,
+    ):
+        assert file.direct == direct or file_system_of(tmp_path) != "ext4"
+        for turn in range(40):
+            into = areas(view, random)
+            nbytes = sum(x.nbytes for x in into)
+            at = random.randint(0, (len(expected) - nbytes) // ALIGNED) * ALIGNED
+            if random.random() < 0.5:
+                pages[:] = random.randbytes(len(pages))
+                expected[at : at + nbytes] = b"".join(into)
+                file.write(into, at, f"turn {turn}")
+            else:
+                pages[:] = b"\xff" * len(pages)
+                file.read(into, at, f"turn {turn}")
+                assert b"".join(into) == expected[at : at + nbytes]
+        file.sync()
+        del into
+    with closing(DirectFile.open(tmp_path / "x")) as file, memoryview(pages) as view:
+        file.read(view, 0)
+        assert view == expected == (tmp_path / "x").read_bytes()
+
+
+def test_nothing_is_nothing(file: DirectFile) -> None:
+    file.write([], 0)
+    file.read(memoryview(b""), PAGES * ALIGNED)
+
+
+# --- what the system may do -------------------------------------------------------------------------
+
+
+def short(most: int) -> Call:
+    """A call that moves `most` bytes, and what it claims; a read leaves rubbish behind them."""
+
+    def call(real: Call, fd: int, areas: list[Any], offset: int) -> int:
+        moved = min(most, real(fd, areas, offset))
+        flat = [(x, n) for x in areas for n in range(0, len(x), 512)]
+        for n, (x, at) in enumerate(flat):
+            if n * 512 >= moved and real.__name__ == "preadv":
+                x[at] ^= 0xFF
+        return moved
+
+    return call
+
+
+def failing(error: int, every: int = 1) -> Call:
+    """A call that fails, but for one in `every`."""
+    turns = count(1)
+
+    def call(real: Call, *of: Any) -> int:
+        if every == 1 or next(turns) % every:
+            raise OSError(error, os.strerror(error))
+        return real(*of)
+
+    return call
+
+
+def after(good: int, then: Call) -> Call:
+    """The real call `good` times, then another."""
+    turns = count()
+    return lambda real, *of: real(*of) if next(turns) < good else then(real, *of)
+
+
+def returning(moved: int) -> Call:
+    return lambda real, *of: moved
+
+
+SURVIVED: dict[str, Call] = {
+    **{
+        f"short by {ALIGNED * 5 - n}": short(n)
+        for n in (ALIGNED, ALIGNED + 1, 2 * ALIGNED + 512, 4 * ALIGNED)
+    },
+    "interrupted": failing(errno.EINTR, 3),
+    "busy": failing(errno.EAGAIN, 3),
+}
+FATAL: dict[str, tuple[Call, str]] = {
+    "EIO": (
+        after(2, failing(errno.EIO)),
+        "'Input/output error' while {doing} bytes .*: look for errors of the drive",
+    ),
+    "ENOSPC": (
+        after(3, failing(errno.ENOSPC)),
+        "'No space left on device' .*: free some space, or name a folder on",
+    ),
+    "always busy": (failing(errno.EAGAIN), "'Resource temporarily unavailable' while {doing}"),
+    "nothing": (after(1, returning(0)), "'0 of 20480 bytes moved' while {doing} bytes"),
+    "never a page": (after(1, short(4095)), "'no whole page moved' while {doing} bytes"),
+    "more than asked for": (returning(1 << 20), "'1048576 of 20480 bytes moved' while {doing} bytes"),
+}
+
+
+@pytest.mark.parametrize("fault", SURVIVED)
+def test_a_transfer_goes_on_after(
+    fault: str, file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Random(0).randbytes(len(pages))
+    pages[:] = data
+    fail({"": SURVIVED[fault]}, monkeypatch)
+    with memoryview(pages) as view:
+        file.write(view, 0)
+        pages[:] = bytes(len(pages))
+        file.read(view, 0)
+        assert view == data
+
+
+@pytest.mark.parametrize("fault", FATAL)
+@pytest.mark.parametrize(("call", "doing"), [("preadv", "reading"), ("pwritev", "writing")])
+def test_a_transfer_that_fails_says_where(
+    fault: str, call: str, doing: str, file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faulty, words = FATAL[fault]
+    fail({call: faulty}, monkeypatch)
+    with memoryview(pages) as view, pytest.raises(DiskError, match=words.format(doing=doing)) as caught:
+        (file.read if doing == "reading" else file.write)(view, 0, "bucket 7")
+    assert str(caught.value).startswith(f"{file.path}: got ")
+    assert " of bucket 7: " in str(caught.value)
+    assert caught.value.errno in (errno.EIO, errno.ENOSPC, errno.EAGAIN)
+
+
+def test_after_an_error_no_request_is_under_way(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, calls = [0], [0]
+
+    def call(real: Call, fd: int, of: list[Any], offset: int) -> int:
+        calls[0] += 1
+        if not offset:
+            raise OSError(errno.EIO, "no")
+        running[0] += 1
+        time.sleep(0.02)
+        moved = real(fd, of, offset)
+        running[0] -= 1
+        return moved
+
+    fail({"": call}, monkeypatch)
+    with memoryview(pages) as view, pytest.raises(DiskError):
+        file.write(view, 0)
+    assert running == [0]
+    assert calls[0] <= 2  # of 8 requests
+
+
+def test_a_drive_that_hangs_is_named_and_delays_no_other_direction(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(direct_io, "SLOW", 0.01)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(real: Call, *of: Any) -> int:
+        begun.set()
+        go_on.wait()
+        return real(*of)
+
+    fail({"preadv": hang}, monkeypatch)
+    with memoryview(pages) as view, caplog.at_level(logging.WARNING, "zfunc"):
+        reader = threading.Thread(target=file.read, args=(view[ALIGNED:], ALIGNED, "bucket 3"))
+        reader.start()
+        begun.wait()
+        file.write(view[:ALIGNED], 0)
+        while not caplog.text:
+            time.sleep(0.001)
+        closer = threading.Thread(target=file.close)  # waits for the read
+        closer.start()
+        go_on.set()
+        reader.join()
+        closer.join()
+    assert (
+        f"{file.path}: reading bytes 4096 to 163840 of bucket 3: the drive has not answered for"
+        in caplog.text
+    )
+
+
+# --- what other processes may do --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [0, ALIGNED, (PAGES + 1) * ALIGNED])
+def test_a_file_of_another_size_is_no_zeros(file: DirectFile, pages: HostPages, size: int) -> None:
+    os.truncate(file.path, size)
+    with memoryview(pages) as view:
+        for transfer in (file.read, file.write):
+            with pytest.raises(
+                DiskError, match=rf"file of {size} bytes, expected its {PAGES * ALIGNED}: another proc"
+            ):
+                transfer(view, 0, "bucket 7")
+
+
+def test_a_file_that_shrinks_meanwhile_is_no_zeros(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shrink(real: Call, *of: Any) -> int:
+        os.truncate(file.path, 2 * ALIGNED)
+        return real(*of)
+
+    fail({"": after(1, shrink)}, monkeypatch)
+    with memoryview(pages) as view, pytest.raises(DiskError, match="got a file of 8192 bytes, expected"):
+        file.read(view, 0)
+
+
+def test_a_file_that_was_replaced_is_not_synced(file: DirectFile) -> None:
+    file.sync()
+    other = file.path.with_name("other")
+    other.write_bytes(bytes(ALIGNED))
+    other.rename(file.path)
+    for _ in range(2):
+        with pytest.raises(DiskError, match="got a file that was deleted or replaced, expected it to stay"):
+            file.sync()
+
+
+def test_a_sync_that_failed_never_succeeds(file: DirectFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fdatasync", lambda fd: failing(errno.EIO)(os.fsync, fd))
+        with pytest.raises(DiskError, match="'Input/output error' while waiting until it is on the drive"):
+            file.sync()
+    with pytest.raises(DiskError, match="'Input/output error' while waiting until it is on the drive"):
+        file.sync()
+
+
+# --- files that are not made, opened, or asked for --------------------------------------------------
+
+
+def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", partial(failing(errno.ENOSPC), os.posix_fallocate))
+    with pytest.raises(
+        DiskError, match="while reserving 5.0 GiB: free some space, or name a folder on ano"
+    ) as e:
+        DirectFile.create(tmp_path / "x", 5 << 30)
+    assert e.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_file_of_whole_pages_is_not_opened(tmp_path: Path, file: DirectFile) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "short").write_bytes(bytes(100))
+    (tmp_path / "link").symlink_to("file")
+    for name, words in {
+        "pipe": "got something else than a regular file: name another",
+        "short": "got a file of 100 bytes, expected a positive multiple of 4096",
+        "link": "replace the link by the file",
+        "none": "'No such file or directory' while opening it: name a folder that exists",
+        ".": "'Is a directory' while opening it: move the folder",
+    }.items():
+        with pytest.raises(DiskError, match=words):
+            DirectFile.open(tmp_path / name)
+    with pytest.raises(DiskError, match="'File exists' while reserving .*: name another one"):
+        DirectFile.create(file.path, ALIGNED)
+    with pytest.raises(ValueError, match="got 100 bytes, expected a positive multiple of 4096"):
+        DirectFile.create(tmp_path / "new", 100)
+
+
+def test_transfers_are_of_whole_pages_within_the_file(file: DirectFile, pages: HostPages) -> None:
+    with memoryview(pages) as view:
+        for area, offset, words in (
+            (view[:4608], 0, "bucket 7: got 4608 bytes at offset 0, expected an offset and lengths"),
+            (view[:ALIGNED], 512, "got 4096 bytes at offset 512, expected an offset and lengths"),
+            (view[64 : ALIGNED + 64], 0, "memory that does not begin at a page, expected it to: take"),
+            (view[:], ALIGNED, "got 163840 bytes at offset 4096, expected a place within its 163840 bytes"),
+            (view[:ALIGNED], -ALIGNED, "at offset -4096, expected a place within"),
+        ):
+            with area, pytest.raises(ValueError, match=words):
+                file.read(area, offset, "bucket 7")
+        file.close()
+        file.close()
+        with pytest.raises(ValueError, match="got a closed file, expected an open one"):
+            file.read(view, 0)
+
+
+# --- drives -----------------------------------------------------------------------------------------
+
+
+def test_a_file_system_that_refuses_is_told_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fail({"preadv": failing(errno.EINVAL)}, monkeypatch)
+    monkeypatch.setattr(direct_io, "_told", set[int]())
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        for name in ("a", "b"):
+            with closing(DirectFile.create(tmp_path / name, ALIGNED)) as file:
+                assert not file.direct
+    assert caplog.text.count("refuses O_DIRECT: reads and writes go through the page cache") == 1
+
+
+def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "MEASURED", 4 << 20)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
+    assert min(measure(tmp_path)) > 1e6
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        DiskError, match="'No such file or directory' while measuring its drive: name a folder"
+    ):
+        measure(tmp_path / "none")
+    assert file_system_of(Path("/proc/self")) == "proc"

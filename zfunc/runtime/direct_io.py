@@ -1,0 +1,456 @@
+"""Files that are read and written past the page cache, on a few threads a drive, with the system's own calls alone.
+
+A transfer is cut into requests of 8 MiB, which `os.preadv` and `os.pwritev` make without the interpreter lock. It
+takes a tenth of the processor time of one through the page cache, which it neither fills nor trusts.
+
+The invariant: a transfer that returns has moved every byte. One that fails raises DiskError with the file, the
+bytes, what they are and what to do. Either way no request is under way any more: the memory is the caller's again.
+"""
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Literal, NamedTuple
+
+from attrs import define, field, frozen
+
+from zfunc.errors import DiskError, explain_os_errors
+from zfunc.runtime.host_pages import map_pages
+from zfunc.units import format_bytes
+
+log = logging.getLogger("zfunc")
+
+ALIGNED = 4096  # bytes, of offsets, lengths and addresses; some drives take 512, others do not
+REQUEST = 8 << 20  # bytes of one call: with 1 MiB they take twice the processor time
+MOST_PIECES = 1024  # areas of memory in one call: Linux's IOV_MAX
+THREADS = 2  # for each drive and direction
+SLOW = 30.0  # seconds after which a transfer that has not ended is logged, and again
+MOST_RETRIES, PAUSE = 1000, 1e-3  # calls in a row that move less than a page, and the seconds between them
+MEASURED, CHUNK, SECONDS = (
+    512 << 20,
+    64 << 20,
+    0.5,
+)  # `measure`: bytes of its file, of a transfer, and at most how long
+
+Memory = memoryview | Sequence[memoryview]
+Direction = Literal["read", "write"]
+
+_DOING: dict[Direction, str] = {"read": "reading", "write": "writing"}
+_ADVICE = {
+    errno.ENOSPC: "free some space, or name a folder on another drive",
+    errno.EDQUOT: "free some of your quota, or name a folder on another drive",
+    errno.EFBIG: "name a folder on a file system for larger files",
+    errno.ENOENT: "name a folder that exists",
+    errno.EIO: "look for errors of the drive (dmesg, smartctl), and use another",
+}
+
+
+class DriveSpeeds(NamedTuple):
+    """Of long transfers, in B/s."""
+
+    read: float
+    write: float
+
+
+@frozen
+class _Request:
+    """One call: areas of memory, and the place in the file of all of them, one after the other."""
+
+    pieces: list[memoryview]
+    offset: int
+    nbytes: int
+
+
+@define(eq=False)
+class DirectFile:
+    """A file of fixed size, read and written past the page cache in requests of 8 MiB on a few threads.
+
+    `threads` make the requests of a direction; all files of a drive share them. Where the file system refuses
+    O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once.
+
+    Any thread may call. The order of transfers of the same bytes is the callers' business.
+    """
+
+    path: Path
+    nbytes: int
+    direct: bool
+    threads: int
+    _fd: int
+    _device: int
+    _users: int = field(default=0, init=False)
+    _closed: bool = field(default=False, init=False)
+    _lost: DiskError | None = field(default=None, init=False)  # of a `sync`
+    _idle: threading.Condition = field(factory=threading.Condition, init=False)
+    _close: Callable[[], Any] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    @classmethod
+    def create(cls, path: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
+        """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
+
+        Raises DiskError if the file exists, cannot be made or has no room; nothing is left then.
+        """
+        if nbytes <= 0 or nbytes % ALIGNED:
+            raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
+        with _explained(path, f"reserving {format_bytes(nbytes)}"):
+            fd = open_reserved(path, nbytes, os.O_RDWR)
+            try:
+                return cls._of(path, fd, threads)
+            except BaseException:
+                with suppress(OSError):
+                    path.unlink()
+                raise
+
+    @classmethod
+    def open(cls, path: Path, *, threads: int = THREADS) -> "DirectFile":
+        """An existing file. Raises DiskError if it is no regular file of whole pages, or cannot be written."""
+        with _explained(path, "opening it"):
+            # Without O_NONBLOCK opening a pipe could block.
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+            return cls._of(path, fd, threads)
+
+    @classmethod
+    def _of(cls, path: Path, fd: int, threads: int) -> "DirectFile":
+        """The file of `fd`, which is closed if that fails."""
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise DiskError(f"{path}: got something else than a regular file: name another")
+            if status.st_size == 0 or status.st_size % ALIGNED:
+                raise DiskError(
+                    f"{path}: got a file of {status.st_size} bytes, expected a positive multiple of {ALIGNED}: it "
+                    "was cut off, or something else wrote it; name another"
+                )
+            direct = _set_direct(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        if not direct:
+            _tell_once(path, status.st_dev)
+        return cls(path, status.st_size, direct, threads, fd, status.st_dev)
+
+    def read(self, into: Memory, offset: int, what: str = "") -> None:
+        """Fill `into`, one area of memory or several in their order, with the bytes from `offset`.
+
+        Offset, lengths and addresses are multiples of ALIGNED. `what` the bytes are stands in errors: "bucket 3".
+        Raises DiskError; the content of the memory is undefined then.
+        """
+        self._transfer("read", into, offset, what)
+
+    def write(self, data: Memory, offset: int, what: str = "") -> None:
+        """Write `data`, given as for `read`. After the next `sync` it survives a crash.
+
+        Raises DiskError; the content of these bytes of the file is undefined then.
+        """
+        self._transfer("write", data, offset, what)
+
+    def sync(self) -> None:
+        """Wait until everything written is on the drive, also out of the drive's own cache.
+
+        Raises DiskError, also if the file has been deleted or replaced. What was written since the last `sync` may
+        be lost then; as the system reports that once, every later call raises the same.
+        """
+        if self._lost is not None:
+            raise self._lost
+        try:
+            self._sync()
+        except DiskError as error:
+            self._lost = error
+            raise
+
+    def _sync(self) -> None:
+        with self._in_use(), _explained(self.path, "waiting until it is on the drive"):
+            os.fdatasync(self._fd)
+            if not self.direct:  # pages are clean now, and can be dropped
+                os.posix_fadvise(self._fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
+            if not os.fstat(self._fd).st_nlink:
+                raise DiskError(
+                    f"{self.path}: got a file that was deleted or replaced, expected it to stay: name a folder "
+                    "that nothing else cleans up"
+                )
+
+    def close(self) -> None:
+        """Close the file when the transfers under way have ended. A second call does nothing."""
+        with self._idle:
+            self._closed = True
+            self._idle.wait_for(lambda: not self._users)
+        self._close()
+
+    @contextmanager
+    def _in_use(self) -> Generator[None, None, None]:
+        """Keep the descriptor open: once it is closed, another file may get its number."""
+        with self._idle:
+            if self._closed:
+                raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._users -= 1
+                self._idle.notify_all()
+
+    def _transfer(self, direction: Direction, memory: Memory, offset: int, what: str) -> None:
+        areas = [memory] if isinstance(memory, memoryview) else memory
+        self._check_places(areas, offset, what)
+        requests = list(_requests(areas, offset))
+        try:
+            with self._in_use():
+                self._check_size()
+                self._run(direction, requests, f" of {what}" if what else "")
+                if not self.direct and requests:
+                    end = requests[-1].offset + requests[-1].nbytes
+                    os.posix_fadvise(self._fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
+        finally:
+            # A thread may refer to them for a moment more, while the caller already unmaps the memory.
+            for request in requests:
+                for piece in request.pieces:
+                    piece.release()
+
+    def _check_places(self, areas: Sequence[memoryview], offset: int, what: str) -> None:
+        nbytes = sum(area.nbytes for area in areas)
+        got = f"{self.path}: {what or 'a transfer'}: got {nbytes} bytes at offset {offset}"
+        if offset % ALIGNED or any(area.nbytes % ALIGNED for area in areas):
+            raise ValueError(
+                f"{got}, expected an offset and lengths that are multiples of {ALIGNED}: pad them"
+            )
+        if not 0 <= offset <= offset + nbytes <= self.nbytes:
+            raise ValueError(f"{got}, expected a place within its {self.nbytes} bytes")
+        if any(_address(area) % ALIGNED for area in areas if area.nbytes):
+            raise ValueError(
+                f"{got} of memory that does not begin at a page, expected it to: take it from map_pages, cut at "
+                f"multiples of {ALIGNED}"
+            )
+
+    def _check_size(self) -> None:
+        """A file that was truncated would be extended with zeros."""
+        size = os.fstat(self._fd).st_size
+        if size != self.nbytes:
+            raise DiskError(
+                f"{self.path}: got a file of {size} bytes, expected its {self.nbytes}: another process changed it; "
+                "start again from a checkpoint, in a folder that nothing else writes to"
+            )
+
+    def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
+        """Make the requests on the drive's threads. After an error no further one begins."""
+        left, futures, interrupted = deque(requests), set[Future[None]](), None
+        began = time.monotonic()
+        try:
+            pool = _pool(self._device, direction, self.threads)
+            for _ in range(min(self.threads, len(requests))):
+                futures.add(pool.submit(self._make_all, direction, left, of_what))
+        except BaseException as error:
+            interrupted = error
+            left.clear()
+        pending = futures
+        while pending:  # also after an interrupt, or a request could fill memory that is in use again
+            try:
+                pending = wait(pending, SLOW).not_done
+                if pending:
+                    log.warning(
+                        "%s: %s bytes %d to %d%s: the drive has not answered for %.0f s",
+                        *(self.path, _DOING[direction], requests[0].offset),
+                        *(requests[-1].offset + requests[-1].nbytes, of_what, time.monotonic() - began),
+                    )
+            except BaseException as error:
+                interrupted = error
+                left.clear()
+        if interrupted is not None:
+            raise interrupted
+        for future in futures:
+            future.result()
+
+    def _make_all(self, direction: Direction, left: deque[_Request], of_what: str) -> None:
+        try:
+            for request in _taken(left):
+                end = request.offset + request.nbytes
+                with _explained(self.path, f"{_DOING[direction]} bytes {request.offset} to {end}{of_what}"):
+                    self._make(direction, request)
+        except BaseException:
+            left.clear()
+            raise
+
+    def _make(self, direction: Direction, request: _Request) -> None:
+        """Move all bytes of a request. Short counts go on at the last whole page, as O_DIRECT has to."""
+        done = retries = 0
+        while done < request.nbytes:
+            rest = list(_after(request.pieces, done))
+            try:
+                call = os.preadv if direction == "read" else os.pwritev
+                moved = call(self._fd, rest, request.offset + done)
+            except (InterruptedError, BlockingIOError):
+                moved, retries = 0, retries + 1
+                if retries > MOST_RETRIES:
+                    raise
+            else:
+                if not 0 < moved <= request.nbytes - done:
+                    self._check_size()
+                    raise OSError(errno.EIO, f"{moved} of {request.nbytes - done} bytes moved")
+                if moved < request.nbytes - done:
+                    self._check_size()
+                retries = 0 if moved >= ALIGNED else retries + 1
+                if retries > MOST_RETRIES:
+                    raise OSError(errno.EIO, "no whole page moved")
+            finally:
+                for piece in rest:
+                    piece.release()
+            done += moved - moved % ALIGNED
+            if retries:
+                time.sleep(PAUSE)
+
+
+def open_reserved(path: Path, nbytes: int, flags: int) -> int:
+    """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before anything is written.
+
+    Raises OSError if the file exists or has no room; no file is left then.
+    """
+    fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+    except BaseException:
+        os.close(fd)
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return fd
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that `path` is on, such as "ext4"; "unknown" where the system does not say."""
+    real, best, kind = f"{path.resolve()}/", "", "unknown"
+    with (
+        suppress(OSError),
+        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
+    ):
+        for line in mounts:
+            fields = line.split()
+            point = fields[4].encode("utf-8", "surrogateescape").decode("unicode_escape").rstrip("/") + "/"
+            if real.startswith(point) and len(point) >= len(best):
+                best, kind = point, fields[fields.index("-") + 1]
+    return kind
+
+
+def measure(folder: Path) -> DriveSpeeds:
+    """Speeds in B/s at which the drive of `folder` is read and written, in about two seconds.
+
+    Half a GiB is written there and removed; less on a slow drive. Raises DiskError where that cannot be done.
+    """
+    with (
+        _explained(folder, "measuring its drive"),
+        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
+    ):
+        file = DirectFile.create(Path(temporary) / "measured", MEASURED)
+        with closing(file), closing(map_pages(CHUNK)) as pages, memoryview(pages) as data:
+            pages[:] = os.urandom(1 << 20) * (CHUNK >> 20)  # some drives compress
+            file.sync()
+            _speed(file, file.write, data)  # the first time file systems also note that there is something
+            write = _speed(file, file.write, data)
+            return DriveSpeeds(_speed(file, file.read, data), write)
+
+
+def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:
+    start, offset = time.perf_counter(), 0
+    while offset < file.nbytes and (not offset or time.perf_counter() - start < SECONDS):
+        transfer(data, offset)
+        offset += data.nbytes
+    file.sync()
+    return offset / (time.perf_counter() - start)
+
+
+def _explained(path: Path, doing: str) -> Any:
+    return explain_os_errors(DiskError, path, doing, _ADVICE)
+
+
+def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
+    """The requests for memory in several areas that is contiguous in the file."""
+    pieces: list[memoryview] = []
+    size = 0
+    for area in areas:
+        at = 0
+        while at < area.nbytes:
+            with area.cast("B") as flat:
+                n = min(REQUEST - size, flat.nbytes - at)
+                pieces.append(flat[at : at + n])
+            at, size = at + n, size + n
+            if size == REQUEST or len(pieces) == MOST_PIECES:
+                yield _Request(pieces, offset, size)
+                offset, pieces, size = offset + size, [], 0
+    if pieces:
+        yield _Request(pieces, offset, size)
+
+
+def _taken(left: deque[_Request]) -> Iterator[_Request]:
+    """Those that no other thread takes."""
+    while True:
+        try:
+            request = left.popleft()
+        except IndexError:
+            return
+        yield request
+
+
+def _after(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
+    """What is left of `pieces` after their first `done` bytes."""
+    for piece in pieces:
+        if done < piece.nbytes:
+            yield piece[done:]
+        done = max(0, done - piece.nbytes)
+
+
+def _address(area: memoryview) -> int:
+    import numpy as np  # checkpoints are looked at without it
+
+    return np.frombuffer(area, np.uint8).ctypes.data
+
+
+def _set_direct(fd: int) -> bool:
+    """Set O_DIRECT, unless the file system refuses: some do at once, others the first transfer."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_NONBLOCK
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+        with closing(map_pages(ALIGNED)) as page:
+            os.preadv(fd, [page], 0)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+        return False
+    return True
+
+
+_pools: dict[tuple[int, Direction, int], ThreadPoolExecutor] = {}
+_told = set[int]()  # devices
+_lock = threading.Lock()
+os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the threads
+
+
+def _pool(device: int, direction: Direction, threads: int) -> ThreadPoolExecutor:
+    with _lock:
+        key = device, direction, threads
+        if key not in _pools:
+            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix=f"zfunc disk {direction}")
+        return _pools[key]
+
+
+def _tell_once(path: Path, device: int) -> None:
+    with _lock:
+        if device in _told:
+            return
+        _told.add(device)
+    log.warning(
+        "%s: %s refuses O_DIRECT: reads and writes go through the page cache, which is slower and takes memory",
+        *(path, file_system_of(path)),
+    )
