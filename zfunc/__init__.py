@@ -90,6 +90,7 @@ _MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 __all__ = [
     "AdamW",
     "CheckpointError",
+    "DiskError",
     "DonatedStateError",
     "ExecutionError",
     "Jitter",
