@@ -12,6 +12,8 @@
     directory          a folder of checkpoints: publishes, finds the newest complete one, deletes old ones
     reader             reads slices of a checkpoint, whatever ranks and buckets wrote it
     writer             a checkpoint being written
+    swap_file          the format of a swap space's files: header, records of commits, extents
+    swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
     export             the weights alone, as one safetensors file
 
 What is read is checked before anything is allocated, and nothing in a checkpoint is ever executed.

@@ -157,12 +157,12 @@ def sync(path: Path) -> None:
 
 
 def lock(path: Path, *, wait: bool = True) -> int:
-    """A descriptor that holds the lock on a folder until it is closed or its process ends.
+    """A descriptor that holds the lock on a folder or file until it is closed or its process ends.
 
     Waits for the lock, or raises BlockingIOError. On a file system without locks it logs a warning and holds none.
     """
     with os_errors_as(path, "locking it"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,0 +1,326 @@
+"""A swap space gives back what was written or says what is wrong, and leaves alone what is not its own."""
+
+import logging
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+
+from zfunc.checkpoint import swap_space
+from zfunc.checkpoint.swap_file import (
+    CommitRecord,
+    Extent,
+    SwapHeader,
+    parse_header,
+    parse_record,
+    whole_blocks,
+)
+from zfunc.checkpoint.swap_space import SwapSpace, deal_extents
+from zfunc.errors import CheckpointError
+from zfunc.runtime.host_pages import map_pages
+
+EXTENTS = [Extent(0, {"low": 9000, "scale": 100, "high": 4096}), Extent(7, {"low": 4096, "high": 1})]
+IDENTITY = {"layout": "two buckets", "state_format": "16bit"}
+
+
+@pytest.fixture(autouse=True)
+def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder of the tests may be in memory."""
+    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+
+
+def create(*folders: Path, **changed: Any) -> SwapSpace:
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    return SwapSpace.create(folders, **{"identity": IDENTITY, "run": "one", "extents": EXTENTS, **changed})
+
+
+def reopen(*folders: Path, **changed: Any) -> SwapSpace:
+    return SwapSpace.open(folders, **{"identity": IDENTITY, "extents": EXTENTS, **changed})
+
+
+def pages(data: bytes) -> memoryview:
+    """In whole blocks at the beginning of a page, with something behind it."""
+    mapped = map_pages(whole_blocks(len(data)))
+    mapped[:] = data.ljust(len(mapped), b"?")
+    return memoryview(mapped)
+
+
+def write(space: SwapSpace, b: int, salt: int, *names: str) -> None:
+    extent = next(x for x in EXTENTS if x.bucket == b)
+    names = names or tuple(extent.buffers)
+    space.write(b, names, [pages(content(b, n, salt, extent.buffers[n])) for n in names])
+
+
+def content(b: int, name: str, salt: int, nbytes: int) -> bytes:
+    return f"{b} {name} {salt} ".encode().ljust(64, b".") * (nbytes // 64) + b"x" * (nbytes % 64)
+
+
+def read(space: SwapSpace, b: int, *names: str) -> list[bytes]:
+    extent = next(x for x in EXTENTS if x.bucket == b)
+    into = [pages(bytes(extent.buffers[n])) for n in names or extent.buffers]
+    space.read(b, names or tuple(extent.buffers), into)
+    return [bytes(x[: extent.buffers[n]]) for n, x in zip(names or extent.buffers, into, strict=True)]
+
+
+def expected(b: int, salt: int, *names: str) -> list[bytes]:
+    extent = next(x for x in EXTENTS if x.bucket == b)
+    return [content(b, n, salt, extent.buffers[n]) for n in names or extent.buffers]
+
+
+def filled(*folders: Path, salt: int = 1, **changed: Any) -> SwapSpace:
+    space = create(*folders, **changed)
+    for extent in EXTENTS:
+        write(space, extent.bucket, salt)
+    space.commit({"step": salt})
+    return space
+
+
+def test_what_was_written_is_read_and_committed_and_found(tmp_path: Path) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    space = filled(*folders)
+    write(space, 0, 2)
+    assert read(space, 0) == expected(0, 2)
+    assert read(space, 0, "high", "low") == expected(0, 2, "high", "low")
+    assert read(space, 7) == expected(7, 1)
+    write(space, 0, 3)  # in place: the commit is of neither
+    space.close()
+    space = reopen(*folders)
+    assert (read(space, 0), read(space, 7), space.record(), space.number) == (
+        expected(0, 1),
+        expected(7, 1),
+        {"step": 1},
+        1,
+    )
+    write(space, 0, 4)
+    space.commit({"step": 4, "scale": 0.5})
+    space.commit({"step": 5})  # nothing but the counters
+    assert space.records() == {2: {"step": 4, "scale": 0.5}, 3: {"step": 5}}
+    write(space, 7, 6, "low")
+    assert (read(space, 7), space.records()) == (
+        [*expected(7, 6, "low"), *expected(7, 1, "high")],
+        {3: {"step": 5}},
+    )
+    space.close()
+    space.close()
+    space = reopen(*folders)
+    assert (read(space, 0), read(space, 7), space.number) == (expected(0, 4), expected(7, 1), 3)
+    space.close()
+    assert sorted(os.listdir(folders[0]) + os.listdir(folders[1])) == [
+        "rank-00000-of-00001-folder-0.swap",
+        "rank-00000-of-00001-folder-1.swap",
+    ]
+
+
+def test_ranks_go_back_to_the_commit_that_all_have(tmp_path: Path) -> None:
+    """And the later one is gone, before its extents are overwritten."""
+    space = filled(tmp_path)
+    write(space, 0, 2)
+    space.commit({"step": 2})
+    space.close()
+    space = reopen(tmp_path, at=1)
+    assert (read(space, 0), space.records()) == (expected(0, 1), {1: {"step": 1}})
+    space.close()
+    with pytest.raises(CheckpointError, match=r"folder-0.swap: got no commit 2, expected one of 1: "):
+        reopen(tmp_path, at=2)
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda space: read(space, 0), "bucket 0, 'low': got none, expected it to be written before it is read"),
+        (lambda space: space.read(3, [], []), "got bucket 3, expected one of the 2 of the swap space"),
+        (lambda space: write(space, 0, 1) or space.commit({}), "bucket 7: got high, low not written since the l"),
+        (lambda space: space.read(7, ["lo"], [pages(b"x")]), r"7: got the buffer 'lo' \(did you mean 'low'\?\)"),
+        (lambda space: space.write(0, ["low"], [pages(b"x")]), "'low': got 4096 bytes, expected its 9000 .* 12288"),
+        (lambda space: space.commit({"x": float("nan")}), "record.x: got nan, expected a dict of JSON's own"),
+        (lambda space: space.close() or read(space, 0), r"got a swap space that is lost \(it is closed\)"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused(tmp_path: Path, act: Callable[[SwapSpace], Any], message: str) -> None:
+    space = create(tmp_path)
+    with pytest.raises((CheckpointError, ValueError), match=message):
+        act(space)
+    space.close()
+
+
+def test_a_bucket_written_in_part_is_not_committed(tmp_path: Path) -> None:
+    space = filled(tmp_path)
+    write(space, 0, 2, "low", "high")
+    with pytest.raises(
+        CheckpointError, match="bucket 0: got scale not written since the last commit, expected all"
+    ):
+        space.commit({"step": 2})
+    write(space, 0, 2, "scale")
+    space.commit({"step": 2})
+    assert read(space, 0) == expected(0, 2)
+    space.close()
+
+
+def test_a_folder_that_cannot_be_a_swap_space_is_refused_in_one_line(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is left in it, and what was in it stays."""
+    (tmp_path / "file").write_text("mine")
+    (full := tmp_path / "full").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(swap_space, "IN_MEMORY", ("tmpfs",))
+        assert_refused("disk: got a folder in memory (tmpfs), expected one on a drive", small_disk)
+    assert_refused("'No space left on device'", small_disk, full)  # a record alone is larger
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert_refused("'Read-only file system'", full, small_disk)
+    assert os.listdir(full) == os.listdir(small_disk) == []
+    assert_refused(
+        "none: got none, expected a folder: mount the drive, and make", tmp_path / "none", made=False
+    )
+    assert_refused("file: got something else, expected a folder", tmp_path / "file", made=False)
+    (tmp_path / "link").symlink_to(full)
+    assert_refused("twice, expected one for each drive", full, tmp_path / "link")
+    assert_refused("swap: got no folder")
+
+
+def assert_refused(message: str, *folders: Path, made: bool = True, **changed: Any) -> None:
+    with pytest.raises((CheckpointError, OSError)) as caught:
+        SwapSpace.create(folders, **{"identity": IDENTITY, "run": "one", "extents": EXTENTS, **changed})
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_two_folders_on_one_drive_are_allowed_with_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        create(tmp_path / "a", tmp_path / "b").close()
+        reopen(tmp_path / "a", tmp_path / "b").close()
+    assert [x for x in caplog.messages if "one drive" in x] == [
+        f"swap: {tmp_path / 'a'} and {tmp_path / 'b'} are on one drive, whose speed they share"
+    ]
+
+
+def test_the_space_of_another_run_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    filled(folder).close()
+    (folder / "notes.txt").write_text("mine")
+    before = {x.name: x.read_bytes() for x in folder.iterdir()}
+    for changed in ({}, {"run": "two"}, {"run": "two", "rank": 1, "world": 2}):
+        assert_refused(
+            "folder-0.swap: got the swap space of another run, expected none: resume", folder, **changed
+        )
+    assert {x.name: x.read_bytes() for x in folder.iterdir()} == before
+    reopen(folder).close()
+
+
+def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
+    spaces = [filled(tmp_path, salt=3, rank=rank, world=2) for rank in (0, 1)]
+    with pytest.raises(
+        CheckpointError, match="rank-00001-of-00002-folder-0.swap: got a swap space that another proc"
+    ):
+        reopen(tmp_path, rank=1, world=2)
+    for space in spaces:
+        space.close()
+
+
+def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> None:
+    left = tmp_path / "unfinished-rank-00000-of-00001-folder-0.swap-0a1b2c3d"
+    left.write_bytes(b"half")
+    other = tmp_path / "unfinished-rank-00001-of-00002-folder-0.swap-0a1b2c3d"
+    other.write_bytes(b"another rank's")
+    create(tmp_path).close()
+    assert (left.exists(), other.exists()) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"identity": {**IDENTITY, "state_format": "8bit"}},
+            "of another state_format, '16bit', expected '8bit': con",
+        ),
+        ({"extents": EXTENTS[:1]}, "got a swap space of other buckets, expected those of this model"),
+        ({"extents": [EXTENTS[0], Extent(7, {"high": 1, "low": 4096})]}, "got a swap space of other buckets"),
+        ({"world": 2}, "rank-00000-of-00002-folder-0.swap: got 'No such file or directory' while "),
+    ],
+)
+def test_another_layout_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    filled(tmp_path).close()
+    with pytest.raises((CheckpointError, OSError), match=message):
+        reopen(tmp_path, **changed)
+
+
+def test_folders_in_another_order_or_number_or_of_another_run_are_refused(tmp_path: Path) -> None:
+    a, b, c, d = (tmp_path / x for x in "abcd")
+    filled(a, b).close()
+    with pytest.raises(
+        (CheckpointError, OSError), match="b/rank-00000-of-00001-folder-0.swap: got 'No such file"
+    ):
+        reopen(b, a)
+    with pytest.raises(
+        CheckpointError, match=r"got rank, ranks and folders \(0, 1, 2\), expected .*: name its folders"
+    ):
+        reopen(a)
+    filled(c, d, run="two").close()
+    with pytest.raises(
+        CheckpointError, match="got a file of another swap space than .*/a, expected one of the same"
+    ):
+        reopen(a, d)
+
+
+def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
+    space = filled(tmp_path)
+    header, path = space.header, tmp_path / "rank-00000-of-00001-folder-0.swap"
+    space.close()
+    whole = path.read_bytes()
+
+    def damage(at: int) -> None:
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+
+    for at, message in ((0, "got another kind of file"), (40, "got another header than was written")):
+        damage(at)
+        with pytest.raises(CheckpointError, match=f"folder-0.swap: {message}"):
+            reopen(tmp_path)
+    damage(header.record_at(1) + 60)
+    reopen(tmp_path).close()  # number 0 is whole
+    path.write_bytes(
+        whole[: header.record_at(0)] + bytes(2 * header.record_size) + whole[header.place(EXTENTS[0], 0) :]
+    )
+    with pytest.raises(CheckpointError, match="got no record of a commit, expected one: the file is damaged"):
+        reopen(tmp_path)
+    damage(header.place(EXTENTS[0], 0) + 8999)
+    space = reopen(tmp_path)
+    with pytest.raises(
+        CheckpointError, match="bucket 0, 'low': got other bytes than were written from byte 0 on: the ch"
+    ):
+        read(space, 0)
+    assert read(space, 7) == expected(7, 1)
+    space.close()
+    damage(header.place(EXTENTS[0], 0) + 9000)  # padding
+    space = reopen(tmp_path)
+    assert read(space, 0) == expected(0, 1)
+    space.close()
+
+
+def test_headers_and_records_read_back(tmp_path: Path) -> None:
+    header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), tuple(EXTENTS), (1, 0), folder=1)
+    assert parse_header(header.raw, "x") == header
+    record = CommitRecord(3, (0, 1), (2**32 - 1, *range(header.num_checksums - 1)), {"step": 9})
+    again = parse_record(record.raw(header.record_size), header, "x")
+    assert again is not None
+    assert evolve(again, checksums=tuple(again.checksums)) == record
+    with pytest.raises(
+        CheckpointError, match="got a record of .* bytes, expected at most .*: save less as extra="
+    ):
+        evolve(record, metadata={"x": "x" * (1 << 21)}).raw(header.record_size)
+
+
+def test_every_drive_is_busy_in_proportion_to_its_speed() -> None:
+    extents = [Extent(n, {"master": 4096 * (1 + n % 3)}) for n in range(300)]
+    speeds = [7.0, 2.0, 1.0]
+    homes = deal_extents(extents, speeds)
+    seconds = [
+        sum(x.nbytes for x, h in zip(extents, homes, strict=True) if h == n) / s for n, s in enumerate(speeds)
+    ]
+    assert max(seconds) < 1.02 * min(seconds)

@@ -1,0 +1,249 @@
+"""The format of a swap space's files: the header that says what is in one, and the records of commits.
+
+A file holds, each part padded to 4,096 bytes:
+
+    header     identity, rank, folders and extents as JSON, with a checksum
+    2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
+               and the metadata of the commit
+    extents    of this folder's buckets: all buffers of a bucket one after the other, in two generations
+
+A header or record is read back equal to the one written, or refused.
+"""
+
+import struct
+import sys
+import zlib
+from array import array
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, cast
+
+from attrs import evolve, field, frozen
+
+from zfunc.checkpoint import strict_json
+from zfunc.checkpoint.safetensors_file import CHUNK, num_chunks
+from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.errors import CheckpointError
+from zfunc.runtime.direct_io import ALIGNED
+
+VERSION = 1
+HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
+ROOM = 1 << 20  # bytes of a record for its metadata, beside generations and checksums
+_HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
+_RECORD = struct.Struct(
+    "<8sQQQI"
+)  # magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
+_HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
+
+
+def whole_blocks(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of what the disk reads and writes.
+
+    >>> whole_blocks(0), whole_blocks(1), whole_blocks(4096)
+    (0, 4096, 4096)
+    """
+    return -(-nbytes // ALIGNED) * ALIGNED
+
+
+def _in_order(buffers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(buffers.items())
+
+
+@frozen
+class Extent:
+    """The buffers of one bucket by name, with their bytes, in the order in which they lie on the disk."""
+
+    bucket: int
+    buffers: Mapping[str, int] = field(converter=dict[str, int], eq=_in_order)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes on the disk, of one generation."""
+        return sum(map(whole_blocks, self.buffers.values()))
+
+    @cached_property
+    def places(self) -> dict[str, int]:
+        """Where each buffer begins in the extent."""
+        begins = accumulate(map(whole_blocks, self.buffers.values()), initial=0)
+        return dict(zip(self.buffers, begins, strict=False))
+
+
+@frozen
+class SwapHeader:
+    """What a file of a swap space says of all of it. Only `folder`, the number of its own one, differs among files.
+
+    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart; `homes` has
+    the number of the folder that each extent lies in.
+    """
+
+    identity: Mapping[str, Any]
+    run: str
+    rank: int
+    world: int
+    folders: tuple[str, ...]
+    extents: tuple[Extent, ...]
+    homes: tuple[int, ...]
+    folder: int = 0
+
+    @cached_property
+    def raw(self) -> bytes:
+        """The bytes that a file begins with. Raises CheckpointError for too many of them."""
+        text = strict_json.render(
+            {
+                "version": VERSION,
+                "identity": self.identity,
+                "run": self.run,
+                "rank": self.rank,
+                "world": self.world,
+                "folders": self.folders,
+                "extents": [[x.bucket, x.buffers] for x in self.extents],
+                "homes": self.homes,
+                "folder": self.folder,
+            }
+        )
+        raw = _HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text
+        if len(raw) > HEADER_LIMIT:
+            raise CheckpointError(
+                f"swap space: got a header of {len(raw)} bytes, expected at most {HEADER_LIMIT}: use fewer and "
+                "larger buckets"
+            )
+        return raw.ljust(whole_blocks(len(raw)), b"\0")
+
+    def of(self, folder: int) -> "SwapHeader":
+        """The header of the file in the folder of that number."""
+        return evolve(self, folder=folder)
+
+    @cached_property
+    def record_size(self) -> int:
+        """Bytes reserved for a record."""
+        return whole_blocks(_RECORD.size + ROOM + 16 * len(self.extents) + 4 * self.num_checksums)
+
+    @cached_property
+    def num_checksums(self) -> int:
+        """Checksums in a record: one for each chunk of each buffer."""
+        return sum(num_chunks(n, CHUNK) for x in self.extents for n in x.buffers.values())
+
+    def record_at(self, number: int) -> int:
+        """Where in the first file the record of that number is: they alternate."""
+        return len(self.of(0).raw) + number % 2 * self.record_size
+
+    @cached_property
+    def _ends(self) -> tuple[dict[int, int], list[int]]:
+        """Where generation 0 of each bucket begins in its file, by bucket, and the size of each file."""
+        ends = [len(self.of(n).raw) + (0 if n else 2 * self.record_size) for n in range(len(self.folders))]
+        places: dict[int, int] = {}
+        for extent, home in zip(self.extents, self.homes, strict=True):
+            places[extent.bucket] = ends[home]
+            ends[home] += 2 * extent.nbytes
+        return places, ends
+
+    def place(self, extent: Extent, generation: int) -> int:
+        """Where a generation of an extent begins in its file."""
+        return self._ends[0][extent.bucket] + generation * extent.nbytes
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each folder's file."""
+        return self._ends[1]
+
+
+def header_size(start: bytes, where: str) -> int:
+    """Bytes of the header of a file that starts with these. Raises CheckpointError for another kind of file."""
+    magic, size, _ = _HEADER.unpack_from(start)
+    if magic != _HEADER_MAGIC or _HEADER.size + size > HEADER_LIMIT:
+        raise CheckpointError(
+            f"{where}: got another kind of file, expected a swap space of zfunc's: move it away"
+        )
+    return whole_blocks(_HEADER.size + size)
+
+
+def parse_header(raw: bytes, where: str) -> SwapHeader:
+    """The header that `raw` is of. Raises CheckpointError, which begins with `where`, for anything else."""
+    _, size, checksum = _HEADER.unpack_from(raw)
+    text = raw[_HEADER.size : _HEADER.size + size]
+    if zlib.crc32(text) != checksum:
+        raise CheckpointError(
+            f"{where}: got another header than was written, the checksum differs: resume from a checkpoint, with "
+            "another swap folder; check this disk"
+        )
+    root = strict_json.parse_json(text, where)
+    if (version := root.entries().get("version")) is None or version.integer() != VERSION:
+        root.refuse(f"version {VERSION}, the one that this zfunc reads", "another version")
+    _, identity, run, rank, world, folders, extents, homes, folder = root.fields(
+        *("version", "identity", "run", "rank", "world", "folders", "extents", "homes", "folder")
+    )
+    identity.entries()
+    count = len(folders.items())
+    header = SwapHeader(
+        identity=cast("dict[str, Any]", identity.value),
+        run=run.text(),
+        rank=rank.integer(),
+        world=world.integer(1),
+        folders=tuple(x.text(high=10_000) for x in folders.items()),
+        extents=tuple(_parse_extent(x) for x in extents.items()),
+        homes=homes.integers(count - 1),
+        folder=folder.integer(0, count - 1),
+    )
+    if len(header.homes) != len(header.extents):
+        homes.refuse("a folder for each extent", f"{len(header.homes)} for {len(header.extents)}")
+    return header
+
+
+def _parse_extent(node: JsonNode) -> Extent:
+    items = node.items()
+    if len(items) != 2:
+        node.refuse("a bucket and its buffers", f"a list of {len(items)}")
+    bucket, buffers = items
+    return Extent(bucket.integer(), {name: x.integer() for name, x in buffers.entries().items()})
+
+
+@frozen
+class CommitRecord:
+    """A commit: its number, which generation of each extent it is of, their checksums, and its metadata.
+
+    The checksums are those of the chunks of all buffers of all extents, in order. Number 0 is of a new space, with
+    no generation of anything and no metadata.
+    """
+
+    number: int
+    generations: tuple[int, ...]
+    checksums: Sequence[int] = field(repr=False)
+    metadata: Mapping[str, Any]
+
+    def raw(self, room: int) -> bytes:
+        """Its bytes. Raises CheckpointError if they are more than `room`."""
+        text = strict_json.render({"generations": self.generations, "metadata": self.metadata})
+        sums = array("I", self.checksums)
+        if sys.byteorder == "big":
+            sums.byteswap()
+        head = _RECORD.pack(_RECORD_MAGIC, self.number, len(text), 4 * len(sums), 0)[:-4]
+        body = text + sums.tobytes()
+        raw = head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body
+        if len(raw) > room:
+            raise CheckpointError(
+                f"swap space: got a record of {len(raw)} bytes, expected at most {room}: save less as extra="
+            )
+        return raw.ljust(whole_blocks(len(raw)), b"\0")
+
+
+def record_length(start: bytes, header: SwapHeader) -> int:
+    """Bytes of the record that starts with these; 0 if none does."""
+    magic, _, text, sums, _ = _RECORD.unpack_from(start)
+    size = _RECORD.size + text + sums
+    return whole_blocks(size) if magic == _RECORD_MAGIC and size <= header.record_size else 0
+
+
+def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | None:
+    """The record that `raw` is of, or None if it is torn or of another number of extents."""
+    _, number, length, size, checksum = _RECORD.unpack_from(raw)
+    body = raw[_RECORD.size : _RECORD.size + length + size]
+    if zlib.crc32(body, zlib.crc32(raw[: _RECORD.size - 4])) != checksum or size != 4 * header.num_checksums:
+        return None
+    sums = array("I", body[length:])
+    if sys.byteorder == "big":
+        sums.byteswap()
+    generations, metadata = strict_json.parse_json(body[:length], where).fields("generations", "metadata")
+    metadata.entries()
+    record = CommitRecord(number, generations.integers(1), sums, cast("dict[str, Any]", metadata.value))
+    return record if len(record.generations) in (0, len(header.extents)) else None

@@ -1,0 +1,550 @@
+"""The optimizer state of one rank in preallocated files, one a folder, which are a checkpoint after every commit.
+
+Nothing here knows what a bucket is for: it has a number, and buffers of a name and a size. Every extent has two
+generations. `write` goes to the one that is not committed, in place until `commit` makes it the committed one:
+
+    first write after a commit   retire the older of the two records, wait until that is on the disk, and write
+    commit                       wait until all data is on the disk, write a record, wait until it is on the disk
+
+So the extents of every record in the files are whole, at any moment at which the process is killed or the power
+fails; and if a step has begun to write, there is no record but the last.
+"""
+
+import logging
+import os
+import re
+import zlib
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from attrs import define, field
+
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.manifest import check_plain
+from zfunc.checkpoint.parallel_io import in_parallel
+from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
+from zfunc.checkpoint.swap_file import (
+    CommitRecord,
+    Extent,
+    SwapHeader,
+    header_size,
+    parse_header,
+    parse_record,
+    record_length,
+    whole_blocks,
+)
+from zfunc.errors import CheckpointError, did_you_mean
+from zfunc.runtime.direct_io import ALIGNED, DirectFile
+from zfunc.runtime.host_pages import map_pages
+
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
+_GO_ON = "go on from the last commit: open the swap space again"
+_NAME = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
+log = logging.getLogger("zfunc")
+
+
+def swap_file_name(rank: int, world: int, folder: int) -> str:
+    """The file of one rank in the folder of that number.
+
+    >>> swap_file_name(0, 2, 1)
+    'rank-00000-of-00002-folder-1.swap'
+    """
+    return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
+
+
+def deal_extents(extents: Sequence[Extent], speeds: Sequence[float]) -> tuple[int, ...]:
+    """The number of the folder for each extent: the one where it is transferred first.
+
+    >>> deal_extents([Extent(n, {"master": 4096}) for n in range(6)], [2.0, 1.0])
+    (0, 0, 1, 0, 0, 1)
+    """
+    busy, homes = [0.0] * len(speeds), list[int]()
+    for extent in extents:
+        ends = [seconds + extent.nbytes / speed for seconds, speed in zip(busy, speeds, strict=True)]
+        homes.append(ends.index(min(ends)))
+        busy[homes[-1]] = ends[homes[-1]]
+    return tuple(homes)
+
+
+@define(eq=False)
+class _Bucket:
+    """Where a bucket is, which generation of it is committed (-1: none), and what was written since."""
+
+    extent: Extent
+    file: DirectFile
+    begins: tuple[int, int]  # of the generations in the file
+    committed: int
+    checksums: tuple[dict[str, list[int]], dict[str, list[int]]]  # of the generations' buffers' chunks
+    written: set[str] = field(
+        factory=set[str]
+    )  # since the last commit: buffers that are in the other generation
+    lost: set[str] = field(factory=set[str])  # buffers of which a write has failed
+
+    @property
+    def other(self) -> int:
+        """The generation that is written."""
+        return 0 if self.committed < 0 else 1 - self.committed
+
+    def newest(self, name: str) -> int:
+        """The generation that is read."""
+        return self.other if name in self.written else self.committed
+
+
+@define(eq=False)
+class SwapSpace:
+    """An open swap space. Any thread may read and write; those of one bucket, and `commit`, have to be in order."""
+
+    header: SwapHeader
+    _files: list[DirectFile]
+    _locks: list[int]
+    _records: dict[
+        int, CommitRecord
+    ]  # those in the files, by number: the last commit and, until a write, the one before
+    _buckets: dict[int, _Bucket] = field(init=False)
+    _lost: str = ""  # why nothing can be read or written any more, or ""
+    _lock: Lock = field(factory=Lock)
+
+    def __attrs_post_init__(self) -> None:
+        self._buckets = dict(self._read_buckets(self._records[max(self._records)]))
+
+    @classmethod
+    def create(
+        cls,
+        folders: Sequence[Path],
+        *,
+        identity: Mapping[str, Any],
+        run: str,
+        extents: Sequence[Extent],
+        rank: int = 0,
+        world: int = 1,
+        speeds: Sequence[float] | None = None,
+    ) -> "SwapSpace":
+        """Reserve the files of a new space, one in each folder, and open it. Nothing is in it before `commit`.
+
+        `identity` says what the bytes mean, as a dict of JSON's own types; `run` is a text that all ranks share and
+        no other run has. `speeds` are those of the folders, in any unit.
+
+        Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
+        given twice, or has a swap space already. Then nothing is left, and what was in the folders is unchanged.
+        """
+        check_plain(identity, "identity")
+        check_folders(folders)
+        _tell_shared_drives(folders)
+        homes = deal_extents(extents, speeds or [1.0] * len(folders))
+        names = tuple(str(x.absolute()) for x in folders)
+        header = SwapHeader(identity, run, rank, world, names, tuple(extents), homes)
+        paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
+        made: list[Path] = []
+        files, locks = list[DirectFile](), list[int]()
+        try:
+            for n, path in enumerate(paths):
+                _refuse_others(path, run)
+                _delete_unfinished(path)
+                partial = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
+                with disk.os_errors_as(partial, f"reserving {header.sizes[n]} bytes for a swap space"):
+                    files.append(DirectFile.create(partial, header.sizes[n]))
+                made.append(partial)
+                locks.append(_lock_file(partial))
+                _write(files[n], header.of(n).raw, 0, "the header")
+            first = CommitRecord(0, (), [0] * header.num_checksums, {})
+            _write(files[0], first.raw(header.record_size), header.record_at(0), "the first record")
+            for n in reversed(range(len(paths))):  # the first last: without that there is no space
+                path = paths[n]
+                files[n].sync()
+                with disk.locked(path.parent), disk.os_errors_as(path, "naming a swap space"):
+                    _refuse_others(path, run)
+                    os.rename(made[n], path)
+                made[n] = path
+                disk.sync(path.parent)
+            return cls(header, files, locks, {0: first})
+        except BaseException:
+            for path in made:
+                with suppress(OSError):
+                    path.unlink()
+            _close(files, locks)
+            raise
+
+    @classmethod
+    def open(
+        cls,
+        folders: Sequence[Path],
+        *,
+        identity: Mapping[str, Any],
+        extents: Sequence[Extent],
+        rank: int = 0,
+        world: int = 1,
+        at: int | None = None,
+    ) -> "SwapSpace":
+        """Open an existing space at its last commit, or at the one of number `at`; a later one is gone then.
+
+        Raises CheckpointError, in one line, if it is not there, in use, damaged, of another identity, world or
+        extents, or has no commit of that number.
+        """
+        check_folders(folders)
+        paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
+        files, locks = list[DirectFile](), list[int]()
+        try:
+            for path in paths:
+                with disk.os_errors_as(path, "opening a swap space"):
+                    locks.append(_lock_file(path))
+                    files.append(DirectFile.open(path))
+            headers = [read_header(file) for file in files]
+            for n, (file, header) in enumerate(zip(files, headers, strict=True)):
+                _check_header(
+                    file.path, header, headers[0].of(n), identity, extents, (rank, world, len(folders))
+                )
+            for file in files:  # what a killed process wrote may still be in a cache
+                file.sync()
+            header = headers[0]
+            records = read_records(files[0], header)
+            if at is not None:
+                if at not in records:
+                    raise CheckpointError(
+                        f"{paths[0]}: got no commit {at}, expected one of {', '.join(map(str, sorted(records)))}: "
+                        "resume from a checkpoint, with another swap folder"
+                    )
+                for number in [x for x in records if x > at]:
+                    _retire(files[0], header, records.pop(number))
+            return cls(header, files, locks, records)
+        except BaseException:
+            _close(files, locks)
+            raise
+
+    def close(self) -> None:
+        """Close the files and release the locks; what was written since the last commit is gone. A second call does
+        nothing."""
+        self._lost = self._lost or "it is closed"
+        _close(self._files, self._locks)
+
+    @property
+    def number(self) -> int:
+        """Of the last commit; 0 before the first."""
+        return max(self._records)
+
+    def record(self) -> Mapping[str, Any] | None:
+        """What the caller of the last commit said, or None before the first."""
+        return self._records[self.number].metadata if self.number else None
+
+    def records(self) -> dict[int, Mapping[str, Any]]:
+        """What the callers of the commits said that `open` can go back to, by number: one or two, ascending."""
+        return {n: self._records[n].metadata for n in sorted(self._records)}
+
+    def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
+        """Fill buffers with what was last written of a bucket's, committed or not, and compare the checksums.
+
+        Each is at the beginning of a page and of its buffer's size in whole blocks of 4,096 bytes; neighbours are
+        one request. Raises CheckpointError, with file and bucket, for bytes that are not what was written.
+        """
+        bucket = self._usable(b, names, into)
+        for name in names:
+            if name in bucket.lost or bucket.newest(name) < 0:
+                why = "a write of it has failed" if name in bucket.lost else "none"
+                raise CheckpointError(
+                    f"{bucket.file.path}: bucket {b}, {name!r}: got {why}, expected it to be written before it is "
+                    f"read: {_GO_ON}"
+                )
+        for generation, first, last in _requests(bucket, names, bucket.newest):
+            offset = bucket.begins[generation] + bucket.extent.places[names[first]]
+            bucket.file.read(into[first:last], offset, f"bucket {b}, {', '.join(names[first:last])}")
+            for name, data in zip(names[first:last], into[first:last], strict=True):
+                self._compare(bucket, name, data, bucket.checksums[generation][name])
+
+    def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
+        """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
+
+        What a failed write was to replace is gone, and `commit` refuses until it has been written.
+        """
+        bucket = self._usable(b, names, data)
+        self._retire_older()
+        bucket.lost.update(names)
+        for _, first, last in _requests(bucket, names, lambda _: bucket.other):
+            offset = bucket.begins[bucket.other] + bucket.extent.places[names[first]]
+            bucket.file.write(data[first:last], offset, f"bucket {b}, {', '.join(names[first:last])}")
+        sums = [_checksums(x, bucket.extent.buffers[name]) for name, x in zip(names, data, strict=True)]
+        bucket.checksums[bucket.other].update(zip(names, sums, strict=True))
+        bucket.written.update(names)
+        bucket.lost.difference_update(names)
+
+    def commit(self, record: Mapping[str, Any]) -> None:
+        """Make what was written the state that `open` finds, with `record`, a dict of JSON's own types.
+
+        Raises CheckpointError for a bucket that was written in part, and before the first commit for one that was
+        not written; the space can still be used. After any other error it cannot: what is on the disk is this
+        commit or the one before, either of them whole.
+        """
+        self._usable_at_all()
+        check_plain(record, "record")
+        for b, bucket in self._buckets.items():
+            missing = set(bucket.extent.buffers) - bucket.written
+            if bucket.lost or (missing and (bucket.written or bucket.committed < 0)):
+                raise CheckpointError(
+                    f"{bucket.file.path}: bucket {b}: got {', '.join(sorted(bucket.lost or missing))} not written "
+                    f"since the last commit, expected all of its buffers: write them, or {_GO_ON}"
+                )
+        now = self._records[self.number]
+        generations = [x.other if x.written else x.committed for x in self._buckets.values()]
+        sums = [
+            x
+            for g, bucket in zip(generations, self._buckets.values(), strict=True)
+            for name in bucket.extent.buffers
+            for x in bucket.checksums[g][name]
+        ]
+        new = CommitRecord(now.number + 1, tuple(generations), sums, dict(record))
+        raw = new.raw(self.header.record_size)
+        with self._lost_if_it_fails(f"commit {new.number}"):
+            in_parallel(DirectFile.sync, [(file,) for file in self._files])
+            _write(
+                self._files[0], raw, self.header.record_at(new.number), f"the record of commit {new.number}"
+            )
+            self._files[0].sync()
+        self._records = {now.number: now, new.number: new}
+        for g, bucket in zip(generations, self._buckets.values(), strict=True):
+            bucket.committed = g
+            bucket.written.clear()
+
+    def _read_buckets(self, record: CommitRecord) -> Iterator[tuple[int, _Bucket]]:
+        """The buckets by number, as a commit left them."""
+        header, sums = self.header, iter(record.checksums)
+        generations = record.generations or [-1] * len(header.extents)
+        for extent, home, g in zip(header.extents, header.homes, generations, strict=True):
+            own = {
+                name: [next(sums) for _ in range(num_chunks(n, CHUNK))] for name, n in extent.buffers.items()
+            }
+            both = (dict[str, list[int]](), own) if g == 1 else (own, dict[str, list[int]]())
+            begins = header.place(extent, 0), header.place(extent, 1)
+            yield extent.bucket, _Bucket(extent, self._files[home], begins, g, both)
+
+    def _usable_at_all(self) -> None:
+        if self._lost:
+            raise CheckpointError(
+                f"{self._files[0].path}: got a swap space that is lost ({self._lost}): {_GO_ON}"
+            )
+
+    def _usable(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> _Bucket:
+        self._usable_at_all()
+        if (bucket := self._buckets.get(b)) is None:
+            raise ValueError(f"got bucket {b}, expected one of the {len(self._buckets)} of the swap space")
+        buffers = bucket.extent.buffers
+        for name, x in zip(names, data, strict=True):
+            if name not in buffers:
+                hint = did_you_mean(name, list(buffers))
+                raise ValueError(
+                    f"bucket {b}: got the buffer {name!r}{hint}, expected one of {', '.join(buffers)}"
+                )
+            if x.nbytes != whole_blocks(buffers[name]):
+                raise ValueError(
+                    f"bucket {b}, {name!r}: got {x.nbytes} bytes, expected its {buffers[name]} rounded up to whole "
+                    f"blocks of {ALIGNED}: {whole_blocks(buffers[name])}"
+                )
+        return bucket
+
+    def _retire_older(self) -> None:
+        """The extents of the record before the last are about to be overwritten."""
+        with self._lock, self._lost_if_it_fails("retiring a record"):
+            for number in sorted(self._records)[:-1]:
+                _retire(self._files[0], self.header, self._records[number])
+                del self._records[number]
+
+    @contextmanager
+    def _lost_if_it_fails(self, doing: str) -> Generator[None, None, None]:
+        """After a failed sync nobody knows what is on the disk, and another one would not tell."""
+        try:
+            yield
+        except BaseException:
+            self._lost = f"{doing} has failed"
+            raise
+
+    def _compare(self, bucket: _Bucket, name: str, data: memoryview, expected: list[int]) -> None:
+        for n, (got, sum_) in enumerate(
+            zip(_checksums(data, bucket.extent.buffers[name]), expected, strict=True)
+        ):
+            if got != sum_:
+                raise CheckpointError(
+                    f"{bucket.file.path}: bucket {bucket.extent.bucket}, {name!r}: got other bytes than were "
+                    f"written from byte {n * CHUNK} on: the checksum differs; check this disk, and resume from a "
+                    "checkpoint"
+                )
+
+
+def _requests(
+    bucket: _Bucket, names: Sequence[str], generation: Callable[[str], int]
+) -> Iterator[tuple[int, int, int]]:
+    """Generation, first and last + 1 of the names that are one range of the file."""
+    order = list(bucket.extent.buffers)
+    places = [(generation(name), order.index(name)) for name in names]
+    starts = [n for n, (g, at) in enumerate(places) if not n or places[n - 1] != (g, at - 1)]
+    for first, last in pairwise([*starts, len(names)]):
+        yield places[first][0], first, last
+
+
+def _checksums(data: memoryview, nbytes: int) -> list[int]:
+    """The CRC-32 of the chunks of a buffer of so many bytes; `data` has padding after them."""
+    parts = [data[a:b] for a, b in cut(0, nbytes, CHUNK)]
+    if len(parts) < 2:
+        return [zlib.crc32(x) for x in parts]
+    sums = [0] * len(parts)
+
+    def add(n: int) -> None:
+        sums[n] = zlib.crc32(parts[n])
+
+    in_parallel(add, [(n,) for n in range(len(parts))])
+    return sums
+
+
+def check_folders(folders: Sequence[Path]) -> None:
+    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
+    if not folders:
+        raise CheckpointError("swap: got no folder, expected one for each drive")
+    real = dict[Path, Path]()
+    for folder in folders:
+        if not folder.is_dir():
+            got = "something else" if os.path.lexists(folder) else "none"
+            raise CheckpointError(
+                f"{folder}: got {got}, expected a folder: mount the drive, and make the folder"
+            )
+        if (other := real.setdefault(folder.resolve(), folder)) is not folder:
+            raise CheckpointError(
+                f"{folder}: got the folder {other} twice, expected one for each drive: name it once"
+            )
+        if (kind := _file_system(folder)) in IN_MEMORY:
+            raise CheckpointError(
+                f"{folder}: got a folder in memory ({kind}), expected one on a drive, because swapping is to save "
+                "memory: name another folder"
+            )
+
+
+def _tell_shared_drives(folders: Sequence[Path]) -> None:
+    devices = dict[int, Path]()
+    for folder in folders:
+        if (other := devices.setdefault(folder.stat().st_dev, folder)) is not folder:
+            log.warning("swap: %s and %s are on one drive, whose speed they share", other, folder)
+
+
+def read_header(file: DirectFile) -> SwapHeader:
+    """The header of a file. Raises CheckpointError if it is damaged or not a swap space's."""
+    start = _read(file, 0, ALIGNED, "the header")
+    size = header_size(start, str(file.path))
+    return parse_header(_read(file, 0, size, "the header"), str(file.path))
+
+
+def read_records(file: DirectFile, header: SwapHeader) -> dict[int, CommitRecord]:
+    """The commits in the first file of a space, by number. Raises CheckpointError if there is none."""
+    records: dict[int, CommitRecord] = {}
+    for slot in (0, 1):
+        at = header.record_at(slot)
+        size = record_length(_read(file, at, ALIGNED, "a record"), header)
+        record = parse_record(_read(file, at, size, "a record"), header, str(file.path)) if size else None
+        if record is not None and record.number % 2 == slot:
+            records[record.number] = record
+    if not records:
+        raise CheckpointError(
+            f"{file.path}: got no record of a commit, expected one: the file is damaged; check this disk, and "
+            "resume from a checkpoint, with another swap folder"
+        )
+    return records
+
+
+def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
+    """Make a record invalid, and wait until that is on the disk."""
+    _write(file, bytes(ALIGNED), header.record_at(record.number), f"the record of commit {record.number}")
+    file.sync()
+
+
+def _check_header(
+    path: Path,
+    header: SwapHeader,
+    first: SwapHeader,
+    identity: Mapping[str, Any],
+    extents: Sequence[Extent],
+    place: tuple[int, int, int],
+) -> None:
+    """The file is of this identity and place, and of one space with the first."""
+    same = "continue with the settings it was made with, or name another swap folder"
+    for key in {**header.identity, **identity}:
+        if header.identity.get(key) != identity.get(key):
+            got, expected = (f"{x.get(key)!r:.60}" for x in (header.identity, identity))
+            raise CheckpointError(
+                f"{path}: got a swap space of another {key}, {got}, expected {expected}: {same}"
+            )
+    if (got := (header.rank, header.world, len(header.folders))) != place:
+        raise CheckpointError(
+            f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
+            f"{', '.join(header.folders)}"
+        )
+    if header.extents != tuple(extents):
+        raise CheckpointError(
+            f"{path}: got a swap space of other buckets, expected those of this model: {same}"
+        )
+    if header != first:
+        raise CheckpointError(
+            f"{path}: got a file of another swap space than {first.folders[0]}, expected one of the same: name its "
+            f"folders in their order, {', '.join(header.folders)}"
+        )
+
+
+def _refuse_others(path: Path, run: str) -> None:
+    """Refuse a folder that has a swap space of another run, or this file."""
+    with disk.os_errors_as(path.parent, "looking for swap spaces"):
+        names = sorted(x for x in os.listdir(path.parent) if _NAME.fullmatch(x))
+    for other in (path.with_name(x) for x in names):
+        with disk.os_errors_as(other, "opening it"), closing(DirectFile.open(other)) as file:
+            if read_header(file).run != run or other == path:
+                raise CheckpointError(
+                    f"{other}: got the swap space of another run, expected none: resume that run, name another "
+                    "folder, or delete its .swap files if its state is not wanted"
+                )
+
+
+def _delete_unfinished(path: Path) -> None:
+    """Delete what a killed process left of this file: it has a name that no other program gives, and no lock."""
+    for left in path.parent.glob(f"{disk.UNFINISHED}{path.name}-*"):
+        with suppress(BlockingIOError):
+            fd = disk.lock(left, wait=False)
+            left.unlink(missing_ok=True)
+            disk.unlock(fd)
+
+
+def _lock_file(path: Path) -> int:
+    try:
+        return disk.lock(path, wait=False)
+    except BlockingIOError as error:
+        raise CheckpointError(
+            f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or "
+            "name another folder"
+        ) from error
+
+
+def _file_system(folder: Path) -> str:
+    """The type of the file system a folder is on, or ""."""
+    device = folder.stat().st_dev
+    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        for line in mounts:
+            fields = line.split()
+            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
+                return fields[fields.index("-") + 1]
+    return ""
+
+
+def _read(file: DirectFile, offset: int, nbytes: int, what: str) -> bytes:
+    with closing(map_pages(nbytes)) as pages:
+        with memoryview(pages) as view:
+            file.read([view], offset, what)
+        return pages[:]
+
+
+def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
+    with closing(map_pages(len(data))) as pages:
+        pages[:] = data
+        with memoryview(pages) as view:
+            file.write([view], offset, what)
+
+
+def _close(files: list[DirectFile], locks: list[int]) -> None:
+    for file in files:
+        file.close()
+    while locks:
+        disk.unlock(locks.pop())
