@@ -15,10 +15,10 @@ from attrs import define, field
 from forgetful_drive import Drive, ForgetfulFile, Killed
 
 from zfunc.checkpoint import swap_space
-from zfunc.checkpoint.swap_file import Extent
+from zfunc.checkpoint.swap_file import StoredExtent
 from zfunc.errors import CheckpointError
 
-EXTENTS = [Extent(b, {"low": 4096, "scale": 100, "high": 4096}) for b in range(3)]
+EXTENTS = [StoredExtent(b, {"low": 4096, "scale": 100, "high": 4096}) for b in range(3)]
 IDENTITY = {"model": "three buckets"}
 
 

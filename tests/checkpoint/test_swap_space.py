@@ -13,7 +13,7 @@ from attrs import evolve
 from zfunc.checkpoint import swap_space
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
-    Extent,
+    StoredExtent,
     SwapHeader,
     parse_header,
     parse_record,
@@ -23,7 +23,10 @@ from zfunc.checkpoint.swap_space import SwapSpace, deal_extents
 from zfunc.errors import CheckpointError
 from zfunc.runtime.host_pages import map_pages
 
-EXTENTS = [Extent(0, {"low": 9000, "scale": 100, "high": 4096}), Extent(7, {"low": 4096, "high": 1})]
+EXTENTS = [
+    StoredExtent(0, {"low": 9000, "scale": 100, "high": 4096}),
+    StoredExtent(7, {"low": 4096, "high": 1}),
+]
 IDENTITY = {"layout": "two buckets", "state_format": "16bit"}
 
 
@@ -134,7 +137,7 @@ def test_ranks_go_back_to_the_commit_that_all_have(tmp_path: Path) -> None:
     [
         (lambda space: read(space, 0), "bucket 0, 'low': got none, expected it to be written before it is read"),
         (lambda space: space.read(3, [], []), "got bucket 3, expected one of the 2 of the swap space"),
-        (lambda space: write(space, 0, 1) or space.commit({}), "bucket 7: got high, low not written since the l"),
+        (lambda space: write(space, 0, 1) or space.commit({}), "bucket 7: got low, high not written since the l"),
         (lambda space: space.read(7, ["lo"], [pages(b"x")]), r"7: got the buffer 'lo' \(did you mean 'low'\?\)"),
         (lambda space: space.write(0, ["low"], [pages(b"x")]), "'low': got 4096 bytes, expected its 9000 .* 12288"),
         (lambda space: space.commit({"x": float("nan")}), "record.x: got nan, expected a dict of JSON's own"),
@@ -150,7 +153,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path, act: Callable[[SwapSpace], An
 
 def test_a_bucket_written_in_part_is_not_committed(tmp_path: Path) -> None:
     space = filled(tmp_path)
+    assert [space.missing(b) for b in (0, 7)] == [[], []]
     write(space, 0, 2, "low", "high")
+    assert [space.missing(b) for b in (0, 7)] == [["scale"], []]
     with pytest.raises(
         CheckpointError, match="bucket 0: got scale not written since the last commit, expected all"
     ):
@@ -241,7 +246,10 @@ def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> No
             "of another state_format, '16bit', expected '8bit': con",
         ),
         ({"extents": EXTENTS[:1]}, "got a swap space of other buckets, expected those of this model"),
-        ({"extents": [EXTENTS[0], Extent(7, {"high": 1, "low": 4096})]}, "got a swap space of other buckets"),
+        (
+            {"extents": [EXTENTS[0], StoredExtent(7, {"high": 1, "low": 4096})]},
+            "got a swap space of other buckets",
+        ),
         ({"world": 2}, "rank-00000-of-00002-folder-0.swap: got 'No such file or directory' while "),
     ],
 )
@@ -317,7 +325,7 @@ def test_headers_and_records_read_back(tmp_path: Path) -> None:
 
 
 def test_every_drive_is_busy_in_proportion_to_its_speed() -> None:
-    extents = [Extent(n, {"master": 4096 * (1 + n % 3)}) for n in range(300)]
+    extents = [StoredExtent(n, {"master": 4096 * (1 + n % 3)}) for n in range(300)]
     speeds = [7.0, 2.0, 1.0]
     homes = deal_extents(extents, speeds)
     seconds = [

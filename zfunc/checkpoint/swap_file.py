@@ -51,7 +51,7 @@ def _in_order(buffers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
 
 
 @frozen
-class Extent:
+class StoredExtent:
     """The buffers of one bucket by name, with their bytes, in the order in which they lie on the disk."""
 
     bucket: int
@@ -82,7 +82,7 @@ class SwapHeader:
     rank: int
     world: int
     folders: tuple[str, ...]
-    extents: tuple[Extent, ...]
+    extents: tuple[StoredExtent, ...]
     homes: tuple[int, ...]
     folder: int = 0
 
@@ -138,7 +138,7 @@ class SwapHeader:
             ends[home] += 2 * extent.nbytes
         return places, ends
 
-    def place(self, extent: Extent, generation: int) -> int:
+    def place(self, extent: StoredExtent, generation: int) -> int:
         """Where a generation of an extent begins in its file."""
         return self._ends[0][extent.bucket] + generation * extent.nbytes
 
@@ -190,12 +190,12 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
     return header
 
 
-def _parse_extent(node: JsonNode) -> Extent:
+def _parse_extent(node: JsonNode) -> StoredExtent:
     items = node.items()
     if len(items) != 2:
         node.refuse("a bucket and its buffers", f"a list of {len(items)}")
     bucket, buffers = items
-    return Extent(bucket.integer(), {name: x.integer() for name, x in buffers.entries().items()})
+    return StoredExtent(bucket.integer(-1), {name: x.integer() for name, x in buffers.entries().items()})
 
 
 @frozen

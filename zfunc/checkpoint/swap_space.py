@@ -29,7 +29,7 @@ from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
-    Extent,
+    StoredExtent,
     SwapHeader,
     header_size,
     parse_header,
@@ -56,10 +56,10 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
 
 
-def deal_extents(extents: Sequence[Extent], speeds: Sequence[float]) -> tuple[int, ...]:
+def deal_extents(extents: Sequence[StoredExtent], speeds: Sequence[float]) -> tuple[int, ...]:
     """The number of the folder for each extent: the one where it is transferred first.
 
-    >>> deal_extents([Extent(n, {"master": 4096}) for n in range(6)], [2.0, 1.0])
+    >>> deal_extents([StoredExtent(n, {"master": 4096}) for n in range(6)], [2.0, 1.0])
     (0, 0, 1, 0, 0, 1)
     """
     busy, homes = [0.0] * len(speeds), list[int]()
@@ -74,7 +74,7 @@ def deal_extents(extents: Sequence[Extent], speeds: Sequence[float]) -> tuple[in
 class _Bucket:
     """Where a bucket is, which generation of it is committed (-1: none), and what was written since."""
 
-    extent: Extent
+    extent: StoredExtent
     file: DirectFile
     begins: tuple[int, int]  # of the generations in the file
     committed: int
@@ -92,6 +92,12 @@ class _Bucket:
     def newest(self, name: str) -> int:
         """The generation that is read."""
         return self.other if name in self.written else self.committed
+
+    @property
+    def missing(self) -> list[str]:
+        """What a commit still needs."""
+        changed = self.committed < 0 or self.written or self.lost
+        return [x for x in self.extent.buffers if changed and (x not in self.written or x in self.lost)]
 
 
 @define(eq=False)
@@ -118,7 +124,7 @@ class SwapSpace:
         *,
         identity: Mapping[str, Any],
         run: str,
-        extents: Sequence[Extent],
+        extents: Sequence[StoredExtent],
         rank: int = 0,
         world: int = 1,
         speeds: Sequence[float] | None = None,
@@ -174,7 +180,7 @@ class SwapSpace:
         folders: Sequence[Path],
         *,
         identity: Mapping[str, Any],
-        extents: Sequence[Extent],
+        extents: Sequence[StoredExtent],
         rank: int = 0,
         world: int = 1,
         at: int | None = None,
@@ -233,6 +239,14 @@ class SwapSpace:
         """What the callers of the commits said that `open` can go back to, by number: one or two, ascending."""
         return {n: self._records[n].metadata for n in sorted(self._records)}
 
+    def is_written(self, b: int) -> bool:
+        """Whether a bucket has anything to read, committed or not."""
+        return self._buckets[b].committed >= 0 or bool(self._buckets[b].written)
+
+    def missing(self, b: int) -> list[str]:
+        """The buffers of a bucket that have to be written before `commit`, because others of it were."""
+        return self._buckets[b].missing
+
     def read(self, b: int, names: Sequence[str], into: Sequence[memoryview]) -> None:
         """Fill buffers with what was last written of a bucket's, committed or not, and compare the checksums.
 
@@ -279,10 +293,9 @@ class SwapSpace:
         self._usable_at_all()
         check_plain(record, "record")
         for b, bucket in self._buckets.items():
-            missing = set(bucket.extent.buffers) - bucket.written
-            if bucket.lost or (missing and (bucket.written or bucket.committed < 0)):
+            if missing := bucket.missing:
                 raise CheckpointError(
-                    f"{bucket.file.path}: bucket {b}: got {', '.join(sorted(bucket.lost or missing))} not written "
+                    f"{bucket.file.path}: bucket {b}: got {', '.join(missing)} not written "
                     f"since the last commit, expected all of its buffers: write them, or {_GO_ON}"
                 )
         now = self._records[self.number]
@@ -459,7 +472,7 @@ def _check_header(
     header: SwapHeader,
     first: SwapHeader,
     identity: Mapping[str, Any],
-    extents: Sequence[Extent],
+    extents: Sequence[StoredExtent],
     place: tuple[int, int, int],
 ) -> None:
     """The file is of this identity and place, and of one space with the first."""
