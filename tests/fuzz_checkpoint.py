@@ -84,7 +84,7 @@ def try_manifest(known: Sample, raw: bytes) -> bool:
     (known.folder / FILE).write_bytes(raw)
     try:
         checkpoint = open_checkpoint(known.folder)
-        fill(checkpoint.path, checkpoint.manifest, everything(checkpoint.manifest))
+        fill(checkpoint, everything(checkpoint.manifest))
         assert manifest_file.from_json(manifest_file.to_json(checkpoint.manifest)) == checkpoint.manifest
         return True
     except CheckpointError as error:

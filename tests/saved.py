@@ -10,17 +10,22 @@ from pathlib import Path
 import numpy as np
 
 from zfunc.checkpoint import directory as checkpoints
-from zfunc.checkpoint.directory import Checkpoint, UnfinishedCheckpoint
-from zfunc.checkpoint.manifest import Manifest, TrainingPosition
+from zfunc.checkpoint.directory import UnfinishedCheckpoint
+from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, TrainingPosition
+from zfunc.checkpoint.manifest_json import position_fields
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
 from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.checkpoint.snapshot import Snapshot
+from zfunc.checkpoint.snapshot import FROZEN_BUCKET, Snapshot
+from zfunc.checkpoint.swap_checkpoint import swap_identity
+from zfunc.checkpoint.swap_file import StoredExtent, whole_blocks
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import AdamFormat, stored_buffers
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
+from zfunc.runtime.host_pages import map_pages
 
 CHUNK = 64  # bytes: several chunks in a tensor, and slices that begin inside of one
 MODEL = [
@@ -78,6 +83,54 @@ def save(
         pending.release()
 
 
+def save_swap(
+    folders: list[Path],
+    *,
+    step: int = 3,
+    world: int = 2,
+    bucket_size: int = 200,
+    moments: AdamFormat = "fp32",
+    model: list[list[Parameter]] = MODEL,
+    salt: int = 0,
+) -> None:
+    """Commit the same state to a new swap space, with something else in all padding."""
+    layout = make_layout(model, bucket_size=bucket_size, world=world)
+    position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
+    snapshot = Snapshot(layout, moments, "fp32", position, {}, {})
+    numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
+    stored = stored_buffers(moments)[::-1]
+    for rank in range(world):
+        extents = [
+            StoredExtent(x.index, {s.name: s.nbytes(x.numel // world) for s in stored})
+            for x in layout.buckets
+        ]
+        if layout.frozen:
+            extents.append(StoredExtent(FROZEN_BUCKET, {FROZEN: 4 * layout.frozen_numel}))
+        space = SwapSpace.create(
+            folders,
+            identity=swap_identity(layout, moments, "fp32"),
+            run="one",
+            extents=extents,
+            rank=rank,
+            world=world,
+        )
+        buffers = {
+            x.bucket: {name: map_pages(whole_blocks(n)) for name, n in x.buffers.items()} for x in extents
+        }
+        for pages in (p for x in buffers.values() for p in x.values()):
+            pages[:] = b"?" * len(pages)
+        for x in snapshot.slices(rank, world):
+            (shared,) = [s.shared for s in stored if s.name == x.kind] or [1]
+            item = BYTES[x.stored.dtype]
+            complete = content(x.parameter, x.kind, -(-numels[x.parameter] // shared) * item, salt)
+            part = complete[x.start * item : x.stop * item]
+            buffers[x.bucket][x.kind][x.at * item : x.at * item + len(part)] = part
+        for b, pages in buffers.items():
+            space.write(b, list(pages), [memoryview(x) for x in pages.values()])
+        space.commit({"position": position_fields(position), "optimizer": {}, "extra": {"salt": salt}})
+        space.close()
+
+
 def write_all(
     pending: UnfinishedCheckpoint, layout: Layout, world: int, moments: AdamFormat, salt: int
 ) -> Manifest:
@@ -98,9 +151,9 @@ def write_all(
     return snapshot.manifest(shards, {"salt": salt})
 
 
-def fill(path: Path, manifest: Manifest, wanted: list[WantedSlice]) -> list[bytearray]:
+def fill(checkpoint: Checkpoint, wanted: list[WantedSlice]) -> list[bytearray]:
     """The bytes of the wanted slices, read from the shards."""
-    with CheckpointReader(Checkpoint(path, manifest)) as reader:
+    with CheckpointReader(checkpoint) as reader:
         sizes = [(w.stop - w.start) * DTYPES[reader.dtype(w.parameter, w.kind)].nbytes for w in wanted]
         buffers = [bytearray(size) for size in sizes]
         reader.read(list(zip(wanted, buffers, strict=True)))
@@ -119,5 +172,5 @@ def everything(manifest: Manifest) -> list[WantedSlice]:
 def assert_complete(checkpoint: checkpoints.Checkpoint) -> None:
     """Every byte of a checkpoint is the one that `save` wrote."""
     wanted = everything(checkpoint.manifest)
-    for w, got in zip(wanted, fill(checkpoint.path, checkpoint.manifest, wanted), strict=True):
+    for w, got in zip(wanted, fill(checkpoint, wanted), strict=True):
         assert got == content(w.parameter, w.kind, len(got), checkpoint.manifest.extra["salt"]), w

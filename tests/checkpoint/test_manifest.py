@@ -14,7 +14,7 @@ from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, check_model
+from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, ParameterEntry, StateSlice, check_model
 from zfunc.checkpoint.reader import WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.checkpoint.snapshot import state_slices
@@ -53,7 +53,7 @@ def test_any_ranks_read_what_any_others_wrote(
         sizes = {span.name: span.stop - span.start for span in layout.spans}
         for rank in range(readers):
             wanted = wanted_by(layout, readers, rank, moments)
-            for w, got in zip(wanted, fill(path, manifest, wanted), strict=True):
+            for w, got in zip(wanted, fill(Checkpoint(path, manifest), wanted), strict=True):
                 (buffer,) = (x for x in STATE_FORMATS[moments] if x.name == w.kind)
                 item = DTYPES[buffer.dtype].nbytes
                 original = content(w.parameter, w.kind, buffer.nbytes(sizes[w.parameter]))

@@ -14,6 +14,7 @@
     writer             a checkpoint being written
     swap_file          the format of a swap space's files: header, records of commits, extents
     swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
+    swap_checkpoint    a swap space of all ranks, read as a checkpoint
     export             the weights alone, as one safetensors file
 
 What is read is checked before anything is allocated, and nothing in a checkpoint is ever executed.

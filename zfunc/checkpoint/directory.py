@@ -17,12 +17,13 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from attrs import define, frozen
+from attrs import define
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import manifest_json as manifest_file
-from zfunc.checkpoint.manifest import FILE, Manifest
+from zfunc.checkpoint.manifest import FILE, Checkpoint, Manifest
 from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.checkpoint.swap_checkpoint import has_swap_files, open_swap_checkpoint
 from zfunc.errors import USE_ANOTHER, CheckpointError
 
 LATEST = "latest"
@@ -30,14 +31,6 @@ FOLDER = "checkpoints"  # in the folder of a run
 _STEP = re.compile(r"step-([0-9]{8,18})(?:\.([1-9][0-9]{0,8}))?")
 _UNFINISHED = re.compile(f"{disk.UNFINISHED}{_STEP.pattern}-[0-9a-f]{{8}}")
 log = logging.getLogger("zfunc")
-
-
-@frozen
-class Checkpoint:
-    """A complete checkpoint: its folder and manifest. The data is checked when it is read."""
-
-    path: Path
-    manifest: Manifest
 
 
 @define(eq=False)
@@ -160,10 +153,11 @@ def complete_checkpoints(folder: Path, refused: list[str]) -> Iterator[Checkpoin
 def locate_checkpoint(path: Path) -> Path:
     """The folder of the checkpoint at `path`: itself, or the newest complete one in it.
 
-    `path` is a checkpoint's folder, a folder of checkpoints, or a run's, which has one named FOLDER. A checkpoint's
-    own folder is returned even if it is not complete. Raises CheckpointError if there is none.
+    `path` is a checkpoint's folder, a swap space's, a folder of checkpoints, or a run's (which
+    has one named FOLDER). A checkpoint's own folder is returned even if it is not complete.
+    Raises CheckpointError if there is none.
     """
-    if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE):
+    if _STEP.fullmatch(path.name) or os.path.lexists(path / FILE) or has_swap_files(path):
         return path
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     if (checkpoint := find_checkpoint(folder)) is not None:
@@ -181,8 +175,11 @@ def locate_checkpoint(path: Path) -> Path:
 def open_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in a folder, if its manifest is valid and every shard has the right size and header.
 
-    Raises CheckpointError, naming the file, if it is not complete.
+    A folder of a swap space has that of its last commit. Raises CheckpointError, naming the file, if it is not
+    complete.
     """
+    if has_swap_files(path):
+        return open_swap_checkpoint(path)
     manifest = manifest_file.read_manifest(path)
     name, step = _STEP.fullmatch(path.name), manifest.position.step
     if name and int(name[1]) != step:

@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -77,6 +77,23 @@ def read_all(fd: int, data: memoryview, offset: int) -> None:
         if not read:
             raise OSError(errno.EIO, "the file ended early")
         data, offset = data[read:], offset + read
+
+
+@contextmanager
+def opened(path: Path) -> Generator[Callable[[int, int], bytes], None, None]:
+    """A function that reads so many bytes from an offset of a regular file. All of them raise CheckpointError."""
+    fd, _ = open_file(path)
+
+    def read(offset: int, nbytes: int) -> bytes:
+        raw = bytearray(nbytes)
+        with os_errors_as(path, f"reading bytes {offset} to {offset + nbytes}"):
+            read_all(fd, memoryview(raw), offset)
+        return bytes(raw)
+
+    try:
+        yield read
+    finally:
+        os.close(fd)
 
 
 def read_small(path: Path, limit: int) -> bytes:
@@ -200,13 +217,13 @@ def locked(path: Path) -> Generator[None, None, None]:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock on a folder; True if that cannot be determined."""
+    """Whether a process holds the lock on a folder or file; True if that cannot be determined."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: others may ask at the same moment
     except OSError:
         return True
     finally:

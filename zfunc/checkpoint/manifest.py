@@ -8,9 +8,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Any, cast
 
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.checkpoint.safetensors_file import CHUNK_LIMIT, HEADER_LIMIT, LENGTH, Shard, TensorInfo, num_chunks
 from zfunc.checkpoint.strict_json import MAX_INT
@@ -97,7 +98,8 @@ class Manifest:
             _check_pieces(self, entry, used)
         for n, shard in enumerate(self.shards):
             for t in shard.tensors:
-                if flaw := _flaw(sorted(used.get((n, t.name), ())), t.numel):
+                ranges = sorted(used.get((n, t.name), ()))
+                if flaw := _flaw(ranges, t.numel, gaps=shard.places is not None):
                     raise _bad(f"{shard.file}, {t.name!r}", flaw, f"each of {t.numel} to be one parameter's")
 
     @cached_property
@@ -125,6 +127,23 @@ class Manifest:
     def pending(self) -> frozenset[str]:
         """The parameters with a gradient that is still to be applied."""
         return frozenset(x.name for x in self.parameters if PENDING in x.pieces)
+
+
+@frozen
+class Checkpoint:
+    """A complete checkpoint: its folder and manifest. The data is checked when it is read.
+
+    `elsewhere` has the paths of files that are not in the folder, by their names.
+    """
+
+    path: Path
+    manifest: Manifest
+    elsewhere: Mapping[str, Path] = field(factory=dict[str, Path])
+
+    def file(self, n: int) -> Path:
+        """The file of shard number `n`."""
+        name = self.manifest.shards[n].file
+        return self.elsewhere.get(name, self.path / name)
 
 
 def check_model(manifest: Manifest, parameters: Iterable[Parameter]) -> None:
@@ -177,9 +196,9 @@ def _check_shard(shard: Shard) -> None:
     if not 0 < shard.chunk <= CHUNK_LIMIT:
         raise _bad(shard.file, f"chunks of {shard.chunk} bytes", f"1 to {CHUNK_LIMIT}")
     _check_unique(f"{shard.file}: tensor", [t.name for t in shard.tensors])
-    if shard.header_size <= 0:
+    if shard.places is None and shard.header_size <= 0:
         raise _bad(shard.file, "tensors larger than the file", f"them to fit in {shard.size} bytes")
-    if shard.header_size > (limit := LENGTH + HEADER_LIMIT):
+    if shard.places is None and shard.header_size > (limit := LENGTH + HEADER_LIMIT):
         raise _bad(shard.file, f"a header of {shard.header_size} bytes", f"at most {limit}")
     for t in shard.tensors:
         if len(shard.checksums.get(t.name, ())) != (count := num_chunks(t.nbytes, shard.chunk)):
@@ -211,16 +230,16 @@ def _check_pieces(
             raise _bad(where, f"elements of {' and '.join(sorted(stored))}", "one type")
 
 
-def _flaw(ranges: list[tuple[int, int]], numel: int) -> str:
-    """What is wrong with ranges that should tile 0 to numel in this order; "" if they do."""
+def _flaw(ranges: list[tuple[int, int]], numel: int, *, gaps: bool = False) -> str:
+    """What is wrong with ranges that should tile 0 to numel in this order, but for gaps; "" if nothing is."""
     end = 0
     for start, stop in ranges:
         if start >= stop:
             return f"an empty range, {start} to {stop}"
-        if start != end:
+        if start < end or (start > end and not gaps):
             return f"no elements {end} to {start}" if start > end else f"elements {start} to {end} twice"
         end = stop
-    return "" if end == numel else f"{end} elements"
+    return "" if end == numel or (gaps and end < numel) else f"{end} elements"
 
 
 def _check_unique(what: str, names: list[str]) -> None:

@@ -75,7 +75,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
         state_format,
         tuple(read_shard(x) for x in shards.items()),
         tuple(_read_entry(x) for x in parameters.items()),
-        _read_position(position, state_format),
+        read_position(position, state_format),
         _read_object(optimizer),
         _read_object(extra),
     )
@@ -170,7 +170,8 @@ def _read_piece(node: JsonNode) -> StateSlice:
     return StateSlice(start.integer(), stop.integer(), shard.integer(), tensor.text(), offset.integer())
 
 
-def _read_position(node: JsonNode, state_format: str) -> TrainingPosition:
+def read_position(node: JsonNode, state_format: str) -> TrainingPosition:
+    """The position that `position_fields` made. Raises CheckpointError, with the place, for anything else."""
     is_pending = "pending" in node.entries()
     names = [x.name for x in attrs.fields(TrainingPosition) if is_pending or x.name != "pending"]
     step, batches, sequences, seed, loss_scale, *pending = node.fields(*names)

@@ -10,8 +10,7 @@ from typing import Any
 from attrs import define, field, frozen
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import Manifest
+from zfunc.checkpoint.manifest import Checkpoint, Manifest
 from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import BYTES, cut_elements
 from zfunc.checkpoint.shard_reader import ShardReader, open_shard
@@ -125,6 +124,5 @@ class CheckpointReader:
         if n not in self._open:
             while len(self._open) >= MAX_OPEN:
                 self._open.pop(next(iter(self._open))).close()
-            shard = self.manifest.shards[n]
-            self._open[n] = open_shard(self.checkpoint.path / shard.file, shard)
+            self._open[n] = open_shard(self.checkpoint.file(n), self.manifest.shards[n])
         return self._open[n]

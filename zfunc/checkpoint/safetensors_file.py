@@ -68,7 +68,8 @@ class Shard:
     """A checkpoint's file as the manifest describes it: the bytes of a header, then the tensors, in this order.
 
     `header` is the CRC-32 of the header; `checksums[name]` are those of a tensor's chunks, each of `chunk` bytes
-    except the last.
+    except the last. `places` says where tensors begin in a file of another format, which may have gaps between and
+    in them, and more than them.
     """
 
     file: str
@@ -77,6 +78,7 @@ class Shard:
     chunk: int
     tensors: tuple[TensorInfo, ...]
     checksums: Mapping[str, tuple[int, ...]]
+    places: Mapping[str, int] | None = None
 
     @property
     def header_size(self) -> int:
@@ -91,6 +93,8 @@ class Shard:
     @cached_property
     def begins(self) -> dict[str, int]:
         """Where in the file each tensor begins, by name."""
+        if self.places is not None:
+            return dict(self.places)
         begins = accumulate((t.nbytes for t in self.tensors), initial=self.header_size)
         return dict(zip(self.by_name, begins, strict=False))
 

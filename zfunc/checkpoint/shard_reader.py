@@ -94,16 +94,21 @@ def open_shard(path: Path, shard: Shard) -> ShardReader:
                 f"{path}: got {size} bytes, expected {shard.size}: the file is truncated or another one; "
                 f"{USE_ANOTHER}"
             )
-        header = bytearray(shard.header_size)
-        with disk.os_errors_as(path, "reading its header"):
-            disk.read_all(fd, memoryview(header), 0)
-        if zlib.crc32(header) != shard.header:
-            raise CheckpointError(
-                f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "
-                f"{_NEXT}"
-            )
+        if shard.places is None:
+            _check_header(path, fd, shard)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)  # two threads would look like random access
         return ShardReader(path, shard, fd)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _check_header(path: Path, fd: int, shard: Shard) -> None:
+    header = bytearray(shard.header_size)
+    with disk.os_errors_as(path, "reading its header"):
+        disk.read_all(fd, memoryview(header), 0)
+    if zlib.crc32(header) != shard.header:
+        raise CheckpointError(
+            f"{path}: got another header than was written, in bytes 0 to {len(header)}: the checksum differs; "
+            f"{_NEXT}"
+        )

@@ -4,7 +4,7 @@ The slices of all ranks tile the state of every parameter, because the layout's 
 is shared. Saving and loading take them from here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -74,6 +74,17 @@ def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, 
     return Slice(span.name, bucket, buffer.name, first, last, buffer.numel(at), stored)
 
 
+def parameter_entries(
+    layout: Layout, state_format: str, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
+) -> Iterator[ParameterEntry]:
+    """The parameters of a checkpoint, from their pieces by name and kind. An empty parameter has none."""
+    kinds = [x.name for x in stored_buffers(state_format)]
+    for spans, kinds_, trainable in ((layout.spans, kinds, True), (layout.frozen, [FROZEN], False)):
+        for span in spans:
+            by_kind = {**dict.fromkeys(kinds_, ()), **pieces.get(span.name, {})}
+            yield ParameterEntry(span.name, span.shape, trainable, by_kind)
+
+
 @frozen
 class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
@@ -102,20 +113,11 @@ class Snapshot:
                 piece = StateSlice(x.start, x.stop, rank, x.stored.name, 0)
                 by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
 
-        def entries(spans: Iterable[Span], *kinds: str, trainable: bool) -> Iterator[ParameterEntry]:
-            for span in spans:
-                by_kind = {**dict.fromkeys(kinds, ()), **pieces.get(span.name, {})}
-                yield ParameterEntry(span.name, span.shape, trainable, by_kind)
-
-        kinds = [x.name for x in stored_buffers(self.state_format)]
         return Manifest(
             world=len(shards),
             state_format=self.state_format,
             shards=tuple(shards),
-            parameters=(
-                *entries(self.layout.spans, *kinds, trainable=True),
-                *entries(self.layout.frozen, FROZEN, trainable=False),
-            ),
+            parameters=tuple(parameter_entries(self.layout, self.state_format, pieces)),
             position=self.position,
             optimizer=self.optimizer,
             extra=extra,

@@ -10,11 +10,12 @@ A file holds, each part padded to 4,096 bytes:
 A header or record is read back equal to the one written, or refused.
 """
 
+import re
 import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, cast
@@ -25,16 +26,27 @@ from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import CHUNK, num_chunks
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.errors import CheckpointError
-from zfunc.runtime.direct_io import ALIGNED
 
 VERSION = 1
+BLOCK = 4096  # bytes: everything begins and ends at a multiple, as transfers past the page cache have to
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
 ROOM = 1 << 20  # bytes of a record for its metadata, beside generations and checksums
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
 _RECORD = struct.Struct(
     "<8sQQQI"
 )  # magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
+Read = Callable[[int, int], bytes]  # so many bytes from an offset of a file
+SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
+
+
+def swap_file_name(rank: int, world: int, folder: int) -> str:
+    """The file of one rank in the folder of that number.
+
+    >>> swap_file_name(0, 2, 1)
+    'rank-00000-of-00002-folder-1.swap'
+    """
+    return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -43,7 +55,7 @@ def whole_blocks(nbytes: int) -> int:
     >>> whole_blocks(0), whole_blocks(1), whole_blocks(4096)
     (0, 4096, 4096)
     """
-    return -(-nbytes // ALIGNED) * ALIGNED
+    return -(-nbytes // BLOCK) * BLOCK
 
 
 def _in_order(buffers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -124,6 +136,13 @@ class SwapHeader:
         """Checksums in a record: one for each chunk of each buffer."""
         return sum(num_chunks(n, CHUNK) for x in self.extents for n in x.buffers.values())
 
+    def checksums_of(self, record: "CommitRecord") -> Iterator[tuple[StoredExtent, dict[str, list[int]]]]:
+        """The checksums in a record, by extent and buffer."""
+        left = iter(record.checksums)
+        for extent in self.extents:
+            sizes = extent.buffers.items()
+            yield extent, {name: [next(left) for _ in range(num_chunks(n, CHUNK))] for name, n in sizes}
+
     def record_at(self, number: int) -> int:
         """Where in the first file the record of that number is: they alternate."""
         return len(self.of(0).raw) + number % 2 * self.record_size
@@ -148,14 +167,14 @@ class SwapHeader:
         return self._ends[1]
 
 
-def header_size(start: bytes, where: str) -> int:
-    """Bytes of the header of a file that starts with these. Raises CheckpointError for another kind of file."""
-    magic, size, _ = _HEADER.unpack_from(start)
+def read_header(read: Read, where: str) -> SwapHeader:
+    """The header of a file called `where`. Raises CheckpointError if it is damaged or not a swap space's."""
+    magic, size, _ = _HEADER.unpack_from(read(0, BLOCK))
     if magic != _HEADER_MAGIC or _HEADER.size + size > HEADER_LIMIT:
         raise CheckpointError(
             f"{where}: got another kind of file, expected a swap space of zfunc's: move it away"
         )
-    return whole_blocks(_HEADER.size + size)
+    return parse_header(read(0, whole_blocks(_HEADER.size + size)), where)
 
 
 def parse_header(raw: bytes, where: str) -> SwapHeader:
@@ -227,11 +246,23 @@ class CommitRecord:
         return raw.ljust(whole_blocks(len(raw)), b"\0")
 
 
-def record_length(start: bytes, header: SwapHeader) -> int:
-    """Bytes of the record that starts with these; 0 if none does."""
-    magic, _, text, sums, _ = _RECORD.unpack_from(start)
-    size = _RECORD.size + text + sums
-    return whole_blocks(size) if magic == _RECORD_MAGIC and size <= header.record_size else 0
+def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, CommitRecord]:
+    """The commits in the first file of a space, by number. Raises CheckpointError if there is none."""
+    records: dict[int, CommitRecord] = {}
+    for slot in (0, 1):
+        at = header.record_at(slot)
+        magic, number, text, sums, _ = _RECORD.unpack_from(read(at, BLOCK))
+        size = _RECORD.size + text + sums
+        if magic == _RECORD_MAGIC and number % 2 == slot and size <= header.record_size:
+            record = parse_record(read(at, whole_blocks(size)), header, where)
+            if record is not None:
+                records[number] = record
+    if not records:
+        raise CheckpointError(
+            f"{where}: got no record of a commit, expected one: the file is damaged; check this disk, and resume "
+            "from a checkpoint, with another swap folder"
+        )
+    return records
 
 
 def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | None:

@@ -12,10 +12,10 @@ fails; and if a step has begun to write, there is no record but the last.
 
 import logging
 import os
-import re
 import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from threading import Lock
@@ -26,34 +26,25 @@ from attrs import define, field
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
+from zfunc.checkpoint.safetensors_file import CHUNK, cut
 from zfunc.checkpoint.swap_file import (
+    BLOCK,
+    SWAP_FILE,
     CommitRecord,
     StoredExtent,
     SwapHeader,
-    header_size,
-    parse_header,
-    parse_record,
-    record_length,
+    read_header,
+    read_records,
+    swap_file_name,
     whole_blocks,
 )
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.runtime.direct_io import ALIGNED, DirectFile
+from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 _GO_ON = "go on from the last commit: open the swap space again"
-_NAME = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 log = logging.getLogger("zfunc")
-
-
-def swap_file_name(rank: int, world: int, folder: int) -> str:
-    """The file of one rank in the folder of that number.
-
-    >>> swap_file_name(0, 2, 1)
-    'rank-00000-of-00002-folder-1.swap'
-    """
-    return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
 
 
 def deal_extents(extents: Sequence[StoredExtent], speeds: Sequence[float]) -> tuple[int, ...]:
@@ -150,11 +141,11 @@ class SwapSpace:
             for n, path in enumerate(paths):
                 _refuse_others(path, run)
                 _delete_unfinished(path)
-                partial = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
-                with disk.os_errors_as(partial, f"reserving {header.sizes[n]} bytes for a swap space"):
-                    files.append(DirectFile.create(partial, header.sizes[n]))
-                made.append(partial)
-                locks.append(_lock_file(partial))
+                unfinished = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
+                with disk.os_errors_as(unfinished, f"reserving {header.sizes[n]} bytes for a swap space"):
+                    files.append(DirectFile.create(unfinished, header.sizes[n]))
+                made.append(unfinished)
+                locks.append(_lock_file(unfinished))
                 _write(files[n], header.of(n).raw, 0, "the header")
             first = CommitRecord(0, (), [0] * header.num_checksums, {})
             _write(files[0], first.raw(header.record_size), header.record_at(0), "the first record")
@@ -198,7 +189,7 @@ class SwapSpace:
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))
-            headers = [read_header(file) for file in files]
+            headers = [_header_of(file) for file in files]
             for n, (file, header) in enumerate(zip(files, headers, strict=True)):
                 _check_header(
                     file.path, header, headers[0].of(n), identity, extents, (rank, world, len(folders))
@@ -206,7 +197,7 @@ class SwapSpace:
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
             header = headers[0]
-            records = read_records(files[0], header)
+            records = read_records(partial(_read, files[0]), header, str(paths[0]))
             if at is not None:
                 if at not in records:
                     raise CheckpointError(
@@ -321,12 +312,11 @@ class SwapSpace:
 
     def _read_buckets(self, record: CommitRecord) -> Iterator[tuple[int, _Bucket]]:
         """The buckets by number, as a commit left them."""
-        header, sums = self.header, iter(record.checksums)
+        header = self.header
         generations = record.generations or [-1] * len(header.extents)
-        for extent, home, g in zip(header.extents, header.homes, generations, strict=True):
-            own = {
-                name: [next(sums) for _ in range(num_chunks(n, CHUNK))] for name, n in extent.buffers.items()
-            }
+        for (extent, own), home, g in zip(
+            header.checksums_of(record), header.homes, generations, strict=True
+        ):
             both = (dict[str, list[int]](), own) if g == 1 else (own, dict[str, list[int]]())
             begins = header.place(extent, 0), header.place(extent, 1)
             yield extent.bucket, _Bucket(extent, self._files[home], begins, g, both)
@@ -351,7 +341,7 @@ class SwapSpace:
             if x.nbytes != whole_blocks(buffers[name]):
                 raise ValueError(
                     f"bucket {b}, {name!r}: got {x.nbytes} bytes, expected its {buffers[name]} rounded up to whole "
-                    f"blocks of {ALIGNED}: {whole_blocks(buffers[name])}"
+                    f"blocks of {BLOCK}: {whole_blocks(buffers[name])}"
                 )
         return bucket
 
@@ -437,33 +427,9 @@ def _tell_shared_drives(folders: Sequence[Path]) -> None:
             log.warning("swap: %s and %s are on one drive, whose speed they share", other, folder)
 
 
-def read_header(file: DirectFile) -> SwapHeader:
-    """The header of a file. Raises CheckpointError if it is damaged or not a swap space's."""
-    start = _read(file, 0, ALIGNED, "the header")
-    size = header_size(start, str(file.path))
-    return parse_header(_read(file, 0, size, "the header"), str(file.path))
-
-
-def read_records(file: DirectFile, header: SwapHeader) -> dict[int, CommitRecord]:
-    """The commits in the first file of a space, by number. Raises CheckpointError if there is none."""
-    records: dict[int, CommitRecord] = {}
-    for slot in (0, 1):
-        at = header.record_at(slot)
-        size = record_length(_read(file, at, ALIGNED, "a record"), header)
-        record = parse_record(_read(file, at, size, "a record"), header, str(file.path)) if size else None
-        if record is not None and record.number % 2 == slot:
-            records[record.number] = record
-    if not records:
-        raise CheckpointError(
-            f"{file.path}: got no record of a commit, expected one: the file is damaged; check this disk, and "
-            "resume from a checkpoint, with another swap folder"
-        )
-    return records
-
-
 def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
     """Make a record invalid, and wait until that is on the disk."""
-    _write(file, bytes(ALIGNED), header.record_at(record.number), f"the record of commit {record.number}")
+    _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
     file.sync()
 
 
@@ -502,10 +468,10 @@ def _check_header(
 def _refuse_others(path: Path, run: str) -> None:
     """Refuse a folder that has a swap space of another run, or this file."""
     with disk.os_errors_as(path.parent, "looking for swap spaces"):
-        names = sorted(x for x in os.listdir(path.parent) if _NAME.fullmatch(x))
+        names = sorted(x for x in os.listdir(path.parent) if SWAP_FILE.fullmatch(x))
     for other in (path.with_name(x) for x in names):
         with disk.os_errors_as(other, "opening it"), closing(DirectFile.open(other)) as file:
-            if read_header(file).run != run or other == path:
+            if _header_of(file).run != run or other == path:
                 raise CheckpointError(
                     f"{other}: got the swap space of another run, expected none: resume that run, name another "
                     "folder, or delete its .swap files if its state is not wanted"
@@ -542,10 +508,14 @@ def _file_system(folder: Path) -> str:
     return ""
 
 
-def _read(file: DirectFile, offset: int, nbytes: int, what: str) -> bytes:
+def _header_of(file: DirectFile) -> SwapHeader:
+    return read_header(partial(_read, file), str(file.path))
+
+
+def _read(file: DirectFile, offset: int, nbytes: int) -> bytes:
     with closing(map_pages(nbytes)) as pages:
         with memoryview(pages) as view:
-            file.read([view], offset, what)
+            file.read([view], offset, "the header and records")
         return pages[:]
 
 

@@ -1,0 +1,77 @@
+"""A swap space reads like a checkpoint: every slice of every parameter, from the files of all ranks and folders."""
+
+import os
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from saved import MODEL, assert_complete, save_swap
+
+from zfunc.checkpoint import swap_space
+from zfunc.checkpoint.directory import locate_checkpoint, open_checkpoint
+from zfunc.checkpoint.swap_file import swap_file_name
+from zfunc.core.layout import Parameter
+from zfunc.core.optimizer_state import AdamFormat
+from zfunc.errors import CheckpointError
+
+FROZEN = [[Parameter("frozen.a", (5, 3), trainable=False), *MODEL[0]], [*MODEL[1], Parameter("empty", (0,))]]
+
+
+@pytest.fixture
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    return folders
+
+
+@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("moments", get_args(AdamFormat))
+def test_every_byte_is_found_where_a_checkpoint_would_have_it(
+    folders: list[Path], moments: AdamFormat, world: int
+) -> None:
+    save_swap(folders, moments=moments, world=world, model=FROZEN, salt=5)
+    for folder in folders:
+        checkpoint = open_checkpoint(locate_checkpoint(folder))
+        assert (checkpoint.manifest.world, checkpoint.manifest.position.step) == (world, 3)
+        assert_complete(checkpoint)
+
+
+def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) -> None:
+    save_swap(folders, world=2)
+    paths = [folders[0] / swap_file_name(rank, 2, 0) for rank in (0, 1)]
+    held = os.open(paths[1], os.O_RDONLY)
+    lock = swap_space._lock_file(paths[1])
+    with pytest.raises(
+        CheckpointError, match="rank-00001-of-00002-folder-0.swap: got a swap space that a training u"
+    ):
+        open_checkpoint(folders[0])
+    os.close(lock)
+    os.close(held)
+    whole = paths[1].read_bytes()
+    header = swap_space.read_header(lambda offset, n: whole[offset : offset + n], "it")
+    paths[1].write_bytes(whole[: header.record_at(1)] + bytes(4096) + whole[header.record_at(1) + 4096 :])
+    with pytest.raises(
+        CheckpointError, match="a: got no commit that all ranks have, expected one: resume from a ch"
+    ):
+        open_checkpoint(folders[0])
+    paths[1].unlink()
+    with pytest.raises(
+        CheckpointError, match="rank-00001-of-00002-folder-0.swap: got 'No such file or directory'"
+    ):
+        open_checkpoint(folders[0])
+
+
+def test_a_training_that_goes_on_is_not_mistaken_for_the_commit(folders: list[Path]) -> None:
+    save_swap(folders, world=1)
+    checkpoint = open_checkpoint(folders[0])
+    path = checkpoint.file(1)
+    at = min(checkpoint.manifest.shards[1].places.values())  # type: ignore[union-attr]
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"later")
+    with pytest.raises(
+        CheckpointError, match="folder-1.swap: got other bytes than were written in '.*elements 0 to"
+    ):
+        assert_complete(checkpoint)

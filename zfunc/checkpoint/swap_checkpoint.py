@@ -1,0 +1,176 @@
+"""A swap space as a checkpoint: the slices of every parameter's state in the files of all ranks, at one commit.
+
+What reads a checkpoint reads it: to resume in another world or layout, to export weights. Its bytes are compared
+with the checksums of the commit, so a training that goes on in it meanwhile is found, not mistaken for it.
+"""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, StateSlice
+from zfunc.checkpoint.manifest_json import read_position
+from zfunc.checkpoint.safetensors_file import CHUNK, Shard, TensorInfo
+from zfunc.checkpoint.snapshot import FROZEN_BUCKET, parameter_entries, state_slices
+from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.swap_file import (
+    SWAP_FILE,
+    CommitRecord,
+    SwapHeader,
+    read_header,
+    read_records,
+    swap_file_name,
+)
+from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
+from zfunc.core.layout import Bucket, Layout, Span
+from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.errors import CheckpointError
+
+Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]
+
+
+def swap_identity(layout: Layout, state_format: str, precision: Dtype) -> dict[str, Any]:
+    """What the bytes in a swap space mean, in JSON's own types; frozen parameters are stored in `precision`."""
+
+    def fields(span: Span) -> list[Any]:
+        return [span.name, [*span.shape], span.start, span.stop]
+
+    return {
+        "state_format": state_format,
+        "precision": precision,
+        "buckets": [[x.start, x.stop] for x in layout.buckets],
+        "trained": [fields(x) for x in layout.spans],
+        "frozen": [fields(x) for x in layout.frozen],
+    }
+
+
+def has_swap_files(folder: Path) -> bool:
+    """Whether a folder has a file of a swap space."""
+    return folder.is_dir() and any(SWAP_FILE.fullmatch(x) for x in os.listdir(folder))
+
+
+def open_swap_checkpoint(folder: Path) -> Checkpoint:
+    """The newest commit that all ranks of the swap space in `folder`, one of its folders, have.
+
+    Raises CheckpointError, naming the file, if one is missing, damaged, in use or of another run, or if nothing was
+    committed.
+    """
+    some = next(x for x in sorted(os.listdir(folder)) if SWAP_FILE.fullmatch(x))
+    header = _header(folder / some)
+    first_folder = folder if header.folder == 0 else Path(header.folders[0])
+    headers = [_header(first_folder / swap_file_name(rank, header.world, 0)) for rank in range(header.world)]
+    paths = [
+        [
+            (folder if n == header.folder else Path(x)) / swap_file_name(own.rank, own.world, n)
+            for n, x in enumerate(own.folders)
+        ]
+        for own in headers
+    ]
+    for own, path in zip(headers, (x[0] for x in paths), strict=True):
+        if (own.run, own.identity) != (header.run, header.identity):
+            raise CheckpointError(
+                f"{path}: got the swap space of another run than {folder / some}, expected that of one: name "
+                "another folder"
+            )
+        if disk.is_locked(path):
+            raise CheckpointError(
+                f"{path}: got a swap space that a training uses, expected it free: wait until that has ended, "
+                "or load one of its checkpoints"
+            )
+    records = [_records(path[0], own) for path, own in zip(paths, headers, strict=True)]
+    number = max((n for n in records[0] if all(n in x for x in records)), default=0)
+    commits = [x[number] for x in records] if number else []
+    if not commits or any(x.metadata != commits[0].metadata for x in commits):
+        got = "different commits of one number" if commits else "no commit that all ranks have"
+        raise CheckpointError(f"{folder}: got {got}, expected one: resume from a checkpoint instead")
+    manifest = _manifest(headers, commits, str(paths[0][0]))
+    return Checkpoint(folder, manifest, {path.name: path for own in paths for path in own})
+
+
+def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
+    identity = JsonNode(headers[0].identity, where)
+    state_format, precision, buckets, trained, frozen = identity.fields(
+        "state_format", "precision", "buckets", "trained", "frozen"
+    )
+    stored = state_format.choice(tuple(STATE_FORMATS))
+    dtypes: dict[str, Dtype] = {x.name: x.dtype for x in STATE_FORMATS[stored]}
+    dtypes[FROZEN] = cast("Dtype", precision.choice(PRECISIONS))
+    layout = _layout(buckets, trained, frozen)
+    shards, homes = list[Shard](), list[dict[int, int]]()  # homes: of each rank, the shard of each bucket
+    for header, commit in zip(headers, commits, strict=True):
+        homes.append(
+            {x.bucket: len(shards) + home for x, home in zip(header.extents, header.homes, strict=True)}
+        )
+        shards += _shards(header, commit, dtypes)
+    pieces: Pieces = {}
+    for rank, header in enumerate(headers):
+        for x in state_slices(layout, stored, rank, header.world, {}):
+            piece = StateSlice(x.start, x.stop, homes[rank][x.bucket], f"{x.bucket}/{x.kind}", x.at)
+            by_kind = pieces.setdefault(x.parameter, {})
+            by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
+    for span in layout.frozen:
+        if numel := span.stop - span.start:
+            piece = StateSlice(0, numel, homes[0][FROZEN_BUCKET], f"{FROZEN_BUCKET}/{FROZEN}", span.start)
+            pieces[span.name] = {FROZEN: (piece,)}
+    metadata = commits[0].metadata
+    names = ("position", "optimizer", "extra")
+    position, optimizer, extra = JsonNode({"extra": {}, **metadata}, where).fields(*names)
+    return Manifest(
+        world=len(headers),
+        state_format=stored,
+        shards=tuple(shards),
+        parameters=tuple(parameter_entries(layout, stored, pieces)),
+        position=read_position(position, stored),
+        optimizer={name: x.value for name, x in optimizer.entries().items()},
+        extra={name: x.value for name, x in extra.entries().items()},
+    )
+
+
+def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype]) -> Iterator[Shard]:
+    """The committed generations of the extents in each of a rank's files; a tensor for each buffer."""
+    tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
+    places: list[dict[str, int]] = [{} for _ in header.folders]
+    checksums: list[dict[str, tuple[int, ...]]] = [{} for _ in header.folders]
+    for (extent, sums), home, g in zip(
+        header.checksums_of(commit), header.homes, commit.generations, strict=True
+    ):
+        for kind, nbytes in extent.buffers.items():
+            if kind in dtypes:
+                dtype, name = DTYPES[dtypes[kind]], f"{extent.bucket}/{kind}"
+                tensors[home].append(TensorInfo(name, dtype.safetensors, (nbytes // dtype.nbytes,)))
+                places[home][name] = header.place(extent, g) + extent.places[kind]
+                checksums[home][name] = tuple(sums[kind])
+    for n, size in enumerate(header.sizes):
+        file = swap_file_name(header.rank, header.world, n)
+        yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n])
+
+
+def _layout(buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:
+    """The layout that `swap_identity` was given, as far as slices need it."""
+
+    def spans(node: JsonNode) -> list[Span]:
+        found: list[Span] = []
+        for x in node.items():
+            name, shape, start, stop = (
+                x.items() if len(x.items()) == 4 else x.refuse("name, shape, start and stop")
+            )
+            found.append(Span(name.text(), shape.integers(), start.integer(), stop.integer(), decay=True))
+        return found
+
+    spans_, edges = spans(trained), [x.integers() for x in buckets.items()]
+    own = [
+        Bucket(n, a, b, tuple(x for x in spans_ if a <= x.start < b), ()) for n, (a, b) in enumerate(edges)
+    ]
+    return Layout((), tuple(spans_), tuple(own), tuple(spans(frozen)))
+
+
+def _header(path: Path) -> SwapHeader:
+    with disk.opened(path) as read:
+        return read_header(read, str(path))
+
+
+def _records(path: Path, header: SwapHeader) -> dict[int, CommitRecord]:
+    with disk.opened(path) as read:
+        return read_records(read, header, str(path))
