@@ -39,7 +39,7 @@ from zfunc.checkpoint.swap_file import (
     whole_blocks,
 )
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.runtime.direct_io import DirectFile
+from zfunc.runtime.direct_io import DirectFile, file_system_of
 from zfunc.runtime.host_pages import map_pages
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
@@ -155,7 +155,7 @@ class SwapSpace:
                 with disk.locked(path.parent), disk.os_errors_as(path, "naming a swap space"):
                     _refuse_others(path, run)
                     os.rename(made[n], path)
-                made[n] = path
+                made[n] = files[n].path = path
                 disk.sync(path.parent)
             return cls(header, files, locks, {0: first})
         except BaseException:
@@ -413,7 +413,7 @@ def check_folders(folders: Sequence[Path]) -> None:
             raise CheckpointError(
                 f"{folder}: got the folder {other} twice, expected one for each drive: name it once"
             )
-        if (kind := _file_system(folder)) in IN_MEMORY:
+        if (kind := file_system_of(folder)) in IN_MEMORY:
             raise CheckpointError(
                 f"{folder}: got a folder in memory ({kind}), expected one on a drive, because swapping is to save "
                 "memory: name another folder"
@@ -495,17 +495,6 @@ def _lock_file(path: Path) -> int:
             f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or "
             "name another folder"
         ) from error
-
-
-def _file_system(folder: Path) -> str:
-    """The type of the file system a folder is on, or ""."""
-    device = folder.stat().st_dev
-    with suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
-        for line in mounts:
-            fields = line.split()
-            if fields[2] == f"{os.major(device)}:{os.minor(device)}":
-                return fields[fields.index("-") + 1]
-    return ""
 
 
 def _header_of(file: DirectFile) -> SwapHeader:
