@@ -300,7 +300,8 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
     damage(header.place(EXTENTS[0], 0) + 8999)
     space = reopen(tmp_path)
     with pytest.raises(
-        CheckpointError, match="bucket 0, 'low': got other bytes than were written from byte 0 on: the ch"
+        CheckpointError,
+        match="bucket 0, 'low': got other bytes than were written at \\d+ of the file, 9000 of",
     ):
         read(space, 0)
     assert read(space, 7) == expected(7, 1)

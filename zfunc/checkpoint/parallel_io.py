@@ -7,8 +7,10 @@ from typing import Any
 THREADS = 2  # with one, the disk would wait for the checksums
 
 
-def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) -> None:
-    """Call `function` with each of the argument tuples on THREADS threads.
+def in_parallel(
+    function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, threads: int = THREADS
+) -> None:
+    """Call `function` with each of the argument tuples on so many threads.
 
     After an exception no further call starts; it is raised when those under way have ended.
     """
@@ -17,7 +19,7 @@ def in_parallel(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]]) 
         for call in calls:
             function(*call)
         return
-    with ThreadPoolExecutor(THREADS) as pool:
+    with ThreadPoolExecutor(min(threads, len(calls))) as pool:
         futures = [pool.submit(function, *call) for call in calls]
         try:
             for future in futures:
