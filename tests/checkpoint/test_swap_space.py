@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from attrs import evolve
 
@@ -15,6 +16,7 @@ from zfunc.checkpoint.swap_file import (
     CommitRecord,
     StoredExtent,
     SwapHeader,
+    block_checksum,
     parse_header,
     parse_record,
     whole_blocks,
@@ -310,6 +312,31 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
     space = reopen(tmp_path)
     assert read(space, 0) == expected(0, 1)
     space.close()
+
+
+def test_no_flipped_bit_zeroed_or_moved_block_gets_through() -> None:
+    by = np.random.default_rng(0)
+    data = by.integers(0, 256, 5 * 4096 + 100, np.uint8)
+    right = block_checksum(memoryview(data))
+    assert right == block_checksum(memoryview(data.copy()))
+    for at in by.integers(0, 8 * data.size, 300):
+        for width in (
+            1,
+            17,
+            64,
+        ):  # neighbouring bits, the first and the last of them flipped, others at random
+            wrong = np.unpackbits(data)
+            burst = by.integers(0, 2, width, np.uint8)
+            burst[[0, -1]] = 1
+            burst = burst[: wrong.size - at]
+            wrong[at : at + burst.size] ^= burst
+            assert block_checksum(memoryview(np.packbits(wrong))) != right
+    blocks = data[: 5 * 4096].reshape(5, 4096)
+    for n in range(5):
+        for other in (0 * blocks[n], np.roll(blocks, 1, axis=0)[n]):
+            wrong = data.copy()
+            wrong[n * 4096 : (n + 1) * 4096] = other
+            assert block_checksum(memoryview(wrong)) != right
 
 
 def test_headers_and_records_read_back(tmp_path: Path) -> None:

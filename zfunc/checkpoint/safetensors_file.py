@@ -10,7 +10,7 @@ one in 2^32 of the others. It is as fast as a good disk (blake2b: a third of it)
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import prod
@@ -68,8 +68,8 @@ class Shard:
     """A checkpoint's file as the manifest describes it: the bytes of a header, then the tensors, in this order.
 
     `header` is the CRC-32 of the header; `checksums[name]` are those of a tensor's chunks, each of `chunk` bytes
-    except the last. `places` says where tensors begin in a file of another format, which may have gaps between and
-    in them, and more than them.
+    except the last. In a file of another format, which may have gaps between and in tensors and more than them,
+    `places` says where they begin, and `checksum` is how chunks were summed.
     """
 
     file: str
@@ -79,6 +79,7 @@ class Shard:
     tensors: tuple[TensorInfo, ...]
     checksums: Mapping[str, tuple[int, ...]]
     places: Mapping[str, int] | None = None
+    checksum: Callable[[memoryview], int] = zlib.crc32
 
     @property
     def header_size(self) -> int:

@@ -78,7 +78,7 @@ class ShardReader:
         end, at = begin + part.nbytes, self.shard.begins[tensor.name] + begin
         with disk.os_errors_as(self.path, f"reading bytes {begin} to {end} of {tensor.name!r}"):
             disk.read_all(self._fd, part, at)
-        if zlib.crc32(part) != self.shard.checksums[tensor.name][index]:
+        if self.shard.checksum(part) != self.shard.checksums[tensor.name][index]:
             raise CheckpointError(
                 f"{self.path}: got other bytes than were written in {tensor.name!r}, elements {begin // item} to "
                 f"{end // item} (bytes {at} to {at + part.nbytes} of the file): the checksum differs; {_NEXT}"

@@ -19,6 +19,7 @@ from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
     CommitRecord,
     SwapHeader,
+    block_checksum,
     read_header,
     read_records,
     swap_file_name,
@@ -144,7 +145,7 @@ def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype
                 checksums[home][name] = tuple(sums[kind])
     for n, size in enumerate(header.sizes):
         file = swap_file_name(header.rank, header.world, n)
-        yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n])
+        yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n], block_checksum)
 
 
 def _layout(buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:

@@ -12,7 +12,6 @@ fails; and if a step has begun to write, there is no record but the last.
 
 import logging
 import os
-import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -32,6 +31,7 @@ from zfunc.checkpoint.swap_file import (
     CommitRecord,
     StoredExtent,
     SwapHeader,
+    block_checksum,
     read_header,
     read_records,
     swap_file_name,
@@ -43,7 +43,7 @@ from zfunc.runtime.host_pages import map_pages
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 BATCH = 16 << 20  # bytes that a thread transfers, and then or before sums
-THREADS = 4  # that sum: each does 3.6 GB/s, and waits for the drive in between
+THREADS = 4  # some wait for the drive while others sum
 _GO_ON = "go on from the last commit: open the swap space again"
 log = logging.getLogger("zfunc")
 
@@ -398,14 +398,14 @@ def _batches(
 
 def _write_batch(bucket: _Bucket, pieces: list[_Piece]) -> None:
     for x in pieces:
-        bucket.checksums[x.generation][x.name][x.number] = zlib.crc32(x.data[: x.nbytes])
+        bucket.checksums[x.generation][x.name][x.number] = block_checksum(x.data[: x.nbytes])
     bucket.file.write([x.data for x in pieces], pieces[0].offset, _described(bucket, pieces))
 
 
 def _read_batch(bucket: _Bucket, pieces: list[_Piece]) -> None:
     bucket.file.read([x.data for x in pieces], pieces[0].offset, _described(bucket, pieces))
     for x in pieces:
-        if zlib.crc32(x.data[: x.nbytes]) != bucket.checksums[x.generation][x.name][x.number]:
+        if block_checksum(x.data[: x.nbytes]) != bucket.checksums[x.generation][x.name][x.number]:
             raise CheckpointError(
                 f"{bucket.file.path}: bucket {bucket.extent.bucket}, {x.name!r}: got other bytes than were written "
                 f"at {x.offset} of the file, {x.nbytes} of them: the checksum differs; check this disk, and resume "
