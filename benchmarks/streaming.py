@@ -3,7 +3,8 @@
 One GPT, once with everything on the device and once with parameters and activations on the host, in alternating
 steps. The bytes of the plan are held against the formulae: parameters twice a step, less what slots still hold;
 activations once each way; gradients once. With `--memory-gib` the streamed training has so much of an accelerator's
-memory, and comes after the other one, which has all. Losses are the same, to the bit, or this fails.
+memory, and comes after the other one, which has all. Losses are the same, to the bit, or this fails. With `--hf`
+the model is that of a Hugging Face folder, fine-tuned from its weights.
 
     python -m benchmarks.streaming
     python -m benchmarks.on_pretend benchmarks.streaming --device pretend --memory-gib 1 --turns 2 \\
@@ -25,8 +26,10 @@ from zfunc.core.layout import round_up
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import ALLOCATION
 from zfunc.engine.program import Program
+from zfunc.engine.segment import Segment
 from zfunc.engine.specialize import specialize
 from zfunc.engine.state import State
+from zfunc.models import hf
 from zfunc.models.gpt import gpt_segments
 from zfunc.planner.profile_toml import load_profile
 from zfunc.runtime.accelerator import on_accelerator, peak_bytes, pick_device, reset_peak
@@ -35,9 +38,20 @@ STREAMED = {"params_on": "host", "activations_on": "host"}
 LANES = ("fetch", "stash", "unstash", "to_host")
 
 
+def segments_of(args: argparse.Namespace) -> tuple[Segment, ...]:
+    """The model of the arguments; that of a folder overwrites the sizes among them."""
+    if args.hf is None:
+        return gpt_segments(config_of(args, tied=args.tied))
+    config, segments = hf.load(args.hf)
+    args.num_layers, args.hidden_size = config.num_hidden_layers, config.hidden_size
+    args.num_attention_heads, args.vocab_size = config.num_attention_heads, config.vocab_size
+    args.tied = config.tie_word_embeddings
+    return segments
+
+
 def compiled(args: argparse.Namespace, **settings: Any) -> Program:
     return zfunc.compile(
-        gpt_segments(config_of(args, tied=args.tied)),
+        segments_of(args),
         optimizer=zfunc.AdamW(lr=1e-4, moments=args.moments),
         precision=args.precision,
         clip_norm=1.0,
@@ -141,9 +155,9 @@ def one_after_the_other(args: argparse.Namespace) -> dict[str, Any]:
         state, seen = zfunc.init(program), list[float]()
         reset_peak(device)
         for n in range(args.turns):
-            state, loss, _, _ = step(program, state, args, n)
+            state, loss, seconds, _ = step(program, state, args, n)
             seen.append(loss)
-            print(f"  step {n + 1}: loss {loss:.6f}", flush=True)
+            print(f"  step {n + 1}: loss {loss:.6f}, {seconds:.0f} s", flush=True)
         losses.append(seen)
         peaks.append(peak_bytes(device))
         programs.append(program)
@@ -167,6 +181,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--hf", metavar="FOLDER", help="fine-tune this model, instead of a GPT of the sizes below")
     p.add_argument("--num-layers", type=int, default=6)
     p.add_argument("--hidden-size", type=int, default=256)
     p.add_argument("--num-attention-heads", type=int, default=8)
