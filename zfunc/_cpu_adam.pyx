@@ -53,16 +53,17 @@ cdef extern from "_adam_kernel.h" nogil:
         const uint16_t *in_ "in"
         uint16_t *out
     int ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16, ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2, ZF_NUM_ISA
-    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT, ZF_BLOCK, ZF_SHARED
+    int ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT, ZF_BLOCK, ZF_SHARED, ZF_PARTS
     bint zf_supports(int isa)
     void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
-    int zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *sum)
+    void zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *parts)
     void zf_skeleton(zf_skeleton_args *args, size_t n, int threads, int isa)
 
 
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
 UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares a scale
+PARTS = ZF_PARTS  # doubles that a sum of squares consists of
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 MOMENTS_FP32_SPLIT = ZF_MOMENTS_FP32_SPLIT
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -157,24 +158,21 @@ def adam_update(
 def accumulate(
     uintptr_t acc,           # INOUT [n] fp32; OUT if first; 0: sum the squares of grad, write nothing
     uintptr_t grad,          # IN    [n] of grad_type
+    uintptr_t parts,         # OUT   [PARTS] double
     size_t n,
     int grad_type,
     bint first,              # IN    acc = grad instead of acc = acc + grad
     int threads,
     int isa=-1,
 ):
-    """Add grad to acc and return the sum of squares of the new acc, in an order fixed by n alone."""
+    """Add grad to acc, and sum the squares of the new acc in parts that are added without rounding."""
     cdef zf_sum_args args
-    cdef int use = checked_isa(isa), failed
-    cdef double total = 0
+    cdef int use = checked_isa(isa)
     args.acc = <float *>acc
     args.grad = <const void *>grad
     args.grad_type, args.first = grad_type, first
     with nogil:
-        failed = zf_sum(&args, n, threads, use, &total)
-    if failed:
-        raise MemoryError(f"no memory for the partial sums of {n} elements")
-    return total
+        zf_sum(&args, n, threads, use, <double *>parts)
 
 
 def skeleton(

@@ -139,7 +139,7 @@ def codes() -> Iterator[Case]:
 def full(isas: Sequence[str]) -> Iterator[Case]:
     """Everything."""
     yield from on(isas, itertools.chain(types(SIZES), every_size(SIZES)))
-    yield from on(isas, itertools.chain(sums((*SIZES, 16_384, 16_385), TYPES), skeletons(SIZES)))
+    yield from on(isas, itertools.chain(sums((*SIZES, 65_536, 65_537), TYPES), skeletons(SIZES)))
     yield from on(isas, itertools.chain(shared(32_768 + 3), special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80))))
     yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
     yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
@@ -148,7 +148,7 @@ def full(isas: Sequence[str]) -> Iterator[Case]:
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
     """Every kind once, in a second or two."""
     yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
-    yield from on(isas, itertools.chain(sums((0, 55, 16_385), TYPES), skeletons((1, 129)), special((-0.5,))))
+    yield from on(isas, itertools.chain(sums((0, 55, 65_537), TYPES), skeletons((1, 129)), special((-0.5,))))
     yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
     yield from threads(isas[-1:])
 

@@ -67,7 +67,7 @@ class Case(NamedTuple):
         """What each call returns."""
         if self.summed is None:
             return [0.0] * len(self.calls)
-        return [reference_square_sum(self.summed[begin:end]) for begin, end in self.calls]
+        return [sum(reference_square_sum(self.summed[begin:end]).tolist()) for begin, end in self.calls]
 
     def __str__(self) -> str:
         how = f"{self.isa}, {self.threads} threads, cuts {self.cuts}, offset {self.offset}"

@@ -12,8 +12,10 @@ import pytest
 import torch
 from adam_states import DECAYS, NAMES, TYPES, array, assert_same, gradient, placed, tensor
 
+from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.adam_reference import reference_square_sum, reference_update, round_to, to_float32
 from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.device_adam import exact_parts
 from zfunc.optim.host_adam import accumulate_, adam_update_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
 
@@ -108,7 +110,9 @@ def test_every_16_bit_value_widens_as_in_torch(dtype):
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(dtype)
     for isa in ISAS:
         acc = torch.zeros(1 << 16)
-        kernel.accumulate(acc.data_ptr(), every.data_ptr(), every.numel(), TYPES[dtype], True, 1, isa)
+        parts = torch.empty(kernel.PARTS, dtype=torch.float64)
+        sizes = parts.data_ptr(), every.numel()
+        kernel.accumulate(acc.data_ptr(), every.data_ptr(), *sizes, TYPES[dtype], True, 1, isa)
         assert_same((acc,), (every.float(),))
     assert_same((tensor(to_float32(array(every))),), (every.float(),))
 
@@ -129,31 +133,53 @@ def test_the_reference_rounds_as_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("n", [0, 1, 15, 55, 127, 16_384, 16_385, 100_003, (1 << 20) + 1])
+@pytest.mark.parametrize("n", [0, 1, 15, 55, 127, 65_536, 65_537, 100_003, (1 << 20) + 1])
 def test_accumulate_and_square_sum(n, dtype):
     first, second = gradient(n, dtype, 1), gradient(n, dtype, 2)
     total = first.float() + second.float()
-    expected = [reference_square_sum(array(x)) for x in (first, total)]
+    expected = [tensor(reference_square_sum(array(x))) for x in (first, total)]
+    parts = torch.empty(kernel.PARTS, dtype=torch.float64)
     for isa, threads, offset in itertools.product(ISAS, (1, 3), (0, 1)):
         acc, a = placed(torch.full((n,), torch.nan), offset), placed(first, offset)
-        how = (TYPES[dtype], True, threads, isa)
-        assert kernel.accumulate(acc.data_ptr(), a.data_ptr(), n, *how) == expected[0]
-        how = (TYPES[dtype], False, threads, isa)
-        assert kernel.accumulate(acc.data_ptr(), second.data_ptr(), n, *how) == expected[1]
-        assert_same((acc,), (total,))
-        assert kernel.accumulate(0, a.data_ptr(), n, *how) == expected[0]
-    assert expected[0] == pytest.approx(float(first.double().square().sum()), rel=1e-12)
+        rest = parts.data_ptr(), n, TYPES[dtype]
+        kernel.accumulate(acc.data_ptr(), a.data_ptr(), *rest, True, threads, isa)
+        assert_same((parts,), (expected[0],))
+        kernel.accumulate(acc.data_ptr(), second.data_ptr(), *rest, False, threads, isa)
+        assert_same((acc, parts), (total, expected[1]))
+        kernel.accumulate(0, a.data_ptr(), *rest, True, threads, isa)
+        assert_same((parts,), (expected[0],))
+    assert math.fsum(expected[0]) == pytest.approx(float(first.double().square().sum()), rel=1e-12)
+
+
+def test_the_square_sum_is_the_same_in_any_pieces():
+    """Of any sizes of numbers, and as a device adds up sums."""
+    x = gradient(100_003, torch.float32, 3) * torch.randint(-60, 60, (100_003,)).float().exp2()
+    whole = square_sum(x)
+    for cuts in ([64], [128, 64_000], list(range(640, 100_000, 640))):
+        pieces = [square_sum(piece) for piece in torch.tensor_split(x, cuts)]
+        total = torch.stack(pieces).sum(0)
+        assert math.fsum(total) == math.fsum(whole)
+        rounded = torch.stack([piece.sum() for piece in pieces])
+        assert math.fsum(exact_parts(rounded)) == math.fsum(rounded)
+    tiny, huge = torch.full((64,), 2.0**-149), torch.full((1 << 20,), 3.4e38)
+    for values in (tiny, huge):
+        assert math.fsum(square_sum(values)) == values.numel() * float(values[0]) ** 2
+    assert kernel.PARTS == SUM_PARTS
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_sums_propagate_inf_and_nan(bad):
     grad = torch.ones(50_000)
     grad[40_000] = bad
-    assert not math.isfinite(square_sum(grad))
-    assert not math.isfinite(square_sum(grad.half()))
     acc = torch.zeros(50_000)
-    assert not math.isfinite(accumulate_(acc, grad.bfloat16(), first=False))
-    assert not math.isfinite(accumulate_(acc, torch.ones(50_000), first=False))
+    for parts in (
+        square_sum(grad),
+        square_sum(grad.half()),
+        accumulate_(acc, grad.bfloat16(), first=False),
+        accumulate_(acc, torch.ones(50_000), first=False),
+        exact_parts(grad.double().square()),
+    ):
+        assert repr(math.fsum(parts)) == repr(abs(bad))
 
 
 # ---- threads and the runtime -----------------------------------------------------------------------

@@ -254,4 +254,4 @@ def test_wrappers_of_torch_func() -> None:
 
 def test_an_instruction_set_the_cpu_lacks() -> None:
     with pytest.raises(ValueError, match="does not run"):
-        kernel.accumulate(0, torch.zeros(4).data_ptr(), 4, kernel.FP32, False, 1, 99)
+        kernel.accumulate(0, torch.zeros(4).data_ptr(), 0, 4, kernel.FP32, False, 1, 99)

@@ -238,10 +238,11 @@ class OpBuilder(Regions):
 
     def squares_to_host(self, b: int) -> Op:
         """Copy the squares of a bucket that is updated on the device to the host, for the norm."""
-        return Op("squares_to_host", (b,), "d2h", (self._squares(b),), (self._host_squares(b),), nbytes=FP64)
+        on_device, on_host = self._squares(b), self._host_squares(b)
+        return Op("squares_to_host", (b,), "d2h", (on_device,), (on_host,), nbytes=on_device.nbytes)
 
     def global_norm(self) -> Op:
-        """The norm of the whole gradient, from the squares of all buckets in a fixed order."""
+        """The norm of the whole gradient, from the squares of all buckets."""
         squares = tuple(self._host_squares(b.index) for b in self.spec.layout.buckets)
         kind = "network" if self.spec.world > 1 else "host"
         return Op("global_norm", (), kind, squares, (self._norm(),), nbytes=FP64)

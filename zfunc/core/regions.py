@@ -12,6 +12,7 @@ from zfunc.core.slots import Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 FP32, FP64 = 4, 8  # bytes
+SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
 SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
 Arguments = ParamSpec("Arguments")
@@ -264,10 +265,10 @@ class Regions:
         return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
 
     def _squares(self, b: int) -> Region:
-        return self._staging("squares", b, FP64, "device", role="squares", dtype="fp64")
+        return self._staging("squares", b, SUM_PARTS * FP64, "device", role="squares", dtype="fp64")
 
     def _host_squares(self, b: int) -> Region:
-        return self._staging("host_squares", b, FP64, "pinned", role="squares", dtype="fp64")
+        return self._staging("host_squares", b, SUM_PARTS * FP64, "pinned", role="squares", dtype="fp64")
 
     def _norm(self) -> Region:
         return Region("norm", (), FP64, "host", "value")

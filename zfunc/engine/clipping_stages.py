@@ -11,11 +11,14 @@ from zfunc.runtime.accelerator import on_accelerator, synchronize
 
 
 def global_norm(op: Op, mem: Memory, step: StepContext) -> None:
-    """The unscaled L2 norm of the whole gradient: squares are summed over the ranks, then bucket by bucket."""
+    """The unscaled L2 norm of the whole gradient.
+
+    The squares of buckets and ranks are added part by part, without rounding, so how the gradient was cut into
+    buckets and slices changes no bit of the norm.
+    """
     _wait_for_copies(step)
-    total = 0.0
-    for squares in step.ranks.sums([float(mem[r]) for r in op.reads]):
-        total += squares
+    parts = torch.stack([mem[r] for r in op.reads]).sum(0)
+    total = math.fsum(step.ranks.sums(parts.tolist()))
     mem[op.write("norm")] = math.sqrt(total) / step.loss_scale
 
 

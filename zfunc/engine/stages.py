@@ -23,6 +23,7 @@ from zfunc.engine.device_graphs import DeviceGraphs
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
 from zfunc.engine.vjp import Launch, SegmentWeights, launch_now
+from zfunc.optim.device_adam import exact_parts
 from zfunc.optim.host_adam import accumulate_, square_sum
 from zfunc.runtime.accelerator import on_accelerator
 
@@ -131,14 +132,14 @@ def square_sum_(op: Op, mem: Memory, step: StepContext) -> None:
     grad = mem[op.read("grad")][step.slice_of(b)] if op.touches("grad") else mem[op.read("grad_shard")]
     if on_accelerator(grad.device):
         # In fp32: a sum in fp64 would copy the bucket to fp64 first. Gradients near 1e19 count as not finite. By
-        # parameter: how the buckets were cut changes no norm by more than a rounding in fp64.
+        # parameter, so on one rank the bits do not depend on the buckets.
         own = step.slice_of(b)
         spans = step.layout.buckets[b].spans_within(own.start, own.stop)
         pieces = [grad[first - own.start : last - own.start] for first, last in spans] or [grad]
         norms = torch._foreach_norm(pieces, 2, dtype=torch.float32)
-        mem[op.write("squares")].copy_(torch.stack(norms).double().square_().sum())
+        mem[op.write("squares")].copy_(exact_parts(torch.stack(norms).double().square_()))
     else:
-        mem[op.write("squares")].fill_(square_sum(grad))
+        mem[op.write("squares")].copy_(square_sum(grad))
 
 
 def to_host(op: Op, mem: Memory, step: StepContext) -> None:
@@ -157,7 +158,7 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     total = mem[op.write("grad_shard")]
     first = op.write("grad_shard") not in op.reads
     grad = mem[op.read("host_slot")][: total.numel()]
-    mem[op.write("squares")].fill_(accumulate_(total, grad, first=first))
+    mem[op.write("squares")].copy_(accumulate_(total, grad, first=first))
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
@@ -173,7 +174,7 @@ def join_sums(op: Op, mem: Memory, step: StepContext) -> None:
     """Add one sum of a tied bucket's deliveries to the first; on the host, with the squares of the result."""
     total, part = (mem[r] for r in op.reads)
     if op.touches("squares"):
-        mem[op.write("squares")].fill_(accumulate_(total, part, first=False))
+        mem[op.write("squares")].copy_(accumulate_(total, part, first=False))
     else:
         total.add_(part)
 

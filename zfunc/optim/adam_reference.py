@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.core.regions import SUM_PARTS
 
 Array = NDArray[Any]
 
@@ -145,20 +146,23 @@ def round_to(x: Array, kind: Dtype) -> Array:
     return (np.where(np.isnan(x), bits | np.uint32(0x400000), rounded) >> np.uint32(16)).astype(np.uint16)
 
 
-def reference_square_sum(x: Array) -> float:
-    """The sum of squares of x [n] in double, in the kernel's order.
+def reference_square_sum(x: Array) -> Array:
+    """The sum of squares of x [n] as the kernel's [SUM_PARTS] doubles, which `math.fsum` adds up.
 
-    In chunks of 16384 elements: element i of a chunk is added to lane i % 16, in order; then the lanes are added in
-    order, then the chunks.
+    Of each 64 elements the squares are added in double: element i to lane i % 16, then lanes in pairs. These sums
+    are added without rounding. Part i of the result has 32 bits, from 2^(32 i - 352) on.
 
-    >>> reference_square_sum(np.float32([3.0, 4.0]))
-    25.0
+    >>> parts = reference_square_sum(np.float32([3.0, 4.0]))
+    >>> parts[11], math.fsum(parts)
+    (25.0, 25.0)
     """
     with np.errstate(all="ignore"):
-        total = np.float64(0)
-        for start in range(0, x.size, 16384):
-            square = to_float32(x[start : start + 16384]).astype(np.float64) ** 2
-            rows = np.pad(square, (0, -square.size % 16)).reshape(-1, 16)
-            lanes = np.cumsum(rows, axis=0)[-1]  # cumsum adds one by one; sum would pair
-            total = total + np.cumsum(lanes)[-1]
-        return float(total)
+        square = to_float32(x).astype(np.float64) ** 2
+        lanes = np.pad(square, (0, -x.size % 64)).reshape(-1, 4, 16).cumsum(1)[:, -1]  # sum would pair
+        while lanes.shape[1] > 1:
+            lanes = lanes[:, : lanes.shape[1] // 2] + lanes[:, lanes.shape[1] // 2 :]
+    finite = np.isfinite(lanes)
+    total = sum(int(math.ldexp(x, 352)) for x in lanes[finite].tolist())
+    rest = [total >> 32 * i for i in range(SUM_PARTS)]
+    parts = [math.ldexp(r % 2**32, 32 * i - 352) for i, r in enumerate(rest)]
+    return np.array([parts[0] if finite.all() else lanes[~finite].sum(), *parts[1:]])

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, AdamFormat, state_slice
+from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.adam_reference import EXP_AVG_FLOOR, EXP_AVG_SQ_FLOOR, GRAD_FLOOR, Coefficients
 from zfunc.optim.argument_checks import Decay, checked_arguments, update_spans
 from zfunc.optim.compact import adam_format
@@ -51,6 +52,19 @@ def workspace(numel: int, state_format: AdamFormat) -> int:
     n = min(round_up(numel, BLOCK), PIECE)
     small = n // BLOCK * 32 + (1 << 14)  # per block, and what the allocator rounds up
     return n * (4 * _num_floats(state_format) + 1) + small
+
+
+def exact_parts(sums: Tensor) -> Tensor:
+    """Sums of squares [n] fp64, added up without rounding, in the parts of `zfunc.optim.host_adam.square_sum`.
+
+    >>> exact_parts(torch.tensor([9.0, 16.0], dtype=torch.float64)).sum().item()
+    25.0
+    """
+    first, last = (1023 + 32 * i - 352 for i in (0, SUM_PARTS))
+    unit = torch.arange(first, last, 32, device=sums.device).bitwise_left_shift_(52).view(torch.float64)
+    multiples = (sums[:, None] / unit).floor_().mul_(unit)  # powers of two: exact
+    above = torch.nn.functional.pad(multiples[:, 1:], (0, 1))
+    return torch.where(above.isinf(), above, multiples - above).sum(0)
 
 
 def device_adam_(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zfunc.core.optimizer_state import HIGH_HALF, AdamFormat
+from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.argument_checks import (
     INTO,
     Decay,
@@ -144,16 +145,18 @@ def _address(spans: Mapping[str, Span], name: str) -> int:
     return spans[name][0] if name in spans else 0
 
 
-def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> float:
-    """Add `grad` to `acc`, or copy it there if `first`; returns the sum of squares of the new `acc`, in double.
+def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None = None) -> Tensor:
+    """Add `grad` to `acc`, or copy it there if `first`; returns the sum of squares of the new `acc`, exactly.
 
-    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. n alone fixes the order of the sum: the same bits for
-    any thread count and instruction set. inf and NaN propagate into it, so it is the finite check as well.
-    Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `adam_update_`.
+    `acc`: [n] fp32, written. `grad`: [n] fp32, bf16 or fp16. The result is [SUM_PARTS] fp64, which `math.fsum` adds
+    up. Such parts are added without rounding, so the total of several calls has the same bits wherever the elements
+    were cut, at multiples of 64, and for any thread count and instruction set. inf and NaN propagate, so it is the
+    finite check as well. Raises TypeError or ValueError, with `acc` unchanged, for buffers as in `adam_update_`.
 
+    >>> import math
     >>> acc = torch.empty(2)
-    >>> accumulate_(acc, torch.tensor([1.0, 2.0]), first=True), accumulate_(acc, torch.ones(2), first=False)
-    (5.0, 13.0)
+    >>> math.fsum(accumulate_(acc, torch.tensor([1.0, 2.0]), first=True))
+    5.0
     """
     n = numel_of(acc)
     spans = [
@@ -161,20 +164,31 @@ def accumulate_(acc: Tensor, grad: Tensor, *, first: bool, threads: int | None =
         checked_span("grad", grad, n, KERNEL_DTYPES, written=False),
     ]
     check_disjoint(spans)
-    return cpu_adam.accumulate(
-        spans[0][0], spans[1][0], n, KERNEL_DTYPES[grad.dtype], bool(first), checked_threads(threads)
-    )
+    return _sum(spans[0][0], spans[1][0], grad, first, threads)
 
 
-def square_sum(grad: Tensor, *, threads: int | None = None) -> float:
-    """The sum of squares of grad [n] (fp32, bf16 or fp16) in double, with the guarantees of `accumulate_`.
+def square_sum(grad: Tensor, *, threads: int | None = None) -> Tensor:
+    """The sum of squares of grad [n] (fp32, bf16 or fp16), with the result and guarantees of `accumulate_`.
 
-    >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16))
+    >>> square_sum(torch.tensor([3.0, 4.0], dtype=torch.bfloat16)).sum().item()
     25.0
     """
-    n = numel_of(grad)
-    address = checked_span("grad", grad, n, KERNEL_DTYPES, written=False)[0]
-    return cpu_adam.accumulate(0, address, n, KERNEL_DTYPES[grad.dtype], False, checked_threads(threads))
+    address = checked_span("grad", grad, numel_of(grad), KERNEL_DTYPES, written=False)[0]
+    return _sum(0, address, grad, False, threads)
+
+
+def _sum(acc: int, grad_address: int, grad: Tensor, first: bool, threads: int | None) -> Tensor:
+    parts = torch.empty(SUM_PARTS, dtype=torch.float64, device="cpu")
+    cpu_adam.accumulate(
+        acc,
+        grad_address,
+        parts.data_ptr(),
+        grad.numel(),
+        KERNEL_DTYPES[grad.dtype],
+        bool(first),
+        checked_threads(threads),
+    )
+    return parts
 
 
 def _check_same_types(into: Any, state: tuple[Any, Any, Any]) -> None:

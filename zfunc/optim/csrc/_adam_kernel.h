@@ -5,7 +5,7 @@
  * rounds twice) and -fno-math-errno (else sqrtf is a call), and never with -ffast-math.
  *
  * Every loop is plain C in always_inline bodies, compiled once per instruction set; elements never meet
- * (or, in the sums, meet in an order fixed by n), so the instruction set and the thread count cannot
+ * (or, in the sums, meet without rounding), so the instruction set and the thread count cannot
  * change a bit. The payload of a NaN is not promised.
  *
  * A block of ZF_BLOCK elements goes through a few loops while it lies in L1: widening of the gradient and of
@@ -17,7 +17,6 @@
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
@@ -29,8 +28,11 @@
 #define ZF_BLOCK_FP32 64   /* the same with fp32 moments: where memory is the limit, short bursts of the copy win */
 #define ZF_LINE 16         /* fp32 elements of a cache line */
 #define ZF_AHEAD 768       /* elements a prefetch runs ahead: they stay in L1 until their turn */
-#define ZF_CHUNK 16384     /* elements of one partial sum; part of the definition of the sums */
-#define ZF_LANES 16        /* running sums inside a chunk; part of the definition of the sums */
+#define ZF_TOGETHER 4      /* blocks of 64 whose squares are summed at a time; no slice cuts through one */
+#define ZF_PARTS 21        /* of an exact sum, each of 32 bits, from 2^-352 on */
+#define ZF_CHUNK 65536     /* elements whose sums, 1,024 mantissas of 53 bits, are added in 64 */
+#define ZF_LEAST_EXPONENT 723 /* of a double whose last bit is 2^-352; that of the least square, 2^-298, is 725 */
+#define ZF_EXPONENTS 608   /* from that one on; the largest sum, below 2^263, has 1285 */
 #define ZF_FORK_MIN 32768  /* below this many elements a second thread costs more than it saves */
 #define ZF_STREAM_MIN 262144 /* from this many elements on, the copy bypasses the caches */
 
@@ -43,6 +45,7 @@
 
 enum { ZF_NONE = 0, ZF_FP32 = 1, ZF_BF16 = 2, ZF_FP16 = 3 };          /* element types */
 enum { ZF_NO_DECAY = 0, ZF_DECOUPLED = 1, ZF_L2 = 2 };                /* weight decay */
+enum { ZF_HAS_INF = 1, ZF_HAS_NAN = 2 };                                   /* what no exact sum has */
 /* What the state is kept in: all in fp32, or compact, which is any with a split master. */
 enum { ZF_MOMENTS_FP32 = 0, ZF_MOMENTS_16BIT = 1, ZF_MOMENTS_8BIT = 2, ZF_MOMENTS_FP32_SPLIT = 3 };
 
@@ -69,7 +72,8 @@ typedef struct {
     float *acc;         /* INOUT [n], or NULL: sum the squares of grad itself */
     const void *grad;   /* IN    [n] of grad_type */
     int grad_type, first;
-    double *partial;    /* OUT   [ceil(n / ZF_CHUNK)] */
+    int64_t *part;      /* OUT   [ZF_PARTS], before carrying */
+    int *special;       /* OUT   ZF_HAS_INF, ZF_HAS_NAN */
 } zf_sum_args;
 
 typedef struct {
@@ -355,16 +359,51 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     zf_fence(a->stream || a->stream_state);
 }
 
-/* Element i of a chunk belongs to lane i % ZF_LANES; squares of floats are exact in double. */
-ZF_INLINE void zf_squares(double *restrict lane, const float *restrict x, size_t n) {
-    size_t i = 0;
-    for (; i + ZF_LANES <= n; i += ZF_LANES)
-        for (size_t j = 0; j < ZF_LANES; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
-    for (size_t j = 0; i + j < n; j++) lane[j] += (double)x[i + j] * (double)x[i + j];
+/* The sums of squares of ZF_TOGETHER blocks of 64, each in a fixed order: element i belongs to lane i % 16, and lanes
+ * are added in pairs. Squares of floats are exact in double. Some blocks at a time, for vector units. */
+ZF_INLINE void zf_squares(double *restrict sum, const float *restrict x) {
+    double lane[ZF_TOGETHER][16], few[ZF_TOGETHER][4];
+    for (size_t b = 0; b < ZF_TOGETHER; b++) {
+        for (size_t j = 0; j < 16; j++) lane[b][j] = (double)x[64 * b + j] * (double)x[64 * b + j];
+        for (size_t i = 16; i < 64; i += 16)
+            for (size_t j = 0; j < 16; j++)
+                lane[b][j] += (double)x[64 * b + i + j] * (double)x[64 * b + i + j];
+        for (size_t j = 0; j < 8; j++) lane[b][j] += lane[b][j + 8];
+        for (size_t j = 0; j < 4; j++) few[b][j] = lane[b][j] + lane[b][j + 4];
+    }
+    for (size_t b = 0; b < ZF_TOGETHER; b++) sum[b] = (few[b][0] + few[b][2]) + (few[b][1] + few[b][3]);
 }
 
-ZF_INLINE void zf_sum_block(const zf_sum_args *a, double *restrict lane, size_t at, size_t n, int isa) {
-    float scratch[ZF_BLOCK] __attribute__((aligned(64)));
+/* Mantissas of sums of squares by exponent, added without rounding. */
+typedef struct {
+    uint64_t of[ZF_EXPONENTS];
+    int special; /* ZF_HAS_INF, ZF_HAS_NAN */
+} zf_mantissas;
+
+ZF_INLINE void zf_add_exactly(zf_mantissas *restrict m, double sum) {
+    const uint64_t one = (uint64_t)1 << 52;
+    uint64_t bits;
+    memcpy(&bits, &sum, sizeof bits);
+    unsigned exponent = (unsigned)(bits >> 52), at = exponent - ZF_LEAST_EXPONENT;
+    if (at < ZF_EXPONENTS) m->of[at] += (bits & (one - 1)) | one;
+    else if (exponent) m->special |= sum == sum ? ZF_HAS_INF : ZF_HAS_NAN; /* else zero */
+}
+
+/* Move them to the parts of a sum. */
+ZF_INLINE void zf_carry(zf_mantissas *restrict m, int64_t *restrict part) {
+    for (unsigned at = 0; at < ZF_EXPONENTS; at++) {
+        uint64_t low = (m->of[at] & UINT32_MAX) << at % 32, high = (m->of[at] >> 32) << at % 32;
+        if (!m->of[at]) continue;
+        part[at / 32] += (int64_t)(low & UINT32_MAX);
+        part[at / 32 + 1] += (int64_t)((low >> 32) + (high & UINT32_MAX));
+        part[at / 32 + 2] += (int64_t)(high >> 32);
+        m->of[at] = 0;
+    }
+}
+
+ZF_INLINE void zf_sum_blocks(const zf_sum_args *a, zf_mantissas *m, size_t at, size_t n, int isa) {
+    float scratch[64 * ZF_TOGETHER] __attribute__((aligned(64)));
+    double sum[ZF_TOGETHER];
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     if (a->acc) {
         float *restrict acc = a->acc + at;
@@ -373,20 +412,28 @@ ZF_INLINE void zf_sum_block(const zf_sum_args *a, double *restrict lane, size_t 
             for (size_t i = 0; i < n; i++) acc[i] = acc[i] + g[i];
         g = acc;
     }
-    zf_squares(lane, g, n);
+    if (n < 64 * ZF_TOGETHER) {
+        if (g != scratch) memcpy(scratch, g, n * sizeof(float));
+        memset(scratch + n, 0, (64 * ZF_TOGETHER - n) * sizeof(float));
+        g = scratch;
+    }
+    zf_squares(sum, g);
+    for (size_t b = 0; b < ZF_TOGETHER; b++) zf_add_exactly(m, sum[b]);
 }
 
 ZF_INLINE void zf_sum_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_sum_args *a = (const zf_sum_args *)args;
+    const size_t unit = 64 * ZF_TOGETHER;
+    zf_mantissas mantissas = {{0}, 0};
+    int64_t part[ZF_PARTS] = {0};
     for (size_t at = begin; at < end;) {
-        size_t chunk = at, stop = end - at < ZF_CHUNK ? end : at + ZF_CHUNK;
-        double lane[ZF_LANES] = {0}, sum = 0;
-        for (; at + ZF_BLOCK <= stop; at += ZF_BLOCK) zf_sum_block(a, lane, at, ZF_BLOCK, isa);
-        if (at < stop) zf_sum_block(a, lane, at, stop - at, isa);
-        at = stop;
-        for (size_t j = 0; j < ZF_LANES; j++) sum += lane[j];
-        a->partial[chunk / ZF_CHUNK] = sum;
+        size_t stop = end - at < ZF_CHUNK ? end : at + ZF_CHUNK;
+        for (; at + unit <= stop; at += unit) zf_sum_blocks(a, &mantissas, at, unit, isa);
+        if (at < stop) zf_sum_blocks(a, &mantissas, at, stop - at, isa), at = stop;
+        zf_carry(&mantissas, part);
     }
+    for (size_t i = 0; i < ZF_PARTS; i++) __atomic_fetch_add(&a->part[i], part[i], __ATOMIC_RELAXED);
+    __atomic_fetch_or(a->special, mantissas.special, __ATOMIC_RELAXED);
 }
 
 /* The yardstick: the loads and stores of a step with a 16-bit gradient, and no arithmetic. */
@@ -527,17 +574,20 @@ static void zf_adam(zf_adam_args *a, size_t n, int threads, int isa) {
     zf_run(zf_adam_table[isa], a, n, ZF_BLOCK, threads);
 }
 
-/* The sum of squares; 0 on success, -1 without memory for the partial sums (nothing was touched). */
-static int zf_sum(zf_sum_args *a, size_t n, int threads, int isa, double *sum) {
-    double few[64];
-    size_t chunks = (n + ZF_CHUNK - 1) / ZF_CHUNK;
-    a->partial = chunks <= 64 ? few : (double *)malloc(chunks * sizeof(double));
-    if (!a->partial) return -1;
-    zf_run(zf_sum_table[isa], a, n, ZF_CHUNK, threads);
-    *sum = 0;
-    for (size_t i = 0; i < chunks; i++) *sum += a->partial[i];
-    if (a->partial != few) free(a->partial);
-    return 0;
+/* The sum of squares as ZF_PARTS numbers: part i is a multiple of 2^(32 i - 352), below 2^32 of them. So parts are
+ * added without rounding, and where elements were cut into calls and threads changes no bit of the total. */
+static void zf_sum(zf_sum_args *a, size_t n, int threads, int isa, double *parts) {
+    int64_t part[ZF_PARTS] = {0}, carry = 0;
+    int special = 0;
+    double unit = 0x1p-352;
+    a->part = part, a->special = &special;
+    zf_run(zf_sum_table[isa], a, n, ZF_BLOCK, threads);
+    for (size_t i = 0; i < ZF_PARTS; i++, unit *= 0x1p32) {
+        part[i] += carry;
+        carry = part[i] >> 32;
+        parts[i] = (double)(part[i] & UINT32_MAX) * unit;
+    }
+    if (special) parts[0] = special & ZF_HAS_NAN ? NAN : INFINITY;
 }
 
 static void zf_skeleton(zf_skeleton_args *s, size_t n, int threads, int isa) {
