@@ -49,6 +49,7 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.adam --json benchmarks/results
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.checkpoints
+	$(BIN)/python -m benchmarks.disk
 	$(BIN)/python -m benchmarks.launch
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.ranks

@@ -19,6 +19,7 @@ from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
+from zfunc.runtime import direct_io
 from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import choose_threads
 
@@ -34,6 +35,12 @@ def by_name(checks: Iterable[Check]) -> dict[str, Check]:
 
 def problems(checks: Iterable[Check]) -> list[str]:
     return [check.name for check in checks if check.problem]
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "MEASURED", 2 << 20)
+    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
 
 
 # --- on this machine -------------------------------------------------------------------------------------
@@ -68,7 +75,16 @@ def test_the_command_tells_everything_and_its_exit_code_is_its_verdict(
     wrong = [check for check in result["checks"] if check["problem"]]
     assert (code, result["problems"]) == (1 if wrong else 0, len(wrong))
     assert all(check["advice"] for check in wrong)
-    sections = "versions", "processor", "threads", "memory", "host bandwidth", "pinned memory", "CUDA"
+    sections = (
+        "versions",
+        "processor",
+        "threads",
+        "memory",
+        "host bandwidth",
+        "drives",
+        "pinned memory",
+        "CUDA",
+    )
     assert tuple(dict.fromkeys(check["section"] for check in result["checks"])) == sections
 
     assert main(["doctor"]) == code
@@ -90,6 +106,30 @@ def test_nothing_to_measure_with_is_unknown_not_an_error(
 
 
 # --- sick machines ---------------------------------------------------------------------------------------
+
+
+def test_drives_on_which_state_should_not_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b, none = (tmp_path / name for name in ("a", "b", "none"))
+    a.mkdir()
+    b.mkdir()
+    monkeypatch.chdir(a)
+    monkeypatch.setattr(machine, "measure", lambda folder: direct_io.DriveSpeeds(5.12e9, 2e9))
+    monkeypatch.setattr(machine, "file_system_of", lambda folder: "ext4")
+    (here,) = machine.drives(())
+    assert here.value.startswith("reads 5.1 GB/s, writes 2.0 GB/s, past the page cache; ext4, ")
+    assert here.value.endswith(" GiB free")
+    checks = by_name(machine.drives((a, b, none)))
+    assert checks.keys() == {str(a), str(b), str(none)}  # this folder is one of them
+    assert problems(checks.values()) == [str(b), str(none)]
+    assert checks[str(b)].problem == f"{a} is on the same drive: both are as fast as one"
+    assert checks[str(none)].advice == "name a folder that exists"
+    monkeypatch.setattr(machine, "is_direct", lambda folder: False)
+    assert by_name(machine.drives((a,)))[str(a)].problem == (
+        "ext4 refuses O_DIRECT: the page cache takes memory and time"
+    )
+    assert next(machine.drives(())).problem is None
+    monkeypatch.setattr(machine, "file_system_of", lambda folder: "tmpfs")
+    assert "it is memory" in (by_name(machine.drives((a,)))[str(a)].problem or "")
 
 
 def test_two_openmp_runtimes_are_a_problem() -> None:

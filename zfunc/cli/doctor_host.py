@@ -5,6 +5,7 @@ What cannot be read is "unknown", never an exception.
 """
 
 import platform
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,15 +14,18 @@ import torch
 from attrs import frozen
 
 import zfunc
+from zfunc.errors import DiskError
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
+from zfunc.runtime.direct_io import file_system_of, is_direct, measure
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import ThreadBudget
 from zfunc.units import format_bytes
 
+IN_MEMORY = ("tmpfs", "ramfs")  # file systems
 UNKNOWN = "unknown"
 CROWDED = 0.3  # CPUs that have to be shared for a problem
 SLOW = 0.5  # of the memory's bandwidth: a kernel below it waits for something else
@@ -170,3 +174,34 @@ def bandwidth_checks(measured: Bandwidth | str) -> Iterator[Check]:
         "the update is bound by arithmetic or waits for a core, not by memory" if slow else None,
         "run nothing else on these cores, and zfunc doctor again" if slow else None,
     )
+
+
+def drives(folders: Sequence[Path]) -> Iterator[Check]:
+    """The drive of this folder, and those of `folders`, on which state is to live."""
+    here = Path()
+    if here.resolve() not in [folder.resolve() for folder in folders]:
+        value, _ = _drive(here)
+        yield Check("drives", "this folder", value)
+    first: dict[int, Path] = {}
+    for folder in folders:
+        value, found = _drive(folder)
+        if found is None and (other := first.setdefault(folder.stat().st_dev, folder)) is not folder:
+            found = f"{other} is on the same drive: both are as fast as one", "name a folder on another drive"
+        yield Check("drives", str(folder), value, *(found or ()))
+
+
+def _drive(folder: Path) -> tuple[str, tuple[str, str] | None]:
+    """What a drive is and does, and what is wrong with it for state."""
+    try:
+        direct, speeds = is_direct(folder), measure(folder)
+        free = format_bytes(shutil.disk_usage(folder).free)
+    except DiskError as error:
+        return f"{UNKNOWN}: {error}", ("state cannot live there", str(error).rpartition(": ")[2])
+    kind, how = file_system_of(folder), "past" if direct else "through"
+    rates = f"reads {speeds.read / 1e9:.1f} GB/s, writes {speeds.write / 1e9:.1f} GB/s"
+    value = f"{rates}, {how} the page cache; {kind}, {free} free"
+    if kind in IN_MEMORY:
+        return value, ("it is memory, which state is to leave free", "name a folder on a drive")
+    if not direct:
+        return value, (f"{kind} refuses O_DIRECT: the page cache takes memory and time", "use ext4 or xfs")
+    return value, None

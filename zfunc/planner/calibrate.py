@@ -2,15 +2,15 @@
 
 Steps run under Serial, where each operation is timed alone, and in turns with them under Overlapped, to time the
 handoff between lanes. The operations are those of a training, in program and sizes. Their costs become the profile
-(`zfunc.planner.fit_rates`, `zfunc.planner.calibrated_profile`). The disk and launches are measured separately.
+(`zfunc.planner.fit_rates`, `zfunc.planner.calibrated_profile`). The drive and launches are measured separately.
 """
 
 import logging
-import os
 import platform
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -30,11 +30,13 @@ from zfunc.engine.train_step import train_step
 from zfunc.engine.vjp import SegmentWeights, make_vjp
 from zfunc.planner.bandwidth import clocks, other_processes
 from zfunc.planner.calibrated_profile import MachineFacts, make_profile
-from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, fit_line, handoff, middle_half
+from zfunc.planner.fit_rates import LatencyBandwidth, MeasuredStep, fit_costs, handoff, middle_half
 from zfunc.planner.profile import Profile
 from zfunc.runtime.accelerator import available_bytes, device_count, device_name, on_accelerator
 from zfunc.runtime.cpu_topology import cpu_model, physical_cores
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, measure
 from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.host_pages import map_pages
 from zfunc.runtime.thread_budget import allowed_cpus, default_threads, local_ranks
 from zfunc.schedules import Overlapped
 
@@ -45,7 +47,7 @@ Batch = tuple[Any, Any]
 WARM_UP = 3  # steps that start threads, trace, and fill caches
 MOST_SKIPPED = 60  # steps in a row whose gradient may overflow, while the loss scale comes down
 BUSY = 0.1  # share of the cores that other processes may use without a warning
-SMALL, LARGE, REPEATS = 4096, 64 << 20, 3  # bytes written to the disk and read, and times
+REPEATS = 5  # of a page, to time how long a drive takes to answer
 LAUNCH_TURNS, PASSES = 5, 10  # of a small block, to time a launch
 
 
@@ -53,11 +55,11 @@ def calibrate(program: Program, batch: Batch, *, turns: int = 20, folder: str | 
     """Train `turns` steps of `program` on `batch`, and as many overlapped ones, and describe the machine by them.
 
     The program's schedule has to be Serial. The profile's memory is what is free before the program takes any.
-    `folder` is on the disk that is measured: files of 64 MiB are written there and removed. All ranks have to call
+    `folder` is on the drive that is measured: half a GiB is written there and removed. All ranks have to call
     this.
 
     Raises ValueError for another schedule, and for steps without the operations that give a rate; OutOfMemory where
-    the model does not fit; OSError where `folder` cannot be written.
+    the model does not fit; DiskError where `folder` cannot be written.
     """
     machine = machine_facts(program, Path(folder))
     disk, launch = measure_disk(Path(folder)), measure_launch(program.device)
@@ -104,13 +106,30 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
 
 
 def measure_disk(folder: Path) -> dict[Literal["read", "write"], LatencyBandwidth]:
-    """Latency and rate of writing a file until it is on the disk, and of reading it from there. Raises OSError."""
-    data = os.urandom(1 << 20)
+    """Latency and rate of reading past the page cache, and of writing until the drive has it. Raises DiskError."""
+    speeds = measure(folder)
     with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as temporary:
-        path = Path(temporary) / "file"
-        writes = [(n, median(_write_seconds(path, data, n) for _ in range(REPEATS))) for n in (SMALL, LARGE)]
-        reads = [(n, median(_read_seconds(path, n) for _ in range(REPEATS))) for n in (SMALL, LARGE)]
-    return {"read": fit_line(reads), "write": fit_line(writes)}
+        file = DirectFile.create(Path(temporary) / "page", ALIGNED)
+        with closing(file), closing(map_pages(ALIGNED)) as pages, memoryview(pages) as page:
+
+            def write() -> None:
+                file.write(page, 0)
+                file.sync()
+
+            latencies = {"read": _median_seconds(lambda: file.read(page, 0)), "write": _median_seconds(write)}
+    return {
+        "read": LatencyBandwidth(latencies["read"], speeds.read),
+        "write": LatencyBandwidth(latencies["write"], speeds.write),
+    }
+
+
+def _median_seconds(call: Callable[[], Any]) -> float:
+    seconds: list[float] = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - start)
+    return median(seconds)
 
 
 def measure_launch(device: torch.device) -> float | None:
@@ -140,25 +159,6 @@ def measure_launch(device: torch.device) -> float | None:
     with AllocationTracker() as tracker:
         run()
     return median(seconds() for _ in range(LAUNCH_TURNS)) / (PASSES * tracker.launches)
-
-
-def _write_seconds(path: Path, data: bytes, nbytes: int) -> float:
-    start = time.perf_counter()
-    with path.open("wb") as file:
-        for at in range(0, nbytes, len(data)):
-            file.write(data[: nbytes - at])
-        file.flush()
-        os.fsync(file.fileno())
-    return time.perf_counter() - start
-
-
-def _read_seconds(path: Path, nbytes: int) -> float:
-    with path.open("rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        start = time.perf_counter()
-        for at in range(0, nbytes, 1 << 20):
-            file.read(min(1 << 20, nbytes - at))
-        return time.perf_counter() - start
 
 
 def machine_facts(program: Program, folder: Path) -> MachineFacts:

@@ -80,6 +80,8 @@ def make_profile(
         "bytes": "free when this was measured",
         "reached": "the figure was reached",
         "launch": "launches of a small block, forward and backward",
+        "read": "transfers past the page cache",
+        "write": "transfers past the page cache, until the drive has them",
     }
     return Profile(
         "calibrated",

@@ -37,11 +37,8 @@ MOST_PIECES = 1024  # areas of memory in one call: Linux's IOV_MAX
 THREADS = 2  # for each drive and direction
 SLOW = 30.0  # seconds after which a transfer that has not ended is logged, and again
 MOST_RETRIES, PAUSE = 1000, 1e-3  # calls in a row that move less than a page, and the seconds between them
-MEASURED, CHUNK, SECONDS = (
-    512 << 20,
-    64 << 20,
-    0.5,
-)  # `measure`: bytes of its file, of a transfer, and at most how long
+MEASURED, CHUNK = 512 << 20, 64 << 20  # bytes of the file that `measure` makes, and of a transfer of it
+SECONDS = 0.25  # that it reads, and that it writes, at most
 
 Memory = memoryview | Sequence[memoryview]
 Direction = Literal["read", "write"]
@@ -344,10 +341,7 @@ def file_system_of(path: Path) -> str:
 
 
 def measure(folder: Path) -> DriveSpeeds:
-    """Speeds in B/s at which the drive of `folder` is read and written, in about two seconds.
-
-    Half a GiB is written there and removed; less on a slow drive. Raises DiskError where that cannot be done.
-    """
+    """How fast the drive of `folder` is, in about a second. Raises DiskError without room for MEASURED bytes."""
     with (
         _explained(folder, "measuring its drive"),
         TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
@@ -359,6 +353,16 @@ def measure(folder: Path) -> DriveSpeeds:
             _speed(file, file.write, data)  # the first time file systems also note that there is something
             write = _speed(file, file.write, data)
             return DriveSpeeds(_speed(file, file.read, data), write)
+
+
+def is_direct(folder: Path) -> bool:
+    """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
+    with (
+        _explained(folder, "trying O_DIRECT"),
+        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
+        closing(DirectFile.create(Path(temporary) / "page", ALIGNED)) as file,
+    ):
+        return file.direct
 
 
 def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:

@@ -34,7 +34,10 @@ CALIBRATE = {
     "device": TRAIN["device"],
     "turns": Option("measurement", "steps that are measured, after 3 that are not", count),
     "folder": Option(
-        "measurement", "folder on the disk that is measured, with 64 MB of room", anything, metavar="FOLDER"
+        "measurement",
+        "folder on the drive that is measured, with 512 MiB of room",
+        anything,
+        metavar="FOLDER",
     ),
     "out": Option("measurement", "file to write, or to write anew, that ends in .toml", path, metavar="FILE"),
 }
@@ -125,7 +128,7 @@ COMMAND = Command(
     """
     # with a model of 12 layers
     zfunc calibrate --num-layers 12 --hidden-size 768 --num-attention-heads 12
-    # with the disk that checkpoints go to
+    # with the drive that checkpoints go to
     zfunc calibrate --folder runs --out machine.toml
     # the network too, between two GPUs
     torchrun --nproc-per-node 2 -m zfunc calibrate

@@ -8,10 +8,11 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import attrs
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command
 from zfunc.cli.terminal import printable
@@ -20,25 +21,34 @@ from zfunc.options import Option, anything
 if TYPE_CHECKING:
     from zfunc.cli.doctor_host import Check
 
-DOCTOR = {"json": Option("output", "print one JSON object, for programs", anything)}
+DOCTOR = {
+    "folder": Option(
+        "measurement",
+        "folder on a drive to measure too, with 512 MiB of room; once for each (default: this folder alone)",
+        anything,
+        metavar="FOLDER",
+    ),
+    "json": Option("output", "print one JSON object, for programs", anything),
+}
 
 
 @frozen(kw_only=True)
 class DoctorSettings:
-    """How to print the checks."""
+    """Drives to measure, and how to print the checks."""
 
+    folder: tuple[Path, ...] = field(default=(), converter=tuple)
     json: bool = False
 
 
 def run_doctor(settings: DoctorSettings) -> int:
     """`zfunc doctor`: 0 if nothing is wrong, 1 if something is."""
-    checks = run_checks()
+    checks = run_checks(settings.folder)
     show_checks(checks, as_json=settings.json)
     return EXIT_FAILED if any(check.problem for check in checks) else EXIT_OK
 
 
-def run_checks() -> "tuple[Check, ...]":
-    """Every check, in a few seconds."""
+def run_checks(folders: Sequence[Path] = ()) -> "tuple[Check, ...]":
+    """Every check, in a few seconds; `folders` are on drives for the optimizer's state."""
     import torch
 
     from zfunc.cli import doctor_gpu, doctor_host
@@ -70,6 +80,7 @@ def run_checks() -> "tuple[Check, ...]":
         *doctor_host.memory_checks(cpu_topology.huge_page_mode(), bandwidth and bandwidth.huge),
         *doctor_host.numa(cpu_topology.numa_nodes(), slots),
         *doctor_host.bandwidth_checks(measured),
+        *doctor_host.drives(folders),
         *doctor_gpu.pinned(doctor_gpu.locked_limit(), gpu=torch.cuda.is_available()),
         *doctor_gpu.gpu_checks(),
     )
@@ -107,14 +118,16 @@ def report_lines(checks: "Sequence[Check]") -> Iterator[tuple[str, str]]:
 
 COMMAND = Command(
     "say what this machine has for a step, and what is wrong",
-    "It measures for a few seconds: threads, memory, the host's bandwidth and the Adam kernel, pinned memory, "
-    "GPUs.",
+    "It measures for a few seconds: threads, memory, the host's bandwidth and the Adam kernel, drives, "
+    "pinned memory, GPUs.",
     DoctorSettings,
     DOCTOR,
     run_doctor,
     """
     # for a person
     zfunc doctor
+    # the drives that state may live on
+    zfunc doctor --folder /mnt/nvme0 --folder /mnt/nvme1
     # for a program
     zfunc doctor --json
     """,

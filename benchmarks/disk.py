@@ -1,0 +1,170 @@
+"""Reading and writing a drive past the page cache, against `dd`, and `fio` where it is installed, in the same run.
+
+Each writes over its file, 8 MiB a request, and waits until the drive has it; then each reads the file. They take
+turns, now in this order and now in the other. Ratios are medians of turn by turn, so what else uses the drive hits
+all. `dd` has one request under way; `fio` four, and its seconds are those it reports, without its start. Processor
+seconds are of all threads, in user and kernel mode. With several folders, also their speed all at once over the sum
+of their speeds alone: 1 for separate drives.
+
+    python -m benchmarks.disk [--folder DIR --folder DIR --gib 1 --turns 5 --json FILE_OR_FOLDER]
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from attrs import define, field
+
+from benchmarks.machine import describe, ratios, write
+from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
+from zfunc.runtime.host_pages import map_pages
+
+EXTENT = 128 << 20  # bytes of a transfer: a bucket's
+DIRECTIONS = ("write", "read")
+
+
+@define
+class Turns:
+    """Seconds, and those of processors, of every turn."""
+
+    seconds: list[float] = field(factory=list[float])
+    processor: list[float] = field(factory=list[float])
+
+    def add(self, call: Callable[[], float | None]) -> None:
+        """Time a call, in this process and in those it starts and waits for; it may say itself how long it took."""
+        who = resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN
+        before, start = [resource.getrusage(x) for x in who], time.perf_counter()
+        own = call()
+        self.seconds.append(own or time.perf_counter() - start)
+        used = [resource.getrusage(x) for x in who]
+        times = (
+            (b.ru_utime - a.ru_utime) + (b.ru_stime - a.ru_stime) for a, b in zip(before, used, strict=True)
+        )
+        self.processor.append(sum(times))
+
+
+def ours(file: DirectFile, data: memoryview, direction: str) -> None:
+    """The whole file, an extent after another."""
+    transfer = file.write if direction == "write" else file.read
+    for offset in range(0, file.nbytes, data.nbytes):
+        transfer(data, offset, "the benchmark")
+    file.sync()
+
+
+def dd(path: Path, nbytes: int, direction: str) -> None:
+    """The whole file with dd; what it writes are zeros, which cost it as much as random bytes."""
+    common = ["dd", "bs=8M", f"count={nbytes // REQUEST}", "status=none"]
+    writing = ["if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc,fdatasync"]
+    reading = [f"if={path}", "of=/dev/null", "iflag=direct"]
+    subprocess.run([*common, *(writing if direction == "write" else reading)], check=True)
+
+
+def fio(path: Path, nbytes: int, direction: str) -> float:
+    """The whole file with fio, by the system's asynchronous calls."""
+    given = {"name": "zfunc", "filename": path, "rw": direction, "bs": "8M", "size": nbytes, "direct": 1}
+    given |= {"ioengine": "libaio", "iodepth": 4, "end_fsync": int(direction == "write"), "overwrite": 1}
+    given |= {"output-format": "json"}
+    words = [f"--{key}={value}" for key, value in given.items()]
+    done = subprocess.run(["fio", *words], check=True, capture_output=True, text=True)
+    return nbytes / json.loads(done.stdout)["jobs"][0][direction]["bw_bytes"]
+
+
+def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, Any]:
+    """One folder: how each does in each direction."""
+    others = {"dd": dd, **({"fio": fio} if shutil.which("fio") else {})}
+    with ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=folder)))
+        pages = stack.enter_context(closing(map_pages(EXTENT)))
+        data = stack.enter_context(memoryview(pages))
+        pages[:] = os.urandom(1 << 20) * (EXTENT >> 20)
+        for name in others:
+            with closing(DirectFile.create(root / name, nbytes)) as theirs:
+                ours(theirs, data, "write")
+        file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes, threads=threads)))
+        ours(file, data, "write")
+        calls: dict[str, Callable[[str], float | None]] = {
+            "zfunc": lambda direction: ours(file, data, direction)
+        }
+        calls |= {name: lambda way, name=name: others[name](root / name, nbytes, way) for name in others}
+        found = {direction: {name: Turns() for name in calls} for direction in DIRECTIONS}
+        for turn in range(turns):
+            for direction in DIRECTIONS:
+                for name in (*calls,) if turn % 2 else (*calls,)[::-1]:
+                    found[direction][name].add(lambda call=calls[name], direction=direction: call(direction))
+        result: dict[str, Any] = {
+            "folder": str(folder),
+            "file_system": file_system_of(folder),
+            "direct": file.direct,
+        }
+    gib = nbytes / (1 << 30)
+    for direction, of in found.items():
+        zfunc = of["zfunc"]
+        result[direction] = {
+            "seconds_a_GiB": median(zfunc.seconds) / gib,
+            "processor_seconds_a_GiB": {name: median(x.processor) / gib for name, x in of.items()},
+            "times_the_speed_of": {name: ratios(of[name].seconds, zfunc.seconds) for name in others},
+        }
+    return result
+
+
+def together(folders: list[Path], nbytes: int, turns: int, threads: int) -> dict[str, float]:
+    """The speed of all folders at once over the sum of their speeds alone."""
+    with ExitStack() as stack:
+        files: list[tuple[DirectFile, memoryview]] = []
+        for folder in folders:
+            root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=folder)))
+            file = stack.enter_context(closing(DirectFile.create(root / "zfunc", nbytes, threads=threads)))
+            pages = stack.enter_context(closing(map_pages(EXTENT)))
+            files.append((file, stack.enter_context(memoryview(pages))))
+            ours(*files[-1], "write")
+        pool = stack.enter_context(ThreadPoolExecutor(len(files)))
+        found: dict[str, float] = {}
+        for direction in DIRECTIONS:
+            alone, all_at_once = [Turns() for _ in files], [Turns() for _ in files]
+
+            def one(n: int, turns: Turns, way: str = direction) -> None:
+                turns.add(lambda: ours(*files[n], way))
+
+            for _ in range(turns):
+                for n, own in enumerate(alone):
+                    one(n, own)
+                list(pool.map(one, range(len(files)), all_at_once))
+            speeds = [[1 / median(x.seconds) for x in of] for of in (all_at_once, alone)]
+            found[direction] = sum(speeds[0]) / sum(speeds[1])
+    return found
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument(
+        "--folder", type=Path, action="append", help="on the drive that is measured; for each drive one"
+    )
+    p.add_argument("--gib", type=float, default=1.0, help="of each file")
+    p.add_argument("--turns", type=int, default=5)
+    p.add_argument("--threads", type=int, default=THREADS)
+    p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
+    args = p.parse_args()
+    folders = args.folder or [Path()]
+    nbytes = round(args.gib * (1 << 30) / EXTENT) * EXTENT
+    rows = [measured(folder, nbytes, args.turns, args.threads) for folder in folders]
+    results: dict[str, Any] = {"folders": rows}
+    if len(folders) > 1:
+        results["together"] = together(folders, nbytes, args.turns, args.threads)
+    print(describe())
+    print(json.dumps(results, indent=2))
+    write(args.json, "disk", results)
+
+
+if __name__ == "__main__":
+    main()
