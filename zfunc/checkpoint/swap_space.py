@@ -299,10 +299,14 @@ class SwapSpace:
         raw = new.raw(self.header.record_size)
         with self._lost_if_it_fails(f"commit {new.number}"):
             in_parallel(DirectFile.sync, [(file,) for file in self._files])
-            _write(
-                self._files[0], raw, self.header.record_at(new.number), f"the record of commit {new.number}"
-            )
+            at, what = self.header.record_at(new.number), f"the record of commit {new.number}"
+            _write(self._files[0], raw, at, what)
             self._files[0].sync()
+            if _read(self._files[0], at, len(raw)) != raw:  # everything hangs on it
+                raise CheckpointError(
+                    f"{self._files[0].path}: {what}: got other bytes than were written: check this disk, and "
+                    "resume from a checkpoint"
+                )
         self._records = {now.number: now, new.number: new}
         for g, bucket in zip(generations, self._buckets.values(), strict=True):
             bucket.committed = g

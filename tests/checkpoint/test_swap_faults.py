@@ -1,0 +1,183 @@
+"""Drives that fail, lie or are slow, and processes that are killed: the state is lost or whole, and never wrong."""
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_swap_crashes import EXTENTS, Training
+
+from zfunc.checkpoint import swap_space
+from zfunc.errors import CheckpointError
+from zfunc.runtime.host_pages import map_pages
+
+Call = Callable[..., int]
+
+
+@pytest.fixture(autouse=True)
+def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+
+
+def in_pages(data: bytes) -> memoryview:
+    pages = map_pages(len(data))
+    pages[:] = data
+    return memoryview(pages)
+
+
+def fails(number: int) -> Callable[[Call], Call]:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return lambda _: fail
+
+
+def short(call: Call) -> Call:
+    return lambda fd, views, at: call(fd, [views[0][:4096]], at)
+
+
+def slow(call: Call) -> Call:
+    return lambda *args: time.sleep(0.002) or call(*args)  # type: ignore[func-returns-value]
+
+
+def zeros_written(call: Call) -> Call:
+    return lambda fd, views, at: call(fd, [memoryview(map_pages(sum(x.nbytes for x in views)))], at)
+
+
+def zeros_read(call: Call) -> Call:
+    def read(fd: int, views: list[memoryview], at: int) -> int:
+        for view in views:
+            view[:] = bytes(view.nbytes)
+        return call(fd, [memoryview(map_pages(sum(x.nbytes for x in views)))], at)
+
+    return read
+
+
+def once(right: Call, wrong: Call, calls: Iterator[int], at: int) -> Call:
+    """The wrong one in call number `at`, from 0."""
+    return lambda *args: (wrong if next(calls) == at else right)(*args)
+
+
+FAULTS: dict[
+    str, tuple[str, Callable[[Call], Call], bool]
+] = {  # the call, what it does, whether an error is due
+    "EIO when written": ("pwritev", fails(errno.EIO), True),
+    "ENOSPC when written": ("pwritev", fails(errno.ENOSPC), True),
+    "EIO when read": ("preadv", fails(errno.EIO), True),
+    "EIO when synced": ("fdatasync", fails(errno.EIO), True),
+    "written short": ("pwritev", short, False),
+    "read short": ("preadv", short, False),
+    "slow": ("pwritev", slow, False),
+    "zeros written": ("pwritev", zeros_written, True),
+    "zeros read": ("preadv", zeros_read, True),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_state_is_lost_or_whole_and_that_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """One call fails, a later one each time, until no step makes so many."""
+    function, fault, due = FAULTS[name]
+    right = getattr(os, function)
+    said = 0
+    for at in range(100):
+        (folder := tmp_path / str(at)).mkdir()
+        training = Training(swap_space, [folder], random.Random(at), world=1, memory=in_pages)
+        training.create()
+        calls = count()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, function, once(right, fault(right), calls, at))
+            error = None
+            try:
+                for _ in range(2):
+                    training.write()
+                    training.commit()
+                    training.check(0, training.spaces[0], training.now)
+            except (CheckpointError, OSError) as caught:
+                error = caught
+        training.spaces[0].close()
+        if next(calls) <= at:  # it did not happen
+            break
+        assert due or error is None
+        said += error is not None
+        assert error is None or str(folder) in str(error)
+        with closing(training.open(0)) as space:
+            assert training.commits <= space.number <= training.commits + 1
+            try:
+                training.check(0, space, training.committed[space.number])
+            except CheckpointError:  # what is there is damaged, and is not given out
+                assert (name, error is None) == ("zeros written", False)
+    assert at > 4
+    assert said >= (at - 1) * due  # a record that is retired is zeros anyway
+
+
+WRITER = """
+import os, random, sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from test_swap_crashes import EXTENTS, Training, content
+from test_swap_faults import in_pages, swap_space
+swap_space.IN_MEMORY = ()
+for line in sys.stdin:
+    if child := os.fork():
+        os.waitpid(child, 0)
+        print("dead", flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    training = Training(swap_space, [Path(sys.argv[3])], random.Random(int(line)), world=1, memory=in_pages)
+    training.spaces = [training.open(0)]
+    training.number = training.spaces[0].number
+    print(training.number, flush=True)
+    while True:
+        for extent in EXTENTS:
+            names = list(extent.buffers)
+            data = [in_pages(content(0, extent.bucket, n, training.number + 1)) for n in names]
+            training.spaces[0].write(extent.bucket, names, data)
+        training.number += 1
+        training.spaces[0].commit({"number": training.number})
+        print(training.number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_killed_five_hundred_times_it_goes_on_from_a_whole_commit(tmp_path: Path) -> None:
+    """Each process is killed a moment after it began; the commits it told of are there, or one more."""
+    moments = random.Random(0)
+    training = Training(swap_space, [tmp_path], random.Random(0), world=1, memory=in_pages)
+    training.create()
+    training.spaces[0].close()
+    here = Path(__file__).parent
+    arguments = [sys.executable, "-c", WRITER, str(here), str(here.parent), str(tmp_path)]
+    told = killed_in = 0
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdin is not None
+        assert writer.stdout is not None
+        for n in range(500):
+            print(n, file=writer.stdin, flush=True)
+            child = int(writer.stdout.readline())
+            if n % 4:  # else it may not have opened it
+                assert int(writer.stdout.readline()) == told
+            time.sleep(moments.uniform(0, 0.02))
+            os.kill(child, signal.SIGKILL)
+            before = told
+            while not (line := writer.stdout.readline()).startswith("dead"):
+                told = int(line)
+            with closing(training.open(0)) as space:
+                assert told <= space.number <= told + 1
+                killed_in += told > before
+                told = space.number
+                state = {(x.bucket, name): told for x in EXTENTS for name in x.buffers}
+                training.check(0, space, state if told else {})
+        writer.stdin.close()
+    assert told > 100
+    assert killed_in > 50  # that many had gone on
