@@ -2,8 +2,9 @@
 
 Each writes over its file, 8 MiB a request, and waits until the drive has it; then each reads the file. They take
 turns, now in this order and now in the other. Ratios are medians of turn by turn, so what else uses the drive hits
-all. `dd` has one request under way; `fio` four, and its seconds are those it reports, without its start. Processor
-seconds are of all threads, in user and kernel mode. With several folders, also their speed all at once over the sum
+all. `dd` has one request under way; `fio` four, and its seconds are those it reports, without its start. A swap
+space also sums what it writes, commits it, and compares the sums of what it reads. Processor seconds are of all
+threads, in user and kernel mode. With several folders, also their speed all at once over the sum
 of their speeds alone: 1 for separate drives.
 
     python -m benchmarks.disk [--folder DIR --folder DIR --gib 1 --turns 5 --json FILE_OR_FOLDER]
@@ -27,6 +28,8 @@ from typing import Any
 from attrs import define, field
 
 from benchmarks.machine import describe, ratios, write
+from zfunc.checkpoint.swap_file import StoredExtent
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
 from zfunc.runtime.host_pages import map_pages
 
@@ -60,6 +63,14 @@ def ours(file: DirectFile, data: memoryview, direction: str) -> None:
     for offset in range(0, file.nbytes, data.nbytes):
         transfer(data, offset, "the benchmark")
     file.sync()
+
+
+def swapped(space: SwapSpace, data: memoryview, direction: str) -> None:
+    """All buckets of a swap space, and a commit of what was written."""
+    for extent in space.header.extents:
+        (space.write if direction == "write" else space.read)(extent.bucket, list(extent.buffers), [data])
+    if direction == "write":
+        space.commit({})
 
 
 def dd(path: Path, nbytes: int, direction: str) -> None:
@@ -96,6 +107,13 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
         calls: dict[str, Callable[[str], float | None]] = {
             "zfunc": lambda direction: ours(file, data, direction)
         }
+        extents = [StoredExtent(n, {"state": EXTENT}) for n in range(nbytes // EXTENT)]
+        space = stack.enter_context(
+            closing(SwapSpace.create([root], identity={}, run="benchmark", extents=extents))
+        )
+        for _ in range(2):  # both generations
+            swapped(space, data, "write")
+        calls["swap space"] = lambda direction: swapped(space, data, direction)
         calls |= {name: lambda way, name=name: others[name](root / name, nbytes, way) for name in others}
         found = {direction: {name: Turns() for name in calls} for direction in DIRECTIONS}
         for turn in range(turns):
@@ -113,7 +131,9 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
         result[direction] = {
             "seconds_a_GiB": median(zfunc.seconds) / gib,
             "processor_seconds_a_GiB": {name: median(x.processor) / gib for name, x in of.items()},
-            "times_the_speed_of": {name: ratios(of[name].seconds, zfunc.seconds) for name in others},
+            "times_the_speed_of": {
+                name: ratios(of[name].seconds, zfunc.seconds) for name in of if name != "zfunc"
+            },
         }
     return result
 

@@ -80,6 +80,14 @@ WATCHED: dict[str, list[list[str]]] = {
     "core/layout": [["zfunc/core/layout.py", "tests/core/test_layout.py"]],
     "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
+    "checkpoint/swap_file": [
+        ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_checkpoint.py"]
+    ],
+    "checkpoint/swap_space": [
+        ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_faults.py"],
+        ["tests/checkpoint/test_swap_crashes.py", "-k", "killed_anywhere or power_cut"],
+    ],
+    "checkpoint/swap_checkpoint": [["tests/checkpoint/test_swap_checkpoint.py"]],
     "checkpoint/snapshot": [SAVED, WAITS, RESUMED],
     "checkpoint/reader": [
         ["tests/checkpoint/test_manifest.py", "-k", "any_ranks or reads_fill or planned"],
