@@ -5,13 +5,15 @@ a graph made anew, because what a graph derives it keeps.
 
     python -m benchmarks.plan --sizes 1000,100000 --repeats 3 --json benchmarks/results
 
-With --many instead: `zfunc plan` of 50 layers with 52 micro-batches, with its advice, and with `--schedule auto`.
-Candidates are planned from a few micro-batches, and, for the ratio, all of them in full.
+With --many instead: `zfunc plan` of 50 layers with 52 micro-batches in each order, parameters and activations on
+the device and on the host, with its advice; and a search of all settings. Candidates are planned from a few
+micro-batches, and, for the ratio, all of them in full.
 
     python -m benchmarks.plan --many
 """
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from math import log
@@ -28,11 +30,11 @@ from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, parse
 from zfunc.core.recipes import zero_offload
+from zfunc.core.settings import PLACES
 from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
-from zfunc.planner import cost_model
-from zfunc.planner.candidate import simulate_choice
+from zfunc.planner import steady_state
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
@@ -121,7 +123,7 @@ def judge(row: dict[str, Any]) -> str:
     return f"{made}; {issued}"
 
 
-def plan_many(schedule: str) -> float:
+def plan_many(**changes: Any) -> float:
     """CPU seconds of `zfunc plan` for 50 layers with 52 micro-batches, once torch is loaded."""
     start = time.process_time()
     settings = PlanSettings(
@@ -132,21 +134,28 @@ def plan_many(schedule: str) -> float:
         vocab_size=50257,
         batch_size=52,
         micro_batches=52,
-        schedule=schedule,
+        **changes,
     )
     plan_text(plan_model(settings))
     return time.process_time() - start
 
 
 def measure_many() -> dict[str, float]:
-    """Seconds of both commands, and of the first with every candidate simulated in full."""
+    """Seconds of each command, and of one with every candidate simulated in full."""
     plan_model(PlanSettings(num_layers=1, hidden_size=64, num_attention_heads=2))  # imports
-    seconds = {"advice": plan_many("Overlapped"), "search": plan_many("auto")}
-    with patch.object(cost_model, "estimate", simulate_choice):
-        seconds["advice in full"] = plan_many("Overlapped")
+    seconds = {
+        f"{order}{', streamed' if place == 'host' else ''}": plan_many(
+            accumulate=order, params_on=place, activations_on=place
+        )
+        for place in PLACES
+        for order in ("horizontal", "vertical")
+    }
+    seconds["search"] = plan_many(schedule="auto", params_on="auto", activations_on="auto")
+    with patch.object(steady_state, "WORTH", math.inf):
+        seconds["horizontal, in full"] = plan_many(accumulate="horizontal")
     for name, value in seconds.items():
-        print(f"{name:>18}{value:>12.1f} s")
-    print(f"{'ratio of advice':>18}{seconds['advice in full'] / seconds['advice']:>12.1f}")
+        print(f"{name:>22}{value:>12.1f} s")
+    print(f"{'ratio of horizontal':>22}{seconds['horizontal, in full'] / seconds['horizontal']:>12.1f}")
     return seconds
 
 

@@ -30,6 +30,7 @@ from zfunc.planner.candidate import (
 from zfunc.planner.max_layers import MOST, max_layers, with_layers
 from zfunc.planner.search import WORTH, search
 from zfunc.planner.search_space import SEARCHED, SearchSpace, ratios_that_fit
+from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
 
 COMPUTE, HOST = 10**12, 10**9  # FLOP/s, B/s: Adam takes as long as backward
@@ -221,7 +222,7 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
         assert best.fits
         assert best.seconds <= min(fitting) * (1 + WORTH)
         plain = simulate_choice(spec, start, room)
-        advice = suggest(start, plain, rows=4, replan=partial(simulate_choice, spec, hardware=room))
+        advice = suggest(start, plain, rows=4, replan=partial(Estimate, spec, hardware=room))
         moved = [a for a in advice if {"params_on", "activations_on"} & a.changes.keys()]
         assert plain.fits or all(a.step.fits and a.effect.startswith("fits, ") for a in moved)
         assert plain.fits or moved
@@ -282,10 +283,10 @@ def test_fifty_layers_take_less_than_ten_seconds() -> None:
 # --- advice ------------------------------------------------------------------------------------------------
 
 
-def replanning(on: Hardware) -> tuple[PlannedStep, Callable[[StepSettings], PlannedStep]]:
+def replanning(on: Hardware) -> tuple[PlannedStep, Callable[[StepSettings], Estimate]]:
     """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
 
-    def replan(settings: StepSettings) -> PlannedStep:
+    def replan(settings: StepSettings) -> Estimate:
         step = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
         keeps = settings.recompute != "all"
         parts = settings.micro_batches
@@ -299,9 +300,9 @@ def replanning(on: Hardware) -> tuple[PlannedStep, Callable[[StepSettings], Plan
             )
             for cost in step.costs
         ]
-        return simulate_choice(evolve(step, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
+        return Estimate(evolve(step, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
 
-    return replan(SETUP), replan
+    return replan(SETUP).step, replan
 
 
 SETUP = evolve(START, precision="fp16", clip_norm=1.0)
@@ -316,7 +317,7 @@ def test_advice_that_promises_to_fit_fits() -> None:
         advice = suggest(SETUP, step, rows=8, replan=replan)
         assert advice
         for a in advice:
-            assert replan(evolve(SETUP, **a.changes)).fits
+            assert replan(evolve(SETUP, **a.changes)).step.fits
             assert a.effect.startswith("fits, ")
         times = [a.step.seconds for a in advice]
         assert times == sorted(times)
@@ -328,7 +329,7 @@ def test_where_no_single_change_is_enough_several_are_combined() -> None:
     step, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
     (advice,) = suggest(SETUP, step, rows=8, replan=replan)
     assert len(advice.changes) > 1
-    assert replan(evolve(SETUP, **advice.changes)).fits
+    assert replan(evolve(SETUP, **advice.changes)).step.fits
 
 
 def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:
@@ -344,7 +345,7 @@ def test_advice_that_promises_speed_is_faster_and_fits() -> None:
     advice = suggest(SETUP, step, rows=8, replan=replan)
     assert {"speculate", "offload_ratio", "delay_from"} <= {name for a in advice for name in a.changes}
     for a in advice:
-        again = replan(evolve(SETUP, **a.changes))
+        again = replan(evolve(SETUP, **a.changes)).step
         assert again.fits
         assert again.seconds < step.seconds
         assert " % faster" in a.effect

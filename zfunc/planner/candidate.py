@@ -25,15 +25,14 @@ from zfunc.units import format_bytes
 
 @frozen(eq=False)
 class PlannedStep:
-    """The step of `settings` on `hardware`: its simulated time, peaks, and the bytes that do not fit, by tier."""
+    """The step of `settings` on `hardware`, and its simulated time; with the plan, the peaks, or both."""
 
     settings: StepSettings
     spec: StepSpec
     hardware: Hardware
     seconds: float
-    peaks: dict[Tier, Peak]
-    lacking: dict[Tier, int]
-    _simulated: tuple[Plan, Timeline] | None
+    _peaks: dict[Tier, Peak] | None = None
+    _simulated: tuple[Plan, Timeline] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -51,6 +50,16 @@ class PlannedStep:
             return self._simulated
         plan = verified_plan(self.spec, self.settings, self.hardware)
         return plan, simulate(plan, self.hardware)
+
+    @cached_property
+    def peaks(self) -> dict[Tier, Peak]:
+        """The peak of every tier."""
+        return peak_memory(self.plan) if self._peaks is None else self._peaks
+
+    @cached_property
+    def lacking(self) -> dict[Tier, int]:
+        """The bytes that do not fit, by tier."""
+        return self.hardware.lacking(self.memory)
 
     @property
     def fits(self) -> bool:
@@ -84,7 +93,8 @@ def simulate_choice(
     """
     plan = verified_plan(spec, settings, hardware, graph)
     timeline = simulate(plan, hardware)
-    return planned_step(spec, settings, hardware, timeline.seconds, peak_memory(plan), (plan, timeline))
+    spec = with_settings(spec, settings)
+    return PlannedStep(settings, spec, hardware, timeline.seconds, simulated=(plan, timeline))
 
 
 def verified_plan(
@@ -92,19 +102,6 @@ def verified_plan(
 ) -> Plan:
     """The plan of the step. Raises PlanError for a schedule whose plan is wrong."""
     return verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
-
-
-def planned_step(
-    spec: StepSpec,
-    settings: StepSettings,
-    hardware: Hardware,
-    seconds: float,
-    peaks: dict[Tier, Peak],
-    simulated: tuple[Plan, Timeline] | None = None,
-) -> PlannedStep:
-    """The step that takes `seconds` and has these peaks; `simulated` in full, or not."""
-    lacking = hardware.lacking({tier: peak.nbytes for tier, peak in peaks.items()})
-    return PlannedStep(settings, with_settings(spec, settings), hardware, seconds, peaks, lacking, simulated)
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:

@@ -27,7 +27,7 @@ from zfunc.planner.profile import Profile
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import SearchResult, search
 from zfunc.planner.search_space import SearchSpace
-from zfunc.planner.steady_state import estimate
+from zfunc.planner.steady_state import Estimate
 
 
 def resolve_hardware(hardware: Any) -> Profile | Hardware:
@@ -63,7 +63,7 @@ class CostModel:
     optimizer: Optimizer
     world: int = 1  # ranks
     _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
-    _estimates: dict[StepSettings, PlannedStep] = field(factory=dict[StepSettings, PlannedStep])
+    _estimates: dict[StepSettings, Estimate] = field(factory=dict[StepSettings, Estimate])
     _programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
 
     @property
@@ -81,10 +81,10 @@ class CostModel:
         """The step of these settings. Raises ValueError for settings that cannot work."""
         return simulate_choice(self.spec(settings), settings, self.hardware(settings))
 
-    def estimate(self, settings: StepSettings) -> PlannedStep:
+    def estimate(self, settings: StepSettings) -> Estimate:
         """The same, of many micro-batches from a few; kept, for who asks again."""
         if settings not in self._estimates:
-            self._estimates[settings] = estimate(self.spec(settings), settings, self.hardware(settings))
+            self._estimates[settings] = Estimate(self.spec(settings), settings, self.hardware(settings))
         return self._estimates[settings]
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:

@@ -9,7 +9,7 @@ from zfunc.core.hardware import Hardware
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.planner.steady_state import estimate, kept_bytes
+from zfunc.planner.steady_state import Estimate
 
 MOST = 400  # middle segments that are planned; each adds operations and time
 
@@ -25,10 +25,9 @@ def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> in
         )
 
     def too_many(count: int) -> bool:
-        longer = with_layers(spec, count)
-        if hardware.lacking(kept_bytes(longer, settings)):  # whatever the plan: no need to make one
-            return True
-        return not estimate(longer, settings, hardware).fits
+        longer = Estimate(with_layers(spec, count), settings, hardware)
+        # What is kept, whatever the plan, is enough to know where that does not fit.
+        return bool(hardware.lacking(longer.kept)) or not longer.step.fits
 
     most = bisect_left(range(1, MOST + 1), True, key=too_many)
     if most == MOST:

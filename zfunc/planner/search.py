@@ -17,14 +17,9 @@ from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.planner.candidate import (
-    PlannedStep,
-    gains_and_costs,
-    operations_of,
-    shortage_text,
-)
+from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
 from zfunc.planner.search_space import COORDINATES, SearchSpace
-from zfunc.planner.steady_state import MANY, estimate, kept_bytes, work_of
+from zfunc.planner.steady_state import Estimate
 from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
@@ -75,7 +70,7 @@ def search(
     ('speculate 4 instead of 0: 19 % faster, 7.6 MiB more pinned, 45.8 MiB more host',)
     """
     start = start or StepSettings()
-    first = estimate(spec_of(start), start, hardware)
+    first = Estimate(spec_of(start), start, hardware).step
     walk = _Walk(spec_of, hardware, space or SearchSpace(), first)
     for number in range(ROUNDS):
         before = walk.best
@@ -101,7 +96,7 @@ class _Walk:
     fastest: float = field(init=False)
     seen: dict[StepSettings, PlannedStep | None] = field(factory=dict[StepSettings, PlannedStep | None])
     tried: list[TriedChoice] = field(factory=list[TriedChoice])
-    last: tuple[StepSettings, Graph] | None = None  # the last graph, and its settings
+    last: tuple[StepSettings, dict[int, Graph]] | None = None  # the last graphs, and their settings
 
     def __attrs_post_init__(self) -> None:
         self.best, self.fastest = self.first, self.first.seconds
@@ -113,10 +108,9 @@ class _Walk:
         if settings in self.seen:
             return
         self.seen[settings] = None
-        spec = self.spec_of(settings)
-        graph = self.graph(settings) if spec.micro_batches < MANY else None
-        lacking = self.hardware.lacking(kept_bytes(spec, settings, graph))
-        lane, least = max(work_of(spec, settings, self.hardware, graph).items(), key=lambda item: item[1])
+        estimate = self._estimate(settings)
+        lacking = self.hardware.lacking(estimate.kept)
+        lane, least = max(estimate.work.items(), key=lambda item: item[1])
         change = _change(settings, self.best.settings)
         if sum(lacking.values()) > sum(self.best.lacking.values()):
             outcome = f"{change}: cannot fit, {shortage_text(lacking)} for what is kept from step to step"
@@ -125,10 +119,11 @@ class _Walk:
             outcome = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
             self.tried.append(TriedChoice(settings, None, {}, outcome))
         else:
-            self._simulate(settings, graph)
+            self._simulate(estimate)
 
-    def _simulate(self, settings: StepSettings, graph: Graph | None = None) -> PlannedStep:
-        step = self.seen[settings] = estimate(self.spec_of(settings), settings, self.hardware, graph)
+    def _simulate(self, estimate: Estimate) -> PlannedStep:
+        settings, step = estimate.settings, estimate.step
+        self.seen[settings] = step
         self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
         if _better(step, self.best):
             self.best = step
@@ -140,16 +135,16 @@ class _Walk:
         shortage = f"; {shortage_text(step.lacking)}" if step.lacking else ""
         self.tried.append(TriedChoice(step.settings, step.seconds, step.lacking, outcome + shortage))
 
-    def graph(self, settings: StepSettings) -> Graph:
-        """The operations of `settings`, which do not depend on the schedule."""
+    def _estimate(self, settings: StepSettings) -> Estimate:
+        """The estimate of `settings`, with the operations of the last one if only their schedules differ."""
         plain = evolve(settings, schedule="")
         if self.last is None or self.last[0] != plain:
-            self.last = plain, operations_of(self.spec_of(settings), settings)
-        return self.last[1]
+            self.last = plain, {}
+        return Estimate(self.spec_of(settings), settings, self.hardware, self.last[1])
 
     def simulated(self, settings: StepSettings) -> PlannedStep:
         """The step of `settings`, simulated even where it cannot win."""
-        return self.seen.get(settings) or self._simulate(settings)
+        return self.seen.get(settings) or self._simulate(self._estimate(settings))
 
     def undo_idle_changes(self) -> None:
         """Restore the start's value of every setting whose change gains next to nothing."""

@@ -9,7 +9,7 @@ from attrs import evolve, fields, frozen
 
 from zfunc.core.settings import PLACES, Place, StepSettings, lay_out
 from zfunc.planner.candidate import PlannedStep
-from zfunc.planner.steady_state import kept_bytes
+from zfunc.planner.steady_state import Estimate
 
 SEARCHED = (
     "schedule",
@@ -136,7 +136,8 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     if capacity is None:
         return (1.0, 0.5, 0.0)
     most, least = (
-        kept_bytes(best.spec, evolve(best.settings, offload_ratio=ratio))["device"] for ratio in (0.0, 1.0)
+        Estimate(best.spec, evolve(best.settings, offload_ratio=ratio), best.hardware).kept["device"]
+        for ratio in (0.0, 1.0)
     )
     free = capacity - best.memory["device"] + best.peaks["device"].kept - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
@@ -146,9 +147,9 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
 
 def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
     sizes = space.bucket_sizes if first else _beside(space.bucket_sizes, best.settings.bucket_size)
-    known = {_cuts(best, best.settings.bucket_size)}
+    known = {cuts_of(best, best.settings.bucket_size)}
     for size in sizes:
-        if (cuts := _cuts(best, size)) not in known:
+        if (cuts := cuts_of(best, size)) not in known:
             known.add(cuts)
             count = len(best.spec.layout.buckets)
             yield evolve(
@@ -156,7 +157,7 @@ def _buckets(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Ste
             )
 
 
-def _cuts(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
+def cuts_of(best: PlannedStep, bucket_size: int) -> tuple[int, ...]:
     """Where buckets of that size end: two sizes with equal cuts are one choice."""
     settings = evolve(best.settings, bucket_size=bucket_size, offload_ratio=1.0)
     layout = lay_out(best.spec.layout.parameters, settings, best.spec.world)

@@ -2,18 +2,22 @@
 
 Once a step has settled, one more micro-batch, or group of them, inserts a period into every lane and changes
 nothing else: what is before it runs at the same times, what is after it runs a period later. Where the simulated
-steps of n and n + 1 show that, those of larger numbers follow; where they do not, the step is simulated in full. So
-is one whose micro-batches are a single group, because every pass of that gets longer. Nothing here knows what the
-operations do.
+steps of n and n + 1 show that, those of larger numbers follow; where they do not, the step is simulated in full.
 
-The invariant: the result is that of the full simulation, memory to the byte and time within `CLOSE`. A schedule
-that compares plans compares those of the few.
+A single group has no such period, because each of its passes gets longer. It has settled once the step gets longer
+by about the work that is new on its busiest lane: then nearly all passes hide what does not grow with them, and
+longer ones hide more. Nothing here knows what the operations do.
+
+The invariant: the result is that of the full simulation, memory to the byte and time within `CLOSE`, or `NEAR` for
+a single group. A schedule that compares plans compares those of the few.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TypeVar
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Op, Tier
 from zfunc.core.hardware import Hardware
@@ -22,86 +26,128 @@ from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import Speeds
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Event
-from zfunc.planner.candidate import PlannedStep, operations_of, planned_step, simulate_choice
+from zfunc.planner.candidate import PlannedStep, operations_of, simulate_choice, with_settings
 
 FEW = (3, 6)  # micro-batches after which a step may have settled
+LINEAR = 2  # micro-batches after which each adds the same operations
 WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
 MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
+NEAR = 5e-3  # the same, where a pass may be too short among a few micro-batches to show
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 
 
-def estimate(
-    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
-) -> PlannedStep:
-    """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
-    group = settings.group_size
-    # The passes of a single group get longer with every micro-batch, and nothing repeats.
-    for few in (n for n in FEW if group < spec.micro_batches >= WORTH * n * group):
-        count = few * group + spec.micro_batches % group
-        small, large = (simulate_choice(_of(spec, n), settings, hardware) for n in (count, count + group))
-        insertions = _insertions(small, large)
-        if insertions is not None:
-            more = (spec.micro_batches - count) // group
-            seconds = small.seconds + more * (large.seconds - small.seconds)
-            return planned_step(spec, settings, hardware, seconds, _peaks(small, large, insertions, more))
-    return simulate_choice(spec, settings, hardware, graph)
+@frozen(eq=False)
+class Estimate:
+    """The step of these settings, and by arithmetic what it needs at least: all from a few micro-batches.
 
+    `graphs` are its operations by the number of micro-batches. They do not depend on the schedule, so candidates
+    that differ in nothing else may share them.
+    """
 
-def kept_bytes(spec: StepSpec, settings: StepSettings, graph: Graph | None = None) -> dict[Tier, int]:
-    """The bytes of the kept regions by tier, whatever the schedule; of many micro-batches from those of a few."""
-    return _from_few(spec, settings, persistent_bytes, graph)
+    spec: StepSpec
+    settings: StepSettings
+    hardware: Hardware
+    graphs: dict[int, Graph] = field(factory=dict[int, Graph])
 
+    @cached_property
+    def step(self) -> PlannedStep:
+        """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
+        for few in self._few:
+            small, large = (self._simulated(n) for n in (few, few + self._period))
+            insertions = (
+                _longer_passes(small, large) if self._is_one_group else _inserted_periods(small, large)
+            )
+            if insertions is not None:
+                more = (self.spec.micro_batches - few) // self._period
+                period = large.seconds - small.seconds
+                seconds = small.seconds + more * (
+                    max(period, _busiest(small, large)) if self._is_one_group else period
+                )
+                peaks = _peaks(small, large, insertions, more, self.kept)
+                spec = with_settings(self.spec, self.settings)
+                return PlannedStep(self.settings, spec, self.hardware, seconds, peaks)
+        return self._simulated(self.spec.micro_batches)
 
-def work_of(
-    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
-) -> dict[Kind, float]:
-    """The seconds of all operations of each kind: under no schedule does a step take less than the most of them."""
+    @cached_property
+    def kept(self) -> dict[Tier, int]:
+        """The bytes of the kept regions by tier, whatever the schedule."""
+        return self._sum(persistent_bytes)
 
-    def seconds(graph: Graph) -> dict[Kind, float]:
-        total = dict.fromkeys(KINDS, 0.0)
-        for op in graph:
-            total[op.kind] += hardware.seconds(op)
-        return total
+    @cached_property
+    def work(self) -> dict[Kind, float]:
+        """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
 
-    return _from_few(spec, settings, seconds, graph)
+        def seconds(graph: Graph) -> dict[Kind, float]:
+            total = dict.fromkeys(KINDS, 0.0)
+            for op in graph:
+                total[op.kind] += self.hardware.seconds(op)
+            return total
 
+        return self._sum(seconds)
 
-def _from_few(
-    spec: StepSpec,
-    settings: StepSettings,
-    measure: Callable[[Graph], dict[Key, Amount]],
-    graph: Graph | None,
-) -> dict[Key, Amount]:
-    """What `measure` sums over the operations: those of `graph`, or of many micro-batches from a few."""
-    repeated = 1 if settings.group_size >= spec.micro_batches else settings.group_size
-    if spec.micro_batches < MANY * repeated:
-        return measure(graph or operations_of(spec, settings))
-    few = FEW[0] * repeated + spec.micro_batches % repeated
-    more = (spec.micro_batches - few) // repeated
-    one, two = (measure(operations_of(_of(spec, n), settings)) for n in (few, few + repeated))
-    return {key: amount + more * (two[key] - amount) for key, amount in one.items()}
+    @property
+    def _is_one_group(self) -> bool:
+        return self.settings.group_size >= self.spec.micro_batches
 
+    @property
+    def _period(self) -> int:
+        """The micro-batches that repeat."""
+        return 1 if self._is_one_group else self.settings.group_size
 
-def _of(spec: StepSpec, micro_batches: int) -> StepSpec:
-    return evolve(spec, micro_batches=micro_batches)
+    @property
+    def _few(self) -> Iterator[int]:
+        """The numbers of micro-batches, a part of all of them, after which the step may have settled."""
+        total, period = self.spec.micro_batches, self._period
+        for few in FEW[1:] if self._is_one_group else FEW:
+            if total >= WORTH * few * period:
+                yield few * period + total % period
+
+    def _graph(self, micro_batches: int) -> Graph:
+        if micro_batches not in self.graphs:
+            self.graphs[micro_batches] = operations_of(self._of(micro_batches), self.settings)
+        return self.graphs[micro_batches]
+
+    def _simulated(self, micro_batches: int) -> PlannedStep:
+        spec, graph = self._of(micro_batches), self._graph(micro_batches)
+        return simulate_choice(spec, self.settings, self.hardware, graph)
+
+    def _of(self, micro_batches: int) -> StepSpec:
+        return evolve(self.spec, micro_batches=micro_batches)
+
+    def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
+        """What `measure` sums over the operations of all micro-batches."""
+        total, period = self.spec.micro_batches, self._period
+        few = (LINEAR if self._is_one_group else FEW[0]) * period + total % period
+        if total < WORTH * few:
+            return measure(self._graph(total))
+        one, two = (measure(self._graph(n)) for n in (few, few + period))
+        more = (total - few) // period
+        return {key: amount + more * (two[key] - amount) for key, amount in one.items()}
 
 
 @frozen
 class _Insertion:
-    """One more group of micro-batches on a lane: `count` operations at position `at` of the smaller step."""
+    """What one more group of micro-batches adds to a lane: `count` operations, `at` one of the smaller step."""
 
     at: int
     count: int
 
 
-def _insertions(small: PlannedStep, large: PlannedStep) -> list[_Insertion] | None:
+Insertions = list[list[_Insertion]]  # of each lane
+
+
+def _comparable(small: PlannedStep, large: PlannedStep) -> bool:
+    return [lane.name for lane in small.plan.lanes] == [lane.name for lane in large.plan.lanes]
+
+
+def _inserted_periods(small: PlannedStep, large: PlannedStep) -> Insertions | None:
     """The insertion on each lane that makes the larger step of the smaller one; None unless both have settled."""
     period = large.seconds - small.seconds
-    if [lane.name for lane in small.plan.lanes] != [lane.name for lane in large.plan.lanes] or period <= 0:
+    if not _comparable(small, large) or period <= 0:
         return None
-    insertions: list[_Insertion] = []
+    insertions: Insertions = []
     for n, (few, more) in enumerate(zip(_lanes(small), _lanes(large), strict=True)):
         count = len(more) - len(few)
         before = _alike(few, more, 0.0, CLOSE * period)
@@ -112,12 +158,71 @@ def _insertions(small: PlannedStep, large: PlannedStep) -> list[_Insertion] | No
         # From `first` on, the larger step repeats the smaller one a period later. Where that overlaps what they
         # have in common by a period, each period repeats the one before it.
         if before >= first + count:
-            insertions.append(_Insertion(first + count, count))
+            insertions.append([_Insertion(first + count, count)])
         elif _runs_ahead(large, n, before, count, period):
-            insertions.append(_Insertion(before, count))
+            insertions.append([_Insertion(before, count)])
         else:
             return None
     return insertions
+
+
+def _longer_passes(small: PlannedStep, large: PlannedStep) -> Insertions | None:
+    """The insertions of one more micro-batch of a single group: one into each pass. None unless it has settled."""
+    if not _comparable(small, large):
+        return None
+    period = _busiest(small, large)
+    if abs(large.seconds - small.seconds - period) > NEAR * period:
+        return None
+    insertions: Insertions = []
+    for few, more in zip(small.plan.lanes, large.plan.lanes, strict=True):
+        ops = [[step.plan.graph.ops[i] for i in lane.ops] for step, lane in ((small, few), (large, more))]
+        found = _additions(*ops, small.spec.micro_batches // 2)
+        if found is None:
+            return None
+        insertions.append(found)
+    return insertions
+
+
+def _busiest(small: PlannedStep, large: PlannedStep) -> float:
+    """The most seconds of work by which a lane of the larger step exceeds that of the smaller one."""
+
+    def work(step: PlannedStep) -> list[float]:
+        ops = step.plan.graph.ops
+        return [sum(step.hardware.seconds(ops[i]) for i in lane.ops) for lane in step.plan.lanes]
+
+    return max(more - few for few, more in zip(work(small), work(large), strict=True))
+
+
+def _additions(few: Sequence[Op], more: Sequence[Op], earlier: int) -> list[_Insertion] | None:
+    """Where a lane has operations with new names; None if the lanes differ in anything else.
+
+    New ones come last in a pass. They are found `earlier` micro-batches before that, away from both of its ends.
+    """
+    names = {op.name for op in more}
+    insertions: list[_Insertion] = []
+    at = 0
+    for op in more:
+        # An operation of the whole pass may have the number of the last micro-batch in its name.
+        if (
+            at < len(few)
+            and few[at].verb == op.verb
+            and (few[at].name == op.name or few[at].name not in names)
+        ):
+            at += 1
+        elif insertions and insertions[-1].at == at:
+            insertions[-1] = _Insertion(at, insertions[-1].count + 1)
+        else:
+            insertions.append(_Insertion(at, 1))
+    if at < len(few):
+        return None
+    added = 0
+    for n, x in enumerate(insertions):
+        first, added = x.at - earlier * x.count, added + x.count
+        if any(few[i].verb != more[i + added].verb for i in range(max(0, first), x.at)):
+            return None
+        insertions[n] = _Insertion(first, x.count)
+    ends = [0, *(x.at for x in insertions)]
+    return insertions if all(a <= b for a, b in pairwise(ends)) else None
 
 
 def _lanes(step: PlannedStep) -> list[list[tuple[Op, Event]]]:
@@ -160,8 +265,16 @@ def _runs_ahead(step: PlannedStep, lane: int, at: int, count: int, period: float
     return busy <= period and busy * slowed <= CLOSE * period
 
 
+def _later(positions: int, insertions: list[_Insertion]) -> Iterator[int]:
+    """Where each position of a lane is in the larger step."""
+    edges = [0, *(x.at + 1 for x in insertions), positions]
+    later = accumulate((x.count for x in insertions), initial=0)
+    for (start, stop), by in zip(pairwise(edges), later, strict=True):
+        yield from range(start + by, stop + by)
+
+
 def _peaks(
-    small: PlannedStep, large: PlannedStep, insertions: list[_Insertion], more: int
+    small: PlannedStep, large: PlannedStep, insertions: Insertions, more: int, kept: dict[Tier, int]
 ) -> dict[Tier, Peak]:
     """The peaks with `more` insertions. The bytes at every moment grow by as many with each of them."""
     few, many = transient_bytes(small.plan), transient_bytes(large.plan)
@@ -170,15 +283,11 @@ def _peaks(
         bounds = [(0, "")] if tier not in few else []
         for n, lane in enumerate(small.plan.lanes if tier in few else ()):
             if lane.ops:
-                at, count = insertions[n].at, insertions[n].count
-                alive = [
-                    nbytes + more * (many[tier][n][i + (count if i > at else 0)] - nbytes)
-                    for i, nbytes in enumerate(few[tier][n])
-                ]
+                now, then = few[tier][n], many[tier][n]
+                later = _later(len(now), insertions[n])
+                alive = [nbytes + more * (then[i] - nbytes) for i, nbytes in zip(later, now, strict=True)]
                 highest = max(alive)
                 op = lane.ops[max(0, alive.index(highest) - 1)]
                 bounds.append((highest, small.plan.graph.ops[op].name))
-        kept = small.peaks[tier].kept
-        kept += more * (large.peaks[tier].kept - kept)
-        peaks[tier] = Peak(tier, kept, *min(bounds))
+        peaks[tier] = Peak(tier, kept[tier], *min(bounds))
     return peaks

@@ -8,7 +8,8 @@ from attrs import evolve, field, frozen
 from zfunc.core.settings import StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.search_space import ratios_that_fit
+from zfunc.planner.search_space import cuts_of, ratios_that_fit
+from zfunc.planner.steady_state import Estimate
 
 WORTH = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
@@ -21,7 +22,7 @@ OTHER_NUMBERS = {
 }
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
-Replan = Callable[[StepSettings], PlannedStep]
+Replan = Callable[[StepSettings], Estimate]
 Attempt = Callable[[StepSettings, Iterable[dict[str, Any]]], "list[Suggestion]"]
 
 
@@ -89,7 +90,10 @@ def _planned(
 ) -> Iterator[Suggestion]:
     for change in changes:
         try:
-            new = replan(evolve(settings, **change))
+            estimate = replan(evolve(settings, **change))
+            if step.fits and max(estimate.work.values()) >= step.seconds * (1 - WORTH):
+                continue  # no schedule makes that faster
+            new = estimate.step
         except ValueError:  # settings that exclude each other
             continue
         yield Suggestion(change, new, _effect(change, new, step))
@@ -202,18 +206,33 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
     yield from _less_moved(settings)
-    if step.spec.barrier and not settings.delayed and not settings.defer:
-        yield {"defer": True, "speculate": 0} if settings.speculate else {"defer": True}
+    yield from _changed_updates(settings, step)
+    yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
+    yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
+    cuts = cuts_of(step, settings.bucket_size)
+    yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
+    slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
+    yield from ({name: getattr(settings, name) + 1} for name in slots)
+
+
+def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
+    """Changes of the updates on the host, where these may take long enough."""
+    postponed = settings.delayed or settings.defer
+    if step.spec.barrier and not postponed and _after_decision(step) < WORTH * step.seconds:
+        return
+    alone = {"speculate": 0} if settings.speculate else {}
+    if step.spec.barrier and not postponed:
+        yield {"defer": True, **alone}
         if settings.speculate < len(step.spec.offloaded):
             yield {"speculate": len(step.spec.offloaded)}
     yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments][-1:])
-    yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
-    yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
-    yield from ({"bucket_size": size} for size in (25_000_000, 200_000_000) if size != settings.bucket_size)
-    slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
-    yield from ({name: getattr(settings, name) + 1} for name in slots)
-    if not settings.delayed and not settings.defer:
-        yield {"delay_from": 1, "speculate": 0} if settings.speculate else {"delay_from": 1}
+    if not postponed:
+        yield {"delay_from": 1, **alone}
+
+
+def _after_decision(step: PlannedStep) -> float:
+    """The seconds after the decision: with a barrier no update comes before, and nothing else after."""
+    return step.seconds - next(e.end for e in step.timeline.events if e.op == "decide")
 
 
 def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
