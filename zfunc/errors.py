@@ -63,6 +63,17 @@ _NEXT = {
 }
 
 
+def _explained(
+    kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str], error: OSError
+) -> Exception:
+    code = error.errno or 0
+    next_action = advice.get(code) or _NEXT.get(code, "check the disk and the folder's owner")
+    explained = kind(f"{path}: got {(error.strerror or str(error))!r} while {doing}: {next_action}")
+    if isinstance(explained, OSError):
+        explained.errno = error.errno
+    return explained
+
+
 @contextmanager
 def explain_os_errors(
     kind: type[Exception], path: Path, doing: str, advice: Mapping[int, str]
@@ -75,12 +86,7 @@ def explain_os_errors(
             raise
         raise kind(str(error)) from error
     except OSError as error:
-        code = error.errno or 0
-        next_action = advice.get(code) or _NEXT.get(code, "check the disk and the folder's owner")
-        explained = kind(f"{path}: got {(error.strerror or str(error))!r} while {doing}: {next_action}")
-        if isinstance(explained, OSError):
-            explained.errno = error.errno
-        raise explained from error
+        raise _explained(kind, path, doing, advice, error) from error
 
 
 USE_ANOTHER = "use another checkpoint, or start anew in another folder (--out)"  # instead of a damaged one

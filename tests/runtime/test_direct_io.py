@@ -28,6 +28,7 @@ Call = Callable[..., int]
 def small_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(direct_io, "REQUEST", 5 * ALIGNED)
     monkeypatch.setattr(direct_io, "MOST_PIECES", 3)
+    monkeypatch.setattr(direct_io, "MOST_RETRIES", 50)
     monkeypatch.setattr(direct_io, "PAUSE", 0)
 
 
@@ -156,7 +157,7 @@ FATAL: dict[str, tuple[Call, str]] = {
     ),
     "always busy": (failing(errno.EAGAIN), "'Resource temporarily unavailable' while {doing}"),
     "nothing": (after(1, returning(0)), "'0 of 20480 bytes moved' while {doing} bytes"),
-    "never a page": (after(1, short(4095)), "'no whole page moved' while {doing} bytes"),
+    "never a page": (after(1, short(4095)), "'4095 of 20480 bytes moved' while {doing} bytes"),
     "more than asked for": (returning(1 << 20), "'1048576 of 20480 bytes moved' while {doing} bytes"),
 }
 
@@ -169,10 +170,13 @@ def test_a_transfer_goes_on_after(
     pages[:] = data
     fail({"": SURVIVED[fault]}, monkeypatch)
     with memoryview(pages) as view:
-        file.write(view, 0)
+        cuts = [n * ALIGNED for n in (0, 1, 3, 4, 11, 12, 13, 30, PAGES)]
+        parts = [view[a:b] for a, b in pairwise(cuts)]
+        file.write(parts, 0)
         pages[:] = bytes(len(pages))
-        file.read(view, 0)
+        file.read(parts, 0)
         assert view == data
+        del parts
 
 
 @pytest.mark.parametrize("fault", FATAL)
@@ -187,6 +191,49 @@ def test_a_transfer_that_fails_says_where(
     assert str(caught.value).startswith(f"{file.path}: got ")
     assert " of bucket 7: " in str(caught.value)
     assert caught.value.errno in (errno.EIO, errno.ENOSPC, errno.EAGAIN)
+
+
+def test_under_any_faults_what_is_read_is_what_was_written_or_an_error(
+    tmp_path: Path, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write that failed leaves its bytes undefined, until the next one that does not."""
+    random, expected, defined = Random(7), bytearray(PAGES * ALIGNED), bytearray(b"\1" * PAGES)
+
+    def faulty(real: Call, *of: Any) -> int:
+        fault = random.choice([None] * 24 + list(SURVIVED) + ["EIO", "nothing"])
+        if fault is None:
+            return real(*of)
+        if fault in SURVIVED:
+            return short(random.randint(1, 5 * ALIGNED))(real, *of)
+        return (failing(errno.EIO) if fault == "EIO" else returning(0))(real, *of)
+
+    failures = reads = 0
+    with closing(DirectFile.create(tmp_path / "x", len(expected))) as file, memoryview(pages) as view:
+        fail({"": faulty}, monkeypatch)
+        for _ in range(80):
+            into = areas(view, random)
+            count = sum(x.nbytes for x in into) // ALIGNED
+            at = random.randint(0, PAGES - count)
+            first, last = at * ALIGNED, (at + count) * ALIGNED
+            writing = random.random() < 0.5
+            pages[:] = random.randbytes(len(pages))
+            try:
+                (file.write if writing else file.read)(into, first)
+            except DiskError:
+                failures += 1
+                defined[at : at + count] = bytes(count) if writing else defined[at : at + count]
+                continue
+            now = b"".join(into)
+            if writing:
+                expected[first:last], defined[at : at + count] = now, b"\1" * count
+            for page in range(at, at + count):
+                if defined[page]:
+                    reads += 1
+                    place = slice(page * ALIGNED, (page + 1) * ALIGNED)
+                    assert now[(page - at) * ALIGNED :][:ALIGNED] == expected[place]
+        del into
+    assert failures > 10
+    assert reads > 100
 
 
 def test_after_an_error_no_request_is_under_way(
@@ -209,6 +256,30 @@ def test_after_an_error_no_request_is_under_way(
         file.write(view, 0)
     assert running == [0]
     assert calls[0] <= 2  # of 8 requests
+
+
+def test_after_an_interrupt_neither(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running, begun, wait = [0], threading.Event(), direct_io.wait
+
+    def interrupted(*of: Any) -> Any:
+        begun.wait()
+        monkeypatch.setattr(direct_io, "wait", wait)
+        raise KeyboardInterrupt
+
+    def slow(real: Call, *of: Any) -> int:
+        running[0] += 1
+        begun.set()
+        time.sleep(0.02)
+        running[0] -= 1
+        return real(*of)
+
+    fail({"": slow}, monkeypatch)
+    monkeypatch.setattr(direct_io, "wait", interrupted)
+    with memoryview(pages) as view, pytest.raises(KeyboardInterrupt):
+        file.read([view[ALIGNED:]], 0)
+    assert running == [0]
 
 
 def test_a_drive_that_hangs_is_named_and_delays_no_other_direction(
@@ -296,6 +367,11 @@ def test_a_full_disk_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ) as e:
         DirectFile.create(tmp_path / "x", 5 << 30)
     assert e.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    monkeypatch.setattr(os, "preadv", partial(failing(errno.EIO), os.preadv))  # the first transfer
+    with pytest.raises(DiskError, match="look for errors of the drive"):
+        DirectFile.create(tmp_path / "x", ALIGNED)
     assert list(tmp_path.iterdir()) == []
 
 

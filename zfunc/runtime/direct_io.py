@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import stat
 import threading
 import time
@@ -87,7 +88,7 @@ class DirectFile:
     _device: int
     _users: int = field(default=0, init=False)
     _closed: bool = field(default=False, init=False)
-    _lost: DiskError | None = field(default=None, init=False)  # of a `sync`
+    _lost: str = field(default="", init=False)  # what the first `sync` that failed said
     _idle: threading.Condition = field(factory=threading.Condition, init=False)
     _close: Callable[[], Any] = field(init=False)
 
@@ -160,12 +161,12 @@ class DirectFile:
         Raises DiskError, also if the file has been deleted or replaced. What was written since the last `sync` may
         be lost then; as the system reports that once, every later call raises the same.
         """
-        if self._lost is not None:
-            raise self._lost
+        if self._lost:
+            raise DiskError(self._lost)
         try:
             self._sync()
         except DiskError as error:
-            self._lost = error
+            self._lost = str(error)
             raise
 
     def _sync(self) -> None:
@@ -265,10 +266,14 @@ class DirectFile:
             except BaseException as error:
                 interrupted = error
                 left.clear()
-        if interrupted is not None:
-            raise interrupted
-        for future in futures:
-            future.result()
+        try:
+            if interrupted is not None:
+                raise interrupted
+            while futures:
+                futures.pop().result()
+        finally:  # an error that refers to this frame would keep the caller's memory until garbage is collected
+            interrupted = None
+            futures.clear()
 
     def _make_all(self, direction: Direction, left: deque[_Request], of_what: str) -> None:
         try:
@@ -281,30 +286,27 @@ class DirectFile:
             raise
 
     def _make(self, direction: Direction, request: _Request) -> None:
-        """Move all bytes of a request. Short counts go on at the last whole page, as O_DIRECT has to."""
+        """Move all bytes of a request. After a short count it goes on at a page, as O_DIRECT has to."""
+        call = os.preadv if direction == "read" else os.pwritev
         done = retries = 0
         while done < request.nbytes:
-            rest = list(_after(request.pieces, done))
+            left, rest = request.nbytes - done, list(_after(request.pieces, done))
             try:
-                call = os.preadv if direction == "read" else os.pwritev
                 moved = call(self._fd, rest, request.offset + done)
             except (InterruptedError, BlockingIOError):
-                moved, retries = 0, retries + 1
-                if retries > MOST_RETRIES:
+                if retries == MOST_RETRIES:
                     raise
-            else:
-                if not 0 < moved <= request.nbytes - done:
-                    self._check_size()
-                    raise OSError(errno.EIO, f"{moved} of {request.nbytes - done} bytes moved")
-                if moved < request.nbytes - done:
-                    self._check_size()
-                retries = 0 if moved >= ALIGNED else retries + 1
-                if retries > MOST_RETRIES:
-                    raise OSError(errno.EIO, "no whole page moved")
+                moved = None
             finally:
                 for piece in rest:
                     piece.release()
-            done += moved - moved % ALIGNED
+            if moved is not None and moved != left:
+                self._check_size()  # a file that was cut off has an error of its own
+                if not 0 < moved < left or retries == MOST_RETRIES:
+                    raise OSError(errno.EIO, f"{moved} of {left} bytes moved")
+            whole = (moved or 0) // ALIGNED * ALIGNED
+            done += whole
+            retries = 0 if whole else retries + 1
             if retries:
                 time.sleep(PAUSE)
 
@@ -334,7 +336,7 @@ def file_system_of(path: Path) -> str:
     ):
         for line in mounts:
             fields = line.split()
-            point = fields[4].encode("utf-8", "surrogateescape").decode("unicode_escape").rstrip("/") + "/"
+            point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]).rstrip("/") + "/"
             if real.startswith(point) and len(point) >= len(best):
                 best, kind = point, fields[fields.index("-") + 1]
     return kind
