@@ -87,17 +87,18 @@ def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings:
 def test_where_parameters_and_activations_live_changes_no_bit(
     device: str, model: str, settings: dict[str, Any], streamed: dict[str, Any]
 ) -> None:
-    """Under every schedule and delay, and in debug mode; of the norm not by more than a rounding in fp64."""
+    """Under every schedule and delay, in debug mode, and in other buckets."""
     losses, params = train(model, device, schedule="Serial", **settings)
-    program, data = compiled(model, device, schedule="Overlapped", **settings, **streamed)
+    program, data = compiled(
+        model, device, schedule="Overlapped", **{**settings, **streamed, "bucket_size": 1000}
+    )
     for other, step in (
         (program, {"jitter": Jitter(0, 2e-4)}),
         (rescheduled(program, schedules.Interleaved()), {"jitter": Jitter(1, 2e-4)}),
         (rescheduled(program, schedules.Serial()), {"debug": True}),
     ):
         again, same = run(other, data, **step)
-        assert [loss for loss, _ in again] == [loss for loss, _ in losses], other.schedule
-        assert [norm for _, norm in again] == pytest.approx([norm for _, norm in losses], rel=1e-14)
+        assert repr(again) == repr(losses), other.schedule
         assert torch.equal(same, params), other.schedule
 
 
