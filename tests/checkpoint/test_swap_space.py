@@ -221,6 +221,28 @@ def test_the_space_of_another_run_stays(tmp_path: Path) -> None:
     reopen(folder).close()
 
 
+def test_a_space_without_a_commit_makes_room_for_another_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless its process lives, or it is of the same run."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    live = create(a, b, rank=1, world=2)
+    create(a, b, world=2).close()
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        assert_refused(
+            "rank-00001-of-00002-folder-0.swap: got the swap space of another run", a, b, run="two"
+        )
+    assert [x.rsplit("/")[-1] for x in caplog.messages if "deleted" in x] == [
+        f"rank-00000-of-00002-folder-{n}.swap is deleted: nothing was committed to it" for n in (1, 0)
+    ]
+    live.close()
+    create(a, b, run="two").close()
+    assert sorted(os.listdir(a) + os.listdir(b)) == [
+        "rank-00000-of-00001-folder-0.swap",
+        "rank-00000-of-00001-folder-1.swap",
+    ]
+
+
 def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
     spaces = [filled(tmp_path, salt=3, rank=rank, world=2) for rank in (0, 1)]
     with pytest.raises(

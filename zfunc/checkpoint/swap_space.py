@@ -127,7 +127,8 @@ class SwapSpace:
         no other run has. `speeds` are those of the folders, in any unit.
 
         Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
-        given twice, or has a swap space already. Then nothing is left, and what was in the folders is unchanged.
+        given twice, or has the state of another run. Then nothing is left, and what was in the folders stays as it
+        was, but for spaces without a commit.
         """
         check_plain(identity, "identity")
         check_folders(folders)
@@ -140,6 +141,7 @@ class SwapSpace:
         files, locks = list[DirectFile](), list[int]()
         try:
             for n, path in enumerate(paths):
+                _delete_uncommitted(path.parent, run)
                 _refuse_others(path, run)
                 _delete_unfinished(path)
                 unfinished = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
@@ -490,15 +492,47 @@ def _check_header(
 
 def _refuse_others(path: Path, run: str) -> None:
     """Refuse a folder that has a swap space of another run, or this file."""
-    with disk.os_errors_as(path.parent, "looking for swap spaces"):
-        names = sorted(x for x in os.listdir(path.parent) if SWAP_FILE.fullmatch(x))
-    for other in (path.with_name(x) for x in names):
-        with disk.os_errors_as(other, "opening it"), closing(DirectFile.open(other)) as file:
-            if _header_of(file).run != run or other == path:
-                raise CheckpointError(
-                    f"{other}: got the swap space of another run, expected none: resume that run, name another "
-                    "folder, or delete its .swap files if its state is not wanted"
-                )
+    for other in _swap_files(path.parent):
+        if _header_at(other).run != run or other == path:
+            raise CheckpointError(
+                f"{other}: got the swap space of another run, expected none: resume that run, name another folder, "
+                "or delete its .swap files if its state is not wanted"
+            )
+
+
+def _delete_uncommitted(folder: Path, run: str) -> None:
+    """Delete the spaces of other runs that ended before anything was committed: there is no state in them."""
+    for first in _swap_files(folder):
+        with suppress(BlockingIOError):
+            fd = disk.lock(first, wait=False)
+            try:
+                header = _header_at(first)
+                if header.folder == 0 and header.run != run and not max(_records_at(first, header)):
+                    rest = [
+                        Path(x) / swap_file_name(header.rank, header.world, n)
+                        for n, x in enumerate(header.folders)
+                    ][1:]
+                    for path in [*(x for x in rest if x.exists() and _header_at(x).run == header.run), first]:
+                        log.warning("swap: %s is deleted: nothing was committed to it", path)
+                        with disk.os_errors_as(path, "deleting it"):
+                            path.unlink()
+            finally:
+                disk.unlock(fd)
+
+
+def _swap_files(folder: Path) -> list[Path]:
+    with disk.os_errors_as(folder, "looking for swap spaces"):
+        return [folder / x for x in sorted(os.listdir(folder)) if SWAP_FILE.fullmatch(x)]
+
+
+def _header_at(path: Path) -> SwapHeader:
+    with disk.os_errors_as(path, "opening it"), closing(DirectFile.open(path)) as file:
+        return _header_of(file)
+
+
+def _records_at(path: Path, header: SwapHeader) -> dict[int, CommitRecord]:
+    with disk.os_errors_as(path, "opening it"), closing(DirectFile.open(path)) as file:
+        return read_records(partial(_read, file), header, str(path))
 
 
 def _delete_unfinished(path: Path) -> None:
