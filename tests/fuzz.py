@@ -42,6 +42,7 @@ SETTINGS: dict[str, list[Any]] = {
     "activations_on": ["device", "device", "host", "host,device"],
     "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
     "weight_slots": [2, 1, 3],
+    "persistent_params": [0, 0, 20, 100],
     "offload_ratio": [1.0, 1.0, 0.5, 0.0],
     "speculate": [0, 0, 1, 100],
     "defer": [False, False, True],

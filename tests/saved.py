@@ -16,7 +16,7 @@ from zfunc.checkpoint.manifest_json import position_fields
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
 from zfunc.checkpoint.shard_writer import create_shard
-from zfunc.checkpoint.snapshot import FROZEN_BUCKET, Snapshot
+from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import StoredExtent, whole_blocks
 from zfunc.checkpoint.swap_space import SwapSpace
@@ -104,8 +104,7 @@ def save_swap(
             StoredExtent(x.index, {s.name: s.nbytes(x.numel // world) for s in stored})
             for x in layout.buckets
         ]
-        if layout.frozen:
-            extents.append(StoredExtent(FROZEN_BUCKET, {FROZEN: 4 * layout.frozen_numel}))
+        extents += [StoredExtent(x.index, {FROZEN: 4 * x.numel // world}) for x in layout.frozen_buckets]
         space = SwapSpace.create(
             folders,
             identity=swap_identity(layout, moments, "fp32"),

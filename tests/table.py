@@ -59,11 +59,13 @@ def spec(
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
     streams = settings.get("params_on") == "host" or settings.get("stage") == 3
+    persistent = settings.pop("persistent", ())
     layout = make_layout(
         segments,
         bucket_size=bucket_size,
         world=settings.get("world", 1),
         within_segments=streams or settings.get("group_size", 1) > 1,
+        persistent=persistent if streams else None,
     )
     costs = [
         SegmentCost(
@@ -167,6 +169,13 @@ SPECS: dict[str, StepSpec] = {
     "parameters on the host, copied": spec(
         FROZEN, params_on="host", micro_batches=2, group_size=2, barrier=True, resident={1}, constant_bytes=40
     ),
+    "persistent": spec(
+        TIED, params_on="host", persistent={"embed", "norm"}, state_format="16bit", send_high_half=True
+    ),
+    "stage 3, some persistent": spec(
+        FROZEN, stage=3, world=2, persistent={"stem", "adapter", "out"}, barrier=True, save=True
+    ),
+    "stage 3, frozen": spec(FROZEN, stage=3, world=2, params_on="host", save=True, barrier=True),
     "stage 3": spec(TIED, stage=3, world=2, micro_batches=2, resident={0}, save=True),
     "stage 3, on the host": spec(
         TIED, stage=3, world=3, params_on="host", micro_batches=3, group_size=2, activations_on="host"
@@ -314,6 +323,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         group_size=1 if stage == 1 else draw(st.integers(1, 3)),
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
+        persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
         activations_on=draw(st.sampled_from(["device", "host", "host,device", "device,host"])),
         save=draw(st.booleans()),
         shadows=draw(st.integers(0, 3)),

@@ -40,25 +40,26 @@ def test_spans_are_aligned_and_disjoint_and_inside_their_bucket(inputs: Inputs) 
         assert all(s.start % ALIGNMENT == 0 for s in spans)
         assert all(a.stop <= b.start for a, b in pairwise(spans))
         assert not spans or spans[-1].stop <= numel
-    for bucket in layout.buckets:
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
         assert all(bucket.start <= s.start and s.stop <= bucket.stop for s in bucket.spans)
-    assert layout.spans == tuple(s for b in layout.buckets for s in b.spans)
 
 
 @given(layouts())
 def test_buckets_tile_the_buffer_in_whole_shards(inputs: Inputs) -> None:
     layout = make(inputs)
-    edges = [0, *(b.stop for b in layout.buckets)]
-    assert [(b.start, b.stop) for b in layout.buckets] == list(pairwise(edges))
-    assert layout.numel == edges[-1]
-    assert [b.index for b in layout.buckets] == list(range(len(layout.buckets)))
-    assert all(b.numel % (ALIGNMENT * inputs[2]) == 0 for b in layout.buckets)
+    for buckets, numel in ((layout.buckets, layout.numel), (layout.frozen_buckets, layout.frozen_numel)):
+        edges = [0, *(b.stop for b in buckets)]
+        assert [(b.start, b.stop) for b in buckets] == list(pairwise(edges))
+        assert numel == edges[-1]
+    buckets = (*layout.buckets, *layout.frozen_buckets)
+    assert [b.index for b in buckets] == list(range(len(buckets)))
+    assert all(b.numel % (ALIGNMENT * inputs[2]) == 0 for b in buckets)
 
 
 @given(layouts())
 def test_the_ranks_pieces_of_a_parameter_tile_it_and_begin_on_the_alignment(inputs: Inputs) -> None:
     layout, world = make(inputs), inputs[2]
-    for span in layout.spans:
+    for span in (*layout.spans, *layout.frozen):
         end = 0
         for rank in range(world):
             piece = layout.piece(span, rank, world)

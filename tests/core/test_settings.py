@@ -42,6 +42,7 @@ OTHERS: dict[str, Any] = {
     "accumulate": "vertical",
     "stage": 1,
     "params_on": "host",
+    "persistent_params": 100,
     "weight_slots": 3,
     "activations_on": "host",
     "moments": "8bit",

@@ -26,7 +26,7 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
-from zfunc.checkpoint.snapshot import state_slices
+from zfunc.checkpoint.snapshot import frozen_slices, state_slices
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.engine import compile as compiling
 from zfunc.engine import restore as loading
@@ -192,7 +192,6 @@ def test_two_ranks_load_it_too_and_one_reads_what_they_saved(
         for what, x in kept((one, alone)).items():
             assert torch.equal(together[what], x), what
             assert torch.equal(again[what], x), what
-        assert all(torch.equal(everything(x)["frozen"], everything(alone)["frozen"]) for x in shares)
 
 
 def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
@@ -200,7 +199,10 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
     pieces: dict[tuple[str, str], list[Tensor]] = {}
     for program, state in loaded:
         ranks, layout = program.ranks, program.layout
-        for x in state_slices(layout, program.optimizer.state_format, ranks.rank, ranks.world, {}):
+        slices = [*state_slices(layout, program.optimizer.state_format, ranks.rank, ranks.world, {})]
+        for bucket in layout.frozen_buckets:  # of which each rank has all
+            slices += frozen_slices(layout, bucket, "fp32", 0, 1) if not ranks.rank else ()
+        for x in slices:
             pieces.setdefault((x.parameter, x.kind), []).append(loading.slice_memory(state.buffers, x))
     return {what: torch.cat(x) for what, x in pieces.items()}
 

@@ -46,6 +46,7 @@ STREAMED: dict[str, dict[str, Any]] = {
         "accumulate": "vertical",
     },
     "parameters on the host": {"params_on": "host", "bucket_size": 100_000},
+    "large ones on the host": {"params_on": "host", "persistent_params": 40, "defer": True},
     "everything on the host, one slot": {
         "params_on": "host",
         "activations_on": "host",
@@ -61,12 +62,14 @@ SHARDED: dict[str, dict[str, Any]] = {
         "params_on": "host",
         "activations_on": "host",
         "defer": True,
+        "persistent_params": 40,
     },
     "stage 3, horizontal, in other buckets": {
         "stage": 3,
         "accumulate": "horizontal",
         "schedule": "CriticalPath",
         "bucket_size": 500,
+        "persistent_params": 20,
     },
 }
 MODELS = ("GPT with dropout", "odd sizes", "frozen below", "pairs")
@@ -96,7 +99,8 @@ def trainings(model: str, world: int, monkeypatch: pytest.MonkeyPatch, **setting
             zfunc.params(program, state),
         )
 
-    with ThreadPoolExecutor(world) as threads:
+    # A new thread has MKL's dynamic teams until torch sizes its own, and with them other bits of a product.
+    with ThreadPoolExecutor(world, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         return list(threads.map(one, range(world)))
 
 
@@ -209,6 +213,8 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
             "accumulate: got 'diagonal', expected auto, horizontal, vertical, or a number",
         ),
         ({"accumulate": 0}, "accumulate: got 0"),
+        ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
+        ({"persistent_params": "last"}, "persistent_params: got 'last', expected a number of elements, or"),
         ({"params_on": "disk"}, "params_on: got 'disk', expected one of device, host"),
     ],
 )
@@ -253,6 +259,19 @@ def test_the_host_keeps_no_copy_of_bf16_parameters() -> None:
         state = [r for r in program.plan.graph.regions if r.lifetime == "state"]
         assert {r.tier for r in state} == {"host", "pinned"}
         assert sum(r.nbytes for r in state) == kept * program.layout.numel
+
+
+@pytest.mark.parametrize("params_on", ["device", "host"])
+def test_each_rank_keeps_its_share_of_frozen_parameters(
+    params_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the rest of a slice is padding, which has no parameter."""
+    monkeypatch.setattr(compiling, "_ranks", lambda _: ThreadedRanks.all(2)[1])
+    program, _ = trained.compiled("frozen below", stage=3, params_on=params_on)
+    layout, buffers = program.layout, zfunc.init(program).buffers
+    frozen = [x for b, x in buffers.weights.items() if b >= len(layout.buckets)]
+    assert 2 * sum(x.flat.numel() for x in frozen) == layout.frozen_numel > 0
+    assert not any(x.views for x in buffers.weights.values())
 
 
 @pytest.mark.parametrize("job", ["", "--tied --micro-batches 2", "--num-layers 1 --micro-batches 4"])

@@ -19,17 +19,15 @@ from zfunc.checkpoint.manifest import (
 )
 from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.dtypes import DTYPES, Dtype
-from zfunc.core.layout import Layout, Span
+from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import StateBuffer, stored_buffers
-
-FROZEN_BUCKET = -1  # of slices of frozen parameters
 
 
 @frozen
 class Slice:
     """Elements start to stop of one kind of a parameter's state.
 
-    In memory they begin at `at` of the rank's buffer of that kind and bucket (of all frozen parameters). In the
+    In memory they begin at `at` of the rank's buffer of that kind and bucket. In the
     rank's shard they are the tensor `stored`, in the parameter's shape if it is complete.
     """
 
@@ -58,12 +56,12 @@ def state_slices(
                     yield _slice(span, bucket.index, buffer, piece.start, piece.stop, piece.at)
 
 
-def frozen_slices(layout: Layout, dtype: Dtype) -> Iterator[Slice]:
-    """The slices of the frozen parameters, each a complete one."""
-    for span in layout.frozen:
-        if span.start < span.stop:
-            buffer = StateBuffer(FROZEN, dtype)
-            yield _slice(span, FROZEN_BUCKET, buffer, 0, span.stop - span.start, span.start)
+def frozen_slices(layout: Layout, bucket: Bucket, dtype: Dtype, rank: int, world: int) -> Iterator[Slice]:
+    """One rank's slices of the frozen parameters of a bucket."""
+    for span in bucket.spans:
+        piece = layout.piece(span, rank, world)
+        if piece.start < piece.stop:
+            yield _slice(span, bucket.index, StateBuffer(FROZEN, dtype), piece.start, piece.stop, piece.at)
 
 
 def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, at: int) -> Slice:
@@ -97,12 +95,12 @@ class Snapshot:
     pending: Mapping[int, Dtype]  # buckets whose gradient is still to be applied, with its type
 
     def slices(self, rank: int, world: int) -> list[Slice]:
-        """What one rank writes; rank 0 writes the frozen parameters too."""
-        frozen_parameters = frozen_slices(self.layout, self.frozen_dtype) if rank == 0 else ()
-        return [
-            *state_slices(self.layout, self.state_format, rank, world, self.pending),
-            *frozen_parameters,
-        ]
+        """What one rank writes: its slices, of frozen parameters too."""
+        layout = self.layout
+        slices = [*state_slices(layout, self.state_format, rank, world, self.pending)]
+        for bucket in layout.frozen_buckets:
+            slices += frozen_slices(layout, bucket, self.frozen_dtype, rank, world)
+        return slices
 
     def manifest(self, shards: Sequence[Shard], extra: Mapping[str, Any]) -> Manifest:
         """The manifest of the shards that all ranks wrote, in their order."""

@@ -13,7 +13,7 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, StateSlice
 from zfunc.checkpoint.manifest_json import read_position
 from zfunc.checkpoint.safetensors_file import CHUNK, Shard, TensorInfo
-from zfunc.checkpoint.snapshot import FROZEN_BUCKET, parameter_entries, state_slices
+from zfunc.checkpoint.snapshot import frozen_slices, parameter_entries, state_slices
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
@@ -42,6 +42,7 @@ def swap_identity(layout: Layout, state_format: str, precision: Dtype) -> dict[s
         "state_format": state_format,
         "precision": precision,
         "buckets": [[x.start, x.stop] for x in layout.buckets],
+        "frozen_buckets": [[x.start, x.stop] for x in layout.frozen_buckets],
         "trained": [fields(x) for x in layout.spans],
         "frozen": [fields(x) for x in layout.frozen],
     }
@@ -92,13 +93,12 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
     identity = JsonNode(headers[0].identity, where)
-    state_format, precision, buckets, trained, frozen = identity.fields(
-        "state_format", "precision", "buckets", "trained", "frozen"
-    )
+    names = "state_format", "precision", "buckets", "frozen_buckets", "trained", "frozen"
+    state_format, precision, *places = identity.fields(*names)
     stored = state_format.choice(tuple(STATE_FORMATS))
     dtypes: dict[str, Dtype] = {x.name: x.dtype for x in STATE_FORMATS[stored]}
     dtypes[FROZEN] = cast("Dtype", precision.choice(PRECISIONS))
-    layout = _layout(buckets, trained, frozen)
+    layout = _layout(*places)
     shards, homes = list[Shard](), list[dict[int, int]]()  # homes: of each rank, the shard of each bucket
     for header, commit in zip(headers, commits, strict=True):
         homes.append(
@@ -107,14 +107,13 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
         shards += _shards(header, commit, dtypes)
     pieces: Pieces = {}
     for rank, header in enumerate(headers):
-        for x in state_slices(layout, stored, rank, header.world, {}):
+        slices = [*state_slices(layout, stored, rank, header.world, {})]
+        for bucket in layout.frozen_buckets:
+            slices += frozen_slices(layout, bucket, dtypes[FROZEN], rank, header.world)
+        for x in slices:
             piece = StateSlice(x.start, x.stop, homes[rank][x.bucket], f"{x.bucket}/{x.kind}", x.at)
             by_kind = pieces.setdefault(x.parameter, {})
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
-    for span in layout.frozen:
-        if numel := span.stop - span.start:
-            piece = StateSlice(0, numel, homes[0][FROZEN_BUCKET], f"{FROZEN_BUCKET}/{FROZEN}", span.start)
-            pieces[span.name] = {FROZEN: (piece,)}
     metadata = commits[0].metadata
     names = ("position", "optimizer", "extra")
     position, optimizer, extra = JsonNode({"extra": {}, **metadata}, where).fields(*names)
@@ -148,7 +147,7 @@ def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype
         yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n], block_checksum)
 
 
-def _layout(buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:
+def _layout(buckets: JsonNode, frozen_buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:
     """The layout that `swap_identity` was given, as far as slices need it."""
 
     def spans(node: JsonNode) -> list[Span]:
@@ -160,11 +159,15 @@ def _layout(buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:
             found.append(Span(name.text(), shape.integers(), start.integer(), stop.integer(), decay=True))
         return found
 
-    spans_, edges = spans(trained), [x.integers() for x in buckets.items()]
-    own = [
-        Bucket(n, a, b, tuple(x for x in spans_ if a <= x.start < b), ()) for n, (a, b) in enumerate(edges)
-    ]
-    return Layout((), tuple(spans_), tuple(own), tuple(spans(frozen)))
+    def cut(edges: JsonNode, held: JsonNode, first: int) -> tuple[Bucket, ...]:
+        found = spans(held)
+        return tuple(
+            Bucket(n, a, b, tuple(x for x in found if a <= x.start < b), ())
+            for n, (a, b) in enumerate((x.integers() for x in edges.items()), first)
+        )
+
+    own = cut(buckets, trained, 0)
+    return Layout((), own, cut(frozen_buckets, frozen, len(own)))
 
 
 def _header(path: Path) -> SwapHeader:

@@ -4,7 +4,8 @@ All trainable parameters of a model are one flat buffer, in segment order. Spans
 depends on names, shapes and sizes alone, so every process that builds it gets the same one. No torch here.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from math import prod
 
@@ -52,6 +53,7 @@ class Bucket:
 
     `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
     has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them.
+    A `persistent` one has parameters that are not streamed.
     """
 
     index: int
@@ -59,6 +61,7 @@ class Bucket:
     stop: int
     spans: tuple[Span, ...]
     deliveries: tuple[tuple[int, ...], ...]
+    persistent: bool = True
 
     @property
     def numel(self) -> int:
@@ -104,16 +107,25 @@ class Piece:
 
 @frozen
 class Layout:
-    """All spans and buckets, and the parameter names of each segment.
+    """All buckets, and the parameter names of each segment.
 
-    Frozen parameters have spans in a flat buffer of their own (`frozen`) and belong to no bucket: they are read,
-    and never reduced, moved or updated.
+    Frozen parameters have a flat buffer and buckets of their own, numbered after the trainable ones: they are read
+    and fetched as those are, but neither delivered nor updated.
     """
 
     segments: tuple[tuple[str, ...], ...]
-    spans: tuple[Span, ...]
     buckets: tuple[Bucket, ...]
-    frozen: tuple[Span, ...]
+    frozen_buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Where the trainable parameters are in their flat buffer."""
+        return tuple(span for bucket in self.buckets for span in bucket.spans)
+
+    @cached_property
+    def frozen(self) -> tuple[Span, ...]:
+        """Where the frozen parameters are in theirs."""
+        return tuple(span for bucket in self.frozen_buckets for span in bucket.spans)
 
     @property
     def numel(self) -> int:
@@ -123,7 +135,7 @@ class Layout:
     @property
     def frozen_numel(self) -> int:
         """Elements of the flat buffer of frozen parameters, padding included."""
-        return round_up(self.frozen[-1].stop, ALIGNMENT) if self.frozen else 0
+        return self.frozen_buckets[-1].stop if self.frozen_buckets else 0
 
     @cached_property
     def num_trainable(self) -> int:
@@ -132,14 +144,20 @@ class Layout:
 
     @cached_property
     def _buckets_of(self) -> dict[str, int]:
-        return {span.name: bucket.index for bucket in self.buckets for span in bucket.spans}
+        return {
+            span.name: bucket.index
+            for bucket in (*self.buckets, *self.frozen_buckets)
+            for span in bucket.spans
+        }
+
+    @cached_property
+    def _read(self) -> tuple[tuple[int, ...], ...]:
+        index = self._buckets_of
+        return tuple(tuple(sorted({index[name] for name in names})) for names in self.segments)
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        index = self._buckets_of
-        return tuple(
-            tuple(sorted({index[name] for name in names if name in index})) for names in self.segments
-        )
+        return tuple(tuple(b for b in read if b < len(self.buckets)) for read in self._read)
 
     @cached_property
     def parameters(self) -> tuple[tuple[Parameter, ...], ...]:
@@ -153,35 +171,14 @@ class Layout:
         known = {span.name: Parameter(span.name, span.shape, trained, span.decay) for trained, span in spans}
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
-    @cached_property
-    def frozen_buckets(self) -> tuple[Bucket, ...]:
-        """The frozen parameters of each segment that has any of its own, as buckets of the frozen flat buffer.
-
-        They are numbered after the trainable ones, and are fetched as they are, but neither delivered nor updated.
+    def weights_of(self, segment: int) -> tuple[int, ...]:
+        """The ascending indices of the buckets that a segment reads: `buckets_of`, and the frozen ones.
 
         >>> layout = make_layout([[Parameter("a", (4,), False)], [Parameter("b", (2,))]], bucket_size=64)
         >>> [(b.index, b.start, b.stop) for b in layout.frozen_buckets], layout.weights_of(0), layout.weights_of(1)
         ([(1, 0, 64)], (1,), (0,))
         """
-        spans = {span.name: span for span in self.frozen}
-        first, buckets = len(self.buckets), list[Bucket]()
-        for names in self.segments:
-            own = tuple(spans.pop(name) for name in dict.fromkeys(names) if name in spans)
-            if own:
-                start, stop = min(x.start for x in own), max(round_up(x.stop, ALIGNMENT) for x in own)
-                buckets.append(Bucket(first + len(buckets), start, stop, own, ()))
-        return tuple(buckets)
-
-    @cached_property
-    def _frozen_used(self) -> tuple[tuple[int, ...], ...]:
-        index = {x.name: b.index for b in self.frozen_buckets for x in b.spans}
-        return tuple(
-            tuple(sorted({index[name] for name in names if name in index})) for names in self.segments
-        )
-
-    def weights_of(self, segment: int) -> tuple[int, ...]:
-        """The ascending indices of the buckets that a segment reads: `buckets_of`, and the frozen ones."""
-        return self._used[segment] + self._frozen_used[segment]
+        return self._read[segment]
 
     def weights(self, b: int) -> Bucket:
         """Bucket number `b`, trainable or frozen."""
@@ -192,8 +189,8 @@ class Layout:
         return self._used[segment]
 
     def bucket_of(self, span: Span) -> Bucket:
-        """The bucket that contains a trainable parameter."""
-        return self.buckets[self._buckets_of[span.name]]
+        """The bucket that contains a parameter."""
+        return self.weights(self._buckets_of[span.name])
 
     def piece(self, span: Span, rank: int, world: int) -> Piece:
         """The part of a parameter in the slice of `rank` of `world` ranks."""
@@ -214,13 +211,17 @@ def make_layout(
     bucket_size: int,
     world: int = 1,
     within_segments: bool = False,
+    persistent: Collection[str] | None = None,
 ) -> Layout:
     """Lay out `segments` (the parameters of each) in buckets of at most `bucket_size` elements.
 
     A parameter larger than `bucket_size` has a bucket of its own. Bucket ends are padded so that each of `world`
     ranks has an equal, aligned slice. Buckets fill from the last segment backwards, the order in which gradients
     arrive, so the first bucket may be short. Tied and untied parameters never share a bucket; with
-    `within_segments`, nor do those of two segments.
+    `within_segments`, nor do those of two segments. The frozen parameters of a segment are one bucket.
+
+    `persistent` names the parameters that stay on the device where the others are streamed; None is all of them.
+    They have buckets of their own, the first ones; streamed ones of two segments never share one.
 
     Raises ValueError for a bucket size or world below 1, for one name declared in two ways, and for a model without
     a trainable parameter.
@@ -234,25 +235,37 @@ def make_layout(
             raise ValueError(f"{what}: got {value}, expected at least 1: pass a positive count")
     contributors = _contributors(segments)
     owned = _owned(segments)
-    trainable = [[p for p in own if p.trainable] for own in owned]
-    if not any(trainable):
+    if not any(p.trainable for own in owned for p in own):
         raise ValueError("no parameter is trainable: set requires_grad=True on at least one")
 
-    groups = _group(trainable, contributors, bucket_size, within_segments)
     quantum = ALIGNMENT * world
-    buckets: list[Bucket] = []
-    offset = 0
-    for index, group in enumerate(groups):
-        spans, stop = _place(group, offset)
-        stop = round_up(stop - offset, quantum) + offset
-        buckets.append(Bucket(index, offset, stop, spans, _deliveries(group, contributors)))
-        offset = stop
-    frozen, _ = _place([p for own in owned for p in own if not p.trainable], 0)
+
+    def stays(p: Parameter) -> bool:
+        return persistent is None or p.name in persistent
+
+    def cut(groups: Sequence[Sequence[Parameter]], first: int) -> Iterator[Bucket]:
+        offset = 0
+        for index, group in enumerate(groups, first):
+            spans, stop = _place(group, offset)
+            stop = round_up(stop - offset, quantum) + offset
+            deliveries = _deliveries(group, contributors) if group[0].trainable else ()
+            yield Bucket(index, offset, stop, spans, deliveries, stays(group[0]))
+            offset = stop
+
+    def grouped(trained: bool, size: int, within: bool) -> list[list[Parameter]]:
+        def some(stay: bool) -> list[list[Parameter]]:
+            return [[p for p in own if p.trainable == trained and stays(p) == stay] for own in owned]
+
+        return [
+            *_group(some(True), contributors, size, within),
+            *_group(some(False), contributors, size, True),
+        ]
+
+    groups = grouped(True, bucket_size, within_segments)
     return Layout(
         segments=tuple(tuple(p.name for p in used) for used in segments),
-        spans=tuple(span for bucket in buckets for span in bucket.spans),
-        buckets=tuple(buckets),
-        frozen=frozen,
+        buckets=tuple(cut(groups, 0)),
+        frozen_buckets=tuple(cut(grouped(False, sys.maxsize, True), len(groups))),
     )
 
 

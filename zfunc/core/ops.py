@@ -93,11 +93,10 @@ class OpBuilder(Regions):
         return self._weight_slot(self.progress.weights.slot(b))
 
     def _weights(self, s: int) -> tuple[Region, ...]:
-        """The parameters that segment `s` reads: those of its buckets in their order, and the frozen ones."""
-        spec, layout = self.spec, self.spec.layout
-        used = layout.weights_of(s) if spec.params_on == "host" else layout.buckets_of(s)
+        """The parameters that segment `s` reads, bucket by bucket, and the model's constants."""
+        spec, used = self.spec, self.spec.layout.weights_of(s)
         weights = (self._slot_of(b) if spec.streamed(b) else self._params(b) for b in used)
-        return (*weights, *(self._constants() if spec.params_on == "host" else self._frozen()))
+        return (*weights, *self._constants())
 
     def stash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs to the host: its input, and the residuals."""
@@ -326,16 +325,10 @@ class OpBuilder(Regions):
         return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
 
     def write(self, b: int) -> Op:
-        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update."""
+        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
+        bucket its parameters."""
         into = self._written(b)
         return Op("write", (b,), "write", (self._checkpoint(), *self._saved(b)), (into,), nbytes=into.nbytes)
-
-    def write_frozen(self) -> Op:
-        """Write the frozen parameters; every rank has them all, and rank 0 writes them."""
-        into = self._written_frozen()
-        return Op(
-            "write_frozen", (), "write", (self._checkpoint(), *self._frozen()), (into,), nbytes=into.nbytes
-        )
 
     def publish(self, *, last: bool = False) -> Op:
         """Sync the checkpoint to disk and give it its name, after every rank has written its part.
@@ -343,8 +336,8 @@ class OpBuilder(Regions):
         As the `last` operation of a step it waits for the decision, because a refused step leaves no checkpoint,
         and for the norm, because on the network lane it would delay all other collectives.
         """
-        written = tuple(self._written(b.index) for b in self.spec.layout.buckets)
-        frozen = (self._written_frozen(),) if self.spec.layout.frozen else ()
+        layout = self.spec.layout
+        written = tuple(self._written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
         kind = "network" if self.spec.world > 1 else "write"
         after = (self._norm(), self._decision()) if last else ()
-        return Op("publish", (), kind, (self._checkpoint(), *written, *frozen, *after), (self._published(),))
+        return Op("publish", (), kind, (self._checkpoint(), *written, *after), (self._published(),))

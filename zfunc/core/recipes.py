@@ -116,8 +116,8 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
     for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
         yield emit.write(bucket.index)
-    if spec.layout.frozen:
-        yield emit.write_frozen()
+    for bucket in spec.layout.frozen_buckets:
+        yield emit.write(bucket.index)
 
 
 def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:

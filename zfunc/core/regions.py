@@ -46,41 +46,25 @@ class Regions:
     def _params(self, b: int) -> Region:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
+        buffer = "params" if b < len(spec.layout.buckets) else "frozen"
         tier: Tier = "pinned" if spec.on_host(b) else "device"
         return Region(
-            "params", (b,), spec.kept_numel(b) * spec.element_bytes, tier, "state", "compute", "params"
+            buffer, (b,), spec.kept_numel(b) * spec.element_bytes, tier, "state", "compute", "params"
         )
 
     @_once
     def _home(self, b: int) -> Region:
         """Where the parameters of a bucket, trainable or frozen, are fetched from."""
-        if b >= len(self.spec.layout.buckets):
-            return self._frozen()[0]
         return self._high_half(b) if self._is_high_half(b) else self._params(b)
 
     def _is_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of a bucket as the high half of their masters, and nowhere else."""
-        return self.spec.on_host(b) and self.spec.send_high_half
-
-    @_once
-    def _frozen(self) -> tuple[Region, ...]:
-        """The frozen parameters; on the device together with the model's constants."""
-        spec = self.spec
-        nbytes = spec.layout.frozen_numel * spec.element_bytes
-        if spec.params_on == "host":
-            home = Region("frozen", (), nbytes, "pinned", "state", "compute", "params")
-            return (home,) if spec.layout.frozen else ()
-        nbytes += spec.constant_bytes
-        if not nbytes and not spec.layout.frozen:
-            return ()
-        return (Region("frozen", (), nbytes, lifetime="state", dtype="compute", role="params"),)
+        return b < len(self.spec.layout.buckets) and self.spec.on_host(b) and self.spec.send_high_half
 
     @_once
     def _constants(self) -> tuple[Region, ...]:
-        """The model's constants, where the frozen parameters are not beside them."""
-        if self.spec.params_on == "device" or not self.spec.constant_bytes:
-            return ()
-        return (Region("constants", (), self.spec.constant_bytes, lifetime="value"),)
+        nbytes = self.spec.constant_bytes
+        return (Region("constants", (), nbytes, lifetime="value"),) if nbytes else ()
 
     @_once
     def _weight_slot(self, slot: Slot) -> Region:
@@ -197,7 +181,7 @@ class Regions:
         return Region(buffer, (k,), nbytes, tier, "program", dtype, role)
 
     def _shard_bytes(self, b: int, element_bytes: int) -> int:
-        return self.spec.layout.buckets[b].numel // self.spec.world * element_bytes
+        return self.spec.layout.weights(b).numel // self.spec.world * element_bytes
 
     @_once
     def _waiting(self, b: int) -> Region:
@@ -226,13 +210,10 @@ class Regions:
         return evolve(total, buffer="tied_sum", index=(b, d), lifetime="program")
 
     def state(self) -> Iterator[Region]:
-        """The regions of a State, which are those of lifetime "state" in any recipe's operations.
-
-        The constants of the model, which the frozen region counts, are no part of a State.
-        """
+        """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
         layout = self.spec.layout
-        for frozen_parameters in self._frozen():
-            yield evolve(frozen_parameters, nbytes=layout.frozen_numel * self.spec.element_bytes)
+        for bucket in layout.frozen_buckets:
+            yield self._params(bucket.index)
         for b in range(len(layout.buckets)):
             if not self._is_high_half(b):
                 yield self._params(b)
@@ -290,16 +271,17 @@ class Regions:
         return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint contains of a bucket: its state, and the pending gradient of a delayed update."""
+        """What a checkpoint contains of a bucket: its state, and the pending gradient of a delayed update; of a
+        frozen one its parameters."""
+        if b >= len(self.spec.layout.buckets):
+            return (self._params(b),)
         waits = self.spec.delayed and self.spec.pending and b not in self.spec.resident
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:
-        return Region("written", (b,), sum(r.nbytes for r in self._saved(b)), "disk", "value")
-
-    def _written_frozen(self) -> Region:
-        nbytes = self.spec.layout.frozen_numel * self.spec.element_bytes
-        return Region("written_frozen", (), nbytes, "disk", "value")
+        slice_ = self._shard_bytes(b, self.spec.element_bytes)
+        nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self._saved(b))
+        return Region("written", (b,), nbytes, "disk", "value")
 
     def _published(self) -> Region:
         """The result of a save: the checkpoint's path, or why it failed."""

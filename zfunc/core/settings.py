@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from textwrap import fill
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 from attrs import evolve, field, fields, fields_dict, frozen
 
@@ -19,7 +19,7 @@ from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.core.spec import in_equal_shares
 from zfunc.errors import did_you_mean
-from zfunc.options import AUTO, Check, Option, SeveralOf, not_negative, one_of, ratio, read_ratio
+from zfunc.options import AUTO, Check, Option, SeveralOf, anything, not_negative, one_of, ratio, read_ratio
 from zfunc.values import number, of_type, truth, whole
 
 Recompute = Literal["all", "none", "min-cut"]
@@ -94,12 +94,25 @@ def _accumulate(name: str, value: Any) -> str | int:
     return whole(name, value, least=1)
 
 
-def _read_accumulate(typed: str) -> str | int:
+def _read_number(typed: str) -> str | int:
     return int(typed) if typed.isdecimal() else typed
 
 
 def _accumulate_as_typed(name: str, typed: str) -> None:
-    _accumulate(name, _read_accumulate(typed))
+    _accumulate(name, _read_number(typed))
+
+
+def _persistent(name: str, value: Any) -> int | str:
+    """A number of elements, or a text of names and such a number."""
+    if isinstance(value, list | tuple):
+        value = ",".join(str(part) for part in cast("Sequence[Any]", value))
+    if not isinstance(value, str):
+        return whole(name, value, least=0)
+    if "" in value.split(","):
+        raise ValueError(
+            f"{name}: got {value!r}, expected names of segments or parameters, joined by commas: name some"
+        )
+    return _read_number(value)
 
 
 def _offload_ratio(name: str, value: Any) -> float | str:
@@ -191,7 +204,7 @@ class StepSettings:
         "Same result. Vertical moves parameters once a pass, whatever the number of micro-batches, and keeps what "
         "every one of them leaves for backward. Automatic is vertical where parameters are not on the device.",
         typed=_accumulate_as_typed,
-        read=_read_accumulate,
+        read=_read_number,
         metavar=f"{AUTO}|horizontal|vertical|N",
     )
     stage: Literal[1, 2, 3] = _setting(
@@ -212,6 +225,17 @@ class StepSettings:
         f"where parameters live: {_names(PLACES)}; from the host, each segment's are fetched before it runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit.',
         typed=one_of(PLACES),
+    )
+    persistent_params: int | str = _setting(
+        0,
+        _persistent,
+        "offload",
+        "parameters that stay on the device where others are streamed: of at most so many elements, or by name",
+        "Same result. Names are those of segments or parameters, joined by commas, a number among them: "
+        '"embed,head,100000". Without effect where parameters are on the device and not sharded.',
+        typed=anything,
+        read=_read_number,
+        metavar="N|NAME,...",
     )
     weight_slots: int = _setting(
         2, _count, "offload", "segments whose fetched parameters have room on the device"
@@ -368,6 +392,30 @@ class StepSettings:
         modes: list[Any] = self.recompute.split(",")
         return in_equal_shares(modes, s, num_segments)
 
+    def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str] | None:
+        """The names of the parameters that stay on the device; None where nothing is streamed.
+
+        Raises ValueError for a name that no parameter has.
+
+        >>> parameters = [[Parameter("embed.tok", (500, 8)), Parameter("embed.norm", (8,))], [Parameter("b", (9,))]]
+        >>> [sorted(StepSettings(stage=3, persistent_params=x).persistent(parameters)) for x in (8, ["embed", 9])]
+        [['embed.norm'], ['b', 'embed.norm', 'embed.tok']]
+        """
+        parts = str(self.persistent_params).split(",")
+        most = max([0, *(int(part) for part in parts if part.isdecimal())])
+        known = {p.name: p for own in parameters for p in own}
+        chosen = {p.name for p in known.values() if p.numel <= most}
+        for part in parts:
+            named = {name for name in known if f"{name}.".startswith(f"{part}.")}
+            if not named and not part.isdecimal():
+                names = [*dict.fromkeys(n.rpartition(".")[0] or n for n in known), *known]
+                raise ValueError(
+                    f"persistent_params: got {part!r}, expected a number of elements, or the names of segments or "
+                    f"parameters{did_you_mean(part, names) or ': pass such as ' + repr(names[0])}"
+                )
+            chosen |= named
+        return chosen if self.streams else None
+
     def check_shares(self, num_segments: int) -> None:
         """Raise ValueError for settings with more values than there are segments."""
         for name in ("recompute", "activations_on"):
@@ -468,8 +516,13 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
     """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
     size = part_size(settings.bucket_size, sum(trainable.values()), settings.offload_ratio)
-    within_segments = settings.streams or settings.group_size > 1
-    return make_layout(parameters, bucket_size=size, world=world, within_segments=within_segments)
+    return make_layout(
+        parameters,
+        bucket_size=size,
+        world=world,
+        within_segments=settings.streams or settings.group_size > 1,
+        persistent=settings.persistent(parameters),
+    )
 
 
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:

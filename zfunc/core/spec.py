@@ -63,7 +63,8 @@ class StepSpec:
     - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
       `micro_batches` the vertical one.
     - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
-      ones. `weight_slots`: so many segments have room for their parameters on the device then.
+      ones and those of persistent buckets, which are whole on the device, in stage 3 too. `weight_slots`: so many
+      segments have room for their parameters on the device then.
     - `activations_on`: where the inputs and residuals of segments wait for backward; several places are each for an
       equal share of the segments, in order.
     - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
@@ -210,11 +211,12 @@ class StepSpec:
 
     def on_host(self, b: int) -> bool:
         """Whether the parameters of bucket `b`, trainable or frozen, live on the host."""
-        return self.params_on == "host" and b not in self.resident
+        on_host = self.params_on == "host" and b not in self.resident
+        return on_host and not self.layout.weights(b).persistent
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
-        return self.stage == 3 and self.world > 1 and b < len(self.layout.buckets)
+        return self.stage == 3 and self.world > 1 and not self.layout.weights(b).persistent
 
     def kept_numel(self, b: int) -> int:
         """The elements that a rank keeps of the parameters of bucket `b`, trainable or frozen."""

@@ -47,7 +47,7 @@ def init(
 def _initialized(
     program: Program, buffers: Buffers, seed: int, params: Mapping[str, Tensor], loss_scale: LossScale | None
 ) -> State:
-    spans = {span.name: span for span in program.layout.spans}
+    spans = {span.name: span for span in (*program.layout.spans, *program.layout.frozen)}
     for s, segment in enumerate(program.segments):
         _fill(program, buffers, segment, spans, fold_seed(seed, "init", s), params)
     scale = (loss_scale or LossScale()) if program.settings.precision == "fp16" else UNSCALED
@@ -77,10 +77,7 @@ def _fill(
                 f"{p.name}: got initial values of shape {tuple(value.shape)}, expected {p.shape}: correct "
                 "`initial`"
             )
-        if p.name in spans:
-            put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
-        else:
-            buffers.views[p.name].copy_(value)
+        put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
 
 
 def allocate_state(program: Program, action: str) -> Buffers:

@@ -4,7 +4,7 @@ Only the slices that this rank keeps are read, directly into its buffers where t
 optimizer converts a bounded part at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 
 import torch
@@ -17,7 +17,6 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import Dtype
-from zfunc.core.graph import Region
 from zfunc.core.layout import Layout
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.engine.state import Buffers
@@ -33,7 +32,7 @@ PART = 1 << 17  # elements of a parameter that are converted at once: 5 MB of te
 def fill_state(
     buffers: Buffers, layout: Layout, optimizer: Optimizer, checkpoint: Checkpoint, ranks: RankGroup
 ) -> None:
-    """Read this rank's slices and all frozen parameters. Trained parameters on the device are not written.
+    """Read what this rank keeps. Trained parameters on the device are not written.
 
     Raises CheckpointError, naming file, tensor and offset, for bytes that are not what was written.
     """
@@ -41,7 +40,7 @@ def fill_state(
     gradients = buffers.waiting() if manifest.position.pending is not None else ()
     pending: dict[int, Dtype] = dict.fromkeys(gradients, "fp32")
     state = [*state_slices(layout, optimizer.state_format, ranks.rank, ranks.world, pending)]
-    slices = [*state, *frozen_slices(layout, "fp32")]
+    slices = [*state, *_frozen_slices(buffers, layout, ranks)]
     with CheckpointReader(checkpoint) as reader:
         if manifest.state_format != optimizer.state_format:
             converted = [x for x in state if x.kind != PENDING]
@@ -60,10 +59,18 @@ def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
         send_weights(buffers, bucket, ranks)
 
 
+def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
+    """What this rank keeps of frozen parameters: its slice of a bucket, or all of it."""
+    for bucket in layout.frozen_buckets:
+        whole = buffers.weights[bucket.index].flat.numel() == bucket.numel
+        rank, world = (0, 1) if whole else (ranks.rank, ranks.world)
+        yield from frozen_slices(layout, bucket, "fp32", rank, world)
+
+
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
     """Where the buffers have a slice."""
     if x.kind == FROZEN:
-        flat = buffers.memory[Region("frozen")].flat
+        flat = buffers.weights[x.bucket].flat
     elif x.kind == PENDING:
         flat = buffers.waiting()[x.bucket]
     else:

@@ -15,7 +15,7 @@ from attrs import frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN, PENDING
-from zfunc.checkpoint.snapshot import FROZEN_BUCKET
+from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
@@ -73,9 +73,7 @@ def fetch(op: Op, mem: Memory, step: StepContext) -> None:
     into = mem[op.write("weight_slot")].hold(bucket)
     (home,) = (mem[r] for r in op.reads)
     params = getattr(home, "flat", home)  # of the master's high half, the tensor itself
-    if b >= len(step.layout.buckets):
-        params = params[bucket.start : bucket.stop]
-    elif params.numel() < bucket.numel:
+    if params.numel() < bucket.numel:
         into = into[step.slice_of(b)]
     into.copy_(params, non_blocking=True)
 
@@ -83,7 +81,7 @@ def fetch(op: Op, mem: Memory, step: StepContext) -> None:
 def gather(op: Op, mem: Memory, step: StepContext) -> None:
     """Gather a bucket's parameters from the slices of all ranks into a slot."""
     _, b = op.index
-    into = mem[op.write("weight_slot")].hold(step.layout.buckets[b])
+    into = mem[op.write("weight_slot")].hold(step.layout.weights(b))
     fetched = op.write("weight_slot") in op.reads
     step.ranks.all_gather(into, into[step.slice_of(b)] if fetched else mem[op.read("params")].flat)
 
@@ -185,19 +183,16 @@ def squares_to_host(op: Op, mem: Memory, step: StepContext) -> None:
 
 
 def write(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write this rank's slice of a bucket's state to the checkpoint."""
+    """Write this rank's slice of a bucket's state, or of its frozen parameters, to the checkpoint."""
     (b,) = op.index
+    checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = {r.buffer: mem[r] for r in op.operands("state")}
+    if op.touches("frozen"):
+        state[FROZEN] = checkpoint.own_slice(b, mem[op.read("frozen")].flat)
     if op.touches("grad_shard"):
         state[PENDING] = mem[op.read("grad_shard")]
-    mem[op.read("checkpoint")].write(b, state)
+    checkpoint.write(b, state)
     mem[op.write("written")] = None
-
-
-def write_frozen(op: Op, mem: Memory, step: StepContext) -> None:
-    """Write the frozen parameters; only rank 0's file contains them."""
-    mem[op.read("checkpoint")].write(FROZEN_BUCKET, {FROZEN: mem[op.read("frozen")].flat})
-    mem[op.write("written_frozen")] = None
 
 
 def publish(op: Op, mem: Memory, step: StepContext) -> None:
@@ -232,7 +227,6 @@ STAGES: dict[str, Stage] = {
     "to_device": to_device,
     "all_gather": all_gather,
     "write": write,
-    "write_frozen": write_frozen,
     "publish": publish,
 }
 

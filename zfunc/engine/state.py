@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
-from zfunc.core.layout import Bucket, Span, round_up
+from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -41,12 +41,10 @@ class Flat:
     views: dict[str, Tensor]
 
     @classmethod
-    def of(cls, flat: Tensor, start: int, spans: Iterable[Span]) -> "Flat":
-        """`flat` as the elements from `start` of the flat buffer that has these spans, if it has all of them."""
-        complete = all(x.stop - start <= flat.numel() for x in spans)
-        return cls(
-            flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans if complete}
-        )
+    def of(cls, flat: Tensor, bucket: Bucket) -> "Flat":
+        """The parameters of `bucket`, or a rank's slice of them."""
+        start, spans = bucket.start, bucket.spans if flat.numel() == bucket.numel else ()
+        return cls(flat, {x.name: flat[x.start - start : x.stop - start].view(x.shape) for x in spans})
 
 
 @define(eq=False)
@@ -61,7 +59,7 @@ class WeightSlot:
         """From now on its views are those of `bucket`, whose flat memory this returns."""
         if bucket.index not in self._buckets:
             flat = self.flat[: bucket.numel]
-            self._buckets[bucket.index] = Flat.of(flat, bucket.start, bucket.spans)
+            self._buckets[bucket.index] = Flat.of(flat, bucket)
         held = self._buckets[bucket.index]
         self.views = held.views
         return held.flat
@@ -135,18 +133,13 @@ class Buffers:
         shadows = self._by_role.get("shadow", ())
         return (*shadows, *(r for b in sorted({r.index[0] for r in shadows}) for r in self._state[b]))
 
-    @cached_property
-    def views(self) -> dict[str, Tensor]:
-        """The parameters by full name, in their shapes, where they live; of a sharded bucket there are none."""
-        return {name: x for flat in self.weights.values() for name, x in flat.views.items()}
-
     def params(self) -> list[Tensor]:
         """The flat parameters: of each bucket, and the frozen ones."""
         return [x.flat for x in self.weights.values()]
 
     def state(self, b: int) -> dict[str, Tensor]:
-        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`."""
-        return {r.buffer: self.memory[r] for r in self._state[b]}
+        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, none."""
+        return {r.buffer: self.memory[r] for r in self._state.get(b, ())}
 
     def waiting(self) -> dict[int, Tensor]:
         """The buffers of pending gradients by bucket; empty unless updates are delayed or deferred."""
@@ -229,18 +222,13 @@ def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffer
     layout, memory = spec.layout, dict[Region, Any](allocate_regions(Regions(spec).state(), dtype, device))
     weights: dict[int, Flat] = {}
     for r, flat in memory.items():
-        if r.role == "params" and r.index:
-            bucket = layout.buckets[r.index[0]]
-            memory[r] = weights[bucket.index] = Flat.of(flat, bucket.start, bucket.spans)
-        elif r.role == "params":
-            memory[r] = Flat.of(flat, 0, layout.frozen)
-            weights |= {
-                b.index: Flat.of(flat[b.start : b.stop], b.start, b.spans) for b in layout.frozen_buckets
-            }
+        if r.role == "params":
+            (b,) = r.index
+            memory[r] = weights[b] = Flat.of(flat, layout.weights(b))
     for bucket in layout.buckets:
         if bucket.index not in weights:
             high = memory[Region(HIGH_HALF, (bucket.index,))]
-            weights[bucket.index] = Flat.of(high, bucket.start, bucket.spans)
+            weights[bucket.index] = Flat.of(high, bucket)
     return Buffers(memory, weights)
 
 

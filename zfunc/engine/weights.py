@@ -21,10 +21,14 @@ PART = 1 << 20  # elements
 def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor:
     """The fp32 weights of a bucket [bucket.numel], from the slices of all ranks: a collective.
 
-    Read only: on one rank the result may be the master itself.
+    Those of a frozen bucket are its parameters. Read only: on one rank the result may be the master itself.
     """
-    shard = master_weights(buffers.state(bucket.index), 0, bucket.numel // ranks.world)
-    if ranks.world == 1:
+    state = buffers.state(bucket.index)
+    if state:
+        shard = master_weights(state, 0, bucket.numel // ranks.world)
+    else:
+        shard = buffers.weights[bucket.index].flat.float().cpu()
+    if shard.numel() == bucket.numel:
         return shard
     full = torch.empty(bucket.numel, device="cpu")
     ranks.all_gather(full, shard)
@@ -34,14 +38,12 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
 def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[tuple[str, Tensor]]:
     """Every parameter once: its full name and fp32 weights on the host, in its shape; read only.
 
-    Frozen parameters come from the device. Each bucket is a collective: all ranks have to exhaust the iterator.
+    Each bucket is a collective: all ranks have to exhaust the iterator.
     """
-    for bucket in layout.buckets:
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
         flat = bucket_weights(buffers, bucket, ranks)
         for span in bucket.spans:
             yield span.name, flat[span.start - bucket.start : span.stop - bucket.start].view(span.shape)
-    for span in layout.frozen:
-        yield span.name, buffers.views[span.name].float().cpu()
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
@@ -49,7 +51,7 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     flat = value.flatten().to("cpu", torch.float32)
     bucket = layout.bucket_of(span)
     state, params = buffers.state(bucket.index), buffers.weights[bucket.index]
-    initial = initial_state(flat, state)
+    initial = initial_state(flat, state) if state else {}
     high = initial.get(HIGH_HALF)
     new = high if high is not None and params.flat.dtype == high.dtype else flat
     piece = layout.piece(span, ranks.rank, ranks.world)
@@ -91,8 +93,8 @@ def segment_weights(
             own = flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]
             own.copy_(params.flat)
             ranks.all_gather(flat, own)
-            params = Flat.of(flat, bucket.start, bucket.spans)
+            params = Flat.of(flat, bucket)
         elif spec.on_host(b):
-            params = Flat.of(params.flat.to(device), bucket.start, bucket.spans)
+            params = Flat.of(params.flat.to(device), bucket)
         weights |= params.views
     return weights
