@@ -78,6 +78,7 @@ WATCHED: dict[str, list[list[str]]] = {
         ["tests/test_values.py", "-k", "LossScale"],
     ],
     "core/layout": [["zfunc/core/layout.py", "tests/core/test_layout.py"]],
+    "runtime/direct_io": [["tests/runtime/test_direct_io.py"]],
     "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/swap_file": [

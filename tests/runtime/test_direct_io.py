@@ -3,6 +3,7 @@
 import errno
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -92,6 +93,16 @@ def test_any_writes_then_reads_are_those_of_a_bytearray(
     with closing(DirectFile.open(tmp_path / "x")) as file, memoryview(pages) as view:
         file.read(view, 0)
         assert view == expected == (tmp_path / "x").read_bytes()
+
+
+def test_requests_are_as_large_as_they_may_be(
+    file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    fail({"pwritev": lambda real, *of: sizes.append(real(*of)) or sizes[-1]}, monkeypatch)
+    with memoryview(pages) as view:
+        file.write([view[:ALIGNED], view[ALIGNED:]], 0)
+    assert sizes == [direct_io.REQUEST] * 8
 
 
 def test_nothing_is_nothing(file: DirectFile) -> None:
@@ -190,6 +201,8 @@ def test_a_transfer_that_fails_says_where(
         (file.read if doing == "reading" else file.write)(view, 0, "bucket 7")
     assert str(caught.value).startswith(f"{file.path}: got ")
     assert " of bucket 7: " in str(caught.value)
+    (place,) = re.findall(r" bytes (\d+) to (\d+) of ", str(caught.value))
+    assert (int(place[0]) % direct_io.REQUEST, int(place[1]) - int(place[0])) == (0, direct_io.REQUEST)
     assert caught.value.errno in (errno.EIO, errno.ENOSPC, errno.EAGAIN)
 
 
@@ -379,6 +392,7 @@ def test_what_is_no_file_of_whole_pages_is_not_opened(tmp_path: Path, file: Dire
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "short").write_bytes(bytes(100))
     (tmp_path / "link").symlink_to("file")
+    descriptors = os.listdir("/proc/self/fd")
     for name, words in {
         "pipe": "got something else than a regular file: name another",
         "short": "got a file of 100 bytes, expected a positive multiple of 4096",
@@ -390,8 +404,11 @@ def test_what_is_no_file_of_whole_pages_is_not_opened(tmp_path: Path, file: Dire
             DirectFile.open(tmp_path / name)
     with pytest.raises(DiskError, match="'File exists' while reserving .*: name another one"):
         DirectFile.create(file.path, ALIGNED)
-    with pytest.raises(ValueError, match="got 100 bytes, expected a positive multiple of 4096"):
-        DirectFile.create(tmp_path / "new", 100)
+    for nbytes in (0, 100):
+        with pytest.raises(ValueError, match=f"got {nbytes} bytes, expected a positive multiple of 4096"):
+            DirectFile.create(tmp_path / "new", nbytes)
+    DirectFile.open(file.path).close()
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
 def test_transfers_are_of_whole_pages_within_the_file(file: DirectFile, pages: HostPages) -> None:
@@ -435,4 +452,23 @@ def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyt
         DiskError, match="'No such file or directory' while measuring its drive: name a folder"
     ):
         measure(tmp_path / "none")
+    turns: list[str] = []
+
+    def speed(file: DirectFile, transfer: Any, data: memoryview) -> float:
+        turns.append(transfer.__name__)
+        return {"read": 3.0, "write": 2.0}[turns[-1]]
+
+    monkeypatch.setattr(direct_io, "_speed", speed)
+    assert measure(tmp_path) == (3.0, 2.0)
+    assert turns == ["write", "write", "read"]  # first into a file that has nothing yet
+
+
+def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
     assert file_system_of(Path("/proc/self")) == "proc"
+    (mounts := tmp_path / "mounts").write_text(
+        "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        f"2 1 0:5 / {tmp_path}/a\\040b rw shared:1 - tmpfs none rw\n3 1 0:6 / {tmp_path}/a rw - xfs /dev/sdb rw\n"
+    )
+    for name, kind in {"a b/c": "tmpfs", "a": "xfs", "a c": "ext4", "ab": "ext4"}.items():
+        assert file_system_of(tmp_path / name, mounts) == kind
+    assert file_system_of(tmp_path, tmp_path / "none") == "unknown"

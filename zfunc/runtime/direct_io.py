@@ -327,14 +327,11 @@ def open_reserved(path: Path, nbytes: int, flags: int) -> int:
     return fd
 
 
-def file_system_of(path: Path) -> str:
+def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The type of the file system that `path` is on, such as "ext4"; "unknown" where the system does not say."""
     real, best, kind = f"{path.resolve()}/", "", "unknown"
-    with (
-        suppress(OSError),
-        open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as mounts,
-    ):
-        for line in mounts:
+    with suppress(OSError), mounts.open(encoding="utf-8", errors="surrogateescape") as lines:
+        for line in lines:
             fields = line.split()
             point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), fields[4]).rstrip("/") + "/"
             if real.startswith(point) and len(point) >= len(best):
