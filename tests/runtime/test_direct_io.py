@@ -407,8 +407,9 @@ def test_what_is_no_file_of_whole_pages_is_not_opened(tmp_path: Path, file: Dire
     for nbytes in (0, 100):
         with pytest.raises(ValueError, match=f"got {nbytes} bytes, expected a positive multiple of 4096"):
             DirectFile.create(tmp_path / "new", nbytes)
-    DirectFile.open(file.path).close()
+    (opened := DirectFile.open(file.path)).close()
     assert os.listdir("/proc/self/fd") == descriptors
+    del opened  # which would close it too
 
 
 def test_transfers_are_of_whole_pages_within_the_file(file: DirectFile, pages: HostPages) -> None:
