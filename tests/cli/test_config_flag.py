@@ -210,6 +210,7 @@ def test_where_parameters_and_activations_are() -> None:
         ({"stage": 3, "offload_param": on_host}, {"params_on": "device"}),
         ({"stage": 3, "offload_param": on_device}, {"params_on": "host"}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"weight_slots": 2}),
+        ({"stage": 3, "stage3_param_persistence_threshold": 8}, {"persistent_params": "9"}),
     ):
         ((name, value),) = wrong.items()
         with pytest.raises(

@@ -23,6 +23,7 @@ from zfunc.engine import offload_ratio
 from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
+from zfunc.engine.state import ActivationSlot
 from zfunc.models.gpt import GPTConfig, gpt_segments
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -259,6 +260,17 @@ def test_the_host_keeps_no_copy_of_bf16_parameters() -> None:
         state = [r for r in program.plan.graph.regions if r.lifetime == "state"]
         assert {r.tier for r in state} == {"host", "pinned"}
         assert sum(r.nbytes for r in state) == kept * program.layout.numel
+
+
+def test_an_unaligned_view_takes_no_more_room_than_it_has_bytes() -> None:
+    """And tensors of several types in one memory keep their places there."""
+    slot, memory = ActivationSlot(torch.empty(1024, dtype=torch.uint8)), torch.arange(130, dtype=torch.int32)
+    tree = [memory[1:129], memory[2:].view(torch.int64), memory.view(torch.int16)[3:9]]
+    slot.put(tree)
+    assert all(map(torch.equal, slot.tree, tree))
+    slot = ActivationSlot(torch.empty(512, dtype=torch.uint8))
+    slot.put(view := memory[1:129])
+    assert torch.equal(slot.tree, view)
 
 
 @pytest.mark.parametrize("params_on", ["device", "host"])

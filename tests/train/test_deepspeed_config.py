@@ -365,11 +365,12 @@ def test_settings_of_compile() -> None:
         ({"stage": 2, "offload_param": {"device": "cpu"}}, {"stage": 2}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"stage": 3, "weight_slots": 1}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 5e7}, {"stage": 3}),
+        ({"stage": 3, "param_persistence_threshold": 1e4}, {"stage": 3, "persistent_params": 10_000}),
     ],
 )
 def test_where_parameters_live(zero: dict[str, Any], expected: dict[str, Any]) -> None:
     config = from_deepspeed({"zero_optimization": zero})
-    names = ("stage", "params_on", "weight_slots", "activations_on")
+    names = ("stage", "params_on", "weight_slots", "activations_on", "persistent_params")
     assert {name: config.compile[name] for name in names if name in config.compile} == expected
     without_effect = any("offload_param.device: for stage 3 only" in line for line in config.notes)
     assert without_effect == (zero.get("stage") == 2)

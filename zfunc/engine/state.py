@@ -27,8 +27,6 @@ from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
-ALIGNED_BYTES = 16  # a multiple of every element's size
-
 
 @frozen(eq=False)
 class Flat:
@@ -81,7 +79,8 @@ class ActivationSlot:
             ranges.setdefault(storage_of(t), []).append(t)
         start, copies = 0, dict[int, Tensor]()
         for sharing in ranges.values():
-            first = min(byte_range(t)[0] for t in sharing) // ALIGNED_BYTES * ALIGNED_BYTES
+            coarsest = max(t.itemsize for t in sharing)
+            first = min(byte_range(t)[0] for t in sharing) // coarsest * coarsest
             last = max(byte_range(t)[1] for t in sharing)
             finest = min(sharing, key=lambda t: t.itemsize)
             numel, offset = (last - first) // finest.itemsize, first // finest.itemsize

@@ -17,6 +17,7 @@ BUCKET_SIZE = "zero_optimization.reduce_bucket_size"
 DEVICE, RATIO = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.ratio"
 STAGE, PARAM_DEVICE = "zero_optimization.stage", "zero_optimization.offload_param.device"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
+PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
 CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 WEIGHT_DECAY = "optimizer.params.weight_decay"
 
@@ -186,5 +187,7 @@ def _placement(values: ResolvedValues) -> Iterator[tuple[str, Any]]:
             )
     if values.sets(PREFETCH) and values[PREFETCH] == 0:
         yield "weight_slots", 1
+    if values.sets(PERSISTENCE):
+        yield "persistent_params", values[PERSISTENCE]
     if values.sets(CPU_CHECKPOINTING):
         yield "activations_on", "host" if values[CPU_CHECKPOINTING] else "device"

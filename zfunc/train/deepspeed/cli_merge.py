@@ -17,6 +17,7 @@ from zfunc.train.deepspeed.arguments import (
     DEVICE,
     ENABLED,
     PARAM_DEVICE,
+    PERSISTENCE,
     PREFETCH,
     RATIO,
     STAGE,
@@ -130,9 +131,11 @@ def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _placement(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
-    settings, slots = placement(values), flags.get("weight_slots")
-    if slots is not None and slots != settings.get("weight_slots", slots):
-        raise _contradiction("weight_slots", slots, values, PREFETCH)
+    settings = placement(values)
+    for name, key in (("weight_slots", PREFETCH), ("persistent_params", PERSISTENCE)):
+        given = flags.get(name)
+        if given is not None and str(given) != str(settings.get(name, given)):
+            raise _contradiction(name, given, values, key)
     return settings
 
 

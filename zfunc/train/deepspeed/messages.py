@@ -3,12 +3,19 @@
 from collections.abc import Iterator
 
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.arguments import BUCKET_SIZE, PARAM_DEVICE, PREFETCH, STAGE, BatchSizes
+from zfunc.train.deepspeed.arguments import (
+    BUCKET_SIZE,
+    PARAM_DEVICE,
+    PERSISTENCE,
+    PREFETCH,
+    STAGE,
+    BatchSizes,
+)
 from zfunc.train.deepspeed.keys import KEYS
 from zfunc.train.deepspeed.lr import BETA2, LR, MAX_LR, LRSchedule, cycles_betas, sets_lr_alone
 from zfunc.train.deepspeed.resolved import ResolvedValues
 
-OWN_DEFAULTS = (BUCKET_SIZE, PREFETCH)  # of zfunc, where nobody sets the key
+OWN_DEFAULTS = (BUCKET_SIZE, PREFETCH, PERSISTENCE)  # of zfunc, where nobody sets the key
 
 
 def name_notes(values: ResolvedValues) -> Iterator[str]:
