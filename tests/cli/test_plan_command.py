@@ -77,11 +77,32 @@ def test_json_has_what_is_promised(capsys: Out) -> None:
     assert re.fullmatch(r"(\w+ \d+%(, )?)+", result["bound"])
     for tier, peak in result["peaks"].items():
         assert sum(peak["holds"].values()) == result["memory"][tier]
-    assert result["bus_bytes"].keys() == {"d2h", "h2d", "network", "read", "write"}
+    assert result["bus_bytes"].keys() == {"d2h", "h2d", "network", "host", "read", "write"}
     gradients_and_squares, parameters = 2 * 108_544, 2 * 108_544
     assert result["bus_bytes"]["d2h"] > gradients_and_squares
     assert result["bus_bytes"]["h2d"] > parameters
     assert result["bus_bytes"]["network"] == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "ranks", "element_bytes"),
+    [("--micro-batches 2 --defer", 1, 4), ("--stage 3 --world 2 --hardware h100", 2, 2)],
+)
+def test_json_of_a_streamed_step_counts_what_crosses_each_bus(
+    args: str, ranks: int, element_bytes: int, capsys: Out
+) -> None:
+    """Parameters to the device, gradients to the host, activations to the host and back."""
+    result = answer(capsys, "--params-on", "host", "--activations-on", "host", *args.split())[1]
+    pinned, bus = result["peaks"]["pinned"]["holds"], result["bus_bytes"]
+    weights = pinned["params"] if ranks == 1 else pinned["master_high"]  # a slice; two segments have room
+    inputs_and_targets = 2 * 8 * 4 * 32 // ranks
+    assert bus["h2d"] == weights + pinned["host_act"] + inputs_and_targets
+    tied = 100 * 64 // ranks
+    gradients = element_bytes * (weights // 2 + tied)  # that of the tied embedding comes twice
+    assert bus["d2h"] == gradients + pinned["host_act"]
+    assert bus["network"] == (0 if ranks == 1 else gradients + weights + 16)  # of the loss and the norm
+    assert bus["host"] > gradients
+    assert result["memory"]["pinned"] == sum(pinned.values())
 
 
 def test_text_is_one_screen_and_says_the_same(capsys: Out) -> None:
@@ -192,16 +213,29 @@ def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, caps
     assert words in " ".join(result.split())
 
 
-def test_the_most_layers_fit_and_one_more_does_not(capsys: Out, tmp_path: Path) -> None:
-    room_for = with_room(tmp_path / "small.toml", host=12e6)
-    code, result = answer(capsys, "--hardware", room_for, "--max")
+@pytest.mark.parametrize(
+    ("args", "room_for"),
+    [
+        ("", {"host": 12e6}),
+        ("--params-on auto --activations-on host", {"device": 2e6, "host": 12e6}),
+    ],
+    ids=["on the device", "anywhere"],
+)
+def test_the_most_layers_fit_and_one_more_does_not(
+    args: str, room_for: dict[str, float], capsys: Out, tmp_path: Path
+) -> None:
+    given = [*args.split(), "--hardware", with_room(tmp_path / "small.toml", **room_for)]
+    code, result = answer(capsys, *given, "--max")
     assert code == 0
     assert result["fits"]
     most = result["num_layers"]
     assert most > 2
-    assert answer(capsys, "--hardware", room_for, "--num-layers", most + 1)[0] == 1
-    words = text_of(capsys, "--hardware", room_for, "--max")[1]
-    assert f"the most that fits with these settings: {most} layers" in words
+    assert answer(capsys, *given, "--num-layers", most + 1)[0] == 1
+    if args:
+        assert result["settings"]["params_on"] == "host", "on the device fewer fit"
+    else:
+        words = text_of(capsys, *given, "--max")[1]
+        assert f"the most that fits with these settings: {most} layers" in words
 
 
 def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ The reference is each setting without them: everything on the device, one micro-
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import trained
+from attrs import evolve
 from small_models import rows_of
 from table import in_pairs
 from threaded_ranks import ThreadedRanks
@@ -18,6 +19,7 @@ from threaded_ranks import ThreadedRanks
 import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
+from zfunc.core.settings import StepSettings
 from zfunc.engine import compile as compiling
 from zfunc.engine import offload_ratio
 from zfunc.engine.cost_trace import AllocationTracker
@@ -245,6 +247,31 @@ def test_automatic_is_the_device_where_a_step_fits_it_and_else_the_host(
     assert free(1, params_on="auto", activations_on="auto") == ("host", "host")
     with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):
         zfunc.compile(segments, device="cpu", params_on="auto")
+
+
+def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank with the least of it decides, and parameters on the hosts of several ranks are sliced."""
+    every, free = ThreadedRanks.all(2), [1 << 60, 0]
+    monkeypatch.setattr(compiling, "_ranks", lambda _: every[0])
+    monkeypatch.setattr(offload_ratio, "_room", lambda program: (0, free[program.ranks.rank]))
+    automatic = StepSettings(precision="bf16", params_on="auto", activations_on="auto").placed(len(every))
+    names = ("precision", "params_on", "activations_on", "stage")
+    chosen = [{name: getattr(settings, name) for name in names} for settings in automatic]
+    assert [way["stage"] for way in chosen] == [2, 2, 3, 3]
+    made = [trained.compiled("pairs", **way) for way in chosen]
+    programs, rows = [program for program, _ in made], rows_of(made[0][1](0), 0, 2)
+    needed = [sum(peak.nbytes for peak in specialize(program, rows).memory.values()) for program in programs]
+
+    def choose(rank: int) -> StepSettings:
+        ways = [partial(evolve, program, ranks=every[rank]) for program in programs]
+        return offload_ratio.first_that_fits(ways, rows).settings
+
+    for room in (*needed, 0):
+        free[1] = room
+        with ThreadPoolExecutor(2) as threads:
+            first, second = threads.map(choose, range(2))
+        fitting = [program for program, nbytes in zip(programs, needed, strict=True) if nbytes <= room]
+        assert first == second == (*fitting, programs[-1])[0].settings
 
 
 def test_parameters_on_the_host_of_several_ranks_need_stage_3(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ field here and the code where it has an effect.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from textwrap import fill
 from typing import Any, Literal, TypeVar, cast, get_args
@@ -223,7 +224,8 @@ class StepSettings:
         one_of((*PLACES, AUTO)),
         "offload",
         f"where parameters live: {_names(PLACES)}; from the host, each segment's are fetched before it runs",
-        'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit.',
+        'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit; '
+        "several ranks move them in stage 3.",
         typed=one_of(PLACES),
     )
     persistent_params: int | str = _setting(
@@ -425,13 +427,17 @@ class StepSettings:
                     "leave some out"
                 )
 
-    def placed(self) -> "Iterator[StepSettings]":
+    def placed(self, world: int) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" on the device, then with activations, parameters or both of
-        these on the host, the one that moves fewest bytes first.
+        these on the host, the one that moves fewest bytes first; without those that other settings exclude.
+
+        Parameters that move to the host of several ranks move in slices: stage 3.
         """
         for params_on in PLACES if self.params_on == AUTO else (self.params_on,):
+            sliced = {"stage": 3} if params_on != self.params_on and params_on == "host" and world > 1 else {}
             for activations_on in PLACES if self.activations_on == AUTO else (self.activations_on,):
-                yield evolve(self, params_on=params_on, activations_on=activations_on)
+                with suppress(ValueError):
+                    yield evolve(self, params_on=params_on, activations_on=activations_on, **sliced)
 
     @property
     def group_size(self) -> int:

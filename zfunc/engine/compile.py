@@ -123,7 +123,7 @@ def compile(
             stages=stages,
             patience=patience,
         )
-        return first_that_fits((partial(make, placed) for placed in settings.placed()), example)
+        return first_that_fits((partial(make, placed) for placed in settings.placed(ranks.world)), example)
     optimizer = with_moments(optimizer, settings)
     if settings.deterministic:
         prepare_deterministic(device)

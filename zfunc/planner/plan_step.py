@@ -34,7 +34,7 @@ from zfunc.planner.search_space import SearchSpace
 from zfunc.planner.suggestions import Suggestion, suggest
 from zfunc.schedules import make_schedule
 
-BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "read", "write")
+BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
 # Settings that a search does not vary: only these are worth a suggestion after one.
 UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay_from", "speculate")
 
@@ -89,7 +89,10 @@ class Planned:
 
     @property
     def bus_bytes(self) -> dict[Kind, int]:
-        """Bytes that a step of one rank moves over each bus and the network, and from and to the disk."""
+        """Bytes that a step of one rank moves over each bus and the network, and from and to the disk.
+
+        For "host": that its updates read and write in host memory.
+        """
         ops = self.plan.graph.ops
         return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
 

@@ -133,8 +133,9 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     precision = precision_for(hardware, settings.precision)
     step = step_settings(settings, precision=precision)
     if settings.max:
-        one, start = cost_model(evolve(settings, num_layers=1)), search_start(step)
-        most = max_layers(one.spec(start), start, one.hardware(start))
+        one = cost_model(evolve(settings, num_layers=1))
+        placed = map(search_start, step.placed(settings.world))
+        most = max(max_layers(one.spec(x), x, one.hardware(x)) for x in placed)
         settings = evolve(settings, num_layers=max(1, most))
     planned = plan_settings(cost_model(settings), step)
     return PlannedModel(settings, planned, num_parameters(gpt_config(settings)))
