@@ -1,4 +1,4 @@
-"""Mutated manifests and shards for their readers: each is refused with a CheckpointError or read, nothing else.
+"""Mutated manifests, shards and swap spaces for their readers: each is refused with a CheckpointError or read.
 
 The invariant: no input makes a reader raise another error, take more than SECONDS, or more than LARGEST bytes.
 
@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from attrs import frozen
-from saved import everything, fill, save
+from saved import everything, fill, save, save_swap
 
 from zfunc.checkpoint import manifest_json as manifest_file
 from zfunc.checkpoint import strict_json
@@ -31,6 +31,7 @@ from zfunc.checkpoint.directory import open_checkpoint
 from zfunc.checkpoint.manifest import FILE
 from zfunc.checkpoint.safetensors_file import Shard
 from zfunc.checkpoint.shard_reader import open_shard
+from zfunc.checkpoint.swap_file import frame_header, frame_record, parse_header, parse_record, swap_file_name
 from zfunc.errors import CheckpointError
 
 SECONDS = 10  # an input that takes longer is taken for a hang
@@ -66,6 +67,10 @@ class Sample:
     manifest: bytes
     shard: Shard
     shard_bytes: bytes
+    swap: Path  # the file of a swap space
+    swap_bytes: bytes
+    swap_header: bytes  # in JSON, without what frames it
+    swap_record: bytes  # of the last commit
 
 
 @contextmanager
@@ -76,7 +81,18 @@ def sample() -> Iterator[Sample]:
         shard = manifest_file.read_manifest(path).shards[0]
         fields = json.loads((path / FILE).read_bytes())
         del fields["checksum"]  # it would refuse nearly all, and nothing behind it would be tried
-        yield Sample(path, strict_json.render(fields), shard, (path / shard.file).read_bytes())
+        (swap := Path(folder) / "swap").mkdir()
+        save_swap([swap], world=1, moments="8bit")
+        file = swap / swap_file_name(0, 1, 0)
+        raw = file.read_bytes()
+        header, at = json_in(raw, 0), parse_header(raw, "").record_at(1)
+        yield Sample(
+            path,
+            strict_json.render(fields),
+            shard,
+            (path / shard.file).read_bytes(),
+            *(file, raw, header, json_in(raw, at)),
+        )
 
 
 def try_manifest(known: Sample, raw: bytes) -> bool:
@@ -103,6 +119,41 @@ def try_shard(known: Sample, raw: bytes) -> bool:
             for tensor in known.shard.tensors:
                 reader.read_into(tensor.name, 0, tensor.numel, bytearray(tensor.nbytes))
         assert raw == known.shard_bytes, "changed bytes were taken for those written"
+        return True
+    except CheckpointError as error:
+        check_message(error)
+        return False
+
+
+def json_in(raw: bytes, at: int) -> bytes:
+    """The JSON text in a frame that begins there, which ends at its last brace."""
+    start = raw.index(b"{", at)
+    return raw[start : start + json.JSONDecoder().raw_decode(raw[start:].decode("latin-1"))[1]]
+
+
+def try_swap_header(known: Sample, text: bytes) -> bool:
+    """Whether a swap space with this header is read as a checkpoint, every byte of it."""
+    old, new = frame_header(known.swap_header), frame_header(text)
+    known.swap.write_bytes(new + known.swap_bytes[len(old) :])
+    return swap_is_read(known)
+
+
+def try_swap_record(known: Sample, text: bytes) -> bool:
+    """Whether a swap space with this last commit is read."""
+    raw, header = bytearray(known.swap_bytes), parse_header(known.swap_bytes, "")
+    at = header.record_at(1)
+    checksums = parse_record(raw[at : at + header.record_size], header, "").checksums  # type: ignore[union-attr]
+    new = frame_record(1, text, checksums)
+    raw[at : at + len(new)] = new
+    known.swap.write_bytes(raw)
+    return swap_is_read(known)
+
+
+def swap_is_read(known: Sample) -> bool:
+    """Every byte of the checkpoint that the swap space is."""
+    try:
+        checkpoint = open_checkpoint(known.swap.parent)
+        fill(checkpoint, everything(checkpoint.manifest))
         return True
     except CheckpointError as error:
         check_message(error)
@@ -200,6 +251,8 @@ def kind(
 kind("manifest bytes", "manifest", mutate_bytes, try_manifest)
 kind("manifest values", "manifest", mutate_json, try_manifest)
 kind("shard bytes", "shard_bytes", mutate_bytes, try_shard)
+kind("swap header", "swap_header", mutate_json, try_swap_header)
+kind("swap record", "swap_record", mutate_json, try_swap_record)
 
 
 @contextmanager

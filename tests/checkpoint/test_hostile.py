@@ -330,5 +330,5 @@ def test_the_longer_run_counts_its_inputs(capsys: pytest.CaptureFixture[str]) ->
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1].startswith("60 inputs in ")
     counts = [line.split() for line in lines[:-1]]
-    assert [int(x[2]) + int(x[4]) for x in counts] == [20] * 3
-    assert all(int(x[2]) > 5 for x in counts)
+    assert [int(x[2]) + int(x[4]) for x in counts] == [12] * 5
+    assert all(int(x[2]) > 3 for x in counts)

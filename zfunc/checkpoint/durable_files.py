@@ -82,11 +82,13 @@ def read_all(fd: int, data: memoryview, offset: int) -> None:
 @contextmanager
 def opened(path: Path) -> Generator[Callable[[int, int], bytes], None, None]:
     """A function that reads so many bytes from an offset of a regular file. All of them raise CheckpointError."""
-    fd, _ = open_file(path)
+    fd, size = open_file(path)
 
     def read(offset: int, nbytes: int) -> bytes:
-        raw = bytearray(nbytes)
         with os_errors_as(path, f"reading bytes {offset} to {offset + nbytes}"):
+            if offset + nbytes > size:  # before memory is allocated for them
+                raise OSError(errno.EIO, "the file ended early")
+            raw = bytearray(nbytes)
             read_all(fd, memoryview(raw), offset)
         return bytes(raw)
 

@@ -111,7 +111,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
         for bucket in layout.frozen_buckets:
             slices += frozen_slices(layout, bucket, dtypes[FROZEN], rank, header.world)
         for x in slices:
-            piece = StateSlice(x.start, x.stop, homes[rank][x.bucket], f"{x.bucket}/{x.kind}", x.at)
+            piece = StateSlice(x.start, x.stop, homes[rank].get(x.bucket, -1), f"{x.bucket}/{x.kind}", x.at)
             by_kind = pieces.setdefault(x.parameter, {})
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
     metadata = commits[0].metadata
@@ -160,11 +160,11 @@ def _layout(buckets: JsonNode, frozen_buckets: JsonNode, trained: JsonNode, froz
         return found
 
     def cut(edges: JsonNode, held: JsonNode, first: int) -> tuple[Bucket, ...]:
-        found = spans(held)
-        return tuple(
-            Bucket(n, a, b, tuple(x for x in found if a <= x.start < b), ())
-            for n, (a, b) in enumerate((x.integers() for x in edges.items()), first)
-        )
+        found, result = spans(held), list[Bucket]()
+        for n, x in enumerate(edges.items(), first):
+            start, stop = ends if len(ends := x.integers()) == 2 else x.refuse("start and stop")
+            result.append(Bucket(n, start, stop, tuple(s for s in found if start <= s.start < stop), ()))
+        return tuple(result)
 
     own = cut(buckets, trained, 0)
     return Layout((), own, cut(frozen_buckets, frozen, len(own)))

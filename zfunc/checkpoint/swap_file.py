@@ -130,13 +130,12 @@ class SwapHeader:
                 "folder": self.folder,
             }
         )
-        raw = _HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text
-        if len(raw) > HEADER_LIMIT:
+        if len(text) > HEADER_LIMIT:
             raise CheckpointError(
-                f"swap space: got a header of {len(raw)} bytes, expected at most {HEADER_LIMIT}: use fewer and "
+                f"swap space: got a header of {len(text)} bytes, expected at most {HEADER_LIMIT}: use fewer and "
                 "larger buckets"
             )
-        return raw.ljust(whole_blocks(len(raw)), b"\0")
+        return frame_header(text)
 
     def of(self, folder: int) -> "SwapHeader":
         """The header of the file in the folder of that number."""
@@ -183,10 +182,27 @@ class SwapHeader:
         return self._ends[1]
 
 
+def frame_header(text: bytes) -> bytes:
+    """A header's bytes in a file, from its JSON."""
+    raw = _HEADER.pack(_HEADER_MAGIC, len(text), zlib.crc32(text)) + text
+    return raw.ljust(whole_blocks(len(raw)), b"\0")
+
+
+def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
+    """A record's bytes in a file, from its JSON and the checksums of all buffers."""
+    sums = array("I", checksums)
+    if sys.byteorder == "big":
+        sums.byteswap()
+    head = _RECORD.pack(_RECORD_MAGIC, number, len(text), 4 * len(sums), 0)[:-4]
+    body = text + sums.tobytes()
+    raw = head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body
+    return raw.ljust(whole_blocks(len(raw)), b"\0")
+
+
 def read_header(read: Read, where: str) -> SwapHeader:
     """The header of a file called `where`. Raises CheckpointError if it is damaged or not a swap space's."""
     magic, size, _ = _HEADER.unpack_from(read(0, BLOCK))
-    if magic != _HEADER_MAGIC or _HEADER.size + size > HEADER_LIMIT:
+    if magic != _HEADER_MAGIC or size > HEADER_LIMIT:
         raise CheckpointError(
             f"{where}: got another kind of file, expected a swap space of zfunc's: move it away"
         )
@@ -249,17 +265,12 @@ class CommitRecord:
     def raw(self, room: int) -> bytes:
         """Its bytes. Raises CheckpointError if they are more than `room`."""
         text = strict_json.render({"generations": self.generations, "metadata": self.metadata})
-        sums = array("I", self.checksums)
-        if sys.byteorder == "big":
-            sums.byteswap()
-        head = _RECORD.pack(_RECORD_MAGIC, self.number, len(text), 4 * len(sums), 0)[:-4]
-        body = text + sums.tobytes()
-        raw = head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body
+        raw = frame_record(self.number, text, self.checksums)
         if len(raw) > room:
             raise CheckpointError(
                 f"swap space: got a record of {len(raw)} bytes, expected at most {room}: save less as extra="
             )
-        return raw.ljust(whole_blocks(len(raw)), b"\0")
+        return raw
 
 
 def read_records(read: Read, header: SwapHeader, where: str) -> dict[int, CommitRecord]:
@@ -293,4 +304,4 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
     generations, metadata = strict_json.parse_json(body[:length], where).fields("generations", "metadata")
     metadata.entries()
     record = CommitRecord(number, generations.integers(1), sums, cast("dict[str, Any]", metadata.value))
-    return record if len(record.generations) in (0, len(header.extents)) else None
+    return record if len(record.generations) == (len(header.extents) if number else 0) else None
