@@ -215,6 +215,7 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
             {"accumulate": "diagonal"},
             "accumulate: got 'diagonal', expected auto, horizontal, vertical, or a number",
         ),
+        ({"accumulate": None}, "accumulate: got None, expected auto, horizontal, vertical, or a number"),
         ({"accumulate": 0}, "accumulate: got 0"),
         ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
         ({"persistent_params": "last"}, "persistent_params: got 'last', expected a number of elements, or"),

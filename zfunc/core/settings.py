@@ -88,7 +88,7 @@ def _stage(name: str, value: Any) -> int:
 def _accumulate(name: str, value: Any) -> str | int:
     if value in ORDERS:
         return value
-    if isinstance(value, str):
+    if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(
             f"{name}: got {value!r}, expected {_names(ORDERS)}, or a number of micro-batches: choose one"
         )
