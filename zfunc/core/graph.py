@@ -15,7 +15,7 @@ from zfunc.core.dtypes import DTYPES, Dtype
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "read", "write"]
 Lifetime = Literal["operation", "program", "state", "value"]
-Role = Literal["params", "state", "shadow", "grad", "grad_shard", "copy", "act", "squares", "loss"]
+Role = Literal["params", "state", "paged", "shadow", "grad", "grad_shard", "copy", "act", "squares", "loss"]
 RegionDtype = Dtype | Literal["compute"]  # "compute" is the precision of parameters on the device
 TIERS: tuple[Tier, ...] = get_args(Tier)
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -50,8 +50,9 @@ class Region:
     - "value": an input or output of a step: the batch, a norm, a decision.
 
     `role` is its use, where several buffers serve the same one: "params" as forward reads them, the optimizer's
-    "state" of a bucket and its "shadow", the "grad" of a whole bucket, a rank's "grad_shard", the "copy" of new
-    parameters on its way to the device, an "act" that waits for backward, "squares" of a gradient, a "loss".
+    "state" of a bucket, "paged" in from the disk, and its "shadow", the "grad" of a whole bucket, a rank's
+    "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
+    of a gradient, a "loss".
 
     Raises ValueError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """

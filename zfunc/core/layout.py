@@ -292,10 +292,28 @@ def resident_buckets(layout: Layout, offload_ratio: float) -> frozenset[int]:
     >>> sorted(resident_buckets(layout, 0.5)), sorted(resident_buckets(layout, 1.0))
     ([0, 1], [])
     """
-    left = (1 - offload_ratio) * layout.numel
+    return _share(layout.buckets, 1 - offload_ratio)
+
+
+def paged_buckets(layout: Layout, disk_ratio: float, *, ascending: bool) -> frozenset[int]:
+    """The buckets whose optimizer state is on the disk, if a share `disk_ratio` (0 to 1) is, in whole buckets.
+
+    Those that are updated last stay in memory: the ones of the highest index where updates are `ascending`.
+
+    >>> layout = make_layout([[Parameter(str(n), (64,))] for n in range(4)], bucket_size=64)
+    >>> sorted(paged_buckets(layout, 0.75, ascending=True)), sorted(paged_buckets(layout, 0.75, ascending=False))
+    ([0, 1, 2], [1, 2, 3])
+    """
+    last_first = layout.buckets[:: -1 if ascending else 1]
+    return frozenset(b.index for b in layout.buckets) - _share(last_first, 1 - disk_ratio)
+
+
+def _share(buckets: Sequence[Bucket], share: float) -> frozenset[int]:
+    """The first of the buckets that make up a share of all, 0 to 1, rounded."""
+    left = share * sum(b.numel for b in buckets)
     chosen: set[int] = set()
-    for bucket in layout.buckets:
-        if bucket.numel / 2 <= left or (offload_ratio == 0):
+    for bucket in buckets:
+        if bucket.numel / 2 <= left or share == 1:
             chosen.add(bucket.index)
             left -= bucket.numel
     return frozenset(chosen)

@@ -9,6 +9,7 @@ from collections import Counter
 from attrs import define, field, frozen
 
 from zfunc.core.graph import Op, Region
+from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.regions import FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
 from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
@@ -20,6 +21,10 @@ class Progress:
 
     weights: SlotAllocator  # of buckets
     sums: SlotAllocator  # of buckets
+    states: SlotAllocator  # of buckets
+    weight_pages: SlotAllocator  # of buckets
+    grad_pages: SlotAllocator  # of buckets
+    pages: Counter[int] = field(factory=Counter[int])  # reads of each bucket's parameters
     fetches: Counter[int] = field(factory=Counter[int])  # of each bucket
     deliveries: int = 0  # of buckets, in the gradient's slots
     sums_sent: int = 0  # to the host
@@ -43,8 +48,15 @@ class Progress:
         sums = {b: layout.buckets[b].numel for b in spec.offloaded if spec.sums_on_device}
         read = [[b for b in layout.weights_of(s) if b in weights] for s in segments]
         added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
+        states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
+        on_disk = {b: spec.kept_numel(b) for b in weights if spec.on_disk(b)}
+        spilled = {b: Regions(spec)._page_bytes(b) for b in spec.offloaded if spec.spilled(b)}
         return cls(
-            SlotAllocator(weights, read, spec.weight_slots), SlotAllocator(sums, added, spec.grad_slots)
+            SlotAllocator(weights, read, spec.weight_slots),
+            SlotAllocator(sums, added, spec.grad_slots),
+            SlotAllocator(states, [[b] for b in states], spec.state_slots),
+            SlotAllocator(on_disk, [[b for b in x if b in on_disk] for x in read], spec.weight_slots),
+            SlotAllocator(spilled, [[b] for b in spilled], spec.host_slots),
         )
 
 
@@ -67,11 +79,14 @@ class OpBuilder(Regions):
 
     def fetch(self, b: int) -> Op:
         """Copy the parameters of bucket `b`, or this rank's slice of them, from the host to its slot."""
+        home = (
+            self._weight_page(self.progress.weight_pages.slot(b)) if self.spec.on_disk(b) else self._home(b)
+        )
         return Op(
             "fetch",
             self._next_fetch(b),
             "h2d",
-            (self._home(b),),
+            (home,),
             (self._slot_of(b),),
             nbytes=self.spec.kept_numel(b) * self.spec.element_bytes,
         )
@@ -79,8 +94,9 @@ class OpBuilder(Regions):
     def gather(self, b: int) -> Op:
         """Gather the parameters of bucket `b` from all ranks in its slot."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        slice_ = self._slot_of(b) if self.spec.on_host(b) else self._params(b)
-        index = (self.progress.fetches[b] - 1, b) if self.spec.on_host(b) else self._next_fetch(b)
+        fetched = self.spec.off_device(b)
+        slice_ = self._slot_of(b) if fetched else self._params(b)
+        index = (self.progress.fetches[b] - 1, b) if fetched else self._next_fetch(b)
         return Op(
             "gather", index, "network", (slice_, *self._decision_made()), (self._slot_of(b),), nbytes=nbytes
         )
@@ -200,6 +216,8 @@ class OpBuilder(Regions):
     def to_host(self, m: int, b: int, d: int, slot: int, host_slot: int | None) -> Op:
         """Copy a bucket's gradient to pinned memory: into a slot, or to its own buffer to wait for the norm."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
+        if self.spec.spilled(b):
+            self.progress.grad_pages.take([b])
         into = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
         if self.spec.sums_on_device:
             return Op(
@@ -264,8 +282,8 @@ class OpBuilder(Regions):
     def adam(self, b: int, host_slot: int | None) -> Op:
         """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device."""
         grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
-        state, copy = self._state(b), self._new_copy(b)
-        kept = copy if self.spec.on_host(b) else ()  # by a step that is skipped
+        state, copy = self._updated(b), self._new_copy(b)
+        kept = copy if self.spec.off_device(b) else ()  # by a step that is skipped
         return Op(
             "adam",
             (b,),
@@ -302,19 +320,89 @@ class OpBuilder(Regions):
 
     def _new_copy(self, b: int) -> tuple[Region, ...]:
         """What an update writes beside the state: the parameters for the device, unless the state has them."""
-        if self.spec.send_high_half:
+        if self.spec.send_high_half or self.spec.on_disk(b):
             return ()
-        return (self._params(b) if self.spec.on_host(b) else self._param_slot(b),)
+        return (self._params(b) if self.spec.off_device(b) else self._param_slot(b),)
+
+    def _updated(self, b: int) -> tuple[Region, ...]:
+        """The state of a bucket that an update changes: in memory, and in the slot it was paged into."""
+        return (*self._state(b), *self._paged(b))
+
+    def _paged(self, b: int) -> tuple[Region, ...]:
+        """The slot that has the state of a bucket that lives on the disk."""
+        return (self._state_slot(self.progress.states.slot(b)),) if b in self.spec.paged else ()
+
+    def _waiting(self, b: int) -> Region:
+        if self.spec.spilled(b):
+            return self._grad_page(self.progress.grad_pages.slot(b))
+        return super()._waiting(b)
 
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it."""
+        numel = self.spec.layout.buckets[b].numel // self.spec.world
+        state = sum(x.nbytes(numel) for x in STATE_FORMATS[self.spec.state_format])
         copied = 0 if self.spec.send_high_half else self._shard_bytes(b, self.spec.element_bytes)
-        return 2 * sum(r.nbytes for r in self._state(b)) + self._waiting(b).nbytes + copied
+        return 2 * state + self._waiting_bytes(b) + copied
+
+    def page_in(self, b: int) -> Op:
+        """Read the state of bucket `b` into a slot: what memory does not have of it."""
+        self.progress.states.take([b])
+        into = self._state_slot(self.progress.states.slot(b))
+        return Op(
+            "page_in", (b,), "read", (self._extent(b),), (into,), nbytes=self.spec.extent(b).moved_bytes
+        )
+
+    def page_out(self, b: int) -> Op:
+        """Write the state of bucket `b` to the disk after its update; for a commit also what memory has of it."""
+        extent, commit = self.spec.extent(b), self.spec.commit
+        if b not in self.spec.paged:
+            self.progress.states.take([b])
+        slot = self._state_slot(self.progress.states.slot(b))
+        state = self._state(b) if commit else ()
+        return Op(
+            "page_out",
+            (b,),
+            "write",
+            (self._decision(), *state, *((slot,) if b in self.spec.paged else ())),
+            (self._extent(b), *((slot,) if state else ())),
+            nbytes=extent.nbytes if commit else extent.moved_bytes,
+        )
+
+    def commit(self) -> Op:
+        """Wait until the state is on the disk, and name its step there: until then the last commit's is valid.
+
+        A gradient that was not finite, seen after the updates, leaves no commit.
+        """
+        extents = tuple(self._extent(b.index) for b in self.spec.layout.buckets)
+        kind = "network" if self.spec.world > 1 else "write"
+        norm = () if self.spec.deferred else (self._norm(),)
+        reads = (self._position(), self._decision(), *norm, *extents)
+        return Op("commit", (), kind, reads, (self._committed(),))
+
+    def page_in_weights(self, b: int) -> Op:
+        """Read the parameters of bucket `b`, or this rank's slice of them, from the disk to pinned memory."""
+        into = self._weight_page(self.progress.weight_pages.slot(b))
+        self.progress.pages[b] += 1
+        index = (self.progress.pages[b] - 1, b)
+        return Op("page_in_weights", index, "read", (self._extent(b),), (into,), nbytes=into.nbytes)
+
+    def spill(self, b: int) -> Op:
+        """Write the gradient of bucket `b` to the disk, where it waits for its update."""
+        page = self._waiting(b)
+        return Op("spill", (b,), "write", (page,), (self._spilled(b),), nbytes=self._page_bytes(b))
+
+    def unspill(self, b: int) -> Op:
+        """Read the gradient of bucket `b` back."""
+        self.progress.grad_pages.take([b])
+        page = self._waiting(b)
+        return Op("unspill", (b,), "read", (self._spilled(b),), (page,), nbytes=self._page_bytes(b))
 
     def to_device(self, b: int) -> Op:
         """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
-        reads = (self._decision(), self._copy(b), self._params(b))
+        paged = b in self.spec.paged and self.spec.send_high_half
+        copy = self._state_slot(self.progress.states.slot(b)) if paged else self._copy(b)
+        reads = (self._decision(), copy, self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
 
     def all_gather(self, b: int) -> Op:
@@ -328,7 +416,8 @@ class OpBuilder(Regions):
         """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
         bucket its parameters."""
         into = self._written(b)
-        return Op("write", (b,), "write", (self._checkpoint(), *self._saved(b)), (into,), nbytes=into.nbytes)
+        reads = (self._checkpoint(), *self._saved(b), *self._paged(b))
+        return Op("write", (b,), "write", reads, (into,), nbytes=into.nbytes)
 
     def publish(self, *, last: bool = False) -> Op:
         """Sync the checkpoint to disk and give it its name, after every rank has written its part.

@@ -50,6 +50,8 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
         yield emit.decide()
         for bucket in reversed(spec.layout.buckets):
             yield from _update(spec, emit, bucket.index, None)
+    if spec.commit:
+        yield emit.commit()
     if spec.save:
         yield emit.publish(last=True)
 
@@ -115,6 +117,8 @@ def checkpoint(spec: StepSpec) -> Iterator[Op]:
 def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Write the state before this step, in the order in which it is updated."""
     for bucket in spec.layout.buckets if spec.deferred else reversed(spec.layout.buckets):
+        if bucket.index in spec.paged:
+            yield emit.page_in(bucket.index)
         yield emit.write(bucket.index)
     for bucket in spec.layout.frozen_buckets:
         yield emit.write(bucket.index)
@@ -157,7 +161,9 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
     for b in emit.progress.weights.take(streamed):
-        if spec.on_host(b):
+        if spec.on_disk(b) and emit.progress.weight_pages.take([b]):
+            yield emit.page_in_weights(b)
+        if spec.off_device(b):
             yield emit.fetch(b)
         if spec.sharded(b):
             yield emit.gather(b)
@@ -225,6 +231,8 @@ def _deliver(
         yield emit.to_host(m, b, d, slot, slot if added or not spec.barrier else None)
         if added:
             yield emit.accumulate(m, b, d, slot, first=(m == 0 or summed) and (d == 0 or apart))
+        if spec.spilled(b):
+            yield emit.spill(b)
     if apart and last and d > 0:
         yield emit.join_sums(b, d)
     if complete and b in spec.resident:
@@ -249,13 +257,19 @@ def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterat
     if b in spec.resident:
         yield emit.adam_on_device(b, slot)
     else:
+        if spec.spilled(b):
+            yield emit.unspill(b)
+        if b in spec.paged:
+            yield emit.page_in(b)
         yield emit.confirm(b) if b in spec.shadowed else emit.adam(b, slot)
     yield from _send(spec, emit, b)
+    if b in spec.paged or (spec.swaps and spec.commit):
+        yield emit.page_out(b)
 
 
 def _send(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
     """Send the new parameters of a bucket to where they live: this rank's device, and the other ranks'."""
-    if b not in spec.resident and not spec.on_host(b):
+    if b not in spec.resident and not spec.off_device(b):
         yield emit.to_device(b)
     if spec.world > 1 and not spec.streamed(b):
         yield emit.all_gather(b)
@@ -265,6 +279,8 @@ def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Apply the gradients of the step before, in the order in which forward reads the parameters."""
     for b in spec.offloaded:
         yield from _update(spec, emit, b, None)
+    if spec.commit:
+        yield emit.commit()
 
 
 def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:

@@ -6,7 +6,9 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from attrs import evolve, field, frozen
 
+from zfunc.core.extents import BLOCK
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
+from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 from zfunc.core.slots import Slot
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -47,19 +49,15 @@ class Regions:
         """The parameters of a bucket where they live: on the device or in pinned memory, all or a slice."""
         spec = self.spec
         buffer = "params" if b < len(spec.layout.buckets) else "frozen"
-        tier: Tier = "pinned" if spec.on_host(b) else "device"
+        tier: Tier = "pinned" if spec.off_device(b) else "device"
         return Region(
             buffer, (b,), spec.kept_numel(b) * spec.element_bytes, tier, "state", "compute", "params"
         )
 
     @_once
     def _home(self, b: int) -> Region:
-        """Where the parameters of a bucket, trainable or frozen, are fetched from."""
-        return self._high_half(b) if self._is_high_half(b) else self._params(b)
-
-    def _is_high_half(self, b: int) -> bool:
-        """Whether the host has the parameters of a bucket as the high half of their masters, and nowhere else."""
-        return b < len(self.spec.layout.buckets) and self.spec.on_host(b) and self.spec.send_high_half
+        """Where memory has the parameters of a bucket, trainable or frozen, for the device."""
+        return self._high_half(b) if self.spec.keeps_high_half(b) else self._params(b)
 
     @_once
     def _constants(self) -> tuple[Region, ...]:
@@ -69,8 +67,46 @@ class Regions:
     @_once
     def _weight_slot(self, slot: Slot) -> Region:
         nbytes = slot.numel * self.spec.element_bytes
-        index = slot.size_class, slot.index
-        return Region("weight_slot", index, nbytes, "device", "program", "compute", "params")
+        return Region("weight_slot", slot.key, nbytes, "device", "program", "compute", "params")
+
+    @_once
+    def _weight_page(self, slot: Slot) -> Region:
+        """Parameters that have been read from the disk, or this rank's slice of them."""
+        nbytes = round_up(slot.numel * self.spec.element_bytes, BLOCK)
+        return Region("weight_page", slot.key, nbytes, "pinned", "program", "uint8")
+
+    @_once
+    def _state_slot(self, slot: Slot) -> Region:
+        """The state of a bucket while it is updated."""
+        return Region("state_slot", slot.key, slot.numel, "pinned", "program", "uint8", "paged")
+
+    @_once
+    def _extent(self, b: int) -> Region:
+        """This rank's state of a bucket on the disk: before a commit, and after it."""
+        return Region("extent", (b,), 2 * self.spec.extent(b).nbytes, "disk", "state", "uint8", "state")
+
+    @_once
+    def _committed(self) -> Region:
+        """What names the step whose state is on the disk."""
+        return Region("committed", (), 0, "disk", "value")
+
+    @_once
+    def _grad_page(self, slot: Slot) -> Region:
+        """A gradient on its way to the disk, or back."""
+        dtype: RegionDtype = "fp32" if self.spec.sums_on_device else "compute"
+        return Region("grad_page", slot.key, slot.numel, "pinned", "program", dtype, "grad_shard")
+
+    @_once
+    def _spilled(self, b: int) -> Region:
+        """A gradient that waits on the disk for its update."""
+        lifetime = "state" if self.spec.keeps_gradient else "program"
+        return Region("spilled", (b,), self._page_bytes(b), "disk", lifetime, "uint8")
+
+    def _page_bytes(self, b: int) -> int:
+        """Bytes of the gradient of a bucket that waits on the disk."""
+        return round_up(
+            self._shard_bytes(b, FP32 if self.spec.sums_on_device else self.spec.element_bytes), BLOCK
+        )
 
     @_once
     def _input(self, m: int, s: int) -> Region:
@@ -152,8 +188,8 @@ class Regions:
     @_once
     def _sum_slot(self, slot: Slot) -> Region:
         """This rank's slice of the sum of a bucket's gradients over the micro-batches, on the device."""
-        nbytes, index = slot.numel // self.spec.world * FP32, (slot.size_class, slot.index)
-        return Region("sum_slot", index, nbytes, "device", "program", "fp32", "grad_shard")
+        nbytes = slot.numel // self.spec.world * FP32
+        return Region("sum_slot", slot.key, nbytes, "device", "program", "fp32", "grad_shard")
 
     def _host_slot(self, k: int) -> Region:
         summed = self.spec.sums_on_device
@@ -187,8 +223,7 @@ class Regions:
     def _waiting(self, b: int) -> Region:
         """The gradient of a bucket that waits for its update; fp32 if it is a sum of deliveries."""
         added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
-        nbytes = self._shard_bytes(b, FP32 if added else self.spec.element_bytes)
-        dtype = "fp32" if added else "compute"
+        nbytes, dtype = self._waiting_bytes(b), "fp32" if added else "compute"
         if b in self.spec.resident:
             buffer = "device_sum" if added else "device_grad"
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
@@ -198,7 +233,10 @@ class Regions:
         )  # it waits for the next step, or in this one
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
-    @_once
+    def _waiting_bytes(self, b: int) -> int:
+        added = self.spec.num_deliveries(self.spec.layout.buckets[b]) > 1
+        return self._shard_bytes(b, FP32 if added else self.spec.element_bytes)
+
     def _sum(self, b: int, d: int) -> Region:
         """The sum over micro-batches of a bucket's delivery `d`; that of the first one becomes the whole gradient.
 
@@ -215,18 +253,23 @@ class Regions:
         for bucket in layout.frozen_buckets:
             yield self._params(bucket.index)
         for b in range(len(layout.buckets)):
-            if not self._is_high_half(b):
+            if not self.spec.keeps_high_half(b) and not self.spec.on_disk(b):
                 yield self._params(b)
             yield from self._state(b)
+            if self.spec.swaps:
+                yield self._extent(b)
             if b in self.spec.shadowed:
                 yield from self._shadow(b)
             if self.spec.keeps_gradient and b not in self.spec.resident:
-                yield self._waiting(b)
+                yield self._spilled(b) if self.spec.spilled(b) else self._waiting(b)
 
     @_once
     def _state(self, b: int) -> tuple[Region, ...]:
-        """The optimizer state of a bucket; pinned where the device gets it as it is."""
-        return tuple(self._kept(b, x) for x in STATE_FORMATS[self.spec.state_format])
+        """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""
+        kinds = STATE_FORMATS[self.spec.state_format]
+        if b in self.spec.paged:
+            kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
+        return tuple(self._kept(b, x) for x in kinds)
 
     def _shadow(self, b: int) -> tuple[Region, ...]:
         """The buffers that a speculative update of a bucket writes."""
@@ -239,7 +282,7 @@ class Regions:
         return Region(kind.name, (b,), nbytes, where, "state", kind.dtype, "state")
 
     def _copy(self, b: int) -> Region:
-        """The new parameters of a bucket in the device's dtype."""
+        """The new parameters of a bucket in the device's dtype, unless they are paged with the state."""
         return self._high_half(b) if self.spec.send_high_half else self._param_slot(b)
 
     def _high_half(self, b: int) -> Region:
@@ -262,6 +305,11 @@ class Regions:
         return Region("decision", (), FP64, "host", "value")
 
     @_once
+    def _position(self) -> Region:
+        """Where the training is after the update that a commit names."""
+        return Region("position", (), 0, "host", "value")
+
+    @_once
     def _sent(self, m: int, b: int, d: int) -> Region:
         """Empty; it orders a collective before the decision."""
         return Region("sent", (m, b, d), tier="host")
@@ -281,7 +329,8 @@ class Regions:
     def _written(self, b: int) -> Region:
         slice_ = self._shard_bytes(b, self.spec.element_bytes)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self._saved(b))
-        return Region("written", (b,), nbytes, "disk", "value")
+        paged = self.spec.extent(b).moved_bytes if b in self.spec.paged else 0
+        return Region("written", (b,), nbytes + paged, "disk", "value")
 
     def _published(self) -> Region:
         """The result of a save: the checkpoint's path, or why it failed."""

@@ -5,6 +5,7 @@ field here and the code where it has an effect.
 """
 
 import inspect
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from attrs import evolve, field, fields, fields_dict, frozen
 
 from zfunc.core.dtypes import PRECISIONS, Precision
 from zfunc.core.graph import Graph
-from zfunc.core.layout import Layout, Parameter, make_layout, part_size, resident_buckets
+from zfunc.core.layout import Layout, Parameter, make_layout, paged_buckets, part_size, resident_buckets
 from zfunc.core.optimizer_state import MOMENTS, Moments
 from zfunc.core.plan import Plan
 from zfunc.core.spec import in_equal_shares
@@ -30,6 +31,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
+DISK: Literal["disk"] = "disk"
+HOST_OR_DISK = ("host", DISK)
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
@@ -114,6 +117,15 @@ def _persistent(name: str, value: Any) -> int | str:
             f"{name}: got {value!r}, expected names of segments or parameters, joined by commas: name some"
         )
     return _read_number(value)
+
+
+def _swap(name: str, value: Any) -> tuple[str, ...]:
+    """One folder, or several."""
+    folders = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    for folder in folders:
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+            raise TypeError(f"{name}: got {folder!r}, expected the path of a folder: pass one for each drive")
+    return tuple(os.fsdecode(folder) for folder in folders)
 
 
 def _offload_ratio(name: str, value: Any) -> float | str:
@@ -219,14 +231,16 @@ class StepSettings:
         read=int,
         metavar="1|2|3",
     )
-    params_on: Place | Literal["auto"] = _setting(
+    params_on: Place | Literal["disk", "auto"] = _setting(
         "device",
-        one_of((*PLACES, AUTO)),
+        one_of((*PLACES, DISK, AUTO)),
         "offload",
-        f"where parameters live: {_names(PLACES)}; from the host, each segment's are fetched before it runs",
-        'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit; '
-        "several ranks move them in stage 3.",
-        typed=one_of(PLACES),
+        f"where parameters live: {_names((*PLACES, DISK))}; but for the first, a segment's are fetched before it "
+        "runs",
+        'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
+        "else on the host, several ranks in stage 3. On the disk they are part of the optimizer state there; frozen "
+        "ones stay on the host.",
+        typed=one_of((*PLACES, DISK)),
     )
     persistent_params: int | str = _setting(
         0,
@@ -286,6 +300,47 @@ class StepSettings:
         "buckets updated before the norm is known, with clipping or fp16; same result, more memory",
         "The update goes into a shadow, as if nothing were clipped or skipped, and is made again if that is wrong.",
     )
+    state_on: Literal["host", "disk"] = _setting(
+        "host",
+        one_of(HOST_OR_DISK),
+        "offload",
+        f"where the optimizer state lives: {_names(HOST_OR_DISK)}; the disk needs folders, swap",
+        "Same result. A bucket's state is read before its update and written after it.",
+    )
+    disk_ratio: float = _setting(
+        1.0,
+        partial(
+            number, least=0.0, most=1.0, hint="pass the share of the optimizer state on the disk, such as 0.8"
+        ),
+        "offload",
+        "with state_on disk, the share of the state that is there, 0 to 1; the rest stays on the host",
+        "In whole buckets; those that are updated last stay.",
+    )
+    grads_on: Literal["host", "disk"] = _setting(
+        "host",
+        one_of(HOST_OR_DISK),
+        "offload",
+        f"with state_on disk, where gradients wait for the norm or for a deferred update: {_names(HOST_OR_DISK)}",
+        "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there.",
+    )
+    swap: tuple[str, ...] = _setting(
+        (),
+        _swap,
+        "offload",
+        "folder for the state on the disk; once for each drive",
+        "What is there is a checkpoint: training goes on from it with `zfunc.load`.",
+        metavar="FOLDER",
+    )
+    commit_every: int = _setting(
+        1,
+        _count,
+        "offload",
+        "with state_on disk, steps between two that can be gone back to after a crash",
+        "Such a step also writes what memory has of the state, and waits until the disk has it.",
+    )
+    state_slots: int = _setting(
+        3, _count, "offload", "with state_on disk, buckets whose state has room in pinned memory"
+    )
     defer: bool = _setting(
         False,
         truth,
@@ -338,10 +393,11 @@ class StepSettings:
             )
 
         self._check_streaming()
+        self._check_disk()
 
     def _check_streaming(self) -> None:
         """Raise ValueError where parameters or activations cannot live where they should."""
-        for name, streams in (("params_on", self.params_on == "host"), ("stage", self.stage == 3)):
+        for name, streams in (("params_on", self.params_on in ("host", DISK)), ("stage", self.stage == 3)):
             chosen = f"{name}: got {getattr(self, name)!r} with"
             if streams and self.keeps_all:
                 raise ValueError(
@@ -353,26 +409,52 @@ class StepSettings:
                     f"{chosen} delay_from={self.delay_from}, expected one of the two: forward and backward of a "
                     "delayed step need the old parameters while the host makes the new ones"
                 )
-        if self.params_on == "host" and self.speculate:
+        if self.params_on in ("host", DISK) and self.speculate:
             raise ValueError(
-                f"params_on: got 'host' with speculate={self.speculate}, expected one of the two: leave speculate "
-                "out"
+                f"params_on: got {self.params_on!r} with speculate={self.speculate}, expected one of the two: "
+                "leave speculate out"
             )
         if self.stashes and self.keeps_all:
             raise ValueError(
                 f"activations_on: got {self.activations_on!r} with recompute={self.recompute!r}, expected 'all' or "
                 "'min-cut': what autograd keeps cannot be moved"
             )
-        if self.stage == 1 and (self.params_on == "host" or self.group_size > 1):
-            other = "params_on='host'" if self.params_on == "host" else f"accumulate={self.accumulate!r}"
+        off_device = self.params_on in ("host", DISK)
+        if self.stage == 1 and (off_device or self.group_size > 1):
+            other = f"params_on={self.params_on!r}" if off_device else f"accumulate={self.accumulate!r}"
             raise ValueError(
                 f"stage: got 1 with {other}, expected 2 or 3: pass one of them, or leave stage out"
             )
 
+    def _check_disk(self) -> None:
+        """Raise ValueError where the state cannot be on the disk, or something needs it there."""
+        needs = {
+            "params_on": self.params_on == DISK,
+            "grads_on": self.grads_on == DISK,
+            "swap": bool(self.swap),
+            "disk_ratio": self.disk_ratio != 1.0,
+        }
+        for name in (x for x, needed in needs.items() if needed and self.state_on != DISK):
+            raise ValueError(
+                f"{name}: got {getattr(self, name)!r} with state_on={self.state_on!r}, expected state_on='disk': "
+                f"pass it, or leave {name} out"
+            )
+        excluded = {
+            "offload_ratio": (self.offload_ratio != 1.0, "disk_ratio keeps a part of the state on the host"),
+            "speculate": (bool(self.speculate), "a shadow of the state would be on the disk, too"),
+            "delay_from": (self.delayed, "pass defer, which hides the host with the plain result"),
+        }
+        for name, (given, instead) in excluded.items():
+            if given and self.state_on == DISK:
+                raise ValueError(
+                    f"state_on: got 'disk' with {name}={getattr(self, name)!r}, expected one of the two: leave "
+                    f"{name} out; {instead}"
+                )
+
     @property
     def streams(self) -> bool:
         """Whether parameters are whole on the device only while a segment uses them, on any number of ranks."""
-        return self.params_on == "host" or self.stage == 3
+        return self.params_on in ("host", DISK) or self.stage == 3
 
     @property
     def moves(self) -> bool:
@@ -521,7 +603,8 @@ def _list(defaults: Mapping[str, Any]) -> Iterator[str]:
 def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, world: int) -> Layout:
     """The layout of the segments' parameters, in buckets of the size set, or smaller with partial offload."""
     trainable = {p.name: p.numel for own in parameters for p in own if p.trainable}
-    size = part_size(settings.bucket_size, sum(trainable.values()), settings.offload_ratio)
+    share = settings.disk_ratio if settings.state_on == DISK else settings.offload_ratio
+    size = part_size(settings.bucket_size, sum(trainable.values()), share)
     return make_layout(
         parameters,
         bucket_size=size,
@@ -534,6 +617,8 @@ def lay_out(parameters: Sequence[Sequence[Parameter]], settings: StepSettings, w
 def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
     """The fields of a StepSpec about buckets: the layout, staging, where each lives, and when it is updated."""
     share_on_host = 1.0 if settings.offload_ratio == AUTO else settings.offload_ratio
+    on_disk = settings.disk_ratio if settings.state_on == DISK else 0.0
+    late_last = settings.defer and settings.waits_for_norm  # the order of updates ascends
     return {
         "layout": layout,
         "grad_slots": settings.grad_slots,
@@ -544,6 +629,9 @@ def in_buckets(layout: Layout, settings: StepSettings) -> dict[str, Any]:
         "weight_slots": settings.weight_slots,
         "activations_on": settings.activations_on,
         "resident": resident_buckets(layout, share_on_host),
+        "paged": paged_buckets(layout, on_disk, ascending=late_last),
+        "state_slots": settings.state_slots,
+        "grads_on": settings.grads_on,
         "shadows": settings.speculate,
         "delayed": settings.delayed,
         "defer": settings.defer,

@@ -17,6 +17,11 @@ class Slot:
     index: int
     numel: int
 
+    @property
+    def key(self) -> tuple[int, int]:
+        """Its class and its number in that."""
+        return self.size_class, self.index
+
 
 def size_classes(sizes: Mapping[int, int]) -> list[list[int]]:
     """Items in classes of similar size, the largest first: a class has the sizes above half its largest.

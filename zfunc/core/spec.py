@@ -6,10 +6,12 @@ from typing import Literal, TypeVar
 
 from attrs import field, frozen, validators
 
+from zfunc.core.extents import Extent
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
+PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
 GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
 T = TypeVar("T")
 
@@ -63,8 +65,8 @@ class StepSpec:
     - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
       `micro_batches` the vertical one.
     - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
-      ones and those of persistent buckets, which are whole on the device, in stage 3 too. `weight_slots`: so many
-      segments have room for their parameters on the device then.
+      ones and those of persistent buckets, which are whole on the device, in stage 3 too; from the "disk" they are
+      read before that. `weight_slots`: so many segments have room for their parameters on the device then.
     - `activations_on`: where the inputs and residuals of segments wait for backward; several places are each for an
       equal share of the segments, in order.
     - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
@@ -74,6 +76,10 @@ class StepSpec:
     - `send_high_half`: the device's copy is the high half of the split master; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
+    - `paged`: the buckets whose state is on the disk, and in one of `state_slots` slots while it is updated.
+    - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
+      written.
+    - `grads_on`: where gradients wait for the norm.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
@@ -93,8 +99,8 @@ class StepSpec:
     world: int = field(default=1, validator=validators.ge(1))
     stage: Literal[1, 2, 3] = field(default=2, validator=validators.in_((1, 2, 3)))
     group_size: int = field(default=1, validator=validators.ge(1))
-    params_on: Literal["device", "host"] = field(
-        default="device", validator=validators.in_(("device", "host"))
+    params_on: Literal["device", "host", "disk"] = field(
+        default="device", validator=validators.in_(("device", "host", "disk"))
     )
     weight_slots: int = field(default=2, validator=validators.ge(1))
     activations_on: tuple[str, ...] = field(
@@ -108,6 +114,10 @@ class StepSpec:
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
+    paged: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
+    state_slots: int = field(default=3, validator=validators.ge(1))
+    commit: bool = False
+    grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
     shadows: int = field(default=0, validator=validators.ge(0))
     graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -129,6 +139,13 @@ class StepSpec:
             raise ValueError(
                 f"resident: got buckets {sorted(unknown)}, expected some of 0 to {len(self.layout.buckets) - 1}: "
                 "make it with zfunc.core.layout.resident_buckets"
+            )
+
+    @paged.validator  # pyright: ignore
+    def _check_paged(self, _: object, paged: frozenset[int]) -> None:
+        if wrong := paged - set(self.offloaded):
+            raise ValueError(
+                f"paged: got buckets {sorted(wrong)}, expected some of those whose state is not on the device"
             )
 
     @property
@@ -154,6 +171,34 @@ class StepSpec:
         """The ascending indices of the buckets whose state is on the host."""
         return tuple(b.index for b in self.layout.buckets if b.index not in self.resident)
 
+    @cached_property
+    def swaps(self) -> bool:
+        """Whether the state has a place on the disk."""
+        return bool(self.paged)
+
+    def extent(self, b: int) -> Extent:
+        """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else."""
+        return self._extents[b]
+
+    @cached_property
+    def _extents(self) -> tuple[Extent, ...]:
+        return tuple(self._extent(b) for b in range(len(self.layout.buckets)))
+
+    def _extent(self, b: int) -> Extent:
+        numel = self.layout.buckets[b].numel // self.world
+        parts = [(x.name, x.nbytes(numel)) for x in STATE_FORMATS[self.state_format]]
+        if self.on_disk(b) and not self.send_high_half:
+            parts.append((PARAMS, numel * self.element_bytes))
+        in_memory = (
+            {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
+        )
+        return Extent.of([x for x in parts if x[0] not in in_memory], [x for x in parts if x[0] in in_memory])
+
+    def keeps_high_half(self, b: int) -> bool:
+        """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
+        trainable = b < len(self.layout.buckets)
+        return trainable and self.off_device(b) and self.send_high_half and not self.on_disk(b)
+
     @property
     def deferred(self) -> bool:
         """Whether updates are deferred to the next step."""
@@ -168,9 +213,9 @@ class StepSpec:
     def shadowed(self) -> frozenset[int]:
         """The buckets that are updated before the norm is known: the first that backward completes.
 
-        None whose parameters live on the host: they would be changed before the decision.
+        None whose parameters or state are off the device or the host: they would be changed before the decision.
         """
-        ahead = self.barrier and self.params_on == "device"
+        ahead = self.barrier and self.params_on == "device" and not self.paged
         return frozenset(self.offloaded[::-1][: self.shadows] if ahead else ())
 
     def grad_bytes(self, s: int) -> int:
@@ -209,10 +254,21 @@ class StepSpec:
         several = self.num_deliveries(self.layout.buckets[b]) > self.micro_batches > 1
         return several and (b in self.resident or not self.sums_on_device)
 
-    def on_host(self, b: int) -> bool:
-        """Whether the parameters of bucket `b`, trainable or frozen, live on the host."""
-        on_host = self.params_on == "host" and b not in self.resident
-        return on_host and not self.layout.weights(b).persistent
+    def off_device(self, b: int) -> bool:
+        """Whether the parameters of bucket `b`, trainable or frozen, live on the host or on the disk."""
+        off_device = self.params_on != "device" and b not in self.resident
+        return off_device and not self.layout.weights(b).persistent
+
+    def on_disk(self, b: int) -> bool:
+        """Whether the parameters of bucket `b` live on the disk, with its state."""
+        return self.params_on == "disk" and b in self.paged and self.off_device(b)
+
+    def spilled(self, b: int) -> bool:
+        """Whether the gradient of bucket `b` waits on the disk. A sum that the host makes waits in memory."""
+        whole = self.num_deliveries(self.layout.buckets[b]) == 1 or (
+            self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1
+        )
+        return self.grads_on == "disk" and self.barrier and whole and b not in self.resident
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
@@ -224,7 +280,7 @@ class StepSpec:
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
-        return self.on_host(b) or self.sharded(b)
+        return self.off_device(b) or self.sharded(b)
 
     def stashed(self, s: int) -> bool:
         """Whether what backward of segment `s` needs waits on the host. The last one's backward follows at once."""

@@ -1,0 +1,58 @@
+"""Where the disk has the optimizer state of a bucket: its buffers one after another, each at whole blocks.
+
+What memory has as well comes last, so that a step moves one range and leaves the rest to a commit.
+"""
+
+from collections.abc import Iterable
+from itertools import accumulate
+
+from attrs import field, frozen
+
+from zfunc.core.layout import round_up
+
+BLOCK = 4096  # bytes; direct transfers begin and end at a multiple
+
+
+@frozen
+class ExtentPart:
+    """One buffer in an extent: its name and size, and where it begins, in bytes."""
+
+    name: str
+    nbytes: int
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """The end of its last block."""
+        return round_up(self.start + self.nbytes, BLOCK)
+
+
+@frozen
+class Extent:
+    """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
+
+    >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
+    >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes
+    ([0, 8192, 12288], 20480, 12288)
+    """
+
+    parts: tuple[ExtentPart, ...] = field(converter=tuple)
+    moved: int
+
+    @classmethod
+    def of(cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = ()) -> "Extent":
+        """From names and sizes in bytes."""
+        moved = list(moved)
+        sizes = [*moved, *others]
+        starts = accumulate((round_up(nbytes, BLOCK) for _, nbytes in sizes), initial=0)
+        return cls(tuple(ExtentPart(*x, start) for x, start in zip(sizes, starts, strict=False)), len(moved))
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all parts, in whole blocks."""
+        return self.parts[-1].stop if self.parts else 0
+
+    @property
+    def moved_bytes(self) -> int:
+        """The size of the parts that every update moves."""
+        return self.parts[self.moved - 1].stop if self.moved else 0
