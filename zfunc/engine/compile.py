@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import Recompute, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import DISK, Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.offload_ratio import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
@@ -186,7 +186,9 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
     """
     moments = settings.moments
     if isinstance(optimizer, AdamW):
-        split = optimizer.split_master or (settings.params_on == "host" and settings.precision == "bf16")
+        split = optimizer.split_master or (
+            settings.params_on in ("host", DISK) and settings.precision == "bf16"
+        )
         return evolve(optimizer, moments=moments, split_master=split)
     if moments != DEFAULT_MOMENTS:
         raise ValueError(

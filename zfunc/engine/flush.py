@@ -78,9 +78,15 @@ def _begun_updates(buffers: Buffers, shaped: ShapedProgram, started: Mapping[int
     of_this_step = [i for i in begun if i > decide]
     if buffers.deferred is None:
         return [ops[i] for i in of_this_step]
-    updates = [i for i in begun if i < decide and any(r.role == "state" for r in ops[i].writes)]
-    buffers.updated |= {ops[i].index[0] for i in updates if started[i]}
-    return [ops[i] for i in (*(i for i in updates if not started[i]), *of_this_step)]
+    by_bucket: dict[int, list[int]] = {}  # an update, and what writes its result to the disk
+    for i in range(decide):
+        if any(r.role == "state" for r in ops[i].writes):
+            by_bucket.setdefault(ops[i].index[0], []).append(i)
+    begun = {b: own for b, own in by_bucket.items() if any(i in started for i in own)}
+    ended = {b for b, own in begun.items() if all(started.get(i) for i in own)}
+    buffers.updated |= ended
+    unfinished = [i for b in begun.keys() - ended for i in begun[b] if i in started]
+    return [ops[i] for i in (*sorted(unfinished), *of_this_step)]
 
 
 def step_context(program: Program, shaped: ShapedProgram, state: State, number: int) -> StepContext:
@@ -115,6 +121,7 @@ def step_context(program: Program, shaped: ShapedProgram, state: State, number: 
 
 def state_memory(program: Program, state: State) -> dict[Region, Any]:
     """The kept regions that a State has: its buffers, the program's staging, the decision of the step before."""
+    state.buffers.close()
     decision = state.pending or state.buffers.deferred or NO_UPDATE
     return {**staging_buffers(program), **state.buffers.memory, Region("decision"): decision}
 

@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
 from zfunc.engine.segment import Segment
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
+from zfunc.engine.swap_state import commit_state, create_swap
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
@@ -41,7 +43,9 @@ def init(
     params = dict(params or {})
     _check_params(program, params)
     with on_compute_stream(program):
-        return _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
+        state = _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
+        commit_state(program, state)
+        return state
 
 
 def _initialized(
@@ -80,10 +84,14 @@ def _fill(
         put_weights(buffers, program.layout, spans[p.name], value, program.ranks)
 
 
-def allocate_state(program: Program, action: str) -> Buffers:
-    """Zeroed buffers for a State, and the program's staging. Raises OutOfMemory before any allocation."""
+def allocate_state(program: Program, action: str, swap: SwapSpace | None = None) -> Buffers:
+    """Zeroed buffers for a State, and the program's staging. Raises OutOfMemory before any allocation.
+
+    If its state is on the disk, it is in a new swap space, unless one is passed.
+    """
     check_memory(program, peak_memory(program.plan), allocated={}, action=action)
-    buffers = allocate(program.spec, program.dtype, program.device)
+    swap = swap or create_swap(program)
+    buffers = allocate(program.spec, program.dtype, program.device, swap, program.settings.swap)
     staging_buffers(program)
     return buffers
 

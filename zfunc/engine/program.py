@@ -6,14 +6,16 @@ threads) follows from its fields, and is cached for later steps.
 
 import itertools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from attrs import define, evolve, field, frozen
+from torch import Tensor
 
-from zfunc.core.graph import Graph, Region, Tier
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.core.graph import Graph, Region, Role, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
 from zfunc.core.plan import Plan, PlanError
@@ -23,6 +25,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.device_graphs import DeviceGraphs, storages_of
+from zfunc.engine.disk_memory import StateSlot, spill_files
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
@@ -100,6 +103,7 @@ class ProgramCache:
     activations: dict[Region, ActivationSlot] = field(factory=dict)  # of the largest batch so far
     graphs: DeviceGraphs | None = None
     graphs_of: Any = None  # the shapes and the weights that they are for
+    swap: SwapSpace | None = None  # of its last State
     busy: threading.Lock = field(factory=threading.Lock)  # staging serves one step at a time
 
 
@@ -163,11 +167,20 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
 def staging_buffers(program: Program) -> dict[Region, Any]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
-        graphs = [graph_of(recipe, program.spec) for recipe in program.recipes]
+        spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
+        graphs = [graph_of(recipe, spec) for recipe in program.recipes]
         regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
-        memory = allocate_regions((r for r in regions if r.role != "act"), program.dtype, program.device)
-        program.cache.staging = {r: WeightSlot(x) if r.role == "params" else x for r, x in memory.items()}
+        in_memory = (r for r in regions if r.role != "act" and r.tier != "disk")
+        memory = allocate_regions(in_memory, program.dtype, program.device)
+        slots: dict[Role | None, Callable[[Tensor], Any]] = {"params": WeightSlot, "paged": StateSlot}
+        staging: dict[Region, Any] = {r: slots.get(r.role, _as_it_is)(x) for r, x in memory.items()}
+        spilled = (r for r in regions if r.tier == "disk")
+        program.cache.staging = staging | spill_files(spilled, program.settings.swap)
     return program.cache.staging
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot]:

@@ -47,10 +47,12 @@ def fill_state(
             slices = [x for x in slices if x.kind in (PENDING, FROZEN)]
             for _, kinds in groupby(converted, key=lambda x: (x.bucket, x.parameter)):
                 _convert(reader, {x.kind: x for x in kinds}, buffers, optimizer)
-        _fill(
-            reader,
-            [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in slices],
-        )
+        for _, own in groupby(slices, key=lambda x: x.bucket if buffers.on_disk else 0):
+            # Of what is on the disk, one bucket is in memory at a time.
+            _fill(
+                reader,
+                [(WantedSlice(x.kind, x.parameter, x.start, x.stop), slice_memory(buffers, x)) for x in own],
+            )
 
 
 def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
@@ -74,7 +76,7 @@ def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
     elif x.kind == PENDING:
         flat = buffers.waiting()[x.bucket]
     else:
-        flat = buffers.state(x.bucket)[x.kind]
+        flat = buffers.state(x.bucket, write=True)[x.kind]
     return flat[x.at : x.at + x.stop - x.start]
 
 

@@ -16,8 +16,7 @@ import torch
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import PENDING, Manifest, TrainingPosition, check_model
-from zfunc.checkpoint.manifest_json import factor_fields
+from zfunc.checkpoint.manifest import PENDING, Manifest, check_model
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_none, begin_writing
 from zfunc.core.dtypes import Dtype
@@ -29,8 +28,9 @@ from zfunc.engine.program import Program, check_program, check_state, lock_stagi
 from zfunc.engine.restore import fill_state, send_parameters
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
+from zfunc.engine.swap_state import commit_state, open_swap, read_commit, read_memory, swap_folders
+from zfunc.engine.training_position import optimizer_settings, position_of, state_at
 from zfunc.errors import CheckpointError
-from zfunc.optim.loss_scale import UNSCALED, LossScale
 from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.executor import RunOptions
 
@@ -83,10 +83,8 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
         layout=program.layout,
         state_format=program.spec.state_format,
         frozen_dtype=precision,
-        position=TrainingPosition(
-            state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
-        ),
-        optimizer=_settings(program, state.step),
+        position=position_of(state),
+        optimizer=optimizer_settings(program, state.step),
         pending={b: "fp32" if x.dtype == torch.float32 else precision for b, x in gradients.items()},
     )
     return begin_writing(snapshot, save, program.ranks)
@@ -104,6 +102,10 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
     Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
     OutOfMemory before anything is allocated.
     """
+    refuse_inference_mode("load")
+    check_program(program, "load")
+    if Path(os.fspath(path)).expanduser().absolute() in swap_folders(program):
+        return _resume_swap(program)
     return restore(path, program)[0]
 
 
@@ -126,9 +128,23 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
         for failure in damaged:
             log.warning("checkpoint: %s is loaded instead of a later one: %s", checkpoint.path, failure)
         send_parameters(buffers, program.layout, ranks)
-        _log_changed_settings(checkpoint, program)
-        return _state(buffers, program, checkpoint), checkpoint
+        manifest = checkpoint.manifest
+        _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
+        state = state_at(manifest.position, manifest.optimizer, buffers, program)
+        commit_state(program, state)
+        return state, checkpoint
     raise CheckpointError("; ".join(damaged))
+
+
+def _resume_swap(program: Program) -> State:
+    """The State that the last commit of the program's own swap space is of."""
+    ranks, swap = program.ranks, open_swap(program)
+    buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
+    all_or_none(ranks, partial(read_memory, buffers))
+    send_parameters(buffers, program.layout, ranks)
+    position, saved = read_commit(swap)
+    _log_changed_settings(swap_folders(program)[0], saved, position.step, program)
+    return state_at(position, saved, buffers, program)
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:
@@ -183,43 +199,10 @@ def _check_pending(manifest: Manifest, program: Program) -> None:
         )
 
 
-def _state(buffers: Buffers, program: Program, checkpoint: Checkpoint) -> State:
-    position = checkpoint.manifest.position
-    scale, scaled = position.loss_scale, program.settings.precision == "fp16"
-    if scaled != (checkpoint.manifest.optimizer.get("precision") == "fp16"):
-        scale = LossScale() if scaled else UNSCALED
-    return State(
-        buffers,
-        program.identity,
-        buffers.generation,
-        step=position.step,
-        batches=position.batches,
-        sequences=position.sequences,
-        loss_scale=scale,
-        seed=position.seed,
-        pending=position.pending,
-    )
-
-
-def _settings(program: Program, step: int) -> dict[str, Any]:
-    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
-    optimizer, update = program.optimizer, max(1, step)
-    return {
-        **factor_fields(optimizer.factors(update)),
-        **optimizer.describe(),
-        "clip_norm": program.settings.clip_norm,
-        "precision": program.settings.precision,
-        "micro_batches": program.settings.micro_batches,
-    }
-
-
-def _log_changed_settings(checkpoint: Checkpoint, program: Program) -> None:
+def _log_changed_settings(path: Path, saved: Mapping[str, Any], step: int, program: Program) -> None:
     if program.ranks.rank:
         return
-    saved = checkpoint.manifest.optimizer
-    current = _settings(program, checkpoint.manifest.position.step)
+    current = optimizer_settings(program, step)
     changed = [f"{k} {saved[k]!r} is now {v!r}" for k, v in current.items() if k in saved and saved[k] != v]
     if changed:
-        log.warning(
-            "checkpoint: %s: settings differ from the saved ones: %s", checkpoint.path, ", ".join(changed)
-        )
+        log.warning("checkpoint: %s: settings differ from the saved ones: %s", path, ", ".join(changed))

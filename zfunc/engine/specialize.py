@@ -31,12 +31,18 @@ log = logging.getLogger("zfunc")
 
 
 def specialize(
-    program: Program, batch: tuple[Any, Any], *, save: bool = False, recipe: Recipe | None = None
+    program: Program,
+    batch: tuple[Any, Any],
+    *,
+    save: bool = False,
+    commit: bool = False,
+    recipe: Recipe | None = None,
 ) -> ShapedProgram:
     """The program for the shapes of `batch`, traced and planned at first use; the last SHAPES sets are cached.
 
-    `recipe` is that of the step, by default the program's; with `save` the step also writes a checkpoint. Raises
-    ValueError where a segment cannot take its input or the last one returns no scalar.
+    `recipe` is that of the step, by default the program's; with `save` the step also writes a checkpoint, with
+    `commit` it leaves one on the disk. Raises ValueError where a segment cannot take its input or the
+    last one returns no scalar.
     """
     key, costs = batch_key(program, batch), program.cache.costs
     recipe = recipe or program.recipe
@@ -57,8 +63,8 @@ def specialize(
         _tell_without_graphs(program, spec)
     return _cached(
         program.cache.specialized,
-        (key, recipe, save),
-        lambda: _plan(program, evolve(spec, save=save), random, recipe),
+        (key, recipe, save, commit),
+        lambda: _plan(program, evolve(spec, save=save, commit=commit), random, recipe),
         most=2 * SHAPES,
     )
 

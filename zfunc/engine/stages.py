@@ -20,8 +20,17 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.device_graphs import DeviceGraphs
+from zfunc.engine.disk_stages import commit, page_in, page_in_weights, page_out, spill, unspill
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
-from zfunc.engine.update_stages import adam, adam_on_device, all_gather, confirm, speculate, to_device
+from zfunc.engine.update_stages import (
+    adam,
+    adam_on_device,
+    all_gather,
+    confirm,
+    speculate,
+    state_of,
+    to_device,
+)
 from zfunc.engine.vjp import Launch, SegmentWeights, launch_now
 from zfunc.optim.device_adam import exact_parts
 from zfunc.optim.host_adam import accumulate_, square_sum
@@ -73,6 +82,8 @@ def fetch(op: Op, mem: Memory, step: StepContext) -> None:
     into = mem[op.write("weight_slot")].hold(bucket)
     (home,) = (mem[r] for r in op.reads)
     params = getattr(home, "flat", home)  # of the master's high half, the tensor itself
+    if op.touches("weight_page"):
+        params = params.view(into.dtype)[: bucket.numel // step.ranks.world]
     if params.numel() < bucket.numel:
         into = into[step.slice_of(b)]
     into.copy_(params, non_blocking=True)
@@ -155,8 +166,10 @@ def accumulate(op: Op, mem: Memory, step: StepContext) -> None:
     """Add a delivered gradient to its fp32 sum, and sum the squares of that in the same pass."""
     total = mem[op.write("grad_shard")]
     first = op.write("grad_shard") not in op.reads
-    grad = mem[op.read("host_slot")][: total.numel()]
-    mem[op.write("squares")].copy_(accumulate_(total, grad, first=first))
+    shard = step.slice_of(op.index[1])
+    numel = shard.stop - shard.start  # where they are slots they have room for more
+    grad = mem[op.read("host_slot")][:numel]
+    mem[op.write("squares")].copy_(accumulate_(total[:numel], grad, first=first))
 
 
 def hold(op: Op, mem: Memory, step: StepContext) -> None:
@@ -186,7 +199,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     """Write this rank's slice of a bucket's state, or of its frozen parameters, to the checkpoint."""
     (b,) = op.index
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
-    state = {r.buffer: mem[r] for r in op.operands("state")}
+    state = state_of(op, mem)
     if op.touches("frozen"):
         state[FROZEN] = checkpoint.own_slice(b, mem[op.read("frozen")].flat)
     if op.touches("grad_shard"):
@@ -220,7 +233,13 @@ STAGES: dict[str, Stage] = {
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
+    "page_in": page_in,
     "adam": adam,
+    "page_out": page_out,
+    "commit": commit,
+    "page_in_weights": page_in_weights,
+    "spill": spill,
+    "unspill": unspill,
     "speculate": speculate,
     "confirm": confirm,
     "adam_on_device": adam_on_device,

@@ -4,7 +4,7 @@ There is one copy of the buffers, and one State that may use them. `train_step` 
 the one it took is donated, and using it again raises DonatedStateError.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,12 +14,14 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
-from zfunc.core.spec import ALLOCATION, StepSpec
+from zfunc.core.spec import ALLOCATION, PARAMS, StepSpec
+from zfunc.engine.disk_memory import StateOnDisk, spill_files, states_on_disk
 from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
@@ -95,6 +97,25 @@ class ActivationSlot:
 
 
 @define(eq=False)
+class OpenedState:
+    """What the disk has of one bucket's state, in memory between steps."""
+
+    on_disk: StateOnDisk
+    flat: Tensor
+    state: dict[str, Tensor]
+    changed: bool = False
+
+    @classmethod
+    def of(cls, on_disk: StateOnDisk) -> "OpenedState":
+        """Read it; zeros where it was never written."""
+        flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
+        views = on_disk.views(flat)
+        if on_disk.is_written:
+            on_disk.read(flat, on_disk.moved)
+        return cls(on_disk, flat, {name: views[name] for name in on_disk.moved})
+
+
+@define(eq=False)
 class Buffers:
     """The memory of a State: a tensor for each region, or a `Flat` for parameters.
 
@@ -111,6 +132,8 @@ class Buffers:
     compared: bool = False  # whether the weights have been compared with the other ranks'
     deferred: StepDecision | None = None
     updated: frozenset[int] = frozenset()
+    on_disk: dict[int, StateOnDisk] = field(factory=dict[int, StateOnDisk], repr=False)
+    _opened: "OpenedState | None" = None
 
     @cached_property
     def _by_role(self) -> dict[Role | None, list[Region]]:
@@ -136,9 +159,32 @@ class Buffers:
         """The flat parameters: of each bucket, and the frozen ones."""
         return [x.flat for x in self.weights.values()]
 
-    def state(self, b: int) -> dict[str, Tensor]:
-        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, none."""
-        return {r.buffer: self.memory[r] for r in self._state.get(b, ())}
+    def state(self, b: int, *, write: bool = False) -> dict[str, Tensor]:
+        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, none.
+
+        What the disk has of it is read; `close` writes it back if `write`. One bucket is in memory at a time.
+        """
+        state = {r.buffer: self.memory[r] for r in self._state.get(b, ()) if r.tier != "disk"}
+        if b not in self.on_disk or not self.on_disk[b].moved:
+            return state
+        if self._opened is None or self._opened.on_disk.b != b:
+            self.close()
+            self._opened = OpenedState.of(self.on_disk[b])
+        self._opened.changed |= write
+        return state | self._opened.state
+
+    def parameters(self, b: int) -> Flat:
+        """The parameters of a bucket, trainable or frozen; read from the disk if they live there."""
+        if b in self.weights:
+            return self.weights[b]
+        state = self.state(b)
+        return Flat(state.get(PARAMS, state.get(HIGH_HALF)), {})
+
+    def close(self) -> None:
+        """Write back the state that was read from the disk, if it was changed."""
+        opened, self._opened = self._opened, None
+        if opened is not None and opened.changed:
+            opened.on_disk.write(opened.flat, opened.on_disk.moved)
 
     def waiting(self) -> dict[int, Tensor]:
         """The buffers of pending gradients by bucket; empty unless updates are delayed or deferred."""
@@ -216,19 +262,25 @@ def refuse_global_modes(action: str, device: torch.device) -> None:
         )
 
 
-def allocate(spec: StepSpec, dtype: torch.dtype, device: torch.device) -> Buffers:
-    """Zeroed buffers for one State."""
-    layout, memory = spec.layout, dict[Region, Any](allocate_regions(Regions(spec).state(), dtype, device))
+def allocate(
+    spec: StepSpec, dtype: torch.dtype, device: torch.device, swap: SwapSpace | None, folders: Sequence[str]
+) -> Buffers:
+    """Zeroed buffers for one State; what is on the disk is in `swap`, or in files of its own in `folders`."""
+    layout, regions = spec.layout, [*Regions(spec).state()]
+    memory = dict[Region, Any](allocate_regions((r for r in regions if r.tier != "disk"), dtype, device))
+    on_disk = {} if swap is None else states_on_disk(spec, swap, dtype)
+    memory |= {r: on_disk[r.index[0]] for r in regions if r.buffer == "extent"}
+    memory |= spill_files((r for r in regions if r.buffer == "spilled"), folders)
     weights: dict[int, Flat] = {}
     for r, flat in memory.items():
         if r.role == "params":
             (b,) = r.index
             memory[r] = weights[b] = Flat.of(flat, layout.weights(b))
     for bucket in layout.buckets:
-        if bucket.index not in weights:
+        if bucket.index not in weights and not spec.on_disk(bucket.index):
             high = memory[Region(HIGH_HALF, (bucket.index,))]
             weights[bucket.index] = Flat.of(high, bucket)
-    return Buffers(memory, weights)
+    return Buffers(memory, weights, on_disk=on_disk)
 
 
 def allocate_regions(

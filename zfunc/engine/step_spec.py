@@ -10,7 +10,7 @@ from zfunc.core.graph import Graph, Region
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
-from zfunc.core.settings import StepSettings, in_buckets, lay_out
+from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import graph_of
@@ -22,10 +22,10 @@ def make_spec(
     segments: Sequence[Segment], optimizer: Optimizer, settings: StepSettings, *, world: int, on_gpu: bool
 ) -> StepSpec:
     """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
-    if settings.params_on == "host" and world > 1 and settings.stage != 3:
+    if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
         raise ValueError(
-            f"params_on: got 'host' with stage={settings.stage} on {world} ranks, expected stage=3: each keeps "
-            "its slice on its host"
+            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected stage=3: "
+            "each keeps its slice there"
         )
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments

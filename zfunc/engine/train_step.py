@@ -7,6 +7,7 @@ the step. A step that raises before its first update leaves the state as it was.
 import math
 import os
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from attrs import evolve, frozen
@@ -33,6 +34,8 @@ from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.specialize import batch_key, specialize, split_batch
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
+from zfunc.engine.swap_state import commit_record
+from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
@@ -128,7 +131,8 @@ def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
     number, ranks, buffers = state.step + 1, program.ranks, state.buffers
-    shaped = specialize(program, batch, save=save is not None, recipe=_recipe(program, state))
+    recipe, commit = _recipe(program, state), _commits(program, state)
+    shaped = specialize(program, batch, save=save is not None, commit=commit, recipe=recipe)
     # Of all ranks: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
     graphs = None
@@ -150,6 +154,7 @@ def _train_step(
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
     mem[Region("checkpoint")], mem[Region("graphs")] = writer, graphs
+    mem[Region("position")] = partial(_commit_record, program, state, batch, deferred=shaped.spec.deferred)
     sent = ranks.sent
     try:
         run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")
@@ -211,6 +216,26 @@ def _without_update(program: Program, state: State, batch: tuple[Any, Any]) -> S
         sequences=state.sequences + rows * program.ranks.world,
         pending=None,
     )
+
+
+def _commits(program: Program, state: State) -> bool:
+    """Whether the next step commits: itself, or the step before, whose deferred update it makes."""
+    step = state.step if program.spec.deferred else state.step + 1
+    return program.spec.swaps and step % program.settings.commit_every == 0
+
+
+def _commit_record(
+    program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision, *, deferred: bool
+) -> dict[str, Any] | None:
+    """What a commit says; None where there is none, because the loss scale ends the training."""
+    if not deferred:
+        try:
+            scale = state.loss_scale.update(overflow=decision.skip)
+        except NonFiniteError:
+            return None
+        step = state.step + (not decision.skip)
+        state = evolve(_without_update(program, state, batch), step=step, loss_scale=scale)
+    return commit_record(position_of(state), optimizer_settings(program, state.step))
 
 
 def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision) -> LossScale:

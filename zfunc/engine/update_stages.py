@@ -9,6 +9,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Role
 from zfunc.core.optimizer_state import HIGH_HALF, state_slice
 from zfunc.core.regions import SHADOW
+from zfunc.core.spec import PARAMS
 from zfunc.engine.stage_context import Memory, StepContext
 from zfunc.engine.state import Flat
 from zfunc.optim.compact import master_weights
@@ -24,7 +25,7 @@ def adam(op: Op, mem: Memory, step: StepContext) -> None:
     if b not in step.updated:
         _update(op, mem, step, decision)
     elif op.touches("copy"):
-        state, shard = {r.buffer: mem[r] for r in op.operands("state")}, step.slice_of(b)
+        state, shard = state_of(op, mem), step.slice_of(b)
         numel = shard.stop - shard.start
         mem[op.write("copy")][:numel].copy_(master_weights(state, 0, numel))
 
@@ -73,12 +74,14 @@ def _update(
     (b,) = op.index
     optimizer, shard = step.optimizer, step.slice_of(b)
     grad = mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
-    state = {r.buffer: mem[r] for r in op.operands("state")}
+    state = state_of(op, mem)
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
     elif copy is None and op.touches("params"):
         copy = _own_slice(mem[op.write("params")], step, b)
+    elif copy is None:
+        copy = state.pop(PARAMS, None)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     for first, last, decayed in step.layout.buckets[b].runs_within(shard.start, shard.stop):
         start, stop = first - shard.start, last - shard.start
@@ -92,6 +95,14 @@ def _update(
         )
 
 
+def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
+    """The state of a bucket by name: in memory, and in the slot it was paged into."""
+    state = {r.buffer: mem[r] for r in op.operands("state")}
+    for r in op.operands("paged"):
+        state |= mem[r].state
+    return state
+
+
 def _own_slice(params: Flat, step: StepContext, b: int) -> Tensor:
     """This rank's slice of the parameters of a bucket, which may be all there is."""
     shard = step.slice_of(b)
@@ -103,7 +114,7 @@ def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     if not mem[op.read("decision")].skip:
         (b,) = op.index
         params = _own_slice(mem[op.write("params")], step, b)
-        (copy,) = (mem[r] for r in op.reads if r.role in ("copy", "state"))
+        copy = mem[op.read("copy")] if op.touches("copy") else state_of(op, mem)[HIGH_HALF]
         params.copy_(copy[: params.numel()], non_blocking=True)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF
-from zfunc.core.spec import StepSpec
+from zfunc.core.spec import PARAMS, StepSpec
 from zfunc.engine.state import Buffers, Flat
 from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
@@ -50,25 +50,33 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters."""
     flat = value.flatten().to("cpu", torch.float32)
     bucket = layout.bucket_of(span)
-    state, params = buffers.state(bucket.index), buffers.weights[bucket.index]
+    state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
+    copy = state.pop(PARAMS, None)  # on the disk
     initial = initial_state(flat, state) if state else {}
+    piece = layout.piece(span, ranks.rank, ranks.world)
+    own, part = slice(piece.at, piece.at + piece.stop - piece.start), slice(piece.start, piece.stop)
+    for name, values in initial.items():
+        state[name][own].copy_(values[part])
+    if copy is not None:
+        copy[own].copy_(flat[part])
+    if params is None:
+        return
     high = initial.get(HIGH_HALF)
     new = high if high is not None and params.flat.dtype == high.dtype else flat
-    piece = layout.piece(span, ranks.rank, ranks.world)
-    own = slice(piece.at, piece.at + piece.stop - piece.start)
     if params.views:
         params.views[span.name].view(-1).copy_(new)
     else:
-        params.flat[own].copy_(new[piece.start : piece.stop])
-    for name, values in initial.items():
-        state[name][own].copy_(values[piece.start : piece.stop])
+        params.flat[own].copy_(new[part])
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     """Send the weights of a bucket from the state to where its parameters live: a collective."""
-    state, size = buffers.state(bucket.index), bucket.numel // ranks.world
-    params = buffers.weights[bucket.index].flat
+    on_disk = bucket.index not in buffers.weights
+    state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
+    params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
     shard, high = params, state.get(HIGH_HALF)
+    if on_disk and params is high:
+        return
     if params.numel() > size:
         shard = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
     for first in range(0, size, PART):  # joining a split master allocates: a part at a time
@@ -87,14 +95,14 @@ def segment_weights(
     """The parameters of segment `s` by full name, on the device. A collective where each rank has a slice."""
     weights: dict[str, Tensor] = {}
     for b in spec.layout.weights_of(s):
-        bucket, params = spec.layout.weights(b), buffers.weights[b]
+        bucket, params = spec.layout.weights(b), buffers.parameters(b)
         if spec.sharded(b):
             flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
             own = flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]
             own.copy_(params.flat)
             ranks.all_gather(flat, own)
             params = Flat.of(flat, bucket)
-        elif spec.on_host(b):
+        elif spec.off_device(b):
             params = Flat.of(params.flat.to(device), bucket)
         weights |= params.views
     return weights

@@ -1,0 +1,64 @@
+"""The stages that move what lives on the disk: optimizer state, parameters, waiting gradients, and the commit."""
+
+import math
+from typing import Any
+
+from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.decision import StepDecision
+from zfunc.core.graph import Op
+from zfunc.core.optimizer_state import HIGH_HALF
+from zfunc.core.spec import PARAMS
+from zfunc.engine.disk_memory import StateOnDisk, StateSlot
+from zfunc.engine.stage_context import Memory, StepContext
+
+
+def page_in(op: Op, mem: Memory, step: StepContext) -> None:
+    """Read what memory does not have of a bucket's state."""
+    on_disk: StateOnDisk = mem[op.read("extent")]
+    slot: StateSlot = mem[op.write("state_slot")]
+    places = on_disk.views(slot.flat)
+    slot.state = {name: places[name] for name in on_disk.moved}
+    on_disk.read(slot.flat, on_disk.moved)
+
+
+def page_out(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write a bucket's state to the disk; with what memory has of it, if the operation reads that for a commit."""
+    on_disk: StateOnDisk = mem[op.write("extent")]
+    (slot,) = (mem[r] for r in op.regions if r.role == "paged")
+    in_memory = {r.buffer: mem[r] for r in op.reads if r.role == "state"}
+    decision: StepDecision = mem[op.read("decision")]
+    if decision.skip and not (in_memory and on_disk.swap.missing(on_disk.b)):
+        return
+    places = on_disk.views(slot.flat)
+    for name, values in in_memory.items():
+        places[name].copy_(values)
+    on_disk.write(slot.flat, on_disk.all if in_memory else on_disk.moved)
+
+
+def commit(op: Op, mem: Memory, step: StepContext) -> None:
+    """Make what all ranks have written the state that training goes on from after a crash."""
+    decision: StepDecision = mem[op.read("decision")]
+    if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
+        return  # the step will be refused, with its state
+    swap = next(mem[r] for r in op.reads if r.buffer == "extent").swap
+    said: Any = mem[op.read("position")](decision)
+    if said is not None:
+        all_or_none(step.ranks, lambda: swap.commit(said))
+    mem[op.write("committed")] = said
+
+
+def page_in_weights(op: Op, mem: Memory, step: StepContext) -> None:
+    """Read a bucket's parameters, or this rank's slice of them."""
+    on_disk: StateOnDisk = mem[op.read("extent")]
+    name = PARAMS if PARAMS in on_disk.all else HIGH_HALF
+    on_disk.read_part(mem[op.write("weight_page")], name)
+
+
+def spill(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write a gradient to where it waits."""
+    mem[op.write("spilled")].write(mem[op.read("grad_page")])
+
+
+def unspill(op: Op, mem: Memory, step: StepContext) -> None:
+    """Read a waiting gradient back."""
+    mem[op.read("spilled")].read(mem[op.write("grad_page")])

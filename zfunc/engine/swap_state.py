@@ -1,0 +1,159 @@
+"""A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
+from zfunc.checkpoint.manifest_json import position_fields, read_position
+from zfunc.checkpoint.snapshot import FROZEN_BUCKET
+from zfunc.checkpoint.strict_json import parse_json, render
+from zfunc.checkpoint.swap_file import Extent as StoredExtent
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
+from zfunc.core.graph import Region
+from zfunc.core.layout import Span
+from zfunc.engine.disk_memory import extents_of
+from zfunc.engine.program import Program
+from zfunc.engine.state import Buffers, State
+from zfunc.engine.training_position import optimizer_settings, position_of
+from zfunc.errors import CheckpointError
+from zfunc.runtime.host_memory import alloc_host
+
+
+def swap_folders(program: Program) -> list[Path]:
+    """The folders of the program's swap space."""
+    return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
+
+
+def create_swap(program: Program) -> SwapSpace | None:
+    """A new swap space on every rank, if the program's state is on the disk. A collective."""
+    if not program.spec.swaps:
+        return None
+    ranks = program.ranks
+    _close_former(program)
+    run = ranks.texts(f"{program.identity}")[0]
+    make = partial(
+        SwapSpace.create,
+        swap_folders(program),
+        identity=swap_identity(program),
+        run=run,
+        extents=stored_extents(program),
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+    program.cache.swap = all_or_none(ranks, make)
+    return program.cache.swap
+
+
+def open_swap(program: Program) -> SwapSpace:
+    """The program's swap space as its last commit on all ranks left it. A collective.
+
+    Raises CheckpointError, on every rank, if there is none, for another layout, and for damage.
+    """
+    ranks = program.ranks
+    _close_former(program)
+    make = partial(
+        SwapSpace.open,
+        swap_folders(program),
+        identity=swap_identity(program),
+        extents=stored_extents(program),
+        rank=ranks.rank,
+        world=ranks.world,
+    )
+    swap = all_or_none(ranks, make)
+    common = min(int(number) for number in ranks.texts(str(swap.number)))
+    try:
+        behind = ranks.texts(str(swap.number != common))
+        if "True" in behind:
+            swap.close()
+            swap = all_or_none(ranks, partial(make, at=common))
+    except BaseException:
+        swap.close()
+        raise
+    program.cache.swap = swap
+    return swap
+
+
+def commit_state(program: Program, state: State) -> None:
+    """Make `state` the one that the disk has, if the program has a swap space. A collective."""
+    if (swap := program.cache.swap) is None:
+        return
+    state.buffers.close()
+    for b, on_disk in state.buffers.on_disk.items():
+        if missing := swap.missing(b):
+            flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
+            places, values = on_disk.views(flat), _values(state.buffers, b)
+            for name in missing:
+                places[name].copy_(values[name])
+            on_disk.write(flat, missing)
+    state.buffers.close()
+    record = commit_record(position_of(state), optimizer_settings(program, state.step))
+    all_or_none(program.ranks, partial(swap.commit, record))
+
+
+def read_memory(buffers: Buffers) -> None:
+    """Read what memory has of the state from the disk."""
+    for b, on_disk in buffers.on_disk.items():
+        if names := on_disk.in_memory:
+            flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
+            on_disk.read(flat, names)
+            places, values = on_disk.views(flat), _values(buffers, b)
+            for name in names:
+                values[name].copy_(places[name])
+
+
+def _values(buffers: Buffers, b: int) -> dict[str, Tensor]:
+    """What there is of a bucket, by name."""
+    return {FROZEN: buffers.memory[Region("frozen")].flat} if b == FROZEN_BUCKET else buffers.state(b)
+
+
+def _close_former(program: Program) -> None:
+    former = program.cache.swap
+    if former is not None:
+        former.close()
+    program.cache.swap = None
+
+
+def swap_identity(program: Program) -> dict[str, Any]:
+    """What the bytes in a swap space mean, in JSON's own types."""
+    layout = program.layout
+
+    def fields(span: Span) -> list[Any]:
+        return [span.name, [*span.shape], span.start, span.stop]
+
+    return {
+        "state_format": program.spec.state_format,
+        "precision": program.settings.precision,
+        "buckets": [[bucket.start, bucket.stop] for bucket in layout.buckets],
+        "trained": [fields(span) for span in layout.spans],
+        "frozen": [fields(span) for span in layout.frozen],
+    }
+
+
+def stored_extents(program: Program) -> list[StoredExtent]:
+    """The extents of a rank."""
+    extents = extents_of(program.spec)
+    return [StoredExtent(b, {x.name: x.nbytes for x in extent.parts}) for b, extent in extents.items()]
+
+
+def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any]]:
+    """What the last commit says: where the training is, and the optimizer's settings."""
+    where = str(swap.header.folders[0])
+    said = swap.record()
+    if said is None:
+        raise CheckpointError(
+            f"{where}: got a swap space that nothing was committed to: delete it, and start again"
+        )
+    root = parse_json(render(said), where)
+    position, optimizer = root.fields("position", "optimizer")
+    return read_position(position, swap.header.identity["state_format"]), dict(optimizer.value)
+
+
+def commit_record(position: TrainingPosition, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """What a commit says beside the bytes."""
+    return {"position": position_fields(position), "optimizer": dict(optimizer)}

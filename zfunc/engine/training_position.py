@@ -1,0 +1,49 @@
+"""What a checkpoint says of a State beside its bytes: its counters, and the optimizer's settings."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from zfunc.checkpoint.manifest import TrainingPosition
+from zfunc.checkpoint.manifest_json import factor_fields
+from zfunc.engine.program import Program
+from zfunc.engine.state import Buffers, State
+from zfunc.optim.loss_scale import UNSCALED, LossScale
+
+
+def position_of(state: State) -> TrainingPosition:
+    """The counters of a State."""
+    return TrainingPosition(
+        state.step, state.batches, state.sequences, state.seed, state.loss_scale, state.pending
+    )
+
+
+def state_at(
+    position: TrainingPosition, saved: Mapping[str, Any], buffers: Buffers, program: Program
+) -> State:
+    """The State that was at this position, with these saved `optimizer_settings`."""
+    scale, scaled = position.loss_scale, program.settings.precision == "fp16"
+    if scaled != (saved.get("precision") == "fp16"):
+        scale = LossScale() if scaled else UNSCALED
+    return State(
+        buffers,
+        program.identity,
+        buffers.generation,
+        step=position.step,
+        batches=position.batches,
+        sequences=position.sequences,
+        loss_scale=scale,
+        seed=position.seed,
+        pending=position.pending,
+    )
+
+
+def optimizer_settings(program: Program, step: int) -> dict[str, Any]:
+    """The optimizer's settings, in JSON's own types, with the factors of the last update, or of the first."""
+    optimizer, update = program.optimizer, max(1, step)
+    return {
+        **factor_fields(optimizer.factors(update)),
+        **optimizer.describe(),
+        "clip_norm": program.settings.clip_norm,
+        "precision": program.settings.precision,
+        "micro_batches": program.settings.micro_batches,
+    }
