@@ -12,7 +12,7 @@ from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
 from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.checkpoint.strict_json import parse_json, render
-from zfunc.checkpoint.swap_file import Extent as StoredExtent
+from zfunc.checkpoint.swap_file import StoredExtent
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.graph import Region

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
 
-from zfunc.core.settings import PLACES, Place, StepSettings, lay_out
+from zfunc.core.settings import DISK, PLACES, Place, StepSettings, lay_out
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate
 
@@ -128,9 +128,9 @@ def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
 
     What the device keeps grows linearly from a ratio of 1 to one of 0. The last ratio is the lowest by arithmetic:
     it may be too low by a bucket, and the one before is a little higher. Where the device is the host, a lower
-    ratio gains nothing.
+    ratio gains nothing, and with state on the disk there is none.
     """
-    if best.hardware.unified:
+    if best.hardware.unified or best.settings.state_on == DISK:
         return (1.0,)
     capacity = best.hardware.memory.get("device")
     if capacity is None:

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import PLACES, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -121,7 +121,7 @@ TRAIN = {
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
     **{
-        place: STEP[place].offering((*PLACES, AUTO), f". {AUTO}: on the device if they fit")
+        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: on the device if they fit")
         for place in ("params_on", "activations_on")
     },
     "dropout": Option("model", "probability of dropping an activation", probability),

@@ -24,7 +24,7 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import PLACES, StepSettings
+from zfunc.core.settings import StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.profile import Profile
@@ -57,7 +57,7 @@ PLAN = {
         f"; {AUTO} searches for all settings that change no number, but precision, recompute and micro-batches",
     ),
     **{
-        place: STEP[place].offering((*PLACES, AUTO), f". {AUTO}: the fastest that fits")
+        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the fastest that fits")
         for place in ("params_on", "activations_on")
     },
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
