@@ -194,7 +194,9 @@ def flag_fields(
     for f in attrs.fields(settings):
         name = f.metadata["option"].name or f.name
         if name in options_of(settings, without=without):
-            typed: Any = f.type if f.type in (int, bool, float, int | None, float | None, tuple[str, ...]) else str
+            typed: Any = (
+                f.type if f.type in (int, bool, float, int | None, float | None, tuple[str, ...]) else str
+            )
             default = defaults.get(name, f.default)
             if typed is str and isinstance(default, int | float):
                 default = f"{default:g}"

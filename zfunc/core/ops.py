@@ -50,7 +50,7 @@ class Progress:
         added = [[b for b in layout.buckets_of(s) if b in sums] for s in segments]
         states = {b: spec.extent(b).nbytes for b in (spec.offloaded if spec.swaps else ())}
         on_disk = {b: spec.kept_numel(b) for b in weights if spec.on_disk(b)}
-        spilled = {b: Regions(spec)._page_bytes(b) for b in spec.offloaded if spec.spilled(b)}
+        spilled = {b: spec.spilled_bytes(b) for b in spec.offloaded if spec.spilled(b)}
         return cls(
             SlotAllocator(weights, read, spec.weight_slots),
             SlotAllocator(sums, added, spec.grad_slots),
@@ -389,13 +389,13 @@ class OpBuilder(Regions):
     def spill(self, b: int) -> Op:
         """Write the gradient of bucket `b` to the disk, where it waits for its update."""
         page = self._waiting(b)
-        return Op("spill", (b,), "write", (page,), (self._spilled(b),), nbytes=self._page_bytes(b))
+        return Op("spill", (b,), "write", (page,), (self._spilled(b),), nbytes=self.spec.spilled_bytes(b))
 
     def unspill(self, b: int) -> Op:
         """Read the gradient of bucket `b` back."""
         self.progress.grad_pages.take([b])
         page = self._waiting(b)
-        return Op("unspill", (b,), "read", (self._spilled(b),), (page,), nbytes=self._page_bytes(b))
+        return Op("unspill", (b,), "read", (self._spilled(b),), (page,), nbytes=self.spec.spilled_bytes(b))
 
     def to_device(self, b: int) -> Op:
         """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""

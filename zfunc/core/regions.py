@@ -100,13 +100,7 @@ class Regions:
     def _spilled(self, b: int) -> Region:
         """A gradient that waits on the disk for its update."""
         lifetime = "state" if self.spec.keeps_gradient else "program"
-        return Region("spilled", (b,), self._page_bytes(b), "disk", lifetime, "uint8")
-
-    def _page_bytes(self, b: int) -> int:
-        """Bytes of the gradient of a bucket that waits on the disk."""
-        return round_up(
-            self._shard_bytes(b, FP32 if self.spec.sums_on_device else self.spec.element_bytes), BLOCK
-        )
+        return Region("spilled", (b,), self.spec.spilled_bytes(b), "disk", lifetime, "uint8")
 
     @_once
     def _input(self, m: int, s: int) -> Region:

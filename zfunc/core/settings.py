@@ -121,9 +121,9 @@ def _persistent(name: str, value: Any) -> int | str:
 
 def _swap(name: str, value: Any) -> tuple[str, ...]:
     """One folder, or several."""
-    folders = (value,) if isinstance(value, str | os.PathLike) else tuple(value)
+    folders: list[Any] = [value] if isinstance(value, str | os.PathLike) else list(value)
     for folder in folders:
-        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
             raise TypeError(f"{name}: got {folder!r}, expected the path of a folder: pass one for each drive")
     return tuple(os.fsdecode(folder) for folder in folders)
 

@@ -12,6 +12,7 @@
     offload_ratio           how much of the optimizer's state stays on the device
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
+    disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients
     state                   `State`, and the allocation of its memory
     weights                 fp32 weights: into a State and out of it
     init                    `init`: the first State
@@ -19,11 +20,14 @@
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
     update_stages           stages that update parameters
+    disk_stages             stages that read and write the disk
     train_step              `train_step`
     flush                   `flush`: the update that the last step left; running a plan on a State
     evaluate                loss, outputs and parameters without a step
     rank_agreement          checks that all ranks make the same step
     save_load               `zfunc.save`, `zfunc.load`
+    training_position       what a checkpoint says of a State beside its bytes
+    swap_state              a program's swap space: new, opened again, committed
     restore                 reads a checkpoint into a State, on any number of ranks
 
 A new stage: one function in `stages` and its row in `STAGES`; or your own recipe and stages, without a change here

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
@@ -47,7 +48,8 @@ def save(
 ) -> Path:
     """Save `state` in a folder of its own inside `folder`, and return that when it is on the disk.
 
-    Nothing is overwritten; the newest `keep` checkpoints stay. `extra`, a dict of JSON's own types, is saved with
+    Nothing is overwritten; the newest `keep` checkpoints stay. A folder of the program's swap space gets what it
+    lacks of `state`, and is its checkpoint then. `extra`, a dict of JSON's own types, is saved with
     it. With several ranks all of them have to call this, on one file system. To save during the next step, pass
     `save=` to `train_step`. Raises CheckpointError, on every rank, if it cannot be written; older checkpoints are
     unchanged then.
@@ -61,6 +63,10 @@ def save(
             f"step {state.step}, {state.batches} batches, {state.sequences} sequences, seed {state.seed}"
         )
         program.ranks.agree("save", "what is to be saved", position)
+        path = Path(os.fspath(folder)).expanduser().absolute()
+        if path in swap_folders(program):
+            commit_state(program, state, dict(extra or {}))
+            return path
         request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = specialize_without_batch(program, checkpoint, pending=state.pending is not None)
         writer = begin_save(program, state, request)
@@ -102,21 +108,29 @@ def load(path: str | os.PathLike[str], program: Program) -> State:
     Raises CheckpointError, on every rank, for another model, and for damage with file, tensor and offset;
     OutOfMemory before anything is allocated.
     """
-    refuse_inference_mode("load")
-    check_program(program, "load")
-    if Path(os.fspath(path)).expanduser().absolute() in swap_folders(program):
-        return _resume_swap(program)
-    return restore(path, program)[0]
+    return restore(path, program).state
 
 
-def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Checkpoint]:
-    """`load`, and the checkpoint that was loaded."""
+@frozen(eq=False)
+class Restored:
+    """A State that was loaded, where from, and what was saved with it."""
+
+    state: State
+    path: Path
+    extra: Mapping[str, Any]
+
+
+def restore(path: str | os.PathLike[str], program: Program) -> Restored:
+    """`load`, and what was loaded."""
     refuse_inference_mode("load")
     check_program(program, "load")
     ranks, damaged = program.ranks, list[str]()
     buffers: Buffers | None = None
     ranks.agree("load")
-    for folder in _folders(Path(os.fspath(path)).expanduser().absolute(), ranks):
+    path = Path(os.fspath(path)).expanduser().absolute()
+    if path in swap_folders(program):
+        return _resume_swap(program)
+    for folder in _folders(path, ranks):
         checkpoint = all_or_none(ranks, partial(_open, folder, program))
         buffers = buffers or all_or_none(ranks, partial(allocate_state, program, "load"))
         fill = partial(fill_state, buffers, program.layout, program.optimizer, checkpoint, ranks)
@@ -131,20 +145,21 @@ def restore(path: str | os.PathLike[str], program: Program) -> tuple[State, Chec
         manifest = checkpoint.manifest
         _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
         state = state_at(manifest.position, manifest.optimizer, buffers, program)
-        commit_state(program, state)
-        return state, checkpoint
+        commit_state(program, state, manifest.extra)
+        return Restored(state, checkpoint.path, manifest.extra)
     raise CheckpointError("; ".join(damaged))
 
 
-def _resume_swap(program: Program) -> State:
+def _resume_swap(program: Program) -> Restored:
     """The State that the last commit of the program's own swap space is of."""
     ranks, swap = program.ranks, open_swap(program)
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers))
     send_parameters(buffers, program.layout, ranks)
-    position, saved = read_commit(swap)
-    _log_changed_settings(swap_folders(program)[0], saved, position.step, program)
-    return state_at(position, saved, buffers, program)
+    position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
+    folder = swap_folders(program)[0]
+    _log_changed_settings(folder, saved, position.step, program)
+    return Restored(state_at(position, saved, buffers, program), folder, extra)
 
 
 def _folders(path: Path, ranks: RankGroup) -> list[Path]:

@@ -24,8 +24,8 @@ def make_spec(
     """The spec of one rank of `world`; the costs are 0 until the shapes of a batch are known."""
     if settings.params_on in ("host", DISK) and world > 1 and settings.stage != 3:
         raise ValueError(
-            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected stage=3: "
-            "each keeps its slice there"
+            f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
+            "stage=3, in which each keeps its slice there: pass it"
         )
     parameters = [
         [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments

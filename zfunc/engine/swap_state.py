@@ -11,12 +11,12 @@ from torch import Tensor
 from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
 from zfunc.checkpoint.snapshot import FROZEN_BUCKET
-from zfunc.checkpoint.strict_json import parse_json, render
+from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import StoredExtent
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.graph import Region
-from zfunc.core.layout import Span
 from zfunc.engine.disk_memory import extents_of
 from zfunc.engine.program import Program
 from zfunc.engine.state import Buffers, State
@@ -40,7 +40,7 @@ def create_swap(program: Program) -> SwapSpace | None:
     make = partial(
         SwapSpace.create,
         swap_folders(program),
-        identity=swap_identity(program),
+        identity=_identity(program),
         run=run,
         extents=stored_extents(program),
         rank=ranks.rank,
@@ -60,7 +60,7 @@ def open_swap(program: Program) -> SwapSpace:
     make = partial(
         SwapSpace.open,
         swap_folders(program),
-        identity=swap_identity(program),
+        identity=_identity(program),
         extents=stored_extents(program),
         rank=ranks.rank,
         world=ranks.world,
@@ -79,7 +79,7 @@ def open_swap(program: Program) -> SwapSpace:
     return swap
 
 
-def commit_state(program: Program, state: State) -> None:
+def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None = None) -> None:
     """Make `state` the one that the disk has, if the program has a swap space. A collective."""
     if (swap := program.cache.swap) is None:
         return
@@ -92,8 +92,7 @@ def commit_state(program: Program, state: State) -> None:
                 places[name].copy_(values[name])
             on_disk.write(flat, missing)
     state.buffers.close()
-    record = commit_record(position_of(state), optimizer_settings(program, state.step))
-    all_or_none(program.ranks, partial(swap.commit, record))
+    all_or_none(program.ranks, partial(swap.commit, commit_metadata(program, state, extra or {})))
 
 
 def read_memory(buffers: Buffers) -> None:
@@ -119,20 +118,8 @@ def _close_former(program: Program) -> None:
     program.cache.swap = None
 
 
-def swap_identity(program: Program) -> dict[str, Any]:
-    """What the bytes in a swap space mean, in JSON's own types."""
-    layout = program.layout
-
-    def fields(span: Span) -> list[Any]:
-        return [span.name, [*span.shape], span.start, span.stop]
-
-    return {
-        "state_format": program.spec.state_format,
-        "precision": program.settings.precision,
-        "buckets": [[bucket.start, bucket.stop] for bucket in layout.buckets],
-        "trained": [fields(span) for span in layout.spans],
-        "frozen": [fields(span) for span in layout.frozen],
-    }
+def _identity(program: Program) -> dict[str, Any]:
+    return swap_identity(program.layout, program.spec.state_format, program.settings.precision)
 
 
 def stored_extents(program: Program) -> list[StoredExtent]:
@@ -141,19 +128,21 @@ def stored_extents(program: Program) -> list[StoredExtent]:
     return [StoredExtent(b, {x.name: x.nbytes for x in extent.parts}) for b, extent in extents.items()]
 
 
-def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any]]:
-    """What the last commit says: where the training is, and the optimizer's settings."""
-    where = str(swap.header.folders[0])
-    said = swap.record()
-    if said is None:
+def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict[str, Any]]:
+    """What the last commit says: where the training is, the optimizer's settings, and what was saved with it."""
+    where, metadata = swap.header.folders[0], swap.record()
+    if metadata is None:
         raise CheckpointError(
             f"{where}: got a swap space that nothing was committed to: delete it, and start again"
         )
-    root = parse_json(render(said), where)
-    position, optimizer = root.fields("position", "optimizer")
-    return read_position(position, swap.header.identity["state_format"]), dict(optimizer.value)
+    position = read_position(JsonNode(metadata["position"], where), swap.header.identity["state_format"])
+    return position, dict(metadata["optimizer"]), dict(metadata["extra"])
 
 
-def commit_record(position: TrainingPosition, optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """What a commit says beside the bytes."""
-    return {"position": position_fields(position), "optimizer": dict(optimizer)}
+def commit_metadata(program: Program, state: State, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What a commit of `state` says beside the bytes."""
+    return {
+        "position": position_fields(position_of(state)),
+        "optimizer": optimizer_settings(program, state.step),
+        "extra": dict(extra),
+    }

@@ -34,8 +34,7 @@ from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.specialize import batch_key, specialize, split_batch
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.swap_state import commit_record
-from zfunc.engine.training_position import optimizer_settings, position_of
+from zfunc.engine.swap_state import commit_metadata
 from zfunc.errors import NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
@@ -235,7 +234,7 @@ def _commit_record(
             return None
         step = state.step + (not decision.skip)
         state = evolve(_without_update(program, state, batch), step=step, loss_scale=scale)
-    return commit_record(position_of(state), optimizer_settings(program, state.step))
+    return commit_metadata(program, state, {})
 
 
 def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision) -> LossScale:

@@ -243,15 +243,15 @@ class _Loop:
             )
             return None
         total = restored_clock(start.extra, job.settings, 0).budget.total
-        self.state, checkpoint = restore(start.origin, with_total_steps(job.program, job.settings, total))
-        extra = checkpoint.manifest.extra
+        restored = restore(start.origin, with_total_steps(job.program, job.settings, total))
+        self.state, extra = restored.state, restored.extra
         self.progress = restored_clock(extra, job.settings, self.state.batches)
         self.program = with_total_steps(job.program, job.settings, self.progress.budget.total)
         changed = list(changed_settings(extra, job.settings, job.corpus.description))
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
-            log.warning("resume: %s: settings have changed: %s", checkpoint.path, names)
-        return checkpoint.path
+            log.warning("resume: %s: settings have changed: %s", restored.path, names)
+        return restored.path
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """The next step, which writes a checkpoint of the step before it if one is due."""

@@ -1,0 +1,169 @@
+"""The optimizer state on the disk, alone or with parameters and gradients: the same training, and a checkpoint."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trained
+from table import in_pairs
+from test_streaming import SETTINGS, reference, same, trainings
+from threaded_ranks import ThreadedRanks
+
+import zfunc
+from zfunc.engine import compile as compiling
+from zfunc.engine.program import Program
+from zfunc.runtime.direct_io import DirectFile
+
+ON_DISK: dict[str, dict[str, Any]] = {
+    "state": {},
+    "state, deferred": {"defer": True, "commit_every": 2},
+    "half of the state": {"disk_ratio": 0.5, "commit_every": 3, "state_slots": 1},
+    "state beside streamed parameters": {"params_on": "host", "commit_every": 2},
+    "everything": {"params_on": "disk", "grads_on": "disk", "activations_on": "host", "defer": True},
+    "everything, one slot": {
+        **{"params_on": "disk", "grads_on": "disk", "state_slots": 1, "host_slots": 1, "weight_slots": 1},
+        **{"accumulate": "horizontal", "schedule": "CriticalPath"},
+    },
+}
+NUMBERS = {name: {k: v for k, v in x.items() if k != "offload_ratio"} for name, x in SETTINGS.items()}
+MODELS = ("GPT with dropout", "odd sizes", "frozen below", "tied GPT")
+
+
+def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
+    """Settings with a swap space in a new folder."""
+    folder.mkdir(exist_ok=True)
+    return {**settings, "state_on": "disk", "swap": [folder], **ON_DISK[name]}
+
+
+@pytest.mark.parametrize(("model", "settings", "placed"), in_pairs(MODELS, NUMBERS, ON_DISK))
+def test_where_the_state_lives_changes_no_bit(
+    model: str, settings: str, placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (got,) = trainings(model, 1, monkeypatch, **on_disk(tmp_path, placed, **NUMBERS[settings]))
+    (expected,) = reference(model, 1, settings)
+    assert same(got, expected)
+
+
+@pytest.mark.parametrize("placed", ["half of the state", "everything"])
+def test_nor_on_several_ranks(placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"], stage=3)
+    got = trainings("pairs", 2, monkeypatch, **settings)
+    assert all(map(same, got, reference("pairs", 2, "bf16 in 2, 16 bits")))
+
+
+def killed(program: Program) -> None:
+    """What is left of a program after its process was killed: its files, and nobody who holds them."""
+    swap: Any = program.cache.swap
+    swap.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "placed"), in_pairs(["fp32, clipped", "bf16 in 2, 16 bits", "fp16 in 2"], ON_DISK)
+)
+def test_a_killed_training_goes_on_from_its_last_commit(settings: str, placed: str, tmp_path: Path) -> None:
+    chosen = on_disk(tmp_path, placed, **NUMBERS[settings])
+    program, batch = trained.compiled("frozen below", **chosen)
+    state, whole = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 6)
+    killed(program)
+    again, _ = trained.compiled("frozen below", **chosen)
+    state = zfunc.load(tmp_path, again)
+    late = again.spec.deferred
+    every = again.settings.commit_every
+    assert state.batches == (6 - late) // every * every
+    _, rest = trained.steps(again, state, batch, state.batches, 6)
+    assert rest == whole[state.batches : 6]
+
+
+def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap space is a checkpoint: for another number of ranks, other buckets, and no swap space at all."""
+    numbers = NUMBERS["bf16 in 2, 16 bits"]
+    program, batch = trained.compiled("odd sizes", **on_disk(tmp_path / "one", "everything", **numbers))
+    state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 3)
+    expected = zfunc.evaluate(
+        program, state, batch(9)
+    )  # makes the deferred update, which no step has committed
+    zfunc.save(tmp_path / "one", program, state)
+    killed(program)
+    pair = []
+    for ranks in ThreadedRanks.all(2):
+        monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
+        chosen = {**on_disk(tmp_path / "two", "everything", **numbers), "stage": 3, "bucket_size": 900}
+        pair.append(trained.compiled("odd sizes", **chosen)[0])
+    monkeypatch.undo()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda own: zfunc.load(tmp_path / "one", own), pair))
+        list(threads.map(killed, pair))
+    alone, _ = trained.compiled("odd sizes", **numbers)
+    assert zfunc.evaluate(alone, zfunc.load(tmp_path / "two", alone), batch(9)) == expected
+
+
+@pytest.mark.parametrize("placed", ["state, deferred", "state beside streamed parameters", "everything"])
+def test_an_error_of_the_drive_loses_the_state_or_leaves_it_whole(placed: str, tmp_path: Path) -> None:
+    """Whatever transfer fails first: the error names the file, and the last commit is what can be loaded."""
+    chosen = on_disk(tmp_path, placed, **NUMBERS["fp32, clipped"])
+    program, batch = trained.compiled("odd sizes", **chosen)
+    state, whole = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 4)
+    killed(program)
+    for number in (0, 2, 5, 9, 14, 20):
+        swap = tmp_path / str(number)
+        program, _ = trained.compiled("odd sizes", **{**chosen, "swap": [swap]})
+        swap.mkdir()
+        state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(DirectFile, "write", failing(DirectFile.write, number))
+            with suppress(zfunc.DiskError):
+                trained.steps(program, state, batch, 2, 4)
+        killed(program)
+        program, _ = trained.compiled("odd sizes", **{**chosen, "swap": [swap]})
+        state = zfunc.load(swap, program)
+        _, rest = trained.steps(program, state, batch, state.batches, 4)
+        assert rest == whole[state.batches :]
+
+
+def failing(write: Callable[..., None], number: int) -> Callable[..., None]:
+    """`write`, but the call of this number fails, and those after it."""
+    calls = iter(range(1 << 30))
+
+    def attempt(self: DirectFile, *args: Any, **more: Any) -> None:
+        if next(calls) >= number:
+            raise zfunc.DiskError(f"{self.path}: the drive is gone")
+        write(self, *args, **more)
+
+    return attempt
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"params_on": "disk"}, "params_on: got 'disk' with state_on='host', expected state_on='disk'"),
+        ({"swap": "somewhere"}, "swap: got .* with state_on='host', expected state_on='disk'"),
+        ({"state_on": "disk"}, "swap: got no folder"),
+        ({"state_on": "disk", "swap": [""]}, "swap: got '', expected the path of a folder"),
+        ({"state_on": "disk", "offload_ratio": 0.5}, "state_on: got 'disk' with offload_ratio=0.5"),
+        ({"state_on": "disk", "speculate": 2}, "state_on: got 'disk' with speculate=2"),
+        ({"state_on": "disk", "delay_from": 2}, "state_on: got 'disk' with delay_from=2"),
+        ({"state_on": "disk", "disk_ratio": 2.0}, "disk_ratio: got 2.0"),
+    ],
+)
+def test_what_excludes_each_other_is_said(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        trained.compiled("odd sizes", **settings)
+
+
+def test_a_swap_space_serves_one_state_and_is_never_overwritten(tmp_path: Path) -> None:
+    chosen = on_disk(tmp_path, "state")
+    program, batch = trained.compiled("odd sizes", **chosen)
+    state = zfunc.init(program)
+    other, _ = trained.compiled("odd sizes", **chosen)
+    with pytest.raises(zfunc.CheckpointError, match="in use|locked|another"):
+        zfunc.load(tmp_path, other)
+    killed(program)
+    with pytest.raises(zfunc.CheckpointError, match="swap"):
+        zfunc.init(other)  # it has a training
+    loaded = zfunc.load(tmp_path, other)
+    zfunc.train_step(other, loaded, batch(0))
+    with pytest.raises(zfunc.CheckpointError, match="closed"):
+        zfunc.train_step(program, state, batch(0))
