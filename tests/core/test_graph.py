@@ -170,7 +170,7 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     if recipe is FIRST_DELAYED:  # no gradient waits yet
         everywhere, applied = sorted(spec.resident), []
     assert done(*UPDATES) == everywhere
-    assert done("to_device") == [b for b in applied if not spec.on_host(b)]
+    assert done("to_device") == [b for b in applied if not spec.off_device(b)]
     assert done("adam_on_device") == sorted(spec.resident)
     assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
     assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
@@ -308,7 +308,7 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
         updates = [op.index for op in recipe(spec) if op.verb == "adam"]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
         assert updates == sorted(updates)
-        assert sent == [index for index in updates if not spec.on_host(*index)]
+        assert sent == [index for index in updates if not spec.off_device(*index)]
         assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
         assert verbs.index("load") == 0
     elif late and "adam" in verbs:
@@ -359,7 +359,7 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         ahead = ops.get(f"speculate[{b}]")
         update = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"]
         assert update.read("decision") == ops["decide"].write("decision")
-        if spec.on_host(b):
+        if spec.off_device(b):
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home < set(update.reads) & set(update.writes)
             continue
@@ -437,7 +437,7 @@ def test_a_pass_finds_the_parameters_of_its_segment_in_slots(recipe: Recipe, spe
     for op in recipe(spec):
         if op.verb in ("fetch", "gather"):
             (slot,), b = op.writes, op.index[1]
-            assert spec.on_host(b) if op.verb == "fetch" else spec.sharded(b)
+            assert spec.off_device(b) if op.verb == "fetch" else spec.sharded(b)
             assert spec.layout.weights(b).numel * spec.element_bytes <= slot.nbytes
             has[slot] = b
         if op.verb in ("forward", "backward"):
@@ -452,7 +452,7 @@ def test_a_slot_more_never_fetches_more_and_one_for_each_segment_fetches_once(sp
 
     fewer, more = fetches(spec.weight_slots), fetches(spec.weight_slots + 1)
     assert len(more) <= len(fewer)
-    of_host = {b for s in range(spec.num_segments) for b in spec.layout.weights_of(s) if spec.on_host(b)}
+    of_host = {b for s in range(spec.num_segments) for b in spec.layout.weights_of(s) if spec.off_device(b)}
     assert fetches(spec.num_segments) == sorted(of_host)
     passes = len(spec.micro_batch_groups) * 2
     assert all(n <= passes * spec.num_segments for n in Counter(fewer).values())

@@ -53,7 +53,15 @@ OTHERS: dict[str, Any] = {
     "speculate": 1,
     "defer": True,
     "delay_from": 3,
+    "state_on": "disk",
+    "disk_ratio": 0.5,
+    "grads_on": "disk",
+    "swap": ("/swap",),
+    "commit_every": 10,
+    "state_slots": 2,
 }
+ON_DISK = {"state_on": "disk", "swap": ("/swap",)}
+NEEDS: dict[str, dict[str, Any]] = dict.fromkeys(("state_on", "disk_ratio", "grads_on", "swap"), ON_DISK)
 every_field = pytest.mark.parametrize("field", FIELDS.values(), ids=FIELDS)
 every_flag = pytest.mark.parametrize("flag", FLAGS)
 
@@ -80,14 +88,15 @@ def test_compile_and_plan_have_each_field_with_default_and_help(field: "Attribut
 @every_field
 def test_compile_and_plan_apply_each_field(field: "Attribute[Any]") -> None:
     """By name, as one value, or a change of one."""
-    other = OTHERS[field.name]
+    other, needed = OTHERS[field.name], NEEDS.get(field.name, {})
     assert other != field.default
-    as_value = StepSettings(**{field.name: other})
-    assert compiled(**{field.name: other}).settings == compiled(as_value).settings == as_value
+    given = {**needed, field.name: other}
+    as_value = StepSettings(**given)
+    assert compiled(**given).settings == compiled(as_value).settings == as_value
     base = StepSettings(precision="fp32")
-    changed = evolve(base, **{field.name: other})
-    assert compiled(base, **{field.name: other}).settings == changed
-    assert planned(base, **{field.name: other}).step.settings == changed
+    changed = evolve(base, **given)
+    assert compiled(base, **given).settings == changed
+    assert planned(base, **given).step.settings == changed
 
 
 @every_field

@@ -219,7 +219,7 @@ def test_init_has_the_values_of_one_segment_at_a_time(precision: Any) -> None:
         ({"accumulate": 0}, "accumulate: got 0"),
         ({"persistent_params": "pairs,"}, "persistent_params: got 'pairs,', expected names of segments or"),
         ({"persistent_params": "last"}, "persistent_params: got 'last', expected a number of elements, or"),
-        ({"params_on": "disk"}, "params_on: got 'disk', expected one of device, host"),
+        ({"params_on": "disc"}, "params_on: got 'disc', expected one of device, host, disk"),
     ],
 )
 def test_what_excludes_each_other_is_refused(settings: dict[str, Any], message: str) -> None:

@@ -344,6 +344,40 @@ class OpBuilder(Regions):
         copied = 0 if self.spec.send_high_half else self._shard_bytes(b, self.spec.element_bytes)
         return 2 * state + self._waiting_bytes(b) + copied
 
+    def to_device(self, b: int) -> Op:
+        """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""
+        nbytes = self._shard_bytes(b, self.spec.element_bytes)
+        paged = b in self.spec.paged and self.spec.send_high_half
+        copy = self._state_slot(self.progress.states.slot(b)) if paged else self._copy(b)
+        reads = (self._decision(), copy, self._params(b))
+        return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
+
+    def all_gather(self, b: int) -> Op:
+        """Gather the new slices of bucket `b` from all ranks."""
+        nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
+        # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
+        reads = (self._params(b), *((self._decision(),) if self.spec.keeps_gradient else ()))
+        return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
+
+    def write(self, b: int) -> Op:
+        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
+        bucket its parameters."""
+        into = self._written(b)
+        reads = (self._checkpoint(), *self._saved(b), *self._paged(b))
+        return Op("write", (b,), "write", reads, (into,), nbytes=into.nbytes)
+
+    def publish(self, *, last: bool = False) -> Op:
+        """Sync the checkpoint to disk and give it its name, after every rank has written its part.
+
+        As the `last` operation of a step it waits for the decision, because a refused step leaves no checkpoint,
+        and for the norm, because on the network lane it would delay all other collectives.
+        """
+        layout = self.spec.layout
+        written = tuple(self._written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
+        kind = "network" if self.spec.world > 1 else "write"
+        after = (self._norm(), self._decision()) if last else ()
+        return Op("publish", (), kind, (self._checkpoint(), *written, *after), (self._published(),))
+
     def page_in(self, b: int) -> Op:
         """Read the state of bucket `b` into a slot: what memory does not have of it."""
         self.progress.states.take([b])
@@ -396,37 +430,3 @@ class OpBuilder(Regions):
         self.progress.grad_pages.take([b])
         page = self._waiting(b)
         return Op("unspill", (b,), "read", (self._spilled(b),), (page,), nbytes=self.spec.spilled_bytes(b))
-
-    def to_device(self, b: int) -> Op:
-        """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""
-        nbytes = self._shard_bytes(b, self.spec.element_bytes)
-        paged = b in self.spec.paged and self.spec.send_high_half
-        copy = self._state_slot(self.progress.states.slot(b)) if paged else self._copy(b)
-        reads = (self._decision(), copy, self._params(b))
-        return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)
-
-    def all_gather(self, b: int) -> Op:
-        """Gather the new slices of bucket `b` from all ranks."""
-        nbytes = self._shard_bytes(b, self.spec.element_bytes) * (self.spec.world - 1)
-        # After a late update it precedes the decision of this step, so no rank can leave one unfinished.
-        reads = (self._params(b), *((self._decision(),) if self.spec.keeps_gradient else ()))
-        return Op("all_gather", (b,), "network", reads, (self._params(b),), nbytes=nbytes)
-
-    def write(self, b: int) -> Op:
-        """Write this rank's slice of the state of bucket `b` to the checkpoint, before its next update; of a frozen
-        bucket its parameters."""
-        into = self._written(b)
-        reads = (self._checkpoint(), *self._saved(b), *self._paged(b))
-        return Op("write", (b,), "write", reads, (into,), nbytes=into.nbytes)
-
-    def publish(self, *, last: bool = False) -> Op:
-        """Sync the checkpoint to disk and give it its name, after every rank has written its part.
-
-        As the `last` operation of a step it waits for the decision, because a refused step leaves no checkpoint,
-        and for the norm, because on the network lane it would delay all other collectives.
-        """
-        layout = self.spec.layout
-        written = tuple(self._written(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
-        kind = "network" if self.spec.world > 1 else "write"
-        after = (self._norm(), self._decision()) if last else ()
-        return Op("publish", (), kind, (self._checkpoint(), *written, *after), (self._published(),))

@@ -233,13 +233,7 @@ STAGES: dict[str, Stage] = {
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
-    "page_in": page_in,
     "adam": adam,
-    "page_out": page_out,
-    "commit": commit,
-    "page_in_weights": page_in_weights,
-    "spill": spill,
-    "unspill": unspill,
     "speculate": speculate,
     "confirm": confirm,
     "adam_on_device": adam_on_device,
@@ -247,6 +241,12 @@ STAGES: dict[str, Stage] = {
     "all_gather": all_gather,
     "write": write,
     "publish": publish,
+    "page_in": page_in,
+    "page_out": page_out,
+    "commit": commit,
+    "page_in_weights": page_in_weights,
+    "spill": spill,
+    "unspill": unspill,
 }
 
 

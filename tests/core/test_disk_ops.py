@@ -1,0 +1,65 @@
+"""What lives on the disk as operations: every plan verifies, and every transfer is one that something needs."""
+
+from itertools import product
+from typing import Any
+
+import pytest
+from table import SCHEDULES, TIED_THREE, spec
+
+from zfunc.core.graph import Graph
+from zfunc.core.memory_model import peak_memory
+from zfunc.core.recipes import checkpoint, flush_recipe, recipe_of
+from zfunc.core.spec import StepSpec
+from zfunc.core.verifier import verify
+
+PLACES = [
+    *product(("device", "host", "disk"), ("host", "disk"), (False, True), (False, True), (1, 3), (1, 2))
+]
+
+
+def on_disk(params_on: Any, grads_on: Any, defer: bool, commit: bool, slots: int, world: int) -> StepSpec:
+    return spec(
+        TIED_THREE,
+        **{"params_on": params_on, "grads_on": grads_on, "defer": defer, "commit": commit, "world": world},
+        **{"barrier": True, "state_slots": slots, "weight_slots": slots, "host_slots": slots},
+        **{"bucket_size": 64, "stage": 2 if params_on == "device" else 3, "paged": {0, 2}},
+        **{"state_format": "8bit", "send_high_half": True},
+    )
+
+
+@pytest.mark.parametrize("places", PLACES[::3], ids=str)
+def test_every_plan_of_them_verifies(places: tuple[Any, ...]) -> None:
+    job = on_disk(*places)
+    for recipe in (recipe_of(job), checkpoint, *([flush_recipe] if job.deferred else [])):
+        graph = Graph(tuple(recipe(job)))
+        for schedule in SCHEDULES.values():
+            verify(schedule(graph))
+
+
+@pytest.mark.parametrize("places", PLACES[1::3], ids=str)
+def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[Any, ...]) -> None:
+    job = on_disk(*places)
+    ops = list(recipe_of(job)(job))
+    at = {op.name: i for i, op in enumerate(ops)}
+    for b in job.offloaded:
+        assert (f"page_in[{b}]" in at) == (b in job.paged)
+        assert (f"page_out[{b}]" in at) == (b in job.paged or job.commit)
+        if b in job.paged:
+            assert at[f"page_in[{b}]"] < at[f"adam[{b}]"] < at[f"page_out[{b}]"]
+            ins, outs = ops[at[f"page_in[{b}]"]], ops[at[f"page_out[{b}]"]]
+            assert ins.nbytes == job.extent(b).moved_bytes
+            assert outs.nbytes == (job.extent(b).nbytes if job.commit else ins.nbytes)
+        assert (f"spill[{b}]" in at) == (f"unspill[{b}]" in at) == job.spilled(b)
+    assert ("commit" in at) == job.commit
+    if job.commit:
+        assert all(at["commit"] > i for name, i in at.items() if name.startswith("page_out"))
+    read = {op.index[1] for op in ops if op.verb == "page_in_weights"}
+    assert read == {b for b in job.paged if job.on_disk(b)}
+
+
+def test_a_slot_less_is_less_memory_and_one_is_enough() -> None:
+    def pinned(slots: int) -> int:
+        job = on_disk("disk", "disk", defer=True, commit=True, slots=slots, world=1)
+        return peak_memory(SCHEDULES["Overlapped"](Graph(tuple(recipe_of(job)(job)))))["pinned"].nbytes
+
+    assert pinned(1) < pinned(2)
