@@ -121,7 +121,7 @@ def _persistent(name: str, value: Any) -> int | str:
 
 def _swap(name: str, value: Any) -> tuple[str, ...]:
     """One folder, or several."""
-    folders: list[Any] = list(value) if isinstance(value, list | tuple) else [value]
+    folders: list[Any] = [*cast("Sequence[Any]", value)] if isinstance(value, list | tuple) else [value]
     for folder in folders:
         if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):  # pyright: ignore
             raise TypeError(f"{name}: got {folder!r}, expected the path of a folder: pass one for each drive")

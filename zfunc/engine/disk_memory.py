@@ -10,7 +10,6 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN
-from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import Extent
@@ -82,11 +81,12 @@ class StateOnDisk:
 
 
 def extents_of(spec: StepSpec) -> dict[int, Extent]:
-    """The extents of a rank: one for each bucket, and one for the frozen parameters, if there are any."""
-    extents = {b: spec.extent(b) for b in spec.offloaded}
-    if spec.layout.frozen:
-        extents[FROZEN_BUCKET] = Extent.of([], [(FROZEN, spec.layout.frozen_numel * spec.element_bytes)])
-    return extents
+    """The extents of a rank by bucket; those of frozen ones have its slice of the parameters."""
+    frozen_parameters = {
+        bucket.index: Extent.of([], [(FROZEN, bucket.numel // spec.world * spec.element_bytes)])
+        for bucket in spec.layout.frozen_buckets
+    }
+    return {b: spec.extent(b) for b in spec.offloaded} | frozen_parameters
 
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:

@@ -29,7 +29,14 @@ from zfunc.engine.program import Program, check_program, check_state, lock_stagi
 from zfunc.engine.restore import fill_state, send_parameters
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
-from zfunc.engine.swap_state import commit_state, open_swap, read_commit, read_memory, swap_folders
+from zfunc.engine.swap_state import (
+    commit_state,
+    gather_frozen,
+    open_swap,
+    read_commit,
+    read_memory,
+    swap_folders,
+)
 from zfunc.engine.training_position import optimizer_settings, position_of, state_at
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
@@ -154,7 +161,8 @@ def _resume_swap(program: Program) -> Restored:
     """The State that the last commit of the program's own swap space is of."""
     ranks, swap = program.ranks, open_swap(program)
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
-    all_or_none(ranks, partial(read_memory, buffers))
+    all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
+    gather_frozen(buffers, program.layout, ranks)
     send_parameters(buffers, program.layout, ranks)
     position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
     folder = swap_folders(program)[0]

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
-from zfunc.checkpoint.snapshot import FROZEN_BUCKET
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_file import StoredExtent
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
-from zfunc.core.graph import Region
+from zfunc.core.layout import Bucket, Layout
 from zfunc.engine.disk_memory import extents_of
 from zfunc.engine.program import Program
 from zfunc.engine.state import Buffers, State
 from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
+from zfunc.runtime.collectives import RankGroup
 from zfunc.runtime.host_memory import alloc_host
 
 
@@ -87,7 +87,10 @@ def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None
     for b, on_disk in state.buffers.on_disk.items():
         if missing := swap.missing(b):
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
-            places, values = on_disk.views(flat), _values(state.buffers, b)
+            places, values = (
+                on_disk.views(flat),
+                _values(state.buffers, program.layout.weights(b), program.ranks),
+            )
             for name in missing:
                 places[name].copy_(values[name])
             on_disk.write(flat, missing)
@@ -95,20 +98,32 @@ def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None
     all_or_none(program.ranks, partial(swap.commit, commit_metadata(program, state, extra or {})))
 
 
-def read_memory(buffers: Buffers) -> None:
-    """Read what memory has of the state from the disk."""
+def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Read what memory has of the state, and this rank's slice of frozen parameters, from the disk."""
     for b, on_disk in buffers.on_disk.items():
         if names := on_disk.in_memory:
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
             on_disk.read(flat, names)
-            places, values = on_disk.views(flat), _values(buffers, b)
+            places, values = on_disk.views(flat), _values(buffers, layout.weights(b), ranks)
             for name in names:
                 values[name].copy_(places[name])
 
 
-def _values(buffers: Buffers, b: int) -> dict[str, Tensor]:
-    """What there is of a bucket, by name."""
-    return {FROZEN: buffers.memory[Region("frozen")].flat} if b == FROZEN_BUCKET else buffers.state(b)
+def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
+    """Give every rank all of the frozen parameters that it keeps: a collective for each bucket."""
+    for bucket in layout.frozen_buckets:
+        flat = buffers.weights[bucket.index].flat
+        if flat.numel() > bucket.numel // ranks.world:
+            ranks.all_gather(flat, _values(buffers, bucket, ranks)[FROZEN])
+
+
+def _values(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
+    """The state of a bucket, or this rank's slice of its frozen parameters, by name."""
+    state = buffers.state(bucket.index)
+    if state:
+        return state
+    flat, size = buffers.weights[bucket.index].flat, bucket.numel // ranks.world
+    return {FROZEN: flat if flat.numel() == size else flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]}
 
 
 def _close_former(program: Program) -> None:
