@@ -66,6 +66,11 @@ class Drive:
         for file in self.files.values():
             for blocks in file.pending:
                 file.durable.update(self.some(blocks))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget all that was not synced."""
+        for file in self.files.values():
             file.seen, file.pending = dict(file.durable), []
 
     def snapshot(self) -> dict[int, Contents]:

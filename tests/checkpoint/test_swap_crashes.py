@@ -215,6 +215,9 @@ def test_a_commit_that_was_found_is_found_after_a_power_cut_too(tmp_path: Path) 
     drive = ForgetfulFile.drive = Drive(random.Random(0))
     training = Training(swap_space, [tmp_path], drive.by, world=1)
     training.create()
+    drive.forget()  # what is made is there
+    training.spaces[0].close()
+    training.resume(drive)
     training.write()
     for left in range(1, 9):  # from before the data is synced until after the record is
         drive.left = left
@@ -224,8 +227,7 @@ def test_a_commit_that_was_found_is_found_after_a_power_cut_too(tmp_path: Path) 
         training.spaces[0].close()
         training.resume(drive)
         found = training.number
-        for file in drive.files.values():
-            file.seen, file.pending = dict(file.durable), []
+        drive.forget()
         training.spaces[0].close()
         training.resume(drive)
         assert training.number == found

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from zfunc.checkpoint import swap_space
+from zfunc.checkpoint import swap_file, swap_space
 from zfunc.checkpoint.swap_file import (
     CommitRecord,
     StoredExtent,
@@ -23,6 +23,7 @@ from zfunc.checkpoint.swap_file import (
 )
 from zfunc.checkpoint.swap_space import SwapSpace, deal_extents
 from zfunc.errors import CheckpointError
+from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
 
 EXTENTS = [
@@ -372,6 +373,40 @@ def test_headers_and_records_read_back(tmp_path: Path) -> None:
         CheckpointError, match="got a record of .* bytes, expected at most .*: save less as extra="
     ):
         evolve(record, metadata={"x": "x" * (1 << 21)}).raw(header.record_size)
+
+
+def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (swap_space, swap_file):
+        monkeypatch.setattr(module, "CHUNK", 4096)
+    monkeypatch.setattr(swap_space, "BATCH", 3 * 4096)
+    transfer, sizes = DirectFile.write, list[int]()
+    monkeypatch.setattr(
+        DirectFile, "write", lambda *x: (sizes.append(sum(v.nbytes for v in x[1])), transfer(*x))
+    )
+    extent = StoredExtent(0, {"low": 7 * 4096 + 5, "high": 2 * 4096})
+    space = create(tmp_path, extents=[extent])
+    assert not space.is_written(0)
+    sizes.clear()
+    data = [pages(np.random.default_rng(n).bytes(size)) for n, size in enumerate(extent.buffers.values())]
+    space.write(0, ["low", "high"], data)
+    assert (sorted(sizes), space.is_written(0)) == ([4096, 3 * 4096, 3 * 4096, 3 * 4096], True)
+    space.commit({})
+    into = [pages(bytes(size)) for size in extent.buffers.values()]
+    space.read(0, ["low", "high"], into)
+    assert ([bytes(x) for x in into], space.is_written(0)) == ([bytes(x) for x in data], True)
+    begin = space.header.place(extent, 0)
+    space.close()
+    with (tmp_path / swap_file.swap_file_name(0, 1, 0)).open("r+b") as file:
+        file.seek(begin + 7 * 4096 + 4)  # the last byte of "low"
+        file.write(bytes([data[0][7 * 4096 + 4] ^ 1]))
+    space = reopen(tmp_path, extents=[extent])
+    with pytest.raises(
+        CheckpointError, match=f"'low': got other bytes than were written at {begin + 7 * 4096} of .*, 5 "
+    ):
+        space.read(0, ["low", "high"], into)
+    space.close()
 
 
 def test_every_drive_is_busy_in_proportion_to_its_speed() -> None:
