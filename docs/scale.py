@@ -105,6 +105,10 @@ ALL_ON_HOST = {"params_on": "host", "activations_on": "host", "defer": True}
 STREAMED: dict[str, dict[str, Any]] = {  # flags of zfunc plan, beside those of TEXT
     "40 B": {"num_layers": 50, "hidden_size": 8192, "batch_size": 10, "hardware": "v100-32gb", **ALL_ON_HOST},
     "65 B": {"num_layers": 80, "hidden_size": 8192, "batch_size": 10, "hardware": "h200", **ALL_ON_HOST},
+    "70 B": {
+        **{"num_layers": 87, "hidden_size": 8192, "batch_size": 10, "hardware": "h200", **ALL_ON_HOST},
+        "recompute": "min-cut",
+    },
     "120 B": {
         **{"num_layers": 148, "hidden_size": 8192, "batch_size": 10, "hardware": "h200", **ALL_ON_HOST},
         "moments": "8bit",
@@ -273,7 +277,7 @@ def larger_than_the_device() -> str:
         yield f"`{' '.join(['--hardware ' + machine, *(as_flag(k, v) for k, v in flags.items()), *override])}`"
         yield f"{step.step_seconds:.1f}"
         yield f"{step.memory['device'] / 2**30:.1f}"
-        yield f"{(step.memory['pinned'] + step.memory['host']) / 1e9:.0f}"
+        yield f"{(step.memory['pinned'] + step.memory['host']) / 1e9:,.0f}"
         yield "yes" if step.fits else "no"
 
     heads = ["layers", "tokens", "flags", "step, s", "device, GiB", "pinned + host, GB", "fits"]
