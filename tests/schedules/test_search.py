@@ -29,7 +29,7 @@ from zfunc.planner.candidate import (
 )
 from zfunc.planner.max_layers import MOST, max_layers, with_layers
 from zfunc.planner.search import WORTH, search
-from zfunc.planner.search_space import SEARCHED, SearchSpace, ratios_that_fit
+from zfunc.planner.search_space import SEARCHED, SearchSpace, most_persistent, ratios_that_fit
 from zfunc.planner.steady_state import Estimate
 from zfunc.planner.suggestions import suggest
 
@@ -226,6 +226,20 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
         moved = [a for a in advice if {"params_on", "activations_on"} & a.changes.keys()]
         assert plain.fits or all(a.step.fits and a.effect.startswith("fits, ") for a in moved)
         assert plain.fits or moved
+
+
+def test_parameters_persist_as_far_as_there_is_room() -> None:
+    """Of equal sizes all or none; none where all have room, since then nothing has to be streamed."""
+    spec, on_host = model(9), evolve(START, params_on="host")
+    sizes = sorted({p.name: p.numel for own in spec.layout.parameters for p in own}.values())
+    needed = simulate_choice(spec, on_host, with_room(device=1 << 40)).memory["device"]
+    for free in (0, sizes[0], sum(sizes) - 1, sum(sizes)):
+        room = with_room(device=needed + free * spec.element_bytes)
+        most = most_persistent(simulate_choice(spec, on_host, room))
+        assert sum(size for size in sizes if size <= most) <= free
+        larger = [size for size in sizes if size > most]
+        assert free == sum(sizes) or sum(x for x in sizes if x <= larger[0]) > free
+        assert most == 0 or free < sum(sizes)
 
 
 def test_delay_is_tried_only_on_request() -> None:

@@ -20,7 +20,7 @@ from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
-from zfunc.core.settings import PLACES, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
@@ -221,7 +221,7 @@ def _space(settings: StepSettings) -> SearchSpace | None:
         values["offload_ratios"] = None  # those that fit
     for place in ("params_on", "activations_on"):
         if getattr(settings, place) == AUTO:
-            values[place] = PLACES
+            values[place] = getattr(SearchSpace(), place)
     return SearchSpace.only(**values) if values else None
 
 

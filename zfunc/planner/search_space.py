@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
@@ -25,6 +26,7 @@ SEARCHED = (
     "stage",
     "accumulate",
     "weight_slots",
+    "persistent_params",
 )
 """The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
 
@@ -33,7 +35,8 @@ SEARCHED = (
 class SearchSpace:
     """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
 
-    `accumulate` and `stages` are tried where there are several micro-batches and ranks.
+    `accumulate` and `stages` are tried where there are several micro-batches and ranks. `persistent` parameters are
+    as many as there is room for.
     """
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
@@ -45,10 +48,11 @@ class SearchSpace:
     defer: tuple[bool, ...] = (False, True)
     delay: tuple[bool, ...] = (False,)
     params_on: tuple[Place, ...] = PLACES
-    activations_on: tuple[Place, ...] = PLACES
+    activations_on: tuple[str, ...] = ("device", "host,device", "host")
     stages: tuple[Literal[2, 3], ...] = (2, 3)
     accumulate: tuple[str | int, ...] = ("horizontal", "vertical", 2, 4, 8)
     weight_slots: tuple[int, ...] = (1, 2, 3, 4)
+    persistent: tuple[bool, ...] = (False, True)
 
     @classmethod
     def only(cls, **values: tuple[Any, ...] | None) -> "SearchSpace":
@@ -63,6 +67,8 @@ def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Ste
         return
     for params_on in space.params_on or (settings.params_on,):
         for activations_on in space.activations_on or (settings.activations_on,):
+            if activations_on.count(",") >= best.spec.num_segments:
+                continue
             changes: dict[str, Any] = {"params_on": params_on, "activations_on": activations_on}
             if params_on == "host":
                 changes |= {"speculate": 0, "stage": 3 if best.spec.world > 1 else settings.stage}
@@ -88,6 +94,26 @@ def _weight_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterat
     if best.settings.streams:
         for count in _beside(space.weight_slots, best.settings.weight_slots):
             yield evolve(best.settings, weight_slots=count)
+
+
+def _persistent(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
+    if best.settings.streams and first:
+        for persistent in space.persistent:
+            yield evolve(best.settings, persistent_params=most_persistent(best) if persistent else 0)
+
+
+def most_persistent(step: PlannedStep) -> int:
+    """The most elements of a parameter if those of no more stay on the device and fit it; 0 if all of them do."""
+    capacity = step.hardware.memory.get("device")
+    sizes = sorted({p.name: p.numel for own in step.spec.layout.parameters for p in own}.values())
+    if capacity is None:
+        return 0
+    free = (capacity - step.memory["device"]) // step.spec.element_bytes
+    if sum(sizes) <= free:
+        return 0  # without `params_on`, nothing has to be streamed
+    whole = [size for size, total in zip(sizes, accumulate(sizes), strict=True) if total <= free]
+    # Of equal sizes all stay, or none.
+    return max((x for x in whole if whole.count(x) == sizes.count(x)), default=0)
 
 
 def _possible(settings: StepSettings, **changes: Any) -> Iterator[StepSettings]:
@@ -185,7 +211,7 @@ def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
     *(_schedules, _delay, _places, _stages, _accumulate, _defer, _speculate, _ratios),
-    *(_buckets, _host_slots, _grad_slots, _weight_slots),
+    *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent),
 )
 
 

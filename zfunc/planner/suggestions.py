@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 from zfunc.core.settings import StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.search_space import cuts_of, ratios_that_fit
+from zfunc.planner.search_space import cuts_of, most_persistent, ratios_that_fit
 from zfunc.planner.steady_state import Estimate
 
 WORTH = 0.02  # of a step's time: a change that gains less is not suggested
@@ -147,7 +147,7 @@ def _smaller_on_device(settings: StepSettings, rows: int) -> Iterator[dict[str, 
 def _to_host(settings: StepSettings, world: int) -> Iterator[dict[str, Any]]:
     """Activations and parameters that move from the device to the host; of several ranks, each has its slice."""
     if settings.activations_on == "device":
-        yield {"activations_on": "host"}
+        yield from ({"activations_on": places} for places in ("host,device", "host"))
     if settings.params_on == "device":
         sliced = {"stage": 3} if world > 1 and settings.stage != 3 else {}
         if sliced:
@@ -194,6 +194,8 @@ def _faster(settings: StepSettings, step: PlannedStep, rows: int, attempt: Attem
     fitting = [a for a in attempt(settings, _changes(settings, step, rows)) if a.step.fits]
     if any("recompute" in a.changes for a in fitting):  # otherwise keeping everything does not fit either
         fitting += (a for a in attempt(settings, [{"recompute": "none"}]) if a.step.fits)
+    elif settings.recompute == "all":
+        fitting += (a for a in attempt(settings, [{"recompute": "all,min-cut"}]) if a.step.fits)
     faster = [a for a in fitting if a.step.seconds < step.seconds * (1 - WORTH)]
     # The deferred update first: it changes no number and takes no memory.
     return _one_of_each(sorted(faster, key=lambda a: ("defer" not in a.changes, a.step.seconds)))
@@ -213,6 +215,8 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
     slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
     yield from ({name: getattr(settings, name) + 1} for name in slots)
+    if settings.streams and not settings.persistent_params and (most := most_persistent(step)):
+        yield {"persistent_params": most}
 
 
 def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
