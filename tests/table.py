@@ -65,7 +65,7 @@ def spec(
         bucket_size=bucket_size,
         world=settings.get("world", 1),
         within_segments=streams or settings.get("group_size", 1) > 1,
-        persistent=persistent if streams else None,
+        persistent=persistent if streams else (),
     )
     costs = [
         SegmentCost(

@@ -273,21 +273,30 @@ def test_a_sum_starts_once_and_takes_every_later_delivery(recipe: Recipe, spec: 
 
 
 @of_any_job
-def test_no_more_slots_are_used_than_the_job_has(recipe: Recipe, spec: StepSpec) -> None:
+def test_slots_take_no_more_memory_than_as_many_of_the_largest_bucket(recipe: Recipe, spec: StepSpec) -> None:
     regions = Graph(tuple(recipe(spec))).regions
+    shard = spec.slot_numel // spec.world
+    landed = 4 if spec.sums_on_device else spec.element_bytes
     for buffer, most in (
-        ("grad_slot", len(spec.layout.buckets) if spec.stage == 1 else spec.grad_slots),
-        ("host_slot", spec.host_slots),
-        ("param_slot", spec.host_slots),
+        (
+            "grad_slot",
+            spec.element_bytes
+            * (spec.layout.numel if spec.stage == 1 else spec.grad_slots * spec.slot_numel),
+        ),
+        ("host_slot", landed * spec.host_slots * shard),
+        ("param_slot", spec.element_bytes * spec.host_slots * shard),
     ):
-        assert {r.index for r in regions if r.buffer == buffer} <= {(n,) for n in range(most)}
+        assert sum(r.nbytes for r in regions if r.buffer == buffer) <= most
 
 
 @of_any_job_of_stage_2
-def test_slots_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
+def test_slots_of_one_size_are_dealt_round_robin(recipe: Recipe, spec: StepSpec) -> None:
     packs = [op for op in recipe(spec) if op.verb == "pack"]
-    used = [op.write("grad_slot").index for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
-    assert used == [(n % spec.grad_slots,) for n in range(len(used))]
+    written = [op.write("grad_slot") for op in packs if not any(r.buffer == "grad_slot" for r in op.reads)]
+    for nbytes in {r.nbytes for r in written}:
+        used = [r.index for r in written if r.nbytes == nbytes]
+        slots = sorted({*used})
+        assert used == [slots[n % len(slots)] for n in range(len(used))]
 
 
 @of_any_job

@@ -6,12 +6,18 @@ from random import Random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from table import every_graph, every_plan
-from zfunc.schedules import Serial
+from table import every_graph, every_plan, spec
+from zfunc.schedules import Overlapped, Serial
 
 from zfunc.core.graph import TIERS, Graph, Op, Region, Tier
+from zfunc.core.hardware import ROUND
+from zfunc.core.layout import Parameter
 from zfunc.core.memory_model import Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan, build, topological_order
+from zfunc.core.recipes import zero_offload
+from zfunc.core.simulator import simulate
+from zfunc.core.slots import StagingSlots
+from zfunc.core.spec import ALLOCATION
 
 
 def times(plan: Plan, random: Random) -> dict[int, tuple[int, int]]:
@@ -161,3 +167,49 @@ def test_the_bound_counts_what_a_fast_producer_can_make(num_slots: int) -> None:
         ops.append(Op("use", (n,), "host", (item, slot)))
     plan = build(Graph(tuple(ops)), {"gpu": range(0, 20, 2), "cpu": range(1, 20, 2)})
     assert peak_memory(plan)["device"].nbytes == 8 * num_slots
+
+
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=9), st.data())
+def test_staging_slots_serve_as_many_in_a_row_as_slots_of_the_largest_would(
+    numels: list[int], data: st.DataObject
+) -> None:
+    """With no more memory; and what is sent in ascending or descending order never meets its neighbours."""
+    sizes, depth = dict(enumerate(numels)), data.draw(st.integers(1, 4))
+    order = [*sizes, *data.draw(st.lists(st.sampled_from([*sizes])))]
+    slots = StagingSlots(sizes, order, depth)
+    given = [slots.next(item) for item in order]
+    assert all(slots.numels[k] >= sizes[item] for k, item in zip(given, order, strict=True))
+    assert all(len({*row}) == depth for row in zip(*(given[i:] for i in range(depth)), strict=False))
+    assert sum(slots.numels) <= depth * max(numels)
+    fixed, neighbours = StagingSlots(sizes, [*sizes], depth), [range(i, len(sizes)) for i in range(depth)]
+    assert all(fixed.numels[fixed.of(item)] >= sizes[item] for item in sizes)
+    assert all(len({*map(fixed.of, row)}) == depth for row in zip(*neighbours, strict=False))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_large_vocabulary_does_not_decide_the_size_of_all_staging(
+    tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One class of slots is the reference: less memory, and no time."""
+    embed = Parameter("embed", (150_000, 8))
+    head = embed if tied else Parameter("head", (150_000, 8))
+    blocks = [[Parameter(f"block{n}", (12 * 64, 64))] for n in range(6)]
+    step = spec([[embed], *blocks, [head]], bucket_size=50_000)
+
+    def planned() -> tuple[float, int, int]:
+        plan = Overlapped()(Graph(tuple(zero_offload(step))))
+        slots = [r for r in plan.graph.regions if r.buffer in ("grad_slot", "host_slot", "param_slot")]
+        return (
+            simulate(plan, ROUND).seconds,
+            sum(r.nbytes for r in slots),
+            sum(peak.nbytes for peak in peak_memory(plan).values()),
+        )
+
+    seconds, staged, peak = planned()
+    monkeypatch.setattr(
+        "zfunc.core.slots.size_classes", lambda sizes: [sorted(sizes, key=lambda x: -sizes[x])]
+    )
+    before = planned()
+    assert seconds <= before[0]
+    assert staged < 0.6 * before[1]
+    assert before[2] - peak == pytest.approx(before[1] - staged, abs=ALLOCATION)

@@ -61,7 +61,7 @@ class Bucket:
     stop: int
     spans: tuple[Span, ...]
     deliveries: tuple[tuple[int, ...], ...]
-    persistent: bool = True
+    persistent: bool = False
 
     @property
     def numel(self) -> int:
@@ -188,6 +188,21 @@ class Layout:
         """The ascending indices of the buckets with parameters of segment number `segment`."""
         return self._used[segment]
 
+    def contributions(self, segment: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """The buckets that a segment has gradients for, in the order in which these are delivered: for each, the
+        number of the delivery and all its segments.
+
+        The bucket that the segment above began comes first, the one that the segment below continues last. So at
+        most one is incomplete at a time.
+        """
+        parts = [
+            (b, d, group)
+            for b in self.buckets_of(segment)
+            for d, group in enumerate(self.buckets[b].deliveries)
+            if segment in group
+        ]
+        return sorted(parts, key=lambda part: (segment == part[2][0], segment != part[2][-1], -part[0]))
+
     def bucket_of(self, span: Span) -> Bucket:
         """The bucket that contains a parameter."""
         return self.weights(self._buckets_of[span.name])
@@ -211,7 +226,7 @@ def make_layout(
     bucket_size: int,
     world: int = 1,
     within_segments: bool = False,
-    persistent: Collection[str] | None = None,
+    persistent: Collection[str] = (),
 ) -> Layout:
     """Lay out `segments` (the parameters of each) in buckets of at most `bucket_size` elements.
 
@@ -220,8 +235,8 @@ def make_layout(
     arrive, so the first bucket may be short. Tied and untied parameters never share a bucket; with
     `within_segments`, nor do those of two segments. The frozen parameters of a segment are one bucket.
 
-    `persistent` names the parameters that stay on the device where the others are streamed; None is all of them.
-    They have buckets of their own, the first ones; streamed ones of two segments never share one.
+    `persistent` names the parameters that stay on the device where the others are streamed. They have buckets of
+    their own, the first ones.
 
     Raises ValueError for a bucket size or world below 1, for one name declared in two ways, and for a model without
     a trainable parameter.
@@ -241,7 +256,7 @@ def make_layout(
     quantum = ALIGNMENT * world
 
     def stays(p: Parameter) -> bool:
-        return persistent is None or p.name in persistent
+        return p.name in persistent
 
     def cut(groups: Sequence[Sequence[Parameter]], first: int) -> Iterator[Bucket]:
         offset = 0
@@ -253,13 +268,11 @@ def make_layout(
             offset = stop
 
     def grouped(trained: bool, size: int, within: bool) -> list[list[Parameter]]:
-        def some(stay: bool) -> list[list[Parameter]]:
-            return [[p for p in own if p.trainable == trained and stays(p) == stay] for own in owned]
-
-        return [
-            *_group(some(True), contributors, size, within),
-            *_group(some(False), contributors, size, True),
-        ]
+        kinds = (
+            [[p for p in own if (p.trainable, stays(p)) == (trained, x)] for own in owned]
+            for x in (True, False)
+        )
+        return [group for kind in kinds for group in _group(kind, contributors, size, within)]
 
     groups = grouped(True, bucket_size, within_segments)
     return Layout(

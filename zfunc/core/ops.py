@@ -26,17 +26,11 @@ class Progress:
     grad_pages: SlotAllocator  # of buckets
     pages: Counter[int] = field(factory=Counter[int])  # reads of each bucket's parameters
     fetches: Counter[int] = field(factory=Counter[int])  # of each bucket
-    deliveries: int = 0  # of buckets, in the gradient's slots
-    sums_sent: int = 0  # to the host
+    open: int = 0  # the slot of the gradient that the segment below goes on with
     rooms: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> number
     activations: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> slot
     sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
     decided: bool = False
-
-    def next_sum(self) -> int:
-        """The number of the next sum that goes to the host."""
-        self.sums_sent += 1
-        return self.sums_sent - 1
 
     @classmethod
     def of(cls, spec: StepSpec) -> "Progress":

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from attrs import evolve
 
 from zfunc.core.graph import Op
-from zfunc.core.layout import Bucket
 from zfunc.core.ops import OpBuilder
 from zfunc.core.spec import StepSpec
 
@@ -172,23 +171,22 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
 def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:
     """Backward of segment `s`; each bucket is delivered as soon as it is complete.
 
-    Slots are assigned round robin. Of a segment's buckets, the one that the segment above began comes first and the
-    one that the segment below continues comes last. So at most one bucket is open, and a single slot is enough.
+    At most one bucket is incomplete at a time, so a single slot is enough.
     """
     layout = spec.layout
     yield emit.backward(m, s)
     if spec.sums_on_device:
         emit.progress.sums.take([b for b in layout.buckets_of(s) if b not in spec.resident])
-    parts = [(b, *_delivery(layout.buckets[b], s)) for b in layout.buckets_of(s)]
-    for b, d, group in sorted(parts, key=lambda p: (s == p[2][0], s != p[2][-1], -p[0])):
+    for b, d, group in layout.contributions(s):
         if spec.stage == 1:
             yield from _add_up(spec, emit, m, b, d, s, update=update)
             continue
-        slot = emit.progress.deliveries
+        if s == group[0]:
+            emit.progress.open = emit.gradient_slots().next(b)
+        slot = emit.progress.open
         yield emit.pack(m, b, s, slot, first=s == group[0])
         if s == group[-1]:
             yield from _deliver(spec, emit, m, b, d, slot, update=update)
-            emit.progress.deliveries += 1
 
 
 def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, update: bool) -> Iterator[Op]:
@@ -200,11 +198,6 @@ def _add_up(spec: StepSpec, emit: OpBuilder, m: int, b: int, d: int, s: int, *, 
         yield emit.add(m, b, s)
     if m == spec.micro_batches - 1 and s == deliveries[-1][-1]:
         yield from _deliver(spec, emit, m, b, d, b, update=update)
-
-
-def _delivery(bucket: Bucket, s: int) -> tuple[int, tuple[int, ...]]:
-    """The number of the delivery that segment `s` contributes to, and all its segments."""
-    return next((d, group) for d, group in enumerate(bucket.deliveries) if s in group)
 
 
 def _deliver(
@@ -227,8 +220,9 @@ def _deliver(
             yield emit.hold(m, b, d, slot, first=m == 0)
             if not last:
                 return
-            slot = emit.progress.next_sum()
-        yield emit.to_host(m, b, d, slot, slot if added or not spec.barrier else None)
+        host_slot = emit.landing_slots().next(b)
+        yield emit.to_host(m, b, d, slot, host_slot if added or not spec.barrier else None)
+        slot = host_slot
         if added:
             yield emit.accumulate(m, b, d, slot, first=(m == 0 or summed) and (d == 0 or apart))
         if spec.spilled(b):

@@ -1,6 +1,6 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -10,7 +10,7 @@ from zfunc.core.extents import BLOCK
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
 from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
-from zfunc.core.slots import Slot
+from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
 
 FP32, FP64 = 4, 8  # bytes
@@ -171,13 +171,35 @@ class Regions:
         """The gradients that backward of one segment returns, before they are packed."""
         return Region("grads", (m, s), self.spec.grad_bytes(s))
 
+    @_once
+    def gradient_slots(self) -> StagingSlots:
+        """Those on the device, for gradients of whole buckets."""
+        return self._slots_for(range(len(self.spec.layout.buckets)), self.spec.grad_slots)
+
+    @_once
+    def landing_slots(self) -> StagingSlots:
+        """Those in pinned memory where gradients arrive."""
+        return self._slots_for(self.spec.offloaded, self.spec.host_slots)
+
+    def _slots_for(self, buckets: Collection[int], depth: int) -> StagingSlots:
+        """Slots for these buckets, which pass in the order in which backward completes them."""
+        layout = self.spec.layout
+        segments = reversed(range(layout.first_trainable, self.spec.num_segments))
+        parts = ((s, part) for s in segments for part in layout.contributions(s))
+        order = [b for s, (b, _, group) in parts if s == group[-1] and b in buckets]
+        return StagingSlots({b: layout.buckets[b].numel for b in buckets}, order, depth)
+
+    @_once
+    def _copy_slots(self) -> StagingSlots:
+        """Those in pinned memory for new parameters on their way to the device."""
+        spec, layout = self.spec, self.spec.layout
+        sent = [b for b in spec.offloaded if not spec.on_host(b)]
+        return StagingSlots({b: layout.buckets[b].numel for b in sent}, sent, spec.host_slots)
+
     def _grad_slot(self, k: int) -> Region:
         """The flat gradient of a bucket on the device: slot `k`, or in stage 1 the buffer of bucket `k`."""
-        if self.spec.stage == 1:
-            nbytes = self.spec.layout.buckets[k].numel * self.spec.element_bytes
-            return self._staging("grad_slot", k, nbytes, "device", role="grad")
-        nbytes = self.spec.slot_numel * self.spec.element_bytes
-        return self._staging("grad_slot", k % self.spec.grad_slots, nbytes, "device", role="grad")
+        numel = self.spec.layout.buckets[k].numel if self.spec.stage == 1 else self.gradient_slots().numels[k]
+        return self._staging("grad_slot", k, numel * self.spec.element_bytes, "device", role="grad")
 
     @_once
     def _sum_slot(self, slot: Slot) -> Region:
@@ -186,12 +208,10 @@ class Regions:
         return Region("sum_slot", slot.key, nbytes, "device", "program", "fp32", "grad_shard")
 
     def _host_slot(self, k: int) -> Region:
-        summed = self.spec.sums_on_device
-        nbytes = self.spec.slot_numel // self.spec.world * (FP32 if summed else self.spec.element_bytes)
+        summed, numel = self.spec.sums_on_device, self.landing_slots().numels[k] // self.spec.world
+        nbytes = numel * (FP32 if summed else self.spec.element_bytes)
         dtype: RegionDtype = "fp32" if summed else "compute"
-        return self._staging(
-            "host_slot", k % self.spec.host_slots, nbytes, "pinned", role="grad_shard", dtype=dtype
-        )
+        return self._staging("host_slot", k, nbytes, "pinned", role="grad_shard", dtype=dtype)
 
     def _param_slot(self, b: int) -> Region:
         """The new parameters of a bucket, before their copy to the device.
@@ -201,8 +221,10 @@ class Regions:
         if self.spec.delayed or b in self.spec.shadowed:
             nbytes = self._shard_bytes(b, self.spec.element_bytes)
             return self._staging("param_copy", b, nbytes, "pinned", role="copy")
-        nbytes = self.spec.slot_numel // self.spec.world * self.spec.element_bytes
-        return self._staging("param_slot", b % self.spec.host_slots, nbytes, "pinned", role="copy")
+        slots = self._copy_slots()
+        k = slots.of(b)
+        nbytes = slots.numels[k] // self.spec.world * self.spec.element_bytes
+        return self._staging("param_slot", k, nbytes, "pinned", role="copy")
 
     @_once
     def _staging(

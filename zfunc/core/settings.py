@@ -280,7 +280,7 @@ class StepSettings:
         _count,
         "offload",
         "staging buffers for gradients on the device, in buckets",
-        "Each slot is as large as the largest bucket.",
+        "Room for so many in a row, in classes of size: a large embedding does not decide the size of all.",
     )
     host_slots: int = _setting(2, _count, "offload", "staging buffers in pinned memory, in buckets, each way")
     offload_ratio: float | Literal["auto"] = _setting(
@@ -476,8 +476,8 @@ class StepSettings:
         modes: list[Any] = self.recompute.split(",")
         return in_equal_shares(modes, s, num_segments)
 
-    def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str] | None:
-        """The names of the parameters that stay on the device; None where nothing is streamed.
+    def persistent(self, parameters: Sequence[Sequence[Parameter]]) -> set[str]:
+        """The names of the parameters that stay on the device where others are streamed.
 
         Raises ValueError for a name that no parameter has.
 
@@ -498,7 +498,7 @@ class StepSettings:
                     f"parameters{did_you_mean(part, names) or ': pass such as ' + repr(names[0])}"
                 )
             chosen |= named
-        return chosen if self.streams else None
+        return chosen if self.streams else set()
 
     def check_shares(self, num_segments: int) -> None:
         """Raise ValueError for settings with more values than there are segments."""

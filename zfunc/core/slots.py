@@ -1,9 +1,10 @@
 """Staging slots in classes of size, so that one large item does not decide the size of all.
 
-A new item gets the least recently used slot of its class, so what was used last is still there when a pass turns
-round.
+What is used again gets the least recently used slot of its class, so what was used last is still there when a pass
+turns round. What only passes through gets the slots of its class in turn.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from attrs import define, field, frozen
@@ -84,3 +85,61 @@ class SlotAllocator:
         slots = self._by_use[slot.size_class]
         slots.remove(slot)
         slots.append(slot)
+
+
+@define(eq=False)
+class StagingSlots:
+    """Slots for items of these `sizes` that pass through in this `order`; any `depth` in a row have different ones.
+
+    Classes are joined where that takes less memory, so there is never more than `depth` times the largest.
+
+    >>> slots = StagingSlots({0: 900, 1: 64, 2: 64, 3: 64}, [3, 2, 1, 0], depth=2)
+    >>> slots.numels, [slots.next(item) for item in (3, 2, 1, 0, 3)], [slots.of(item) for item in range(4)]
+    ([900, 64, 64], [1, 2, 1, 0, 2], [0, 1, 2, 1])
+    """
+
+    sizes: Mapping[int, int]
+    order: Sequence[int]
+    depth: int
+    numels: list[int] = field(init=False, factory=list[int])  # of each slot
+    _slots: dict[int, range] = field(init=False, factory=dict[int, range])  # of each item's class
+    _fixed: dict[int, int] = field(init=False, factory=dict[int, int])
+    _given: Counter[range] = field(init=False, factory=Counter[range])  # to how many items
+
+    def __attrs_post_init__(self) -> None:
+        order = [*self.order]
+        while 0 < len(order) < self.depth:  # they pass again, with the next micro-batch
+            order += self.order
+        cheapest: list[tuple[int, list[tuple[list[int], int]]]] = [(0, [])]
+        classes = size_classes(self.sizes)
+        for stop in range(1, len(classes) + 1):
+            joined = [[x for items in classes[start:stop] for x in items] for start in range(stop)]
+            counts = [self._most_in_a_row({*items}, order) for items in joined]
+            cheapest.append(
+                min(
+                    (
+                        (before + count * self.sizes[items[0]], [*chosen, (items, count)])
+                        for (before, chosen), items, count in zip(cheapest, joined, counts, strict=True)
+                    ),
+                    key=lambda found: found[0],
+                )
+            )
+        for items, count in cheapest[-1][1]:
+            slots = range(len(self.numels), len(self.numels) + count)
+            self.numels += [self.sizes[items[0]]] * count
+            for n, item in enumerate(sorted(items)):
+                self._slots[item], self._fixed[item] = slots, slots[n % count]
+
+    def _most_in_a_row(self, items: set[int], order: Sequence[int]) -> int:
+        own = [x in items for x in order]
+        return max([1, *(sum(own[i : i + self.depth]) for i in range(len(own) - self.depth + 1))])
+
+    def next(self, item: int) -> int:
+        """The number of the next slot of an item's class."""
+        slots = self._slots[item]
+        self._given[slots] += 1
+        return slots[(self._given[slots] - 1) % len(slots)]
+
+    def of(self, item: int) -> int:
+        """The number of the slot that an item always has, where items pass in ascending or descending order."""
+        return self._fixed[item]

@@ -60,8 +60,7 @@ class StepSpec:
     - `element_bytes`: size of a parameter and of a gradient on the device.
     - `recompute[s]`: whether backward of segment `s` recomputes its forward.
     - `barrier`: no parameter is updated before the norm of the whole gradient is known (clipping, fp16).
-    - `grad_slots`, `host_slots`: the staging buffers on the device and in pinned memory, each of the size of the
-      largest bucket.
+    - `grad_slots`, `host_slots`: so many buckets in a row have room on the device and in pinned memory.
     - `group_size`: so many micro-batches pass a segment before any passes the next; 1 is the horizontal order,
       `micro_batches` the vertical one.
     - `params_on`: where parameters live. From the "host" they are fetched a segment at a time, but for `resident`
@@ -163,7 +162,7 @@ class StepSpec:
 
     @cached_property
     def slot_numel(self) -> int:
-        """Elements of the largest bucket, which every staging slot has room for."""
+        """Elements of the largest bucket."""
         return max(b.numel for b in self.layout.buckets)
 
     @cached_property
