@@ -193,7 +193,7 @@ class Regions:
     def _copy_slots(self) -> StagingSlots:
         """Those in pinned memory for new parameters on their way to the device."""
         spec, layout = self.spec, self.spec.layout
-        sent = [b for b in spec.offloaded if not spec.on_host(b)]
+        sent = [b for b in spec.offloaded if not spec.off_device(b)]
         return StagingSlots({b: layout.buckets[b].numel for b in sent}, sent, spec.host_slots)
 
     def _grad_slot(self, k: int) -> Region:
