@@ -97,6 +97,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 ZERO_3: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "stage 3, parameters on the host": {"stage": 3, "params_on": "host"},
+    "stage 2, offload ratio auto (the ratio)": {"offload_ratio": "auto"},
+    "stage 3, offload ratio auto (the ratio)": {"stage": 3, "offload_ratio": "auto"},
     "4 times the sequences, stage 2": {"times": 4},
     "4 times the sequences, stage 3": {"times": 4, "stage": 3},
     "the same, activations on the host": {"times": 4, "stage": 3, "activations_on": "host"},
