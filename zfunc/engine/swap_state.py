@@ -1,5 +1,6 @@
 """A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ def create_swap(program: Program) -> SwapSpace | None:
         return None
     ranks = program.ranks
     _close_former(program)
-    run = ranks.texts(f"{program.identity}")[0]
+    run = ranks.texts(os.urandom(8).hex())[0]
     make = partial(
         SwapSpace.create,
         swap_folders(program),
