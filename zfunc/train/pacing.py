@@ -7,7 +7,7 @@ counts as if it had never stopped.
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import attrs
 from attrs import evolve, frozen
@@ -178,14 +178,14 @@ def _saved_settings(kept: Mapping[str, JsonNode]) -> dict[str, Any]:
 
 
 def plain_settings(settings: TrainSettings) -> dict[str, Any]:
-    """The settings in a checkpoint's types: paths and numbers of more than 64 bits are texts."""
+    """The settings in a checkpoint's types: paths and numbers of more than 64 bits are texts, tuples lists."""
     return {name: _plain(value) for name, value in attrs.asdict(settings).items()}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Path | str) or (isinstance(value, int) and abs(value) > MAX_INT):
         return _text(str(value))
-    return value
+    return [_plain(x) for x in cast("tuple[Any, ...]", value)] if isinstance(value, tuple) else value
 
 
 def _text(text: str) -> str:
