@@ -71,6 +71,7 @@ def test_what_does_not_fit_is_in_brackets() -> None:
 BOUNDS = {  # seconds of a step, bytes of the host
     "40 B": (60.0, math.inf),
     "65 B": (16.0, math.inf),
+    "70 B": (16.0, math.inf),
     "120 B": (math.inf, math.inf),
     "8 B": (math.inf, 90e9),
 }
