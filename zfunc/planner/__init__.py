@@ -3,6 +3,7 @@
     plan_step            `zfunc.plan`
     profile              a machine as figures, each with its source
     profile_toml         the same as a file; `profiles/` has those that come with zfunc
+    disk_traffic         what a step asks of the drives, and how they wear
     cost_model           costs of a traced model under any settings
     candidate            one choice of settings, simulated
     steady_state         many micro-batches from a few

@@ -28,6 +28,7 @@ from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
+from zfunc.planner.disk_traffic import DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
 from zfunc.planner.search import TriedChoice
 from zfunc.planner.search_space import SearchSpace
@@ -95,6 +96,11 @@ class Planned:
         """
         ops = self.plan.graph.ops
         return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
+
+    @cached_property
+    def disk(self) -> DiskTraffic | None:
+        """What the step asks of the drives; None where no state is there."""
+        return disk_traffic(self.step, self.profile.endurance(self.world) if self.profile else None)
 
     @property
     def lanes(self) -> dict[str, float]:

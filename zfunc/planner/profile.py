@@ -26,8 +26,9 @@ NETWORKS = ("network_in_node", "network_between_nodes")
 TABLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # of a node
     "count": (("devices", "cores"), ()),
-    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor
-    "bytes": (("device", "host", "disk"), ("context",)),
+    # of one device, as its driver reports it; of the node; of the node; of one device, before its first tensor; of
+    # the node's drives, what they are rated to write in their life
+    "bytes": (("device", "host", "disk"), ("context", "endurance")),
     # the peak of one device, without sparsity
     "flops_per_s": ((), PRECISIONS),
     # the peak, one way: host_memory, read and write (of its drives) of the node, all else of one device
@@ -132,6 +133,15 @@ class Profile:
         context = self.figures["bytes"].get("context")
         return self.reached("bytes", "device") - (context.value if context is not None else 0)
 
+    def endurance(self, world: int = 1) -> float | None:
+        """The bytes that one rank's share of the node's drives may write in their life; None if it is unknown."""
+        rated = self.figures["bytes"].get("endurance")
+        return None if rated is None else rated.value / self._local(world)
+
+    def _local(self, world: int) -> int:
+        """The ranks that share a node."""
+        return min(world, int(self.value("count", "devices")))
+
     def hardware(self, precision: str, world: int = 1) -> Hardware:
         """One rank's share of the machine, of `world` ranks that compute in `precision`.
 
@@ -148,7 +158,7 @@ class Profile:
             )
         if world < 1:
             raise ValueError(f"{self.name}: got a world of {world}, expected at least 1 rank: give a count")
-        local = min(world, int(self.value("count", "devices")))
+        local = self._local(world)
         rates, latencies = self._rates(local), self._latencies()
         if world > 1:
             network = NETWORKS[world > local]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from attrs import evolve, field, fields, frozen
+from attrs import asdict, evolve, field, fields, frozen
 
 from zfunc import schedules
 from zfunc.cli.command import EXIT_FAILED, EXIT_OK, Command
@@ -24,9 +24,10 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import shortage_text
+from zfunc.planner.disk_traffic import DRIVES
 from zfunc.planner.profile import Profile
 from zfunc.planner.search_space import SEARCHED
 from zfunc.planner.suggestions import Suggestion, as_flag
@@ -154,6 +155,7 @@ def as_json(answer: PlannedModel) -> str:
         "tokens_per_second": p.tokens_per_second,
         "memory": p.memory,
         "bus_bytes": p.bus_bytes,
+        "disk": p.disk and {**asdict(p.disk), "busy": p.disk.busy},
         "lanes": p.lanes,
         "bound": p.bound,
         "advice": [as_flags(suggestion) for suggestion in p.suggestions],
@@ -172,7 +174,7 @@ def as_json(answer: PlannedModel) -> str:
 def plan_text(answer: PlannedModel) -> str:
     """The answer as one screen of text."""
     p = answer.planned
-    lines = [*_job(answer), "", *_memory(p), "", *_time(p)]
+    lines = [*_job(answer), "", *_memory(p), "", *_time(p), *_disk(p)]
     if p.reasons:
         lines += ["", "found by search:", *(f"  {reason}" for reason in p.reasons)]
     if answer.settings.schedule == AUTO:
@@ -214,7 +216,8 @@ def _job(answer: PlannedModel) -> Iterator[str]:
         *([f"{settings.offload_ratio:.0%} of the state on the host"] if settings.offload_ratio != 1 else []),
         *([f"{settings.speculate} buckets speculated"] if settings.speculate else []),
         *([f"ZeRO stage {settings.stage}"] if p.world > 1 and settings.stage != 2 else []),
-        *(["parameters on the host"] if settings.params_on == "host" else []),
+        *([f"parameters on the {settings.params_on}"] if settings.params_on != "device" else []),
+        *([_state(settings)] if settings.state_on == DISK else []),
         *([f"activations on the {settings.activations_on}"] if settings.stashes else []),
         *([f"{settings.group_size} micro-batches at a time"] if settings.group_size > 1 else []),
         *(["updates delayed"] if settings.delayed else []),
@@ -272,6 +275,34 @@ def _time(p: "Planned") -> Iterator[str]:
     yield f"  bound by {p.bound}"
     lanes = sorted(p.lanes.items(), key=lambda item: -item[1])
     yield f"  busy     {', '.join(f'{lane} {share:.0%}' for lane, share in lanes)}"
+
+
+def _state(settings: StepSettings) -> str:
+    gradients = " with waiting gradients" if settings.grads_on == DISK else ""
+    share = "state" if settings.disk_ratio == 1 else f"{settings.disk_ratio:.0%} of the state"
+    return f"{share}{gradients} on the disk"
+
+
+def _disk(p: "Planned") -> Iterator[str]:
+    """What the step asks of the drives, where state is there."""
+    if (disk := p.disk) is None:
+        return
+    read, write = (
+        f"{disk.needed[kind] / 1e9:,.3g} of {disk.available[kind] / 1e9:,.3g} GB/s" for kind in DRIVES
+    )
+    commits = disk.commit_bytes["write"]
+    every = f"every {disk.commit_every:,} steps" if disk.commit_every > 1 else "every step"
+    reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
+    yield f"the disk: a step {reads} and {writes}"
+    yield f"  commits  {every}; such a step writes {commits / 1e9:,.4g} GB"
+    yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
+    wear = f"{disk.written / 1e12:,.3g} TB written a step"
+    if disk.drive_writes is not None:
+        wear += f", {disk.drive_writes:.2g} of the disk's size"
+    if disk.steps is not None:
+        wear += f"; the rated endurance is used up in {disk.steps:,} steps"
+    yield f"  space    {disk.space / 1e9:,.4g} GB, with two generations of the state"
+    yield f"  wear     {wear}"
 
 
 def _suggestions(p: "Planned") -> Iterator[str]:

@@ -1,0 +1,90 @@
+"""What a plan says of the drives: the formulae of the tiers, and no less than what is allocated."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attrs import evolve
+from small_models import tied_gpt
+
+import zfunc
+from zfunc.core.extents import BLOCK
+from zfunc.core.hardware import ROUND
+from zfunc.engine.program import staging_buffers
+from zfunc.planner.disk_traffic import DRIVES
+from zfunc.planner.plan_step import Planned, plan
+from zfunc.planner.profile import replace_figures
+from zfunc.planner.profile_toml import load_profile
+
+SETTINGS: dict[str, Any] = {"precision": "bf16", "state_on": "disk", "bucket_size": 1 << 12, "clip_norm": 1.0}
+EVERYTHING = {"params_on": "disk", "grads_on": "disk", "defer": True}
+# Bytes a parameter that a step reads, writes, and writes if it commits. A tied gradient of two deliveries waits in
+# memory; parameters on the disk are read for forward and for backward, those that are left in a slot once.
+PLACES: dict[str, tuple[dict[str, Any], float, float, float]] = {
+    "16 bits": ({"moments": "16bit", "params_on": "host"}, 6, 6, 8),
+    "8 bits": ({"moments": "8bit", "params_on": "host"}, 4, 4, 6),
+    "fp32": ({"precision": "fp32", "params_on": "host"}, 12, 12, 12),
+    "parameters on the device": ({"moments": "16bit"}, 8, 8, 8),
+    "everything": ({"moments": "16bit", **EVERYTHING}, 8 + 2 + 4, 8 + 2, 8 + 2),
+    "half of it": ({"moments": "16bit", "params_on": "host", "disk_ratio": 0.5}, 3, 3, 8),
+}
+
+
+def planned(**settings: Any) -> Planned:
+    segments, batch = tied_gpt()
+    hardware = evolve(ROUND, memory={"disk": 1 << 30})
+    return plan(segments, batch(0), hardware=hardware, advice=False, **{**SETTINGS, **settings})
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_bytes_a_step_are_those_of_the_formulae(name: str) -> None:
+    settings, *expected = PLACES[name]
+    p = planned(**settings)
+    assert p.disk is not None
+    layout = p.step.spec.layout
+    got = p.disk.step_bytes["read"], p.disk.step_bytes["write"], p.disk.commit_bytes["write"]
+    padding = len(layout.buckets) * 8 * BLOCK
+    tied = 4 * max(b.numel for b in layout.buckets)
+    for nbytes, each in zip(got, expected, strict=True):
+        assert each * layout.numel - tied * (name in ("everything", "half of it")) <= nbytes + 64
+        assert nbytes <= each * layout.numel * (1.05 if name == "8 bits" else 1) + padding + tied
+    assert p.bus_bytes["write"] == p.disk.commit_bytes["write"]
+    assert p.disk.written == p.disk.commit_bytes["write"]
+
+
+@pytest.mark.parametrize("name", ["16 bits", "everything", "half of it"])
+def test_what_is_allocated_is_no_more_than_planned(name: str, tmp_path: Path) -> None:
+    settings = {**SETTINGS, **PLACES[name][0]}
+    p = planned(**settings)
+    program = zfunc.compile(tied_gpt()[0], device="cpu", swap=[tmp_path], **settings)
+    state = zfunc.init(program)
+    held = dict.fromkeys(("pinned", "host"), 0)
+    for region in {*state.buffers.memory, *(r for r in staging_buffers(program) if r.tier != "disk")}:
+        if region.tier in held:
+            held[region.tier] += region.nbytes
+    assert all(nbytes <= p.memory[tier] for tier, nbytes in held.items())
+    swap: Any = program.cache.swap
+    header_and_records = len(swap.header.raw) + 2 * swap.header.record_size
+    files = sum(x.stat().st_size for x in tmp_path.iterdir() if x.is_file())
+    assert 0 < files - header_and_records <= p.memory["disk"] == p.disk.space
+    swap.close()
+
+
+def test_wear_and_rates_follow_from_the_bytes() -> None:
+    profile = replace_figures(load_profile("rtx4090"), {"bytes.endurance": 1e12})
+    segments, batch = tied_gpt()
+    p = plan(segments, batch(0), hardware=profile, advice=False, **SETTINGS, moments="16bit", commit_every=4)
+    disk = p.disk
+    assert disk is not None
+    plain, commits = disk.step_bytes["write"], disk.commit_bytes["write"]
+    assert disk.written == (3 * plain + commits) / 4
+    assert disk.steps == int(1e12 / disk.written)
+    assert disk.drive_writes == disk.written / p.hardware.memory["disk"]
+    assert disk.busy == pytest.approx(sum(disk.needed[x] / disk.available[x] for x in DRIVES))
+    assert planned(state_on="host").disk is None
+
+
+def test_the_drives_of_a_node_wear_for_all_its_ranks() -> None:
+    profile = replace_figures(load_profile("h100"), {"bytes.endurance": 8e15})
+    assert [profile.endurance(world) for world in (1, 4, 16)] == [8e15, 2e15, 1e15]
+    assert load_profile("h100").endurance() is None

@@ -1,0 +1,77 @@
+"""What a step asks of the drives: bytes by direction, the rates that would hide them, space and wear.
+
+A step that commits also writes what memory has of the state, so both kinds of steps are counted.
+"""
+
+from collections.abc import Mapping
+
+from attrs import evolve, frozen
+
+from zfunc.core.graph import KINDS, Graph, Kind
+from zfunc.planner.candidate import PlannedStep, operations_of
+
+DRIVES: tuple[Kind, ...] = ("read", "write")
+
+
+@frozen
+class DiskTraffic:
+    """What one rank's step moves between memory and its share of the drives.
+
+    - `step_bytes`, `commit_bytes`: bytes of a step by direction, "read" and "write": of one that does not commit,
+      and of one that does.
+    - `needed`, `available`: bytes a second by direction: what hides the planned step's transfers behind the
+      busiest other kind of work, and what the hardware has. Directions share the drives, so a step whose `busy`,
+      the sum of needed over available, is above 1 waits for them.
+    - `space`: bytes of two generations of the state, and of waiting gradients.
+    - `written`: bytes a step on average. `steps`: until the rated endurance is used up; None where it is not known.
+    - `drive_writes`: how often an average step writes all of the disk's bytes; None where these are not known.
+    """
+
+    step_bytes: Mapping[Kind, int]
+    commit_bytes: Mapping[Kind, int]
+    commit_every: int
+    needed: Mapping[Kind, float]
+    available: Mapping[Kind, float]
+    space: int
+    written: float
+    steps: int | None
+    drive_writes: float | None
+
+    @property
+    def busy(self) -> float:
+        """Seconds of the drives in one of the busiest other kind of work."""
+        return sum(self.needed[kind] / self.available[kind] for kind in DRIVES)
+
+
+def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | None:
+    """The traffic of `step`, whose share of the drives may write `endurance` bytes; None without state there."""
+    if not step.spec.swaps:
+        return None
+
+    def graph(*, commit: bool) -> Graph:
+        return operations_of(evolve(step.spec, commit=commit), step.settings)
+
+    def bytes_of(graph: Graph) -> dict[Kind, int]:
+        return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
+
+    plain, commits = bytes_of(graph(commit=False)), bytes_of(graph(commit=True))
+    busiest = max(
+        sum(step.hardware.seconds(op) for op in step.plan.graph if op.kind == kind)
+        for kind in KINDS
+        if kind not in DRIVES
+    )
+    every = step.settings.commit_every
+    written = plain["write"] + (commits["write"] - plain["write"]) / every
+    planned = commits if step.spec.commit else plain
+    capacity = step.hardware.memory.get("disk")
+    return DiskTraffic(
+        plain,
+        commits,
+        every,
+        {kind: planned[kind] / busiest for kind in DRIVES},
+        {kind: step.hardware.rates[kind] for kind in DRIVES},
+        step.memory["disk"],
+        written,
+        None if endurance is None else int(endurance / written),
+        written / capacity if capacity else None,
+    )
