@@ -1,5 +1,6 @@
 """The optimizer state on the disk, alone or with parameters and gradients: the same training, and a checkpoint."""
 
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trained
 from table import in_pairs
 from test_streaming import SETTINGS, reference, same, trainings
@@ -75,6 +77,40 @@ def test_a_killed_training_goes_on_from_its_last_commit(settings: str, placed: s
     assert state.batches == (6 - late) // every * every
     _, rest = trained.steps(again, state, batch, state.batches, 6)
     assert rest == whole[state.batches : 6]
+
+
+BEFORE_A_COMMIT: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a skipped step": {"precision": "fp16"},
+    "an evaluation, which made the deferred update": {"defer": True, "clip_norm": 0.1, "commit_every": 2},
+}
+
+
+@pytest.mark.parametrize("before", BEFORE_A_COMMIT)
+def test_what_memory_alone_has_is_in_the_next_commit(before: str, tmp_path: Path) -> None:
+    chosen = {**on_disk(tmp_path, "half of the state"), **BEFORE_A_COMMIT[before]}
+    skipping = trained.injecting(float("inf"), {3} if "precision" in chosen else set())
+    program, batch = trained.compiled("odd sizes", **chosen, stages=skipping)
+    state = zfunc.init(program, seed=2, loss_scale=zfunc.LossScale(scale=2.0))
+    state, _ = trained.steps(program, state, batch, 0, 2)
+    expected = zfunc.params(program, state)
+    if before == "nothing":
+        zfunc.save(tmp_path, program, state)
+    else:
+        trained.steps(program, state, batch, 2, 3)
+    killed(program)
+    again, _ = trained.compiled("odd sizes", **chosen)
+    got = zfunc.params(again, zfunc.load(tmp_path, again))
+    assert all(torch.equal(got[name], x) for name, x in expected.items())
+
+
+def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step(tmp_path: Path) -> None:
+    numbers = NUMBERS["fp32, clipped"]
+    program, batch = trained.compiled("odd sizes", **on_disk(tmp_path / "swap", "everything", **numbers))
+    state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
+    state, expected = trained.steps(program, state, batch, 2, 3, save=tmp_path / "saved")
+    alone, _ = trained.compiled("odd sizes", **numbers)
+    assert trained.steps(alone, zfunc.load(tmp_path / "saved", alone), batch, 2, 3)[1] == expected
 
 
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,14 +192,22 @@ def test_what_excludes_each_other_is_said(settings: dict[str, Any], message: str
 def test_a_swap_space_serves_one_state_and_is_never_overwritten(tmp_path: Path) -> None:
     chosen = on_disk(tmp_path, "state")
     program, batch = trained.compiled("odd sizes", **chosen)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DirectFile, "write", failing(DirectFile.write, 4))
+        with pytest.raises(zfunc.DiskError, match="gone"):
+            zfunc.init(program)  # a space that nothing is committed to makes room
     state = zfunc.init(program)
     other, _ = trained.compiled("odd sizes", **chosen)
     with pytest.raises(zfunc.CheckpointError, match="in use|locked|another"):
         zfunc.load(tmp_path, other)
-    killed(program)
-    with pytest.raises(zfunc.CheckpointError, match="swap"):
-        zfunc.init(other)  # it has a training
-    loaded = zfunc.load(tmp_path, other)
-    zfunc.train_step(other, loaded, batch(0))
+    newer = zfunc.load(tmp_path, program)
     with pytest.raises(zfunc.CheckpointError, match="closed"):
         zfunc.train_step(program, state, batch(0))
+    with pytest.raises(zfunc.CheckpointError, match="closed"):
+        zfunc.save(tmp_path, program, state)
+    zfunc.train_step(program, newer, batch(0))
+    del program, state, newer
+    gc.collect()
+    with pytest.raises(zfunc.CheckpointError, match="swap"):
+        zfunc.init(other)  # it has a training
+    zfunc.train_step(other, zfunc.load(tmp_path, other), batch(0))

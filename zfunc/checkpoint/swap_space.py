@@ -12,6 +12,7 @@ fails; and if a step has begun to write, there is no record but the last.
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -105,8 +106,10 @@ class SwapSpace:
     _buckets: dict[int, _Bucket] = field(init=False)
     _lost: str = ""  # why nothing can be read or written any more, or ""
     _lock: Lock = field(factory=Lock)
+    _close: Callable[[], Any] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
+        self._close = weakref.finalize(self, _close, self._files, self._locks)
         self._buckets = dict(self._read_buckets(self._records[max(self._records)]))
 
     @classmethod
@@ -218,7 +221,7 @@ class SwapSpace:
         """Close the files and release the locks; what was written since the last commit is gone. A second call does
         nothing."""
         self._lost = self._lost or "it is closed"
-        _close(self._files, self._locks)
+        self._close()
 
     @property
     def number(self) -> int:

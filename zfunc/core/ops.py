@@ -25,6 +25,7 @@ class Progress:
     weight_pages: SlotAllocator  # of buckets
     grad_pages: SlotAllocator  # of buckets
     pages: Counter[int] = field(factory=Counter[int])  # reads of each bucket's parameters
+    paged_in: set[int] = field(factory=set[int])  # buckets whose state has been read
     fetches: Counter[int] = field(factory=Counter[int])  # of each bucket
     open: int = 0  # the slot of the gradient that the segment below goes on with
     rooms: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> number
@@ -374,10 +375,17 @@ class OpBuilder(Regions):
 
     def page_in(self, b: int) -> Op:
         """Read the state of bucket `b` into a slot: what memory does not have of it."""
+        again = (1,) if b in self.progress.paged_in else ()  # for a checkpoint, and for the update
+        self.progress.paged_in.add(b)
         self.progress.states.take([b])
         into = self._state_slot(self.progress.states.slot(b))
         return Op(
-            "page_in", (b,), "read", (self._extent(b),), (into,), nbytes=self.spec.extent(b).moved_bytes
+            "page_in",
+            (b, *again),
+            "read",
+            (self._extent(b),),
+            (into,),
+            nbytes=self.spec.extent(b).moved_bytes,
         )
 
     def page_out(self, b: int) -> Op:

@@ -10,12 +10,14 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN
+from zfunc.checkpoint.swap_file import block_checksum
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import Extent
 from zfunc.core.graph import Region
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.spec import PARAMS, StepSpec
+from zfunc.errors import DiskError
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
@@ -96,7 +98,7 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[
     return {b: StateOnDisk(swap, b, extent, dtypes) for b, extent in extents_of(spec).items()}
 
 
-@frozen(eq=False)
+@define(eq=False)
 class SpilledBytes:
     """A part of a file that nobody else sees, and that is gone when its process ends."""
 
@@ -104,14 +106,25 @@ class SpilledBytes:
     start: int
     nbytes: int
     name: str
+    checksum: int | None = field(default=None, init=False)  # of what was written
 
     def write(self, page: Tensor) -> None:
         """Write the bytes of `page`, which has at least as many."""
-        self.file.write([as_bytes(page)[: self.nbytes]], self.start, self.name)
+        data = as_bytes(page)[: self.nbytes]
+        self.checksum = block_checksum(data)
+        self.file.write([data], self.start, self.name)
 
     def read(self, page: Tensor) -> None:
-        """Read them back into `page`."""
-        self.file.read([as_bytes(page)[: self.nbytes]], self.start, self.name)
+        """Read them back into `page`, if any were written. Raises DiskError for others than were."""
+        if self.checksum is None:
+            return
+        data = as_bytes(page)[: self.nbytes]
+        self.file.read([data], self.start, self.name)
+        if block_checksum(data) != self.checksum:
+            raise DiskError(
+                f"{self.file.path}: {self.name}: got other bytes than were written, the checksum differs: check "
+                "this disk, and load the last commit of the swap space"
+            )
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:

@@ -27,7 +27,7 @@ def page_out(op: Op, mem: Memory, step: StepContext) -> None:
     (slot,) = (mem[r] for r in op.regions if r.role == "paged")
     in_memory = {r.buffer: mem[r] for r in op.reads if r.role == "state"}
     decision: StepDecision = mem[op.read("decision")]
-    if decision.skip and not (in_memory and on_disk.swap.missing(on_disk.b)):
+    if decision.skip and not in_memory:
         return
     places = on_disk.views(slot.flat)
     for name, values in in_memory.items():

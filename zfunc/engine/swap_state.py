@@ -27,8 +27,8 @@ from zfunc.runtime.host_memory import alloc_host
 
 
 def swap_folders(program: Program) -> list[Path]:
-    """The folders of the program's swap space."""
-    return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
+    """The folders of the program's swap space; none if nothing of its state is on the disk."""
+    return [Path(folder).expanduser().absolute() for folder in program.settings.swap if program.spec.swaps]
 
 
 def create_swap(program: Program) -> SwapSpace | None:
@@ -82,11 +82,21 @@ def open_swap(program: Program) -> SwapSpace:
 
 def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None = None) -> None:
     """Make `state` the one that the disk has, if the program has a swap space. A collective."""
-    if (swap := program.cache.swap) is None:
+    swap = next((x.swap for x in state.buffers.on_disk.values()), None)
+    if swap is None:
         return
+    all_or_none(program.ranks, partial(_write_missing, program, state, swap))
+    all_or_none(program.ranks, partial(swap.commit, commit_metadata(program, state, extra or {})))
+
+
+def _write_missing(program: Program, state: State, swap: SwapSpace) -> None:
+    """Write what the next commit of `swap` needs of `state` and the disk does not have."""
     state.buffers.close()
+    committed = swap.record()
+    updated = committed is not None and committed["position"]["step"] != state.step
     for b, on_disk in state.buffers.on_disk.items():
-        if missing := swap.missing(b):
+        stale = on_disk.all if updated and on_disk.in_memory and b in program.spec.offloaded else []
+        if missing := stale or swap.missing(b):
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
             places, values = (
                 on_disk.views(flat),
@@ -96,7 +106,6 @@ def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None
                 places[name].copy_(values[name])
             on_disk.write(flat, missing)
     state.buffers.close()
-    all_or_none(program.ranks, partial(swap.commit, commit_metadata(program, state, extra or {})))
 
 
 def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
