@@ -200,7 +200,8 @@ def flag_fields(
             default = defaults.get(name, f.default)
             if typed is str and isinstance(default, int | float):
                 default = f"{default:g}"
-            own[name] = attrs.field(default=default, type=typed, converter=str if typed is str else None)
+            converter: Any = {str: str, tuple[str, ...]: tuple}.get(typed)
+            own[name] = attrs.field(default=default, type=typed, converter=converter)
     name = f"{settings.__name__}Flags"
     return attrs.make_class(name, own, bases=(base,), frozen=True, kw_only=True)
 

@@ -53,6 +53,13 @@ def has_swap_files(folder: Path) -> bool:
     return folder.is_dir() and any(SWAP_FILE.fullmatch(x) for x in os.listdir(folder))
 
 
+def has_commit(folder: Path) -> bool:
+    """Whether a swap space whose first folder this is has a commit of any rank."""
+    paths = [folder / x for x in os.listdir(folder) if SWAP_FILE.fullmatch(x)] if folder.is_dir() else []
+    headers = ((path, _header(path)) for path in paths)
+    return any(header.folder == 0 and max(_records(path, header)) > 0 for path, header in headers)
+
+
 def open_swap_checkpoint(folder: Path) -> Checkpoint:
     """The newest commit that all ranks of the swap space in `folder`, one of its folders, have.
 

@@ -25,6 +25,7 @@ from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import CHUNK, Shard, cut_elements, describe_shard, num_chunks
 from zfunc.checkpoint.shard_writer import ShardWriter, create_shard
 from zfunc.checkpoint.snapshot import Slice, Snapshot
+from zfunc.core.decision import StepDecision
 from zfunc.errors import CheckpointError, RankError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.values import of_type
@@ -42,13 +43,15 @@ def _folder(path: Any) -> Path:
 class Save:
     """Where to save: `folder` gets a folder for every checkpoint, of which the newest `keep` stay.
 
-    `extra` is saved with it: a dict of JSON's own types. Raises ValueError for a `keep` below 1, and
-    CheckpointError for an `extra` that JSON cannot hold.
+    `extra` is saved with it: a dict of JSON's own types. `extra_after`, for a folder of a swap space, makes it of
+    the step's decision, or of None if the commit is of the state before the step. Raises ValueError for a `keep`
+    below 1, and CheckpointError for an `extra` that JSON cannot hold.
     """
 
     folder: Path = field(converter=_folder)
     keep: int = field(default=2, kw_only=True)
     extra: Mapping[str, Any] = field(factory=dict[str, Any], kw_only=True)
+    extra_after: Callable[[StepDecision | None], Mapping[str, Any]] | None = field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
         if isinstance(self.keep, bool) or not isinstance(self.keep, int) or self.keep < 1:

@@ -90,6 +90,10 @@ def save(
 
 def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     """Reserve the disk space of a checkpoint of `state` on every rank, or raise CheckpointError on every one."""
+    if save.extra_after is not None:
+        raise ValueError(
+            f"save: got extra_after for {save.folder}, expected it for a folder of the swap space: pass extra"
+        )
     precision: Dtype = program.settings.precision
     gradients = state.buffers.waiting() if state.pending is not None else {}
     snapshot = Snapshot(

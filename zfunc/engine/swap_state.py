@@ -36,7 +36,7 @@ def create_swap(program: Program) -> SwapSpace | None:
     if not program.spec.swaps:
         return None
     ranks = program.ranks
-    _close_former(program)
+    close_swap(program)
     run = ranks.texts(os.urandom(8).hex())[0]
     make = partial(
         SwapSpace.create,
@@ -57,7 +57,7 @@ def open_swap(program: Program) -> SwapSpace:
     Raises CheckpointError, on every rank, if there is none, for another layout, and for damage.
     """
     ranks = program.ranks
-    _close_former(program)
+    close_swap(program)
     make = partial(
         SwapSpace.open,
         swap_folders(program),
@@ -136,7 +136,8 @@ def _values(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Ten
     return {FROZEN: flat if flat.numel() == size else flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]}
 
 
-def _close_former(program: Program) -> None:
+def close_swap(program: Program) -> None:
+    """Close the program's swap space, if it has one: its State is gone, but for what was committed."""
     former = program.cache.swap
     if former is not None:
         former.close()

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from attrs import evolve, frozen
@@ -34,7 +35,7 @@ from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
 from zfunc.engine.specialize import batch_key, specialize, split_batch
 from zfunc.engine.state import State, refuse_global_modes, refuse_inference_mode
-from zfunc.engine.swap_state import commit_metadata
+from zfunc.engine.swap_state import commit_metadata, swap_folders
 from zfunc.errors import NonFiniteError
 from zfunc.optim.loss_scale import UNHARMED, LossScale
 from zfunc.runtime.executor import Jitter, RunOptions
@@ -88,7 +89,8 @@ def train_step(
       operation at random.
     - `save`, a folder or a `Save`, writes a checkpoint of `state`, the one before this step, during the step. It is
       complete on return. A disk that fails meanwhile is reported in the metrics; a folder that cannot be written
-      raises CheckpointError before the step.
+      raises CheckpointError before the step. A folder of the program's swap space makes the step commit, whatever
+      `commit_every`: the state after it, or with `defer` the one before.
     - `faults` are injected failures; those of this rank and step happen (`zfunc.runtime.fault_injection`).
 
     Raises ValueError for a batch that cannot be split or run, DonatedStateError for a used state, NonFiniteError
@@ -130,7 +132,8 @@ def _train_step(
     program: Program, state: State, batch: tuple[Any, Any], options: RunOptions, save: Save | None
 ) -> tuple[State, Metrics]:
     number, ranks, buffers = state.step + 1, program.ranks, state.buffers
-    recipe, commit = _recipe(program, state), _commits(program, state)
+    committed, save = (save, None) if save is not None and _is_swap(program, save.folder) else (None, save)
+    recipe, commit = _recipe(program, state), commits(program, state) or committed is not None
     shaped = specialize(program, batch, save=save is not None, commit=commit, recipe=recipe)
     # Of all ranks: they refuse together.
     check_faults((f for f in options.faults if f.step == number), shaped.plan)
@@ -153,7 +156,9 @@ def _train_step(
         mem[Region("batch", (m,))] = micro
     writer = None if save is None else begin_save(program, state, save)
     mem[Region("checkpoint")], mem[Region("graphs")] = writer, graphs
-    mem[Region("position")] = partial(_commit_record, program, state, batch, deferred=shaped.spec.deferred)
+    mem[Region("position")] = partial(
+        _commit_record, program, state, batch, committed, deferred=shaped.spec.deferred
+    )
     sent = ranks.sent
     try:
         run = run_on_state(program, shaped, state, mem, step, options, f"step {number}")
@@ -200,7 +205,7 @@ def _train_step(
         redone=len(shaped.spec.shadowed) if redone else 0,
         timeline=run.timeline if options.trace else None,
         plan=shaped.plan if options.trace else None,
-        saved=mem.get(Region("published")),
+        saved=mem.get(Region("published")) if committed is None else SaveResult(committed.folder),
     )
     return after, metrics
 
@@ -217,16 +222,29 @@ def _without_update(program: Program, state: State, batch: tuple[Any, Any]) -> S
     )
 
 
-def _commits(program: Program, state: State) -> bool:
-    """Whether the next step commits: itself, or the step before, whose deferred update it makes."""
+def commits(program: Program, state: State) -> bool:
+    """Whether the next step commits by the settings: itself, or the step before, whose deferred update it makes."""
     step = state.step if program.spec.deferred else state.step + 1
     return program.spec.swaps and step % program.settings.commit_every == 0
 
 
+def _is_swap(program: Program, folder: Path) -> bool:
+    return folder.absolute() in swap_folders(program)
+
+
 def _commit_record(
-    program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision, *, deferred: bool
+    program: Program,
+    state: State,
+    batch: tuple[Any, Any],
+    save: Save | None,
+    decision: StepDecision,
+    *,
+    deferred: bool,
 ) -> dict[str, Any] | None:
     """What a commit says; None where there is none, because the loss scale ends the training."""
+    extra = {} if save is None else save.extra
+    if save is not None and save.extra_after is not None:
+        extra = save.extra_after(None if deferred else decision)
     if not deferred:
         try:
             scale = state.loss_scale.update(overflow=decision.skip)
@@ -234,7 +252,7 @@ def _commit_record(
             return None
         step = state.step + (not decision.skip)
         state = evolve(_without_update(program, state, batch), step=step, loss_scale=scale)
-    return commit_metadata(program, state, {})
+    return commit_metadata(program, state, extra)
 
 
 def _next_scale(program: Program, state: State, batch: tuple[Any, Any], decision: StepDecision) -> LossScale:

@@ -17,6 +17,7 @@ import torch
 from attrs import define, field
 
 from zfunc.checkpoint.writer import Save
+from zfunc.core.decision import StepDecision
 from zfunc.core.memory_model import peak_memory
 from zfunc.engine.evaluate import outputs
 from zfunc.engine.flush import flush
@@ -24,7 +25,8 @@ from zfunc.engine.init import init
 from zfunc.engine.program import Program
 from zfunc.engine.save_load import restore, save
 from zfunc.engine.state import State
-from zfunc.engine.train_step import Metrics, train_step
+from zfunc.engine.swap_state import close_swap, swap_folders
+from zfunc.engine.train_step import Metrics, commits, train_step
 from zfunc.errors import CheckpointError
 from zfunc.models.kv_cache import KVCache
 from zfunc.runtime.accelerator import allocated_bytes, on_accelerator, peak_bytes, reset_peak
@@ -48,7 +50,7 @@ from zfunc.train.events import (
     Working,
 )
 from zfunc.train.pacing import StepBudget, TrainingClock, changed_settings, restored_clock
-from zfunc.train.resume import ResumePoint
+from zfunc.train.resume import ResumePoint, with_run
 from zfunc.train.settings import LOG_EVERY
 from zfunc.train.setup import Batch, TrainingJob, machine_record, with_total_steps
 
@@ -64,16 +66,20 @@ def train_events(
 ) -> Iterator[Event]:
     """Run the job from `start`; `stop` is called after every step.
 
-    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. Raises
+    Checkpoints go to `start.folder`; one that cannot be written is an event, and training continues. With a swap
+    space that is the checkpoint, of which each commit says how far the run is; it is closed at the end. Raises
     CheckpointError if `start` cannot be loaded, OutOfMemory, and what `zfunc.train_step` raises.
     """
     host_before = host_bytes()
     reset_peak(job.program.device)
     loop = _Loop(job, stop, start)
-    yield from loop.begin()
-    while not loop.ended:
-        yield from loop.step()
-    yield from loop.end(host_before)
+    try:
+        yield from loop.begin()
+        while not loop.ended:
+            yield from loop.step()
+        yield from loop.end(host_before)
+    finally:
+        close_swap(job.program)
 
 
 @define(eq=False)
@@ -198,8 +204,9 @@ class _Loop:
         if self.ended not in (INTERRUPT, TERMINATED) and self.state.pending is not None:
             self.state, self.saved_step = flush(self.program, self.state), None
         job, state, at = self.job, self.state, self.state.batches
-        if self.start.folder is not None and job.settings.save_every != 0 and self.saved_step != at:
-            yield self._save(self.start.folder)
+        folder = self.swap or self.start.folder
+        if folder is not None and job.settings.save_every != 0 and self.saved_step != at:
+            yield self._save(folder)
         if self.ended != TERMINATED:
             if self.held_out is None and not self.cut:
                 yield from self._evaluate(at)
@@ -241,6 +248,7 @@ class _Loop:
             self.state = init(
                 self.program, seed=job.settings.seed, loss_scale=config_extras(job.settings).loss_scale
             )
+            self._commit()
             return None
         total = restored_clock(start.extra, job.settings, 0).budget.total
         restored = restore(start.origin, with_total_steps(job.program, job.settings, total))
@@ -251,11 +259,29 @@ class _Loop:
         if changed and not job.ranks.rank:
             names = ", ".join(changed)
             log.warning("resume: %s: settings have changed: %s", restored.path, names)
+        if restored.path != self.swap or not start.own:
+            self._commit()
         return restored.path
+
+    @property
+    def swap(self) -> Path | None:
+        """The first folder of the swap space."""
+        return next(iter(swap_folders(self.job.program)), None)
+
+    def _commit(self) -> None:
+        """Say in the swap space, if there is one, whose it is."""
+        if self.swap is not None:
+            save(self.swap, self.program, self.state, extra=self._extra())
 
     def _train_step(self, batch: Batch, *, traced: bool) -> tuple[Metrics, Saved | None]:
         """The next step, which writes a checkpoint of the step before it if one is due."""
         due, at, failure = self._due(), self.state.batches, ""
+        if self.swap is not None:
+            commit = Save(self.swap, extra_after=self._extra) if commits(self.program, self.state) else None
+            self.state, metrics = train_step(
+                self.program, self.state, batch, trace=traced, save=commit, faults=self.faults
+            )
+            return metrics, None
         if due is not None:
             try:
                 self.state, metrics = train_step(
@@ -292,8 +318,18 @@ class _Loop:
             self.checkpoint, self.saved_step = path, at
         return Saved(at, path, failure, seconds)
 
-    def _extra(self) -> dict[str, Any]:
-        return self.progress.extra(self.job.settings, self.job.corpus.description)
+    def _extra(self, decision: StepDecision | None = None) -> dict[str, Any]:
+        """What is saved of the progress; after a step with this decision, whose time does not count yet."""
+        progress = self.progress
+        if decision is not None:
+            progress = progress.stepped(decision.loss, skipped=decision.skip)
+            progress = progress.timed(self.state.batches + 1, progress.elapsed)
+        extra = progress.extra(self.job.settings, self.job.corpus.description)
+        return (
+            extra
+            if self.swap is None or self.start.folder is None
+            else with_run(extra, self.start.folder.parent)
+        )
 
     def _elapsed_and_signal(self) -> tuple[float, str]:
         """Seconds trained, in all sessions, and the signal to end with: the same on all ranks.

@@ -4,7 +4,7 @@ Rank 0 decides and broadcasts; if it raises, no rank starts.
 """
 
 import json
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,15 @@ from attrs import field, frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import Checkpoint
+from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.swap_checkpoint import has_commit
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
 from zfunc.train.history import CONFIG, SUMMARY, read_json_object
-from zfunc.train.pacing import restored_clock
+from zfunc.train.pacing import KEY, restored_clock
 from zfunc.train.settings import AUTO, TrainSettings
 
+RUN = "run"  # in a commit's extra, with the rest of the progress: whose swap space it is
 COMPLETE = ("steps", "seconds")  # endings after which nothing is left to train
 
 
@@ -43,7 +46,8 @@ def choose_resume_point(run: Path, settings: TrainSettings) -> ResumePoint:
     try:
         if settings.resume == AUTO:
             return _continue_run(run, folder, settings)
-        checkpoint = _open(Path(settings.resume).expanduser().absolute())
+        path = Path(settings.resume).expanduser().absolute()
+        checkpoint = _newest(path, _swap_in_config(path)) or _open(path)
     except CheckpointError as error:
         raise ValueError(f"--resume: {error}") from error
     return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
@@ -82,11 +86,14 @@ def resumed_from(run: Path) -> str | None:
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """From the run's newest checkpoint, or the one it started from, or the beginning."""
-    checkpoint = checkpoints.find_checkpoint(folder)
+    checkpoint = _newest(run.absolute(), [*_first(settings.swap), *_swap_in_config(run)])
     if checkpoint is not None:
+        origin = (
+            folder if checkpoint.path.parent == folder else checkpoint.path
+        )  # or the one before, if damaged
         over = _over(run, checkpoint, settings)
         line = f"{run}: it ended at step {checkpoint.manifest.position.batches:,}: nothing is left to train"
-        return ResumePoint(folder, folder, True, dict(checkpoint.manifest.extra), line if over else "", over)
+        return ResumePoint(folder, origin, True, dict(checkpoint.manifest.extra), line if over else "", over)
     if _ended(run) in COMPLETE:
         raise ValueError(
             f"--resume {AUTO}: got {run}, whose training ended without a checkpoint, expected one to "
@@ -96,6 +103,44 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
         checkpoint = _open(Path(before))
         return ResumePoint(folder, checkpoint.path, extra=dict(checkpoint.manifest.extra))
     return ResumePoint(folder, line=f"--resume auto: no checkpoint in {run} yet: starting at the first step")
+
+
+def with_run(extra: dict[str, Any], run: Path) -> dict[str, Any]:
+    """What a commit of a run's swap space says: the run's folder, beside what a checkpoint does."""
+    return {KEY: {**extra[KEY], RUN: str(run)}}
+
+
+def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
+    """The newest checkpoint of a run, in its folder or a swap space. Raises CheckpointError for another run's."""
+    saved = checkpoints.find_checkpoint(run / checkpoints.FOLDER)
+    found = [] if saved is None else [saved]
+    for folder in dict.fromkeys(swap):
+        if has_commit(folder):
+            checkpoint = checkpoints.open_checkpoint(folder)
+            of = JsonNode(checkpoint.manifest.extra, f"{folder}: extra").entries().get(KEY)
+            name = of and of.entries().get(RUN)
+            if name is None or name.value != str(run):
+                got = "another training" if name is None else f"the run {name.value}"
+                raise CheckpointError(
+                    f"{folder}: got the swap space of {got}, expected that of {run}: resume that run, name another "
+                    f"folder with --swap, or begin a new --out with --resume {folder}"
+                )
+            found.append(checkpoint)
+    return max(found, key=lambda x: x.manifest.position.batches, default=None)
+
+
+def _swap_in_config(run: Path) -> list[Path]:
+    """The first folder of the swap space that a run used, by its `config.json`."""
+    try:
+        return _first(
+            JsonNode(read_json_object(run / CONFIG), CONFIG).entries()["settings"].entries()["swap"].value
+        )
+    except (ValueError, KeyError, CheckpointError):
+        return []
+
+
+def _first(swap: Sequence[str]) -> list[Path]:
+    return [Path(x).expanduser().absolute() for x in swap[:1]]
 
 
 def _open(path: Path) -> Checkpoint:

@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import DISK, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -254,6 +254,11 @@ class TrainSettings(StepFlags):
         if self.resume == AUTO and self.out is None:
             raise ValueError(
                 f"--resume {AUTO}: got no --out, expected the run's folder, which may be new: add such as --out run"
+            )
+        if self.state_on == DISK and self.save_every is not None:
+            raise ValueError(
+                f"--save-every: got {self.save_every} with --state-on disk, whose swap space is the checkpoint, "
+                "expected --commit-every: pass that instead"
             )
         if self.steps is None and self.seconds is None:
             raise ValueError(

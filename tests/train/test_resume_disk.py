@@ -1,0 +1,140 @@
+"""A run with its state on the disk: its swap space is its checkpoint."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small_trainings
+from small_trainings import config, files, losses, measured, rows, summary
+
+import zfunc
+from zfunc.cli.main import main
+
+JOB = ("--steps", "8", "--eval-every", "4", "--no-sample")
+DISK = ("--state-on", "disk", "--swap", "one", "--swap", "two")
+SETTINGS = {
+    "each step": (),
+    "every third, everything": ("--params-on", "disk", "--grads-on", "disk", "--commit-every", 3),
+    "deferred": ("--defer", "--disk-ratio", 0.5, "--commit-every", 2),
+}
+
+pytestmark = pytest.mark.usefixtures("own_folder")
+
+
+def train(*more: object) -> int:
+    for folder in ("one", "two"):
+        Path(folder).mkdir(exist_ok=True)
+    return small_trainings.train(*JOB, *more)
+
+
+@pytest.fixture(scope="module")
+def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of JOB with its state in memory."""
+    folder = tmp_path_factory.mktemp("memory")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("data.txt").write_text(small_trainings.TEXT)
+        assert train("--out", "run") == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
+    """Let something happen once, when the step with this number has been made, before it is recorded."""
+    train_step = zfunc.train_step
+
+    def after(number: int, happen: Callable[[], Any]) -> None:
+        def step(program: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            result = train_step(program, state, *args, **kwargs)
+            if result[0].batches == number:
+                monkeypatch.setattr("zfunc.train.loop.train_step", train_step)
+                happen()
+            return result
+
+        monkeypatch.setattr("zfunc.train.loop.train_step", step)
+
+    return after
+
+
+def fail() -> None:
+    raise ValueError("got this in the middle")
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
+    name: str, after_step: Any, in_memory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = (*DISK, *SETTINGS[name], "--out", "run")
+    after_step(5, fail)
+    assert train(*more) == 1
+    assert train(*more, "--resume", "auto") == 0
+    at = {"each step": 5, "every third, everything": 3, "deferred": 4}[name]
+    out = capsys.readouterr().out
+    assert f"goes on after step {at}" in out
+    assert ("lines are missing" in out) == (name == "each step"), "step 5 was not recorded yet"
+    assert [x for x in measured("run") if x["step"] != 5] == [
+        x for x in measured(in_memory) if x["step"] != 5
+    ]
+    assert all(
+        summary("run")[k] == summary(in_memory)[k] for k in ("steps", "loss", "held_out_bits_per_byte")
+    )
+    assert not Path("run/checkpoints").exists()
+    before = files(".")
+    assert train(*more, "--resume", "auto") == 0
+    assert "it ended at step 8: nothing is left to train" in capsys.readouterr().out
+    assert files(".") == before
+
+
+def test_a_signal_commits_the_step_it_ended(after_step: Any, in_memory: Path) -> None:
+    more = (*DISK, "--commit-every", 100, "--disk-ratio", 0.5, "--out", "run")
+    after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(*more) == 0
+    assert (rows("run")[-1]["saved"], summary("run")["checkpoint"]) == ("one", "one")
+    assert train(*more, "--resume", "auto") == 0
+    assert measured("run") == measured(in_memory)
+
+
+def test_a_run_moves_between_the_disk_and_memory(after_step: Any, in_memory: Path, capsys: Any) -> None:
+    """The run's config names its swap space; another run may start from either."""
+    after_step(3, fail)
+    assert train(*DISK, "--commit-every", 3, "--out", "run") == 1
+    assert train("--resume", "run", "--out", "new") == 0
+    assert losses("new") == losses(in_memory)[3:]
+    elsewhere = ("--state-on", "disk", "--swap", "third")
+    Path("third").mkdir()
+    after_step(5, fail)
+    assert train(*elsewhere, "--out", "run", "--resume", "auto") == 1
+    assert Path(config("run")["resumed_from"]).name == "one"
+    assert train("--out", "run", "--resume", "auto") == 0
+    assert Path(config("run")["resumed_from"]).name == "third"
+    assert losses("run")[-3:] == losses(in_memory)[5:]
+    assert main(["export", "third", "--out", "model.safetensors"]) == 0
+
+
+def test_bad_swap_spaces_are_one_line(capsys: pytest.CaptureFixture[str], in_memory: Path) -> None:
+    assert train(*DISK, "--out", "first", "--steps", 2) == 0
+    before = files("one")
+    Path("file").touch()
+    Path("free").mkdir()
+    cases = {
+        ("--swap", "free"): "--state-on 'host', expected",
+        ("--state-on", "disk"): "--swap: got no folder",
+        ("--state-on", "disk", "--swap", "nowhere"): "nowhere: got none, expected a folder",
+        ("--state-on", "disk", "--swap", "file"): "file: got something else, expected a folder",
+        ("--state-on", "disk", "--swap", "/dev/shm"): "got a folder in memory (tmpfs)",
+        ("--state-on", "disk", "--swap", "/proc"): "/proc",
+        ("--state-on", "disk", "--swap", "free", "--swap", "free"): "twice",
+        DISK: "got the swap space of another run",
+        (*DISK, "--resume", "auto"): "got the swap space of the run ",
+        (*DISK, "--save-every", 5): "--save-every: got 5 with --state-on disk",
+    }
+    for settings, message in cases.items():
+        capsys.readouterr()
+        assert train(*settings, "--out", "run") == 2, settings
+        err = capsys.readouterr().err
+        assert message in err
+        assert err.count("\n") == 1
+    assert files("one") == before
