@@ -27,6 +27,7 @@ from zfunc.train.setup import gpt_config, prepare_job
 
 TINY = ["--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "2", "--seq-length", "32"]
 TINY = [*TINY, "--vocab-size", "100", "--batch-size", "4"]
+WIDER = ["--hidden-size", "128"]  # does not fit the least memory of a profile
 TUTORIAL = ["--num-layers", "50", "--hidden-size", "4096", "--num-attention-heads", "32"]
 TUTORIAL = [*TUTORIAL, "--seq-length", "1024", "--vocab-size", "50257", "--batch-size", "10"]
 KEYS = {"fits", "step_seconds", "tflops", "tokens_per_second", "memory", "lanes", "bound", "advice"}
@@ -149,18 +150,20 @@ def test_the_tutorials_job_is_answered(capsys: Out) -> None:
 
 
 def test_without_room_it_exits_with_1_and_says_what_would_fit(capsys: Out, tmp_path: Path) -> None:
-    needed = answer(capsys, "--hardware", "h100")[1]["memory"]
+    needed = answer(capsys, *WIDER, "--hardware", "h100")[1]["memory"]
     tight = with_room(tmp_path / "tight.toml", device=needed["device"] - 5000)
-    code, result = answer(capsys, "--hardware", tight)
+    code, result = answer(capsys, *WIDER, "--hardware", tight)
     assert (code, result["fits"], result["lacking"]) == (1, False, {"device": 5000})
     assert result["advice"]
-    code, words = text_of(capsys, "--hardware", tight)
+    code, words = text_of(capsys, *WIDER, "--hardware", tight)
     assert code == 1
     assert "it does not fit: 4.9 KiB of device memory short" in words
     assert "to make it fit, each planned:" in words
     flags = re.match(r"(--\S+ \S+): fits, ", result["advice"][0])
     assert flags
-    assert answer(capsys, "--hardware", tight, *flags[1].split())[0] == 0, "what is advised can be typed"
+    assert answer(capsys, *WIDER, "--hardware", tight, *flags[1].split())[0] == 0, (
+        "what is advised can be typed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,7 +243,7 @@ def test_the_most_layers_fit_and_one_more_does_not(
 
 def test_where_not_even_one_layer_fits_that_is_the_answer(capsys: Out, tmp_path: Path) -> None:
     code, result = answer(
-        capsys, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
+        capsys, *WIDER, "--hardware", with_room(tmp_path / "none.toml", device=1e6, host=1e6), "--max"
     )
     assert (code, result["fits"], result["num_layers"]) == (1, False, 1)
 

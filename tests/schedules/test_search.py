@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from attrs import evolve
+from attrs import evolve, fields_dict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from table import SPECS, chain, layouts, spec
@@ -341,9 +341,29 @@ def test_where_no_single_change_is_enough_several_are_combined() -> None:
     needed = replanning(BALANCED)[0].memory
     host = needed["host"] + needed["pinned"]
     step, replan = replanning(with_room(device=needed["device"] - 100_000, host=host - 1_000_000))
-    (advice,) = suggest(SETUP, step, rows=8, replan=replan)
+    in_memory = fields_dict(StepSettings).keys() - {"state_on"}
+    (advice,) = suggest(SETUP, step, rows=8, replan=replan, settable=in_memory)
     assert len(advice.changes) > 1
     assert replan(evolve(SETUP, **advice.changes)).step.fits
+
+
+def test_where_the_host_is_too_small_the_disk_is_searched_and_advised() -> None:
+    start, needed = evolve(SETUP, bucket_size=1 << 16), replanning(BALANCED)[0].memory
+    room = with_room(device=1 << 40, host=(needed["host"] + needed["pinned"]) * 2 // 3)
+    replan = replanning(room)[1]
+    step = replan(start).step
+    (advice,) = (a for a in suggest(start, step, rows=8, replan=replan) if a.changes == {"state_on": "disk"})
+    assert advice.step.fits
+    assert "needs folders" in advice.effect
+    found = search(
+        lambda x: replan(x).spec, room, start, SearchSpace.only(state_on=("disk",), disk_ratios=None)
+    )
+    chosen = found.step.settings
+    assert found.step.fits
+    assert chosen.state_on == "disk"
+    assert chosen.disk_ratio < 1, "what has room stays in memory"
+    assert found.step.seconds <= advice.step.seconds
+    assert any(x.startswith("state_on disk instead of host: ") for x in found.reasons)
 
 
 def test_where_nothing_is_enough_the_missing_memory_is_named() -> None:

@@ -32,7 +32,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
 DISK: Literal["disk"] = "disk"
-HOST_OR_DISK = ("host", DISK)
+HOST_OR_DISK: tuple[Literal["host", "disk"], ...] = ("host", DISK)
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."

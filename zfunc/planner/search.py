@@ -9,6 +9,7 @@ every rank: no clock is read.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import attrs
 from attrs import define, evolve, field, frozen
@@ -24,10 +25,12 @@ from zfunc.units import format_seconds
 
 WORTH = 0.01  # of a step's time: a change that gains less is not made
 ROUNDS = 3  # over all settings; the last mostly changes nothing
-TOGETHER = (
-    ("speculate", "defer", "delay_from"),
-    ("params_on", "stage"),
-)  # settings that exclude or need each other
+# Settings that exclude or need each other, by the one that is changed back.
+TOGETHER = {
+    **dict.fromkeys(("speculate", "defer", "delay_from"), ("speculate", "defer", "delay_from")),
+    **dict.fromkeys(("params_on", "stage"), ("params_on", "stage")),
+    "state_on": ("state_on", "disk_ratio", "grads_on", "params_on", "stage", "offload_ratio", "speculate"),
+}
 
 
 @frozen(eq=False)
@@ -149,7 +152,10 @@ class _Walk:
     def undo_idle_changes(self) -> None:
         """Restore the start's value of every setting whose change gains next to nothing."""
         for name in _changed(self.best.settings, self.first.settings):
-            back = self.simulated(_with(self.best.settings, name, self.first.settings))
+            settings = _with(self.best.settings, name, self.first.settings)
+            if settings is None:
+                continue
+            back = self.simulated(settings)
             equal = sum(back.lacking.values()) == sum(self.best.lacking.values())
             if equal and (not back.fits or back.seconds <= self.fastest * (1 + WORTH)):
                 self.best = back
@@ -173,7 +179,10 @@ def _better(new: PlannedStep, old: PlannedStep) -> bool:
 def _reasons(walk: _Walk) -> Iterator[str]:
     """For each setting that differs from the start's, what the start's value would cost."""
     for name in _changed(walk.best.settings, walk.first.settings):
-        back = walk.simulated(_with(walk.best.settings, name, walk.first.settings))
+        settings = _with(walk.best.settings, name, walk.first.settings)
+        if settings is None:
+            continue
+        back = walk.simulated(settings)
         change = f"{_named(name, walk.best.settings)} instead of {_value(name, back.settings)}"
         shortage = f"; otherwise {shortage_text(back.lacking)}" if back.lacking and walk.best.fits else ""
         yield f"{change}: {gains_and_costs(walk.best, back)}{shortage}"
@@ -183,9 +192,11 @@ def _changed(new: StepSettings, old: StepSettings) -> list[str]:
     return [f.name for f in attrs.fields(StepSettings) if getattr(new, f.name) != getattr(old, f.name)]
 
 
-def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings:
-    names = next((group for group in TOGETHER if name in group), (name,))
-    return evolve(settings, **{x: getattr(other, x) for x in names})
+def _with(settings: StepSettings, name: str, other: StepSettings) -> StepSettings | None:
+    """The settings with the value of `other`, unless what else has changed since excludes that."""
+    with suppress(ValueError):
+        return evolve(settings, **{x: getattr(other, x) for x in TOGETHER.get(name, (name,))})
+    return None
 
 
 def _change(new: StepSettings, old: StepSettings) -> str:

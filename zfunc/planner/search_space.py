@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from attrs import evolve, fields, frozen
 
-from zfunc.core.settings import DISK, PLACES, Place, StepSettings, lay_out
+from zfunc.core.graph import Tier
+from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, Place, StepSettings, lay_out
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate
 
@@ -27,6 +28,10 @@ SEARCHED = (
     "accumulate",
     "weight_slots",
     "persistent_params",
+    "state_on",
+    "disk_ratio",
+    "grads_on",
+    "state_slots",
 )
 """The settings that are varied: they change how a step runs and, except `delay_from`, not its result."""
 
@@ -36,7 +41,8 @@ class SearchSpace:
     """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
 
     `accumulate` and `stages` are tried where there are several micro-batches and ranks. `persistent` parameters are
-    as many as there is room for.
+    as many as there is room for. The state moves to the disk, alone or with parameters and gradients, only where it
+    does not fit the host; `disk_ratios` of None are those that fit.
     """
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
@@ -53,6 +59,9 @@ class SearchSpace:
     accumulate: tuple[str | int, ...] = ("horizontal", "vertical", 2, 4, 8)
     weight_slots: tuple[int, ...] = (1, 2, 3, 4)
     persistent: tuple[bool, ...] = (False, True)
+    state_on: tuple[Literal["host", "disk"], ...] = HOST_OR_DISK
+    disk_ratios: tuple[float, ...] | None = None
+    state_slots: tuple[int, ...] = (1, 2, 3, 4, 6)
 
     @classmethod
     def only(cls, **values: tuple[Any, ...] | None) -> "SearchSpace":
@@ -73,6 +82,56 @@ def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Ste
             if params_on == "host":
                 changes |= {"speculate": 0, "stage": 3 if best.spec.world > 1 else settings.stage}
             yield from _possible(settings, **changes)
+
+
+def _tiers(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    """State on the disk, then parameters and gradients too; where it is there, less of that."""
+    if DISK not in space.state_on:
+        return
+    if best.settings.state_on == DISK:
+        if "host" in space.state_on:
+            changes = {"state_on": "host", "grads_on": "host", "disk_ratio": 1.0}
+            on_host = {"params_on": "host"} if best.settings.params_on == DISK else {}
+            yield from _possible(best.settings, **changes, **on_host)
+        for params_on in ("host", DISK) if best.settings.params_on != "device" else ("device",):
+            for grads_on in HOST_OR_DISK if best.spec.barrier else ("host",):
+                yield from _possible(best.settings, params_on=params_on, grads_on=grads_on)
+    elif lacks_host(best):
+        for more in on_the_disk(best.settings, waits=best.spec.barrier, world=best.spec.world):
+            yield from _possible(best.settings, **more)
+
+
+def lacks_host(step: PlannedStep) -> bool:
+    """Whether a step does not fit the host, which may be the device."""
+    return "host" in step.lacking or (step.hardware.unified and "device" in step.lacking)
+
+
+def on_the_disk(settings: StepSettings, *, waits: bool, world: int) -> Iterator[dict[str, Any]]:
+    """Changes that move state to the disk, then parameters, then gradients that wait, each beside those before."""
+    changes: dict[str, Any] = {"state_on": DISK}
+    changes |= {"offload_ratio": 1.0} if settings.offload_ratio != 1 else {}
+    changes |= {"speculate": 0} if settings.speculate else {}
+    if settings.state_on != DISK:
+        yield dict(changes)
+    if settings.params_on != DISK:
+        changes |= {"params_on": DISK} | ({"stage": 3} if world > 1 and settings.stage != 3 else {})
+        yield dict(changes)
+    if waits and settings.grads_on != DISK:
+        yield {**changes, "grads_on": DISK}
+
+
+def _disk_ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
+    ratios = space.disk_ratios
+    if ratios is None:
+        ratios = disk_ratios_that_fit(best) if first else ()
+    for ratio in ratios:
+        yield from _possible(best.settings, disk_ratio=ratio)
+
+
+def _state_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    if best.settings.state_on == DISK:
+        for count in _beside(space.state_slots, best.settings.state_slots):
+            yield evolve(best.settings, state_slots=count)
 
 
 def _stages(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
@@ -132,7 +191,7 @@ def _speculate(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[
         count = len(best.spec.offloaded)
         for share in space.speculate:
             shadows = round(share * count)
-            yield evolve(best.settings, speculate=shadows, defer=best.settings.defer and not shadows)
+            yield from _possible(best.settings, speculate=shadows, defer=best.settings.defer and not shadows)
 
 
 def _defer(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
@@ -146,26 +205,42 @@ def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[Step
     if ratios is None:
         ratios = ratios_that_fit(best) if first else ()
     for ratio in ratios:
-        yield evolve(best.settings, offload_ratio=ratio)
+        yield from _possible(best.settings, offload_ratio=ratio)
 
 
 def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
     """Offload ratios from 1 down to where the device is full, and half way.
 
-    What the device keeps grows linearly from a ratio of 1 to one of 0. The last ratio is the lowest by arithmetic:
-    it may be too low by a bucket, and the one before is a little higher. Where the device is the host, a lower
-    ratio gains nothing, and with state on the disk there is none.
+    Where the device is the host, a lower ratio gains nothing, and with state on the disk there is none.
     """
     if best.hardware.unified or best.settings.state_on == DISK:
         return (1.0,)
-    capacity = best.hardware.memory.get("device")
+    return _down_to_full(best, "offload_ratio", "device", ("device",))
+
+
+def disk_ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
+    """Shares of the state on the disk from 1 down to where the host is full, and half way."""
+    if best.settings.state_on != DISK:
+        return (1.0,)
+    tiers: tuple[Tier, ...] = ("host", "pinned", "device") if best.hardware.unified else ("host", "pinned")
+    return _down_to_full(best, "disk_ratio", "host", tiers)
+
+
+def _down_to_full(best: PlannedStep, name: str, memory: Tier, tiers: tuple[Tier, ...]) -> tuple[float, ...]:
+    """Values of the ratio `name` from 1 down to where `memory`, which all of `tiers` are in, is full, and half way.
+
+    What is kept there grows linearly from a ratio of 1 to one of 0. The last value is the lowest by arithmetic: it
+    may be too low by a bucket, and the one before is a little higher.
+    """
+    capacity = best.hardware.memory.get(memory)
     if capacity is None:
         return (1.0, 0.5, 0.0)
-    most, least = (
-        Estimate(best.spec, evolve(best.settings, offload_ratio=ratio), best.hardware).kept["device"]
-        for ratio in (0.0, 1.0)
+    plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
+    kept = (
+        Estimate(plain, evolve(best.settings, **{name: ratio}), best.hardware).kept for ratio in (0.0, 1.0)
     )
-    free = capacity - best.memory["device"] + best.peaks["device"].kept - least
+    most, least = (sum(of[tier] for tier in tiers) for of in kept)
+    free = capacity - sum(best.memory[tier] - best.peaks[tier].kept for tier in tiers) - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
     percent = math.ceil(lowest * 100)
     return tuple(dict.fromkeys(n / 100 for n in (100, (100 + percent) // 2, min(100, percent + 2), percent)))
@@ -210,8 +285,8 @@ def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
-    *(_schedules, _delay, _places, _stages, _accumulate, _defer, _speculate, _ratios),
-    *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent),
+    *(_schedules, _delay, _places, _tiers, _stages, _accumulate, _defer, _speculate, _ratios),
+    *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent, _disk_ratios, _state_slots),
 )
 
 

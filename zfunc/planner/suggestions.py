@@ -5,20 +5,28 @@ from typing import Any
 
 from attrs import evolve, field, frozen
 
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import DISK, StepSettings
 from zfunc.options import flag
 from zfunc.planner.candidate import PlannedStep, gains_and_costs, shortage_text
-from zfunc.planner.search_space import cuts_of, most_persistent, ratios_that_fit
+from zfunc.planner.search_space import (
+    cuts_of,
+    disk_ratios_that_fit,
+    lacks_host,
+    most_persistent,
+    on_the_disk,
+    ratios_that_fit,
+)
 from zfunc.planner.steady_state import Estimate
 
 WORTH = 0.02  # of a step's time: a change that gains less is not suggested
 MOST = 5  # suggestions
 REDUCTIONS = 6  # changes that are combined until a step fits
 
-OTHER_NUMBERS = {
+NOTES = {
     "moments": "different rounding",
     "delay_from": "applies every gradient a step late",
     "precision": "different rounding",
+    "state_on": "needs folders for it: swap",
 }
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
@@ -102,7 +110,7 @@ def _planned(
 def _effect(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
-    numbers = ", ".join(OTHER_NUMBERS[name] for name in change if name in OTHER_NUMBERS)
+    numbers = ", ".join(NOTES[name] for name in change if name in NOTES)
     return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"
 
 
@@ -126,6 +134,10 @@ def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
             yield from _to_host(settings, step.spec.world)
     if "host" in tiers:
         yield from _smaller_on_host(settings)
+    if lacks_host(step):
+        yield from on_the_disk(settings, waits=step.spec.barrier, world=step.spec.world)
+    if "disk" in tiers:
+        yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments])
     for size in (100_000_000, 25_000_000, 10_000_000):
         if size < settings.bucket_size:
             yield {"bucket_size": size}
@@ -215,6 +227,9 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
     slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
     yield from ({name: getattr(settings, name) + 1} for name in slots)
+    if settings.state_on == DISK:
+        yield from ({"disk_ratio": x} for x in disk_ratios_that_fit(step) if x < settings.disk_ratio)
+        yield {"state_slots": settings.state_slots + 1}
     if settings.streams and not settings.persistent_params and (most := most_persistent(step)):
         yield {"persistent_params": most}
 
@@ -243,6 +258,7 @@ def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes after which fewer bytes cross a bus."""
     if settings.group_size < settings.micro_batches:
         yield {"accumulate": "vertical"}
+    yield from ({x: "host"} for x in ("params_on", "grads_on") if getattr(settings, x) == DISK)
     yield from (
         {place: "device"} for place in ("params_on", "activations_on") if getattr(settings, place) == "host"
     )
