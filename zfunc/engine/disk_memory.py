@@ -111,11 +111,12 @@ class SpilledBytes:
     def write(self, page: Tensor) -> None:
         """Write the bytes of `page`, which has at least as many."""
         data = as_bytes(page)[: self.nbytes]
-        self.checksum = block_checksum(data)
+        self.checksum = None
         self.file.write([data], self.start, self.name)
+        self.checksum = block_checksum(data)
 
     def read(self, page: Tensor) -> None:
-        """Read them back into `page`, if any were written. Raises DiskError for others than were."""
+        """Read them back into `page`, if a write has ended. Raises DiskError for others than were written."""
         if self.checksum is None:
             return
         data = as_bytes(page)[: self.nbytes]

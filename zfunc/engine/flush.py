@@ -54,7 +54,7 @@ def run_on_state(
         if updates:
             buffers.lost = (
                 f"{name} failed after {updates[0].name} had begun to update it ({type(error).__name__}: "
-                f"{error}). Go on from an earlier copy of the parameters, with init(program, params=...)"
+                f"{error}). {_way_on(program)}"
             )
         else:
             buffers.generation -= donated
@@ -62,6 +62,12 @@ def run_on_state(
         raise
     buffers.lost, buffers.deferred, buffers.updated = "", None, frozenset()
     return run
+
+
+def _way_on(program: Program) -> str:
+    if program.spec.swaps:
+        return f"Go on from the last commit, with load({str(program.settings.swap[0])!r}, program)"
+    return "Go on from an earlier copy of the parameters, with init(program, params=...)"
 
 
 def _begun_updates(buffers: Buffers, shaped: ShapedProgram, started: Mapping[int, bool]) -> list[Op]:
