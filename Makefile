@@ -54,6 +54,7 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.simulated
+	$(BIN)/python -m benchmarks.state_on_disk
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.streaming
 
