@@ -217,6 +217,12 @@ def test_where_parameters_and_activations_are() -> None:
             ValueError, match=f"^--{name.replace('_', '-')}: got {value}, and the dict says zero"
         ):
             places(zero, **wrong)
+    nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
+    on_disk = {"stage": 3, "state_on": "disk", "swap": ("/a",), "offload_ratio": "1.0"}
+    assert places(nvme) == places(nvme, state_on="disk", swap=("/a",)) == on_disk
+    for flags in ({"state_on": "host"}, {"swap": ("/b",)}):
+        with pytest.raises(ValueError, match="^--(state-on|swap): got (host|/b), and the dict says zero"):
+            places(nvme, **flags)
     with pytest.raises(ValueError, match="^--activations-on: got device.*cpu_checkpointing True"):
         places({}, checkpointing=True, activations_on="device")
     assert places({"stage": 3}, params_on="disk")["params_on"] == "disk"  # which the flag's own check refuses

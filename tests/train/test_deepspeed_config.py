@@ -183,8 +183,10 @@ def test_blocks_that_are_switched_off_are_skipped() -> None:
 @pytest.mark.parametrize(
     ("file", "reason"),
     [
-        (nested("zero_optimization.offload_optimizer.device", "nvme"), 'use "cpu"'),
-        (nested("zero_optimization.offload_param.device", "nvme"), 'use "cpu"'),
+        (
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
+            "state there too: set zero",
+        ),
         (
             {
                 "zero_optimization": {
@@ -354,6 +356,10 @@ def test_settings_of_compile() -> None:
     assert from_deepspeed(nowhere).compile["offload_ratio"] == 0
 
 
+NVME = {"device": "nvme", "nvme_path": "/a"}
+SWAPPED = {"state_on": "disk", "swap": ("/a",)}
+
+
 @pytest.mark.parametrize(
     ("zero", "expected"),
     [
@@ -362,6 +368,11 @@ def test_settings_of_compile() -> None:
         ({"stage": 3, "offload_param": {"device": "none"}}, {"stage": 3, "params_on": "device"}),
         ({"stage": 3, "offload_param": {"device": "cpu"}}, {"stage": 3, "params_on": "host"}),
         ({"stage": 3, "cpu_offload_param": True}, {"stage": 3, "params_on": "host"}),
+        ({"offload_optimizer": NVME, "offload_param": NVME}, {"stage": 1, **SWAPPED}),
+        (
+            {"stage": 3, "offload_optimizer": NVME, "offload_param": {"device": "nvme", "nvme_path": "/b"}},
+            {"stage": 3, "params_on": "disk", "state_on": "disk", "swap": ("/a", "/b")},
+        ),
         ({"stage": 2, "offload_param": {"device": "cpu"}}, {"stage": 2}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 0}, {"stage": 3, "weight_slots": 1}),
         ({"stage": 3, "stage3_prefetch_bucket_size": 5e7}, {"stage": 3}),
@@ -370,10 +381,10 @@ def test_settings_of_compile() -> None:
 )
 def test_where_parameters_live(zero: dict[str, Any], expected: dict[str, Any]) -> None:
     config = from_deepspeed({"zero_optimization": zero})
-    names = ("stage", "params_on", "weight_slots", "activations_on", "persistent_params")
+    names = ("stage", "params_on", "weight_slots", "activations_on", "persistent_params", "state_on", "swap")
     assert {name: config.compile[name] for name in names if name in config.compile} == expected
     without_effect = any("offload_param.device: for stage 3 only" in line for line in config.notes)
-    assert without_effect == (zero.get("stage") == 2)
+    assert without_effect == ("offload_param" in zero and zero.get("stage") != 3)
 
 
 @pytest.mark.parametrize(("value", "place"), [(True, "host"), (False, "device")])

@@ -88,10 +88,11 @@ def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
     assert files(".") == before
 
 
-def test_a_signal_commits_the_step_it_ended(after_step: Any, in_memory: Path) -> None:
+def test_a_signal_commits_the_step_it_ended(after_step: Any, in_memory: Path, capsys: Any) -> None:
     more = (*DISK, "--commit-every", 100, "--disk-ratio", 0.5, "--out", "run")
     after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(*more) == 0
+    assert f"saved {Path('one').absolute()} in" in capsys.readouterr().out
     assert (rows("run")[-1]["saved"], summary("run")["checkpoint"]) == ("one", "one")
     assert train(*more, "--resume", "auto") == 0
     assert measured("run") == measured(in_memory)

@@ -118,6 +118,8 @@ def _checkpoint(run: Path, row: Row) -> tuple[str]:
     if "saved" not in row:
         return (f"none: {row['not_saved']}",)
     name = str(row["saved"])
+    if not name.startswith("step-"):
+        return (f"the swap space {name}",)
     exists = "/" not in name and (run / FOLDER / name).is_dir()
     return (name if exists else f"{name}, deleted since",)
 

@@ -167,9 +167,11 @@ def working_line(event: Working) -> str:
 
 def saved_line(event: Saved, run: RunFolder) -> str:
     """A checkpoint."""
-    name = event.path.name if event.path else "nothing"
+    where = run.path / FOLDER / (event.path.name if event.path else "nothing")
+    if event.path is not None and event.path.parent != where.parent.absolute():
+        where = event.path  # a swap space
     took = "" if event.seconds is None else f" in {event.seconds:.1f} s"
-    return f"saved {run.path / FOLDER / name}{took}"
+    return f"saved {where}{took}"
 
 
 def ending(event: Finished) -> str:

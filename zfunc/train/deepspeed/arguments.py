@@ -15,6 +15,8 @@ ACCUMULATION = "gradient_accumulation_steps"
 ENABLED = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 BUCKET_SIZE = "zero_optimization.reduce_bucket_size"
 DEVICE, RATIO = "zero_optimization.offload_optimizer.device", "zero_optimization.offload_optimizer.ratio"
+NVME_PATH, PARAM_NVME_PATH = (f"zero_optimization.offload_{x}.nvme_path" for x in ("optimizer", "param"))
+ON = {"none": "device", "cpu": "host", "nvme": "disk"}  # devices of parameters
 STAGE, PARAM_DEVICE = "zero_optimization.stage", "zero_optimization.offload_param.device"
 PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
@@ -179,12 +181,22 @@ def _placement(values: ResolvedValues) -> Iterator[tuple[str, Any]]:
     if values.sets(STAGE) or values.has("zero_optimization"):
         yield "stage", zero_stage(values)
     if values.sets(PARAM_DEVICE) and values[STAGE] == 3:
-        yield "params_on", "host" if values[PARAM_DEVICE] == "cpu" else "device"
+        yield "params_on", ON[values[PARAM_DEVICE]]
+        if values.file.get(PARAM_DEVICE) == "nvme" and values[DEVICE] != "nvme":
+            raise ValueError(
+                f"{values.source}: got {PARAM_DEVICE} nvme and {DEVICE} {values[DEVICE]}, expected the optimizer "
+                f"state there too: set {DEVICE} to nvme, with its nvme_path"
+            )
         if values[PARAM_DEVICE] == "cpu" and values.sets(DEVICE) and values[DEVICE] == "none":
             raise ValueError(
                 f"{values.source}: got {PARAM_DEVICE} cpu and {DEVICE} none, expected the optimizer state on the "
                 f"host too: set {DEVICE} to cpu, or leave out offload_param"
             )
+    if values.file.get(DEVICE) == "nvme":
+        yield "state_on", "disk"
+        params = values[STAGE] == 3 and values.file.get(PARAM_DEVICE) == "nvme"
+        paths = values[NVME_PATH], values[PARAM_NVME_PATH] if params else None
+        yield "swap", tuple(dict.fromkeys(x for x in paths if x))
     if values.sets(PREFETCH) and values[PREFETCH] == 0:
         yield "weight_slots", 1
     if values.sets(PERSISTENCE):

@@ -16,6 +16,7 @@ from zfunc.train.deepspeed.arguments import (
     CPU_CHECKPOINTING,
     DEVICE,
     ENABLED,
+    NVME_PATH,
     PARAM_DEVICE,
     PERSISTENCE,
     PREFETCH,
@@ -57,7 +58,7 @@ FLAGS: Mapping[str, str] = {
 """Flags and the keys that they set."""
 PLACES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stage": (STAGE, {"1": 1, "2": 2, "3": 3}),
-    "params_on": (PARAM_DEVICE, {"device": "none", "host": "cpu"}),
+    "params_on": (PARAM_DEVICE, {"device": "none", "host": "cpu", "disk": "nvme"}),
     "activations_on": (CPU_CHECKPOINTING, {"device": False, "host": True}),
 }
 """Flags and their keys, each with the key's value for every one of the flag's."""
@@ -132,6 +133,10 @@ def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]
 
 def _placement(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
     settings = placement(values)
+    if (state_on := flags.get("state_on", settings.get("state_on"))) != settings.get("state_on", state_on):
+        raise _contradiction("state_on", state_on, values, DEVICE)
+    if flags.get("swap") and settings.get("swap") and tuple(flags["swap"]) != settings["swap"]:
+        raise _contradiction("swap", ", ".join(flags["swap"]), values, NVME_PATH)
     for name, key in (("weight_slots", PREFETCH), ("persistent_params", PERSISTENCE)):
         given = flags.get(name)
         if given is not None and str(given) != str(settings.get(name, given)):

@@ -36,7 +36,7 @@ def name_notes(values: ResolvedValues) -> Iterator[str]:
         yield f"no effect: {', '.join(keys)}: {reason}"
     if LR in values.file and sets_lr_alone(values) and values[LR] != values[MAX_LR]:
         yield f"no effect: {LR}: {values['scheduler.type']} sets the learning rate alone, as in DeepSpeed"
-    if values.file.get(PARAM_DEVICE) == "cpu" and values[STAGE] != 3:
+    if values.file.get(PARAM_DEVICE) in ("cpu", "nvme") and values[STAGE] != 3:
         yield f"no effect: {PARAM_DEVICE}: for stage 3 only, as in DeepSpeed"
 
 
