@@ -1,10 +1,15 @@
 """The optimizer state on the disk, alone or with parameters and gradients: the same training, and a checkpoint."""
 
 import gc
+import os
+import random
+import shutil
+import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
@@ -111,6 +116,62 @@ def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step(tmp_path: Path) 
     state, expected = trained.steps(program, state, batch, 2, 3, save=tmp_path / "saved")
     alone, _ = trained.compiled("odd sizes", **numbers)
     assert trained.steps(alone, zfunc.load(tmp_path / "saved", alone), batch, 2, 3)[1] == expected
+
+
+def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
+    """A process that trains from the last commit on, and says what it sees."""
+    program, batch = trained.compiled("frozen below", **chosen)
+    try:
+        state = zfunc.load(chosen["swap"][0], program)
+    except zfunc.CheckpointError:  # killed before the first commit
+        state = zfunc.init(program, seed=2)
+    while state.batches < last:
+        number = state.batches
+        state, seen = trained.steps(program, state, batch, number, number + 1)
+        os.write(pipe, f"{number} {seen}\n".encode())
+    os.write(pipe, b"end\n")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("placed", ON_DISK)
+def test_a_process_killed_at_any_moment_goes_on_from_a_whole_step(placed: str, tmp_path: Path) -> None:
+    """All in all 500 kills: before the first commit, in a step, in a commit, while it is loaded."""
+    chosen, last = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"]), 12
+    program, batch = trained.compiled("frozen below", **NUMBERS["bf16 in 2, 16 bits"])
+    _, expected = trained.steps(program, zfunc.init(program, seed=2), batch, 0, last)
+    by, met = random.Random(placed), set[int]()
+    for _ in range(500 // len(ON_DISK) + 1):
+        said = killed_at_a_random_moment(by, last, chosen)
+        for line in said.split("\n")[:-1]:
+            if line == "end":
+                shutil.rmtree(tmp_path)
+                tmp_path.mkdir()
+            else:
+                number, seen = line.split(" ", 1)
+                assert seen == str([expected[int(number)]])
+                met.add(int(number))
+    assert met == set(range(last))
+
+
+def killed_at_a_random_moment(by: random.Random, last: int, chosen: dict[str, Any]) -> str:
+    """What a process said of its steps before SIGKILL, mostly of some."""
+    source, pipe = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            live(pipe, last, chosen)
+        except BaseException as error:
+            os.write(pipe, f"-1 {error!r}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(pipe)
+    with open(source) as lines:
+        said = lines.readline() if by.random() < 0.9 else ""
+        sleep(by.uniform(0, 0.05 if said else 0.6))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return said + lines.read()
 
 
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
