@@ -93,11 +93,37 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    yield from _update_offloaded(spec, emit)
-    if spec.save:
-        yield from _write(spec, emit)
-    yield from passes
+    if spec.params_on == "disk" and not spec.save:
+        yield from _updates_ahead(spec, emit, passes)
+    else:
+        yield from _update_offloaded(spec, emit)
+        if spec.save:
+            yield from _write(spec, emit)
+        yield from passes
     yield from _decide(spec, emit)
+
+
+def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Iterator[Op]:
+    """The passes, and as many updates ahead of each parameter's reading as there are slots for their states.
+
+    So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them.
+    """
+    last = spec.offloaded[-1]
+    # Those whose parameters stay on the device are the first ones, and are read without a fetch.
+    until = max((b for b in spec.offloaded if not spec.streamed(b)), default=-1)
+    updated = -1
+    for op in passes:
+        if op.verb == "backward":
+            until = last
+        elif op.verb in ("page_in_weights", "fetch") and op.index[-1] <= last:
+            until = max(until, min(last, op.index[-1] + spec.state_slots - 1))
+        if updated < until:
+            for b in (x for x in spec.offloaded if updated < x <= until):
+                yield from _update(spec, emit, b, None)
+            if until == last and spec.commit:
+                yield emit.commit()
+            updated = until
+        yield op
 
 
 def flush_recipe(spec: StepSpec) -> Iterator[Op]:
