@@ -47,26 +47,33 @@ def parameter_weights(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Ite
 
 
 def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ranks: RankGroup) -> None:
-    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters."""
-    flat = value.flatten().to("cpu", torch.float32)
-    bucket = layout.bucket_of(span)
+    """Set the weights of one parameter: this rank's slice of the state, and what it has of the parameters.
+
+    A part at a time, because splitting a master allocates.
+    """
+    flat, bucket = value.flatten(), layout.bucket_of(span)
     state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
     copy = state.pop(PARAMS, None)  # on the disk
-    initial = initial_state(flat, state) if state else {}
     piece = layout.piece(span, ranks.rank, ranks.world)
-    own, part = slice(piece.at, piece.at + piece.stop - piece.start), slice(piece.start, piece.stop)
-    for name, values in initial.items():
-        state[name][own].copy_(values[part])
-    if copy is not None:
-        copy[own].copy_(flat[part])
-    if params is None:
-        return
-    high = initial.get(HIGH_HALF)
-    new = high if high is not None and params.flat.dtype == high.dtype else flat
-    if params.views:
-        params.views[span.name].view(-1).copy_(new)
-    else:
-        params.flat[own].copy_(new[part])
+    views = params.views[span.name].view(-1) if params is not None and params.views else None
+    for start in range(0, flat.numel(), PART):
+        part = flat[start : start + PART].to("cpu", torch.float32)
+        initial = initial_state(part, state) if state else {}
+        high = initial.get(HIGH_HALF)
+        new = high if high is not None and params is not None and params.flat.dtype == high.dtype else part
+        if views is not None:
+            views[start : start + PART].copy_(new)
+        first, last = max(start, piece.start), min(start + part.numel(), piece.stop)
+        if first >= last:
+            continue
+        own = slice(piece.at + first - piece.start, piece.at + last - piece.start)
+        kept = {name: (state[name], values) for name, values in initial.items()}
+        if copy is not None:
+            kept[PARAMS] = copy, part
+        if params is not None and views is None:
+            kept["slice"] = params.flat, new
+        for into, values in kept.values():
+            into[own].copy_(values[first - start : last - start])
 
 
 def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
