@@ -62,6 +62,7 @@ bench: $(TOOLS)
 # random models, and a sample of mutants.
 nightly: $(TOOLS) soak
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --device pretend tests/device -m slow
 	$(BIN)/python tests/fuzz.py --cases 300 --seed 0
 	$(BIN)/python tests/mutants.py --number 40 --seed 0
 

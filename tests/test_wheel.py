@@ -109,7 +109,9 @@ LACKING = {
 }
 
 
-@pytest.mark.parametrize("lacks", LACKING)
+@pytest.mark.parametrize(
+    "lacks", [pytest.param(x, marks=pytest.mark.slow if x == "another OpenMP" else ()) for x in LACKING]
+)
 def test_a_failing_build_says_what_is_missing(tree: Path, tmp_path: Path, lacks: str) -> None:
     need, evidence, compiler = LACKING[lacks]
     errors = failing(tree, tmp_path, CC=compiler(tmp_path))
@@ -153,6 +155,7 @@ print(zfunc.__file__, zfunc.schedules.__file__)
 """
 
 
+@pytest.mark.slow
 def test_an_editable_build_is_the_one_imported(tree: Path, tmp_path: Path) -> None:
     stale = tree / "zfunc" / f"_cpu_adam{sysconfig.get_config_var('EXT_SUFFIX')}"
     stale.write_bytes(b"an older build, which Python would import first")

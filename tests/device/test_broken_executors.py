@@ -98,6 +98,7 @@ def test_what_the_executor_forgets_is_noticed(controls: Any, change: tuple[str, 
     assert not all(outcomes(broken(*change)))
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_wait_for_its_end_is_noticed(controls: Any) -> None:
     """In a process of its own, which may well crash."""
     process = multiprocessing.get_context("spawn").Process(target=_without_the_end)

@@ -68,11 +68,16 @@ STREAMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+EVERY_SECOND = [
+    pytest.param(*row, marks=pytest.mark.slow if n % 2 else ()) for n, row in enumerate(ROWS)
+]  # the others at night
+
+
 def named(row: Any) -> str | None:
     return " ".join(map(str, row.values())) if isinstance(row, dict) else None
 
 
-@pytest.mark.parametrize(("model", "settings"), ROWS, ids=named)
+@pytest.mark.parametrize(("model", "settings"), EVERY_SECOND, ids=named)
 def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings: dict[str, Any]) -> None:
     """Whatever the host and the device delay."""
     program, data = compiled(model, device, schedule="Serial", **settings)
