@@ -36,7 +36,7 @@ ASKED = {
     "zfunc calibrate --recompute ": set(RECOMPUTE),
     "zfunc train --device ": set(DEVICES),
     "zfunc train --stage ": {"1", "2", "3"},
-    "zfunc plan --params-on ": {*PLACES, "auto"},
+    "zfunc plan --params-on ": {*PLACES, "disk", "auto"},
     "zfunc train --accumulate v": {"vertical"},
     "zfunc train --log-style d": {"deepspeed"},
     "zfunc plan --hardware h": {"here.toml", *(name for name in profiles() if name.startswith("h"))},

@@ -329,6 +329,7 @@ class StepSettings:
         "offload",
         "folder for the state on the disk; once for each drive",
         "What is there is a checkpoint: training goes on from it with `zfunc.load`.",
+        note=" (default: none)",
         metavar="FOLDER",
     )
     commit_every: int = _setting(

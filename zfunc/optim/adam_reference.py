@@ -153,7 +153,7 @@ def reference_square_sum(x: Array) -> Array:
     are added without rounding. Part i of the result has 32 bits, from 2^(32 i - 352) on.
 
     >>> parts = reference_square_sum(np.float32([3.0, 4.0]))
-    >>> parts[11], math.fsum(parts)
+    >>> float(parts[11]), math.fsum(parts)
     (25.0, 25.0)
     """
     with np.errstate(all="ignore"):
