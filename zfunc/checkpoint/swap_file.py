@@ -25,10 +25,10 @@ from attrs import evolve, field, frozen
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import CHUNK, num_chunks
 from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.core.extents import BLOCK, whole_blocks
 from zfunc.errors import CheckpointError
 
 VERSION = 1
-BLOCK = 4096  # bytes: everything begins and ends at a multiple, as transfers past the page cache have to
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
 ROOM = 1 << 20  # bytes of a record for its metadata, beside generations and checksums
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
@@ -63,15 +63,6 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
     'rank-00000-of-00002-folder-1.swap'
     """
     return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
-
-
-def whole_blocks(nbytes: int) -> int:
-    """`nbytes` rounded up to a multiple of what the disk reads and writes.
-
-    >>> whole_blocks(0), whole_blocks(1), whole_blocks(4096)
-    (0, 4096, 4096)
-    """
-    return -(-nbytes // BLOCK) * BLOCK
 
 
 def _in_order(buffers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

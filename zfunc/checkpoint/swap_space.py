@@ -27,7 +27,6 @@ from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
 from zfunc.checkpoint.swap_file import (
-    BLOCK,
     SWAP_FILE,
     CommitRecord,
     StoredExtent,
@@ -36,8 +35,8 @@ from zfunc.checkpoint.swap_file import (
     read_header,
     read_records,
     swap_file_name,
-    whole_blocks,
 )
+from zfunc.core.extents import BLOCK, whole_blocks
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.runtime.direct_io import DirectFile, file_system_of
 from zfunc.runtime.host_pages import map_pages

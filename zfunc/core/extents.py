@@ -13,6 +13,15 @@ from zfunc.core.layout import round_up
 BLOCK = 4096  # bytes; direct transfers begin and end at a multiple
 
 
+def whole_blocks(nbytes: int) -> int:
+    """`nbytes` rounded up to whole blocks.
+
+    >>> whole_blocks(0), whole_blocks(1), whole_blocks(4096)
+    (0, 4096, 4096)
+    """
+    return round_up(nbytes, BLOCK)
+
+
 @frozen
 class ExtentPart:
     """One buffer in an extent: its name and size, and where it begins, in bytes."""
@@ -24,7 +33,7 @@ class ExtentPart:
     @property
     def stop(self) -> int:
         """The end of its last block."""
-        return round_up(self.start + self.nbytes, BLOCK)
+        return whole_blocks(self.start + self.nbytes)
 
 
 @frozen
@@ -44,7 +53,7 @@ class Extent:
         """From names and sizes in bytes."""
         moved = list(moved)
         sizes = [*moved, *others]
-        starts = accumulate((round_up(nbytes, BLOCK) for _, nbytes in sizes), initial=0)
+        starts = accumulate((whole_blocks(nbytes) for _, nbytes in sizes), initial=0)
         return cls(tuple(ExtentPart(*x, start) for x, start in zip(sizes, starts, strict=False)), len(moved))
 
     @property

@@ -6,9 +6,8 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from attrs import evolve, field, frozen
 
-from zfunc.core.extents import BLOCK
+from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
-from zfunc.core.layout import round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
@@ -72,7 +71,7 @@ class Regions:
     @_once
     def _weight_page(self, slot: Slot) -> Region:
         """Parameters that have been read from the disk, or this rank's slice of them."""
-        nbytes = round_up(slot.numel * self.spec.element_bytes, BLOCK)
+        nbytes = whole_blocks(slot.numel * self.spec.element_bytes)
         return Region("weight_page", slot.key, nbytes, "pinned", "program", "uint8")
 
     @_once

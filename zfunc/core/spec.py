@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from attrs import field, frozen, validators
 
-from zfunc.core.extents import BLOCK, Extent
+from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Bucket, Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
 
@@ -178,7 +178,7 @@ class StepSpec:
     def spilled_bytes(self, b: int) -> int:
         """Bytes on the disk of the gradient of bucket `b` that waits there: in fp32 if it is a sum."""
         element_bytes = 4 if self.sums_on_device else self.element_bytes
-        return round_up(self.layout.buckets[b].numel // self.world * element_bytes, BLOCK)
+        return whole_blocks(self.layout.buckets[b].numel // self.world * element_bytes)
 
     def extent(self, b: int) -> Extent:
         """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else."""

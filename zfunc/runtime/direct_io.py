@@ -26,13 +26,14 @@ from typing import Any, Literal, NamedTuple
 
 from attrs import define, field, frozen
 
+from zfunc.core.extents import BLOCK
 from zfunc.errors import DiskError, explain_os_errors
 from zfunc.runtime.host_pages import map_pages
 from zfunc.units import format_bytes
 
 log = logging.getLogger("zfunc")
 
-ALIGNED = 4096  # bytes, of offsets, lengths and addresses; some drives take 512, others do not
+ALIGNED = BLOCK  # offsets, lengths and addresses; some drives take 512 bytes, others do not
 REQUEST = 8 << 20  # bytes of one call: with 1 MiB they take twice the processor time
 MOST_PIECES = 1024  # areas of memory in one call: Linux's IOV_MAX
 THREADS = 2  # for each drive and direction
