@@ -17,7 +17,6 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any, cast
 
 from attrs import evolve, field, frozen
@@ -25,7 +24,7 @@ from attrs import evolve, field, frozen
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.safetensors_file import CHUNK, num_chunks
 from zfunc.checkpoint.strict_json import JsonNode
-from zfunc.core.extents import BLOCK, whole_blocks
+from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
 VERSION = 1
@@ -77,15 +76,18 @@ class StoredExtent:
     buffers: Mapping[str, int] = field(converter=dict[str, int], eq=_in_order)
 
     @cached_property
+    def _extent(self) -> Extent:
+        return Extent.of(self.buffers.items())
+
+    @property
     def nbytes(self) -> int:
         """Bytes on the disk, of one generation."""
-        return sum(map(whole_blocks, self.buffers.values()))
+        return self._extent.nbytes
 
     @cached_property
     def places(self) -> dict[str, int]:
         """Where each buffer begins in the extent."""
-        begins = accumulate(map(whole_blocks, self.buffers.values()), initial=0)
-        return dict(zip(self.buffers, begins, strict=False))
+        return {x.name: x.start for x in self._extent.parts}
 
 
 @frozen

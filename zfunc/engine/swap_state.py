@@ -41,11 +41,8 @@ def create_swap(program: Program) -> SwapSpace | None:
     make = partial(
         SwapSpace.create,
         swap_folders(program),
-        identity=_identity(program),
         run=run,
-        extents=stored_extents(program),
-        rank=ranks.rank,
-        world=ranks.world,
+        **_contents(program),
     )
     program.cache.swap = all_or_none(ranks, make)
     return program.cache.swap
@@ -61,10 +58,7 @@ def open_swap(program: Program) -> SwapSpace:
     make = partial(
         SwapSpace.open,
         swap_folders(program),
-        identity=_identity(program),
-        extents=stored_extents(program),
-        rank=ranks.rank,
-        world=ranks.world,
+        **_contents(program),
     )
     swap = all_or_none(ranks, make)
     common = min(int(number) for number in ranks.texts(str(swap.number)))
@@ -144,8 +138,16 @@ def close_swap(program: Program) -> None:
     program.cache.swap = None
 
 
-def _identity(program: Program) -> dict[str, Any]:
-    return swap_identity(program.layout, program.spec.state_format, program.settings.precision)
+def _contents(program: Program) -> dict[str, Any]:
+    """What a rank's swap space is of."""
+    identity = swap_identity(program.layout, program.spec.state_format, program.settings.precision)
+    ranks = program.ranks
+    return {
+        "identity": identity,
+        "extents": stored_extents(program),
+        "rank": ranks.rank,
+        "world": ranks.world,
+    }
 
 
 def stored_extents(program: Program) -> list[StoredExtent]:
