@@ -35,6 +35,7 @@ from zfunc.viz.timeline_svg import svg
 
 TRANSFERS = ("page_in", "page_out")
 UPDATE = ("adam",)
+PATHS = ("folder", "draw", "json")  # arguments that say where, which a result does not depend on
 
 
 def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps: int) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def main() -> None:
         print(
             f"  losses equal to the bit in {len(whole['losses'])} steps; in memory {whole['peak_bytes']:,} bytes"
         )
-    write(args.json, f"state-on-disk-{args.num_layers}x{args.hidden_size}", {"arguments": vars(args), **r})
+    arguments = {name: x for name, x in vars(args).items() if name not in PATHS}
+    write(args.json, f"state-on-disk-{args.num_layers}x{args.hidden_size}", {"arguments": arguments, **r})
 
 
 if __name__ == "__main__":
