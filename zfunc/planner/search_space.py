@@ -121,11 +121,7 @@ def on_the_disk(settings: StepSettings, *, waits: bool, world: int) -> Iterator[
 
 
 def _disk_ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
-    ratios = space.disk_ratios
-    if ratios is None:
-        ratios = disk_ratios_that_fit(best) if first else ()
-    for ratio in ratios:
-        yield from _possible(best.settings, disk_ratio=ratio)
+    return _shares(best, "disk_ratio", space.disk_ratios, disk_ratios_that_fit, first)
 
 
 def _state_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
@@ -201,11 +197,19 @@ def _defer(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 
 def _ratios(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
-    ratios = space.offload_ratios
-    if ratios is None:
-        ratios = ratios_that_fit(best) if first else ()
-    for ratio in ratios:
-        yield from _possible(best.settings, offload_ratio=ratio)
+    return _shares(best, "offload_ratio", space.offload_ratios, ratios_that_fit, first)
+
+
+def _shares(
+    best: PlannedStep,
+    name: str,
+    given: tuple[float, ...] | None,
+    that_fit: Callable[[PlannedStep], tuple[float, ...]],
+    first: bool,
+) -> Iterator[StepSettings]:
+    """The settings with each share that is `given`, or, in the first round, with those that fit."""
+    for share in given if given is not None else that_fit(best) if first else ():
+        yield from _possible(best.settings, **{name: share})
 
 
 def ratios_that_fit(best: PlannedStep) -> tuple[float, ...]:
