@@ -183,8 +183,12 @@ SPECS: dict[str, StepSpec] = {
     "activations on the host": spec(
         FROZEN, recompute=[False] * 4, activations_on="host", micro_batches=4, group_size=2, barrier=True
     ),
-    "some activations on the host": spec(
-        TIED_THREE, recompute=[True, False] * 2, activations_on="host,host,device", micro_batches=2
+    "activations on host and disk": spec(
+        TIED_THREE,
+        recompute=[True, False] * 2,
+        activations_on="host,disk,device",
+        micro_batches=2,
+        host_slots=1,
     ),
     "saving": spec(FROZEN, world=2, save=True),
     "saving, barrier": spec(TIED, state_format="16bit", barrier=True, micro_batches=2, save=True),
@@ -326,7 +330,7 @@ def specs(draw: st.DrawFn) -> StepSpec:
         params_on="device" if stage == 1 else draw(st.sampled_from(["device", "host"])),
         weight_slots=draw(st.integers(1, 3)),
         persistent={f"p{n}" for n in draw(st.sets(st.integers(0, 7)))},
-        activations_on=draw(st.sampled_from(["device", "host", "host,device", "device,host"])),
+        activations_on=draw(st.sampled_from(["device", "host", "disk", "disk,device", "device,host"])),
         save=draw(st.booleans()),
         shadows=draw(st.integers(0, 3)),
         update_workspace=draw(st.integers(0, 50)),

@@ -473,9 +473,15 @@ def test_what_is_stashed_comes_back_before_its_backward(recipe: Recipe, spec: St
     for m, s in (op.index for op in ops.values() if op.verb == "backward"):
         backward = ops[f"backward[{m},{s}]"]
         assert (f"stash[{m},{s}]" in ops) == (f"unstash[{m},{s}]" in ops) == spec.stashed(s)
+        assert (f"spill_act[{m},{s}]" in ops) == (f"unspill_act[{m},{s}]" in ops) == spec.stashed_on_disk(s)
         if spec.stashed(s):
             away, back = ops[f"stash[{m},{s}]"], ops[f"unstash[{m},{s}]"]
-            assert (*away.writes, back.writes[0]) == (*back.reads, backward.read("act"))
+            left, found = away.writes, back.reads
+            if spec.stashed_on_disk(s):
+                written, read = ops[f"spill_act[{m},{s}]"], ops[f"unspill_act[{m},{s}]"]
+                assert (left, written.writes, read.writes) == (written.reads, read.reads, found)
+                left = found
+            assert (*left, back.writes[0]) == (*found, backward.read("act"))
             assert not backward.touches("residuals")
             assert back.writes[0].nbytes >= away.nbytes == back.nbytes >= sum(r.nbytes for r in away.reads)
 

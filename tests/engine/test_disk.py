@@ -29,10 +29,10 @@ ON_DISK: dict[str, dict[str, Any]] = {
     "state, deferred": {"defer": True, "commit_every": 2},
     "half of the state": {"disk_ratio": 0.5, "commit_every": 3, "state_slots": 1},
     "state beside streamed parameters": {"params_on": "host", "commit_every": 2},
-    "everything": {"params_on": "disk", "grads_on": "disk", "activations_on": "host", "defer": True},
+    "everything": {"params_on": "disk", "grads_on": "disk", "activations_on": "disk", "defer": True},
     "everything, one slot": {
         **{"params_on": "disk", "grads_on": "disk", "state_slots": 1, "host_slots": 1, "weight_slots": 1},
-        **{"accumulate": "horizontal", "schedule": "CriticalPath"},
+        **{"accumulate": "horizontal", "schedule": "CriticalPath", "activations_on": "host,disk"},
     },
 }
 NUMBERS = {name: {k: v for k, v in x.items() if k != "offload_ratio"} for name, x in SETTINGS.items()}
@@ -59,6 +59,33 @@ def test_nor_on_several_ranks(placed: str, tmp_path: Path, monkeypatch: pytest.M
     settings = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"], stage=3)
     got = trainings("pairs", 2, monkeypatch, **settings)
     assert all(map(same, got, reference("pairs", 2, "bf16 in 2, 16 bits")))
+
+
+@pytest.mark.parametrize("host_slots", [1, 3])
+def test_activations_alone_wait_on_the_disk(
+    host_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The residuals of min-cut too, for the largest batch so far, in files that nobody sees."""
+    numbers = {"precision": "bf16", "recompute": "min-cut", "micro_batches": 2, "accumulate": 2}
+    chosen = {"activations_on": "disk", "swap": [tmp_path], "host_slots": host_slots}
+    results = []
+    for more in ({}, chosen):
+        program, batch = trained.compiled("GPT with dropout", **numbers, **more)
+        state, losses = zfunc.init(program, seed=2), list[float]()
+        for i in (0, 1, 2):  # the second batch is larger
+            rows = tuple(torch.cat([x] * (2 if i == 1 else 1)) for x in batch(i))
+            state, metrics = zfunc.train_step(program, state, rows)
+            losses += metrics.loss, metrics.grad_norm
+        results.append((losses, 0.0, zfunc.params(program, state)))
+        assert not os.listdir(tmp_path)
+    assert same(*results)
+    pages = {r for r in program.cache.activations if r.buffer == "act_page"}
+    assert len(pages) == host_slots
+    monkeypatch.setattr(DirectFile, "read", failing(DirectFile.read, 0))
+    with pytest.raises(zfunc.DiskError, match="gone"):
+        zfunc.train_step(program, state, batch(3))
+    monkeypatch.undo()
+    zfunc.train_step(program, state, batch(3))  # nothing was updated
 
 
 def killed(program: Program) -> None:
@@ -238,6 +265,7 @@ def failing(write: Callable[..., None], number: int) -> Callable[..., None]:
         ({"params_on": "disk"}, "params_on: got 'disk' with state_on='host', expected state_on='disk'"),
         ({"swap": "somewhere"}, "swap: got .* with state_on='host', expected state_on='disk'"),
         ({"state_on": "disk"}, "swap: got no folder"),
+        ({"activations_on": "host,disk"}, "swap: got no folder with activations_on='host,disk'"),
         ({"state_on": "disk", "swap": [""]}, "swap: got '', expected the path of a folder"),
         ({"state_on": "disk", "offload_ratio": 0.5}, "state_on: got 'disk' with offload_ratio=0.5"),
         ({"state_on": "disk", "speculate": 2}, "state_on: got 'disk' with speculate=2"),

@@ -30,6 +30,7 @@ class Progress:
     open: int = 0  # the slot of the gradient that the segment below goes on with
     rooms: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> number
     activations: dict[tuple[int, int], int] = field(factory=dict[tuple[int, int], int])  # (m, s) -> slot
+    activation_pages: int = 0  # that have been given to activations on their way to the disk or back
     sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
     decided: bool = False
 
@@ -111,9 +112,17 @@ class OpBuilder(Regions):
 
     def stash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs to the host: its input, and the residuals."""
-        into = self._host_activation(m, s)
+        into = self._next_page() if self.spec.stashed_on_disk(s) else self._host_activation(m, s)
         kept = (self._input(m, s), *self._residuals(m, s), *self._kept_output(m, s), *self._room(m, s))
-        return Op("stash", (m, s), "d2h", kept, (into,), nbytes=into.nbytes)
+        return Op("stash", (m, s), "d2h", kept, (into,), nbytes=self._stashed_bytes(s))
+
+    def _next_page(self) -> Region:
+        self.progress.activation_pages += 1
+        return self._page()
+
+    def _page(self) -> Region:
+        """The page that the last `stash` or `unspill_act` has filled."""
+        return self._activation_page((self.progress.activation_pages - 1) % self.spec.host_slots)
 
     def _room(self, m: int, s: int) -> tuple[Region, ...]:
         """Room for what a forward leaves on the device until it is stashed: the one after the next waits for it."""
@@ -125,8 +134,10 @@ class OpBuilder(Regions):
     def unstash(self, m: int, s: int) -> Op:
         """Copy what backward of segment `s` needs back to the device."""
         self.progress.activations[m, s] = len(self.progress.activations)
-        stashed = self._host_activation(m, s)
-        return Op("unstash", (m, s), "h2d", (stashed,), self._for_backward(m, s), nbytes=stashed.nbytes)
+        stashed = self._page() if self.spec.stashed_on_disk(s) else self._host_activation(m, s)
+        return Op(
+            "unstash", (m, s), "h2d", (stashed,), self._for_backward(m, s), nbytes=self._stashed_bytes(s)
+        )
 
     def _for_backward(self, m: int, s: int) -> tuple[Region, ...]:
         """What forward of segment `s` left for backward: its input and residuals, or the slot that has them."""
@@ -432,3 +443,13 @@ class OpBuilder(Regions):
         self.progress.grad_pages.take([b])
         page = self._waiting(b)
         return Op("unspill", (b,), "read", (self._spilled(b),), (page,), nbytes=self.spec.spilled_bytes(b))
+
+    def spill_act(self, m: int, s: int) -> Op:
+        """Write to the disk what `stash` has copied to the host."""
+        page, into = self._page(), self._disk_activation(m, s)
+        return Op("spill_act", (m, s), "write", (page,), (into,), nbytes=into.nbytes)
+
+    def unspill_act(self, m: int, s: int) -> Op:
+        """Read it back."""
+        spilled, page = self._disk_activation(m, s), self._next_page()
+        return Op("unspill_act", (m, s), "read", (spilled,), (page,), nbytes=spilled.nbytes)

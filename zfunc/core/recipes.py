@@ -165,6 +165,8 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
                 yield emit.forward(m, s)
                 if spec.stashed(s):
                     yield emit.stash(m, s)
+                if spec.stashed_on_disk(s):
+                    yield emit.spill_act(m, s)
         yield from _fetch(spec, emit, last)
         for m in group:
             yield emit.forward(m, last)
@@ -177,6 +179,8 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
         for s in reversed(range(spec.layout.first_trainable, last)):
             yield from _fetch(spec, emit, s)
             for m in group:
+                if spec.stashed_on_disk(s):
+                    yield emit.unspill_act(m, s)
                 if spec.stashed(s):
                     yield emit.unstash(m, s)
                 yield from _backward(spec, emit, m, s, update=update)

@@ -126,6 +126,20 @@ class Regions:
             "act",
         )
 
+    @_once
+    def _activation_page(self, k: int) -> Region:
+        """What backward of a segment needs, on its way to the disk or back."""
+        on_disk = (s for s in range(self.spec.num_segments) if self.spec.stashed_on_disk(s))
+        nbytes = whole_blocks(max(map(self._stashed_bytes, on_disk)))
+        return Region("act_page", (k,), nbytes, "pinned", "program", "uint8", "act")
+
+    @_once
+    def _disk_activation(self, m: int, s: int) -> Region:
+        """What backward of a segment needs, while it waits on the disk."""
+        nbytes = whole_blocks(self._stashed_bytes(s))
+        index = m % self.spec.group_size, s
+        return Region("disk_act", index, nbytes, "disk", "program", "uint8", "act")
+
     def _activation_room(self, k: int) -> Region:
         """Empty; it keeps forward from running ahead of the copies to the host."""
         return Region("act_room", (k % ACTIVATION_SLOTS,))

@@ -258,12 +258,12 @@ class StepSettings:
     )
     activations_on: str = _setting(
         "device",
-        SeveralOf((*PLACES, AUTO)),
+        SeveralOf((*PLACES, DISK, AUTO)),
         "offload",
-        f"where the inputs of segments wait for backward: {_names(PLACES)}",
+        f"where the inputs of segments wait for backward: {_names((*PLACES, DISK))}; the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
         '"auto", with `example`: on the device if they fit.',
-        typed=SeveralOf(PLACES),
+        typed=SeveralOf((*PLACES, DISK)),
     )
     moments: Moments = _setting(
         "fp32",
@@ -282,7 +282,13 @@ class StepSettings:
         "staging buffers for gradients on the device, in buckets",
         "Room for so many in a row, in classes of size: a large embedding does not decide the size of all.",
     )
-    host_slots: int = _setting(2, _count, "offload", "staging buffers in pinned memory, in buckets, each way")
+    host_slots: int = _setting(
+        2,
+        _count,
+        "offload",
+        "staging buffers in pinned memory, in buckets, each way",
+        "And of as many segments' activations on their way to the disk or back.",
+    )
     offload_ratio: float | Literal["auto"] = _setting(
         1.0,
         _offload_ratio,
@@ -432,7 +438,7 @@ class StepSettings:
         needs = {
             "params_on": self.params_on == DISK,
             "grads_on": self.grads_on == DISK,
-            "swap": bool(self.swap),
+            "swap": bool(self.swap) and not self.spills_activations,
             "disk_ratio": self.disk_ratio != 1.0,
         }
         for name in (x for x, needed in needs.items() if needed and self.state_on != DISK):
@@ -464,8 +470,13 @@ class StepSettings:
 
     @property
     def stashes(self) -> bool:
-        """Whether activations of any segment wait on the host."""
-        return "host" in self.activations_on.split(",")
+        """Whether activations of any segment wait on the host or on the disk."""
+        return self.spills_activations or "host" in self.activations_on.split(",")
+
+    @property
+    def spills_activations(self) -> bool:
+        """Whether activations of any segment wait on the disk."""
+        return DISK in self.activations_on.split(",")
 
     @property
     def keeps_all(self) -> bool:

@@ -67,7 +67,7 @@ class StepSpec:
       ones and those of persistent buckets, which are whole on the device, in stage 3 too; from the "disk" they are
       read before that. `weight_slots`: so many segments have room for their parameters on the device then.
     - `activations_on`: where the inputs and residuals of segments wait for backward; several places are each for an
-      equal share of the segments, in order.
+      equal share of the segments, in order. `host_slots` of those on the disk have room in pinned memory.
     - `world`: the number of ranks; each updates its slice of every bucket. `stage` is ZeRO's: 3 keeps only that
       slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
       device and reduces the sum.
@@ -105,7 +105,7 @@ class StepSpec:
     activations_on: tuple[str, ...] = field(
         default=("device",),
         converter=_places,
-        validator=validators.deep_iterable(validators.in_(("device", "host"))),
+        validator=validators.deep_iterable(validators.in_(("device", "host", "disk"))),
     )
     target_bytes: int = 0
     constant_bytes: int = 0
@@ -174,6 +174,11 @@ class StepSpec:
     def swaps(self) -> bool:
         """Whether the state has a place on the disk."""
         return bool(self.paged)
+
+    @property
+    def uses_disk(self) -> bool:
+        """Whether a step reads and writes files."""
+        return self.swaps or any(map(self.stashed_on_disk, range(self.num_segments)))
 
     def spilled_bytes(self, b: int) -> int:
         """Bytes on the disk of the gradient of bucket `b` that waits there: in fp32 if it is a sum."""
@@ -287,6 +292,10 @@ class StepSpec:
         return self.off_device(b) or self.sharded(b)
 
     def stashed(self, s: int) -> bool:
-        """Whether what backward of segment `s` needs waits on the host. The last one's backward follows at once."""
+        """Whether what backward of segment `s` needs waits off the device. The last one's follows at once."""
         waits = self.layout.first_trainable <= s < self.num_segments - 1
-        return waits and in_equal_shares(self.activations_on, s, self.num_segments) == "host"
+        return waits and in_equal_shares(self.activations_on, s, self.num_segments) != "device"
+
+    def stashed_on_disk(self, s: int) -> bool:
+        """Whether it waits on the disk."""
+        return self.stashed(s) and in_equal_shares(self.activations_on, s, self.num_segments) == "disk"

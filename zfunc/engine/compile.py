@@ -102,10 +102,13 @@ def compile(
         raise ValueError(
             "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
-    if settings.state_on == DISK and not settings.swap:
-        raise ValueError(
-            "swap: got no folder with state_on='disk', expected one on each drive to use: pass swap=[folder, ...]"
-        )
+    if not settings.swap:
+        for name in ("state_on", "activations_on"):
+            if DISK in (given_place := getattr(settings, name)).split(","):
+                raise ValueError(
+                    f"swap: got no folder with {name}={given_place!r}, expected one on each drive to use: pass "
+                    "swap=[folder, ...]"
+                )
     device = pick_device(device)
     refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from attrs import define, field, frozen
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN
 from zfunc.checkpoint.swap_file import block_checksum
-from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import Extent
 from zfunc.core.graph import Region
@@ -107,6 +108,7 @@ class SpilledBytes:
     nbytes: int
     name: str
     checksum: int | None = field(default=None, init=False)  # of what was written
+    held: Any = None  # of activations: the slot that they were written from, as it was then
 
     def write(self, page: Tensor) -> None:
         """Write the bytes of `page`, which has at least as many."""
@@ -129,14 +131,20 @@ class SpilledBytes:
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:
-    """Room on the disk for these regions, dealt to the folders in turn. Raises DiskError where there is none."""
+    """Room on the disk for these regions, dealt to the folders in turn.
+
+    Raises DiskError where there is none, and CheckpointError for a folder that is missing or in memory.
+    """
+    paths = [Path(folder).expanduser() for folder in folders]
     dealt: list[list[Region]] = [[] for _ in folders]
     for n, r in enumerate(sorted(regions, key=lambda r: r.index)):
         dealt[n % len(folders)].append(r)
+    if dealt and dealt[0]:
+        check_folders(paths)
     places: dict[Region, SpilledBytes] = {}
-    for folder, own in zip(folders, dealt, strict=True):
+    for folder, own in zip(paths, dealt, strict=True):
         if own:
-            path = Path(folder) / f".spilled-{os.getpid()}-{os.urandom(4).hex()}"
+            path = folder / f".spilled-{os.getpid()}-{os.urandom(4).hex()}"
             file = DirectFile.create(path, sum(r.nbytes for r in own))
             with suppress(FileNotFoundError):
                 path.unlink()

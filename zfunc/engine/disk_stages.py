@@ -3,6 +3,8 @@
 import math
 from typing import Any
 
+from attrs import evolve
+
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
@@ -62,3 +64,17 @@ def spill(op: Op, mem: Memory, step: StepContext) -> None:
 def unspill(op: Op, mem: Memory, step: StepContext) -> None:
     """Read a waiting gradient back."""
     mem[op.read("spilled")].read(mem[op.write("grad_page")])
+
+
+def spill_act(op: Op, mem: Memory, step: StepContext) -> None:
+    """Write what backward of a segment needs to where it waits."""
+    page, place = mem[op.read("act_page")], mem[op.write("disk_act")]
+    place.held = evolve(page)
+    place.write(page.flat)
+
+
+def unspill_act(op: Op, mem: Memory, step: StepContext) -> None:
+    """Read it back."""
+    page, place = mem[op.write("act_page")], mem[op.read("disk_act")]
+    place.read(page.flat)
+    page.hold(place.held)

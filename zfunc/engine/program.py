@@ -25,7 +25,7 @@ from zfunc.core.spec import StepSpec
 from zfunc.core.verifier import verify
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.device_graphs import DeviceGraphs, storages_of
-from zfunc.engine.disk_memory import StateSlot, spill_files
+from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
@@ -100,7 +100,9 @@ class ProgramCache:
     facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] | None = None
-    activations: dict[Region, ActivationSlot] = field(factory=dict)  # of the largest batch so far
+    activations: dict[Region, ActivationSlot | SpilledBytes] = field(
+        factory=dict
+    )  # of the largest batch so far
     graphs: DeviceGraphs | None = None
     graphs_of: Any = None  # the shapes and the weights that they are for
     swap: SwapSpace | None = None  # of its last State
@@ -170,7 +172,8 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
         graphs = [graph_of(recipe, spec) for recipe in program.recipes]
         regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
-        in_memory = (r for r in regions if r.role != "act" and r.tier != "disk")
+        regions = [r for r in regions if r.role != "act"]
+        in_memory = (r for r in regions if r.tier != "disk")
         memory = allocate_regions(in_memory, program.dtype, program.device)
         slots: dict[Role | None, Callable[[Tensor], Any]] = {"params": WeightSlot, "paged": StateSlot}
         staging: dict[Region, Any] = {r: slots.get(r.role, _as_it_is)(x) for r, x in memory.items()}
@@ -183,20 +186,22 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot]:
-    """The memory of activations on the host, and on their way back; allocated anew for a larger batch."""
+def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot | SpilledBytes]:
+    """The memory of activations on the host or the disk, and on their way; allocated anew for a larger batch."""
     slots = program.cache.activations
     if regions := _new_activation_slots(program, shaped):
         slots.clear()  # before the new ones are allocated
-        memory = allocate_regions(regions, program.dtype, program.device)
+        in_memory = (r for r in regions if r.tier != "disk")
+        memory = allocate_regions(in_memory, program.dtype, program.device)
         slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
+        slots.update(spill_files((r for r in regions if r.tier == "disk"), program.settings.swap))
     return slots
 
 
 def _new_activation_slots(program: Program, shaped: ShapedProgram) -> list[Region]:
     """The regions of all activation slots if they have to be allocated, or anew; else none."""
     slots, regions = program.cache.activations, [r for r in shaped.plan.graph.regions if r.role == "act"]
-    room = all(r in slots and slots[r].flat.numel() >= r.nbytes for r in regions)
+    room = all(r in slots and slots[r].nbytes >= r.nbytes for r in regions)
     return [] if room else regions
 
 
@@ -207,7 +212,7 @@ def allocated_for(program: Program, shaped: ShapedProgram) -> dict[Tier, int]:
         for r in new:
             allocated[r.tier] -= r.nbytes
         for r, slot in program.cache.activations.items():  # freed before
-            allocated[r.tier] += slot.flat.numel()
+            allocated[r.tier] += slot.nbytes
     return allocated
 
 

@@ -20,7 +20,16 @@ from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.device_graphs import DeviceGraphs
-from zfunc.engine.disk_stages import commit, page_in, page_in_weights, page_out, spill, unspill
+from zfunc.engine.disk_stages import (
+    commit,
+    page_in,
+    page_in_weights,
+    page_out,
+    spill,
+    spill_act,
+    unspill,
+    unspill_act,
+)
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import (
     adam,
@@ -100,12 +109,14 @@ def gather(op: Op, mem: Memory, step: StepContext) -> None:
 def stash(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy a segment's input and residuals to pinned memory."""
     residuals = [mem[r] for r in op.reads if r.buffer == "residuals"]
-    mem[op.write("host_act")].put([mem[_input(op)], *residuals])
+    (into,) = op.writes
+    mem[into].put([mem[_input(op)], *residuals])
 
 
 def unstash(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy a segment's input and residuals back to the device."""
-    mem[op.write("act_slot")].put(mem[op.read("host_act")].tree)
+    (stashed,) = op.reads
+    mem[op.write("act_slot")].put(mem[stashed].tree)
 
 
 def pack(op: Op, mem: Memory, step: StepContext) -> None:
@@ -247,6 +258,8 @@ STAGES: dict[str, Stage] = {
     "page_in_weights": page_in_weights,
     "spill": spill,
     "unspill": unspill,
+    "spill_act": spill_act,
+    "unspill_act": unspill_act,
 }
 
 

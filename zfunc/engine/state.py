@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from attrs import define, field, frozen
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.decision import StepDecision
@@ -71,6 +71,21 @@ class ActivationSlot:
 
     flat: Tensor  # uint8
     tree: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Room for so many bytes."""
+        return self.flat.numel()
+
+    def hold(self, other: "ActivationSlot") -> None:
+        """From now on it has the tensors that `other` had, whose bytes have come here."""
+        further = self.flat.storage_offset() - other.flat.storage_offset()
+
+        def here(t: Tensor) -> Tensor:
+            offset = t.storage_offset() + further // t.itemsize
+            return self.flat.view(t.dtype).as_strided(t.shape, t.stride(), offset)
+
+        self.tree = tree_map_only(Tensor, here, other.tree)
 
     def put(self, tree: Any) -> None:
         """Copy the tensors of `tree` here; on an accelerator without waiting. Those that share memory still do."""

@@ -22,7 +22,7 @@ class DiskTraffic:
     - `needed`, `available`: bytes a second by direction: what hides the planned step's transfers behind the
       busiest other kind of work, and what the hardware has. Directions share the drives, so a step whose `busy`,
       the sum of needed over available, is above 1 waits for them.
-    - `space`: bytes of two generations of the state, and of waiting gradients.
+    - `space`: bytes of two generations of the state, and of gradients and activations that wait.
     - `written`: bytes a step on average. `steps`: until the rated endurance is used up; None where it is not known.
     - `drive_writes`: how often an average step writes all of the disk's bytes; None where these are not known.
     """
@@ -44,12 +44,12 @@ class DiskTraffic:
 
 
 def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | None:
-    """The traffic of `step`, whose share of the drives may write `endurance` bytes; None without state there."""
-    if not step.spec.swaps:
+    """The traffic of `step`, whose share of the drives may write `endurance` bytes; None where it uses none."""
+    if not step.spec.uses_disk:
         return None
 
     def graph(*, commit: bool) -> Graph:
-        return operations_of(evolve(step.spec, commit=commit), step.settings)
+        return operations_of(evolve(step.spec, commit=commit and step.spec.swaps), step.settings)
 
     def bytes_of(graph: Graph) -> dict[Kind, int]:
         return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}

@@ -99,7 +99,7 @@ class Planned:
 
     @cached_property
     def disk(self) -> DiskTraffic | None:
-        """What the step asks of the drives; None where no state is there."""
+        """What the step asks of the drives; None where nothing is there."""
         return disk_traffic(self.step, self.profile.endurance(self.world) if self.profile else None)
 
     @property

@@ -284,7 +284,7 @@ def _state(settings: StepSettings) -> str:
 
 
 def _disk(p: "Planned") -> Iterator[str]:
-    """What the step asks of the drives, where state is there."""
+    """What the step asks of the drives, where something is there."""
     if (disk := p.disk) is None:
         return
     read, write = (
@@ -294,14 +294,16 @@ def _disk(p: "Planned") -> Iterator[str]:
     every = f"every {disk.commit_every:,} steps" if disk.commit_every > 1 else "every step"
     reads, writes = (f"{kind}s {disk.step_bytes[kind] / 1e9:,.4g} GB" for kind in DRIVES)
     yield f"the disk: a step {reads} and {writes}"
-    yield f"  commits  {every}; such a step writes {commits / 1e9:,.4g} GB"
+    if p.step.spec.swaps:
+        yield f"  commits  {every}; such a step writes {commits / 1e9:,.4g} GB"
     yield f"  needed   to hide them: read {read}, write {write}; both, {disk.busy:.0%} of the time"
     wear = f"{disk.written / 1e12:,.3g} TB written a step"
     if disk.drive_writes is not None:
         wear += f", {disk.drive_writes:.2g} of the disk's size"
     if disk.steps is not None:
         wear += f"; the rated endurance is used up in {disk.steps:,} steps"
-    yield f"  space    {disk.space / 1e9:,.4g} GB, with two generations of the state"
+    generations = ", with two generations of the state" if p.step.spec.swaps else ""
+    yield f"  space    {disk.space / 1e9:,.4g} GB{generations}"
     yield f"  wear     {wear}"
 
 
