@@ -51,7 +51,7 @@ WORDS = {  # the regions that the page shows of a bucket, in the order of the co
 }
 
 
-def make_step(world: int = 1, tokens: int = TOKENS, **settings: Any) -> StepSpec:
+def make_step(world: int = 1, tokens: int = TOKENS, state_format: str = "fp32", **settings: Any) -> StepSpec:
     """Blocks of a transformer without norms and biases, each a segment and a bucket, recomputed in backward."""
     shapes = {
         "qkv": (3 * WIDTH, WIDTH),
@@ -59,7 +59,10 @@ def make_step(world: int = 1, tokens: int = TOKENS, **settings: Any) -> StepSpec
         "up": (HIDDEN, WIDTH),
         "down": (WIDTH, HIDDEN),
     }
-    blocks = [[Parameter(f"block{n}.{name}", shape) for name, shape in shapes.items()] for n in range(BLOCKS)]
+    blocks = [
+        [Parameter(f"block{n}.{name}", x, state_format=state_format) for name, x in shapes.items()]
+        for n in range(BLOCKS)
+    ]
     forward = 2 * BLOCK * tokens
     cost = SegmentCost(forward, input_bytes=2 * WIDTH * tokens, backward_flops=3 * forward)
     layout = make_layout(blocks, bucket_size=BLOCK, world=world)

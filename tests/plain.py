@@ -241,7 +241,8 @@ def _joined(kept: Values) -> dict[str, Any]:
 
 def _sent(program: Program, values: Values) -> Values:
     """The weights as the device gets them: the high half of a split master rounds a tie away from zero."""
-    split = {span.name for span in program.layout.spans} if program.spec.send_high_half else set[str]()
+    buckets = [x for x in program.layout.buckets if program.spec.sends_high_half(x.index)]
+    split = {span.name for bucket in buckets for span in bucket.spans}
     return {
         name: SplitMaster.of(value.flatten()).high.view(value.shape) if name in split else value
         for name, value in values.items()

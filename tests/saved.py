@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
@@ -71,7 +72,7 @@ def save(
     salt: int = 0,
 ) -> Path:
     """Write and publish a checkpoint; every byte follows from names and `salt`."""
-    layout = make_layout(model, bucket_size=bucket_size, world=world)
+    layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     pending = checkpoints.begin_checkpoint(folder, step)
     try:
         manifest = write_all(pending, layout, world, moments, salt)
@@ -81,6 +82,11 @@ def save(
         raise
     finally:
         pending.release()
+
+
+def in_format(model: list[list[Parameter]], state_format: str) -> list[list[Parameter]]:
+    """The parameters, with a state of this format."""
+    return [[evolve(p, state_format=state_format) for p in own] for own in model]
 
 
 def save_swap(
@@ -94,9 +100,9 @@ def save_swap(
     salt: int = 0,
 ) -> None:
     """Commit the same state to a new swap space, with something else in all padding."""
-    layout = make_layout(model, bucket_size=bucket_size, world=world)
+    layout = make_layout(in_format(model, moments), bucket_size=bucket_size, world=world)
     position = TrainingPosition(step, step + 1, 8 * step, 7, LossScale(scale=1024.0))
-    snapshot = Snapshot(layout, moments, "fp32", position, {}, {})
+    snapshot = Snapshot(layout, "fp32", position, {}, {})
     numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
     stored = stored_buffers(moments)[::-1]
     for rank in range(world):
@@ -107,7 +113,7 @@ def save_swap(
         extents += [StoredExtent(x.index, {FROZEN: 4 * x.numel // world}) for x in layout.frozen_buckets]
         space = SwapSpace.create(
             folders,
-            identity=swap_identity(layout, moments, "fp32"),
+            identity=swap_identity(layout, "fp32"),
             run="one",
             extents=extents,
             rank=rank,
@@ -136,7 +142,7 @@ def write_all(
     """The files of all ranks, and the manifest of them."""
     position = TrainingPosition(pending.step, pending.step + 1, 8 * pending.step, 7, LossScale(scale=1024.0))
     optimizer = {"lr": 1e-3, "betas": [0.9, 0.999], "decoupled": True}
-    snapshot = Snapshot(layout, moments, "fp32", position, optimizer, {})
+    snapshot = Snapshot(layout, "fp32", position, optimizer, {})
     numels = {span.name: span.stop - span.start for span in layout.spans}
     shards: list[Shard] = []
     for rank in range(world):

@@ -58,6 +58,9 @@ def spec(
     segments: Segments, *, bucket_size: int = 128, recompute: Iterable[bool] = (), **settings: object
 ) -> StepSpec:
     """A spec with costs that differ from segment to segment, so that no two regions are alike by accident."""
+    state_format = settings.pop("state_format", None)
+    if state_format is not None:
+        segments = [[evolve(p, state_format=state_format) for p in own] for own in segments]
     streams = settings.get("params_on") == "host" or settings.get("stage") == 3
     persistent = settings.pop("persistent", ())
     layout = make_layout(
@@ -81,11 +84,11 @@ def spec(
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
     """One segment a shape, with a weight of that shape and a bias that does not decay."""
-    return [[Parameter(f"{s}.w", x), Parameter(f"{s}.b", x[-1:], decay=False)] for s, x in enumerate(shapes)]
+    return [[Parameter(f"{s}.w", x), Parameter(f"{s}.b", x[-1:], group=1)] for s, x in enumerate(shapes)]
 
 
 EMBED = Parameter("embed", (10, 8))
-TIED: Segments = [[EMBED], [Parameter("block", (8, 8))], [Parameter("norm", (8,), decay=False), EMBED]]
+TIED: Segments = [[EMBED], [Parameter("block", (8, 8))], [Parameter("norm", (8,), group=1), EMBED]]
 TIED_NEXT: Segments = [[Parameter("a", (9,)), EMBED], [EMBED, Parameter("b", (70,))], [Parameter("c", (5,))]]
 TIED_THREE: Segments = [[EMBED], [EMBED, Parameter("a", (64,))], [Parameter("b", (3, 3))], [EMBED]]
 SPANNING: Segments = [[Parameter(f"p{s}", (8,))] for s in range(4)]  # one bucket of all four
@@ -101,7 +104,12 @@ FROZEN: Segments = [
     [Parameter("adapter", (8, 2)), Parameter("base", (64,), trainable=False)],
     [Parameter("out", (20,))],
 ]
-SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), decay=False)]]
+TWO_FORMATS: Segments = [
+    [EMBED, Parameter("a", (70,), group=1, state_format="16bit")],
+    [Parameter("b", (8, 8), state_format="16bit"), Parameter("c", (8,), group=2)],
+    [Parameter("d", (5,), state_format="16bit"), EMBED],
+]
+SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), group=1)]]
 
 TRAINING: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
     "zero_offload": zero_offload,
@@ -116,6 +124,8 @@ RECIPES: dict[str, Callable[[StepSpec], Iterator[Op]]] = {
 }
 
 MOMENTS: list[dict[str, object]] = [
+    {},  # of each parameter
+    {"send_high_half": True},
     {"state_format": "fp32"},
     {"state_format": "8bit"},
     {"state_format": "16bit", "send_high_half": True},
@@ -137,6 +147,8 @@ SPECS: dict[str, StepSpec] = {
     "small buckets": spec(chain((8, 8), (8, 8), (8, 8)), bucket_size=64, barrier=True, grad_slots=3),
     "one segment": spec([[Parameter("w", (2, 2))]], micro_batches=2),
     "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
+    "two formats": spec(TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, shadows=2),
+    "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": spec(TIED_THREE, state_format="8bit", send_high_half=True, barrier=True, world=3),
@@ -303,7 +315,13 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
         if draw(st.integers(0, 3)):  # most are not tied
             users = {min(users)}
         trainable = n == 0 or draw(st.integers(0, 4)) > 0
-        p = Parameter(f"p{n}", draw(shapes), trainable=trainable, decay=draw(st.booleans()))
+        p = Parameter(
+            f"p{n}",
+            draw(shapes),
+            trainable,
+            draw(st.integers(0, 2)),
+            draw(st.sampled_from(["fp32", "16bit"])),
+        )
         for s in users:
             segments[s].append(p)
     bucket_size = draw(st.sampled_from([1, 64, 128, 300, 1024, 10_000]))

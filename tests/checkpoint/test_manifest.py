@@ -9,7 +9,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from saved import MODEL, assert_complete, content, everything, fill, save
+from saved import MODEL, assert_complete, content, everything, fill, in_format, save
 from table import layouts
 
 from zfunc.checkpoint import directory as checkpoints
@@ -32,11 +32,8 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return checkpoints.open_checkpoint(save(tmp_path_factory.mktemp("a"), moments="8bit")).manifest
 
 
-def wanted_by(layout: Layout, world: int, rank: int, moments: Moments) -> list[WantedSlice]:
-    return [
-        WantedSlice(x.kind, x.parameter, x.start, x.stop)
-        for x in state_slices(layout, moments, rank, world, {})
-    ]
+def wanted_by(layout: Layout, world: int, rank: int) -> list[WantedSlice]:
+    return [WantedSlice(x.kind, x.parameter, x.start, x.stop) for x in state_slices(layout, rank, world, {})]
 
 
 @settings(max_examples=25)
@@ -49,10 +46,10 @@ def test_any_ranks_read_what_any_others_wrote(
     with TemporaryDirectory() as folder:
         path = save(Path(folder), world=writers, bucket_size=their_bucket, moments=moments)
         manifest = manifest_file.read_manifest(path)
-        layout = make_layout(MODEL, bucket_size=our_bucket, world=readers)
+        layout = make_layout(in_format(MODEL, moments), bucket_size=our_bucket, world=readers)
         sizes = {span.name: span.stop - span.start for span in layout.spans}
         for rank in range(readers):
-            wanted = wanted_by(layout, readers, rank, moments)
+            wanted = wanted_by(layout, readers, rank)
             for w, got in zip(wanted, fill(Checkpoint(path, manifest), wanted), strict=True):
                 (buffer,) = (x for x in STATE_FORMATS[moments] if x.name == w.kind)
                 item = DTYPES[buffer.dtype].nbytes
@@ -68,7 +65,7 @@ def partition(layout: Layout, world: int) -> Manifest:
     shards = []
     for rank in range(world):
         ends = dict.fromkeys(KINDS, 0)
-        for x in state_slices(layout, "fp32", rank, world, {}):
+        for x in state_slices(layout, rank, world, {}):
             pieces[x.parameter][x.kind].append(StateSlice(x.start, x.stop, rank, x.kind, ends[x.kind]))
             ends[x.kind] += x.stop - x.start
         end = ends["master"]
@@ -94,10 +91,11 @@ def test_reads_fill_every_wanted_slice_once_with_its_own_elements(
     inputs: Any, writers: int, readers: int, bucket_size: int
 ) -> None:
     segments, their_bucket, _ = inputs
+    segments = in_format(segments, "fp32")
     manifest = partition(make_layout(segments, bucket_size=their_bucket, world=writers), writers)
     layout = make_layout(segments, bucket_size=bucket_size, world=readers)
     for rank in range(readers):
-        wanted = wanted_by(layout, readers, rank, "fp32")
+        wanted = wanted_by(layout, readers, rank)
         reads = plan_reads(manifest, wanted)
         assert [(r.shard, r.tensor) for r in reads] == sorted(
             [(r.shard, r.tensor) for r in reads], key=lambda x: (x[0], KINDS.index(x[1]))

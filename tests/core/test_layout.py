@@ -28,7 +28,7 @@ def test_every_parameter_has_one_span_of_its_shape(inputs: Inputs) -> None:
         assert sorted(s.name for s in spans) == sorted(wanted)
         for span in spans:
             p = wanted[span.name]
-            assert (span.shape, span.decay) == (p.shape, p.decay)
+            assert (span.shape, span.group) == (p.shape, p.group)
             assert span.stop - span.start == p.numel
     assert layout.num_trainable == sum(p.numel for p in declared(inputs[0], trainable=True).values())
 
@@ -105,7 +105,7 @@ def test_runs_tile_the_bucket_and_agree_with_their_spans(inputs: Inputs) -> None
                 for a, b, d in bucket.runs
                 if a < span.stop - bucket.start and span.start - bucket.start < b
             ]
-            assert [d for *_, d in inside] == [span.decay]
+            assert [d for *_, d in inside] == [span.group]
 
 
 @given(layouts())
@@ -156,15 +156,15 @@ def test_one_bucket_may_span_segments() -> None:
     assert bucket.deliveries == ((3, 2, 1, 0),)
 
 
-def test_decayed_parameters_of_a_segment_come_first() -> None:
+def test_parameters_of_a_segment_are_in_the_order_of_their_groups() -> None:
     bias, weight, scale = (
-        Parameter("b", (8,), decay=False),
+        Parameter("b", (8,), group=1),
         Parameter("w", (8, 8)),
-        Parameter("s", (), decay=False),
+        Parameter("s", (), group=1),
     )
     (bucket,) = make_layout([[bias, weight, scale]], bucket_size=1000).buckets
     assert [span.name for span in bucket.spans] == ["w", "b", "s"]
-    assert bucket.runs == ((0, 64, True), (64, 192, False))
+    assert bucket.runs == ((0, 64, 0), (64, 192, 1))
 
 
 @pytest.mark.parametrize(

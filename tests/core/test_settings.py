@@ -161,7 +161,7 @@ def test_moments_come_from_the_optimizer_or_the_settings() -> None:
         compiled(moments="8bit"),
         compiled(moments="8bit", optimizer=eight),
     ):
-        assert program.settings.moments == program.optimizer.moments == program.spec.state_format == "8bit"
+        assert program.settings.moments == program.optimizer.moments == program.layout.state_format == "8bit"
     with pytest.raises(
         ValueError, match="moments: got '16bit' and AdamW.moments='8bit'., expected one of them"
     ):

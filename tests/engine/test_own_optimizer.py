@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "delayed": {"delay_from": 2},
     "on the device": {"offload_ratio": 0.0},
 }
+MOMENTUM = "momentum"
 
 
 @frozen
@@ -38,10 +39,12 @@ class Momentum:
     lr: float = 0.01
     momentum: float = 0.9
 
-    state_format = "momentum"
-
-    def decay(self, name: str, shape: tuple[int, ...]) -> bool:
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
         return len(shape) > len(name)  # never
+
+    def state_format(self, group: int) -> str:
+        assert group == 0
+        return MOMENTUM
 
     def factors(self, step: int) -> dict[str, Any]:
         return {"lr": self.lr / step}
@@ -55,11 +58,11 @@ class Momentum:
         grad: Tensor,
         decision: StepDecision,
         *,
-        decayed: bool,
+        group: int,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
-        assert not decayed
+        assert group == 0
         new = state if into is None else into
         new["buf"].copy_(state["buf"] * self.momentum + grad.float() * decision.grad_scale)
         new["master"].copy_(state["master"] - decision.factors["lr"] * new["buf"])
@@ -72,9 +75,9 @@ class Momentum:
         return 16 * numel
 
     def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
     ) -> Mapping[str, Tensor]:
-        if state_format != "fp32":
+        if group or state_format != "fp32":
             raise CheckpointError(f"step {step}: no momentum from {state_format}")
         return {"master": state["master"], "buf": -state["exp_avg"]}
 
@@ -85,7 +88,7 @@ OPTIMIZERS = {"Momentum": Momentum(), "AdamW": zfunc.AdamW()}
 @pytest.fixture(autouse=True)
 def row(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = StateBuffer("master", "fp32"), StateBuffer("buf", "fp32")
-    monkeypatch.setitem(STATE_FORMATS, Momentum.state_format, buffers)
+    monkeypatch.setitem(STATE_FORMATS, MOMENTUM, buffers)
 
 
 def compiled(optimizer: Any = Momentum(), **settings: Any) -> tuple[Program, Any]:

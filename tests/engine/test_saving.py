@@ -126,10 +126,10 @@ def test_a_split_master_beside_fp32_moments_is_the_same_training(
         zfunc.save(tmp_path / str(split), program, state)
         state, later = steps(other, zfunc.load(tmp_path / str(split), other), data, 2, 4)
         for p in (program, other):
-            assert p.spec.state_format == p.optimizer.state_format
+            assert p.layout.state_format == p.optimizer.state_format()
         losses.append(repr(seen + later))
         values.append(flats(state, "params") | zfunc.params(other, state))
-    assert other.spec.state_format == "fp32"
+    assert other.layout.state_format == "fp32"
     assert losses[0] == losses[1]
     assert all(torch.equal(x, values[1][name]) for name, x in values[0].items())
 
@@ -199,7 +199,7 @@ def kept(*loaded: tuple[Program, State]) -> dict[tuple[str, str], Tensor]:
     pieces: dict[tuple[str, str], list[Tensor]] = {}
     for program, state in loaded:
         ranks, layout = program.ranks, program.layout
-        slices = [*state_slices(layout, program.optimizer.state_format, ranks.rank, ranks.world, {})]
+        slices = [*state_slices(layout, ranks.rank, ranks.world, {})]
         for bucket in layout.frozen_buckets:  # of which each rank has all
             slices += frozen_slices(layout, bucket, "fp32", 0, 1) if not ranks.rank else ()
         for x in slices:

@@ -42,10 +42,12 @@ BALANCED = Hardware(
 )
 
 
-def model(num_layers: int = 6, *, width: int = 256, **settings: object) -> StepSpec:
+def model(
+    num_layers: int = 6, *, width: int = 256, state_format: str = "fp32", **settings: object
+) -> StepSpec:
     """Equal layers of two matrices, whose arithmetic takes about as long as their way to the host and back."""
     parameters = [
-        [Parameter(f"{s}.up", (width, width)), Parameter(f"{s}.down", (width, width))]
+        [Parameter(f"{s}.{x}", (width, width), state_format=state_format) for x in ("up", "down")]
         for s in range(num_layers)
     ]
     layout = make_layout(parameters, bucket_size=1 << 18, world=settings.get("world", 1))

@@ -137,7 +137,7 @@ def _weight_kinds(manifest: Manifest, entry: ParameterEntry) -> tuple[str, ...]:
     """The kinds of state that make a parameter's fp32 weights: one, or those that `join` takes."""
     if not entry.trainable:
         return (FROZEN,)
-    return weight_buffers(manifest.state_format)
+    return weight_buffers(manifest.format_of(entry))
 
 
 def _largest(values: Array) -> float:

@@ -42,12 +42,16 @@ class StateSlice:
 
 @frozen
 class ParameterEntry:
-    """A parameter in a checkpoint, and the pieces of its state by kind, ascending."""
+    """A parameter in a checkpoint, and the pieces of its state by kind, ascending.
+
+    `state_format` is None if it is the manifest's.
+    """
 
     name: str
     shape: tuple[int, ...]
     trainable: bool
     pieces: Mapping[str, tuple[StateSlice, ...]]
+    state_format: str | None = None
 
     @property
     def numel(self) -> int:
@@ -74,7 +78,8 @@ class TrainingPosition:
 class Manifest:
     """The contents of a checkpoint. `world` is the number of ranks that wrote it; nothing else depends on it.
 
-    `optimizer` and `extra` are dicts of JSON's own types. Raises CheckpointError if the parts do not fit together.
+    `state_format` is that of every parameter that names no other. `optimizer` and `extra` are dicts of JSON's own
+    types. Raises CheckpointError if the parts do not fit together.
     """
 
     world: int
@@ -111,11 +116,15 @@ class Manifest:
         """The tensor that a piece lies in."""
         return self.shards[piece.shard].by_name[piece.tensor]
 
+    def format_of(self, entry: ParameterEntry) -> str:
+        """The format of a parameter's optimizer state."""
+        return entry.state_format or self.state_format
+
     def kinds(self, entry: ParameterEntry) -> dict[str, tuple[int, tuple[str, ...]]]:
         """By kind of a parameter's state, how many elements it has and which types they may be stored in."""
         if not entry.trainable:
             return {FROZEN: (entry.numel, _FLOATS)}
-        buffers = stored_buffers(self.state_format)
+        buffers = stored_buffers(self.format_of(entry))
         kinds: dict[str, tuple[int, tuple[str, ...]]] = {
             x.name: (x.numel(entry.numel), (DTYPES[x.dtype].safetensors,)) for x in buffers
         }
@@ -179,13 +188,19 @@ def _check_position(position: TrainingPosition, pending: frozenset[str]) -> None
     due = position.step + decision.skip
     if decision.number != due:
         raise _bad("position.pending", f"update {decision.number}", f"{due}, the last one decided")
-    lr, betas = decision.factors.get("lr", 0.0), decision.factors.get("betas", ())
-    if not lr >= 0:
-        raise _bad("position.pending", f"a learning rate of {lr}", "0 or above")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise _bad("position.pending", f"betas of {betas}", "two numbers, 0 or above and below 1")
+    for name, value in decision.factors.items():
+        kind = factor_kind(name)
+        if kind == "lr" and not value >= 0:
+            raise _bad("position.pending", f"a learning rate of {value}", "0 or above")
+        if kind == "betas" and not all(0 <= beta < 1 for beta in value):
+            raise _bad("position.pending", f"betas of {value}", "two numbers, 0 or above and below 1")
     if not pending:
         raise _bad("position.pending", "a decision without a gradient", "some parameter with a pending one")
+
+
+def factor_kind(name: str) -> str:
+    """What a factor is: its name without the group it is of."""
+    return name.rpartition(".")[2]
 
 
 def _check_shard(shard: Shard) -> None:

@@ -14,7 +14,14 @@ import attrs
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.manifest import FILE, Manifest, ParameterEntry, StateSlice, TrainingPosition
+from zfunc.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    ParameterEntry,
+    StateSlice,
+    TrainingPosition,
+    factor_kind,
+)
 from zfunc.checkpoint.safetensors_file import BYTES, CHUNK_LIMIT, Shard, TensorInfo
 from zfunc.checkpoint.strict_json import MAX_INT, JsonNode
 from zfunc.core.decision import StepDecision
@@ -68,8 +75,7 @@ def from_json(raw: bytes, where: str = FILE) -> Manifest:
     _, world, moments, position, optimizer, extra, shards, parameters = JsonNode(fields, where).fields(
         "version", "world", "moments", "position", "optimizer", "extra", "shards", "parameters"
     )
-    formats = {_FORMAT_NAMES.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
-    state_format = formats[moments.choice(tuple(formats))]
+    state_format = _read_format(moments)
     parts = (
         world.integer(1, 1 << 20),
         state_format,
@@ -123,7 +129,9 @@ def factor_fields(factors: Mapping[str, Any]) -> dict[str, Any]:
 
 def _entry_fields(entry: ParameterEntry) -> dict[str, Any]:
     pieces = {kind: [attrs.astuple(x) for x in xs] for kind, xs in entry.pieces.items()}
-    return {"name": entry.name, "shape": entry.shape, "trainable": entry.trainable, "pieces": pieces}
+    fields = {"name": entry.name, "shape": entry.shape, "trainable": entry.trainable, "pieces": pieces}
+    own = entry.state_format
+    return fields if own is None else {**fields, "moments": _FORMAT_NAMES.get(own, own)}
 
 
 def read_shard(node: JsonNode) -> Shard:
@@ -153,13 +161,20 @@ def read_shape(node: JsonNode) -> tuple[int, ...]:
 
 
 def _read_entry(node: JsonNode) -> ParameterEntry:
-    name, shape, trainable, pieces = node.fields("name", "shape", "trainable", "pieces")
+    own = [name for name in node.entries() if name == "moments"]
+    name, shape, trainable, pieces, *moments = node.fields("name", "shape", "trainable", "pieces", *own)
     return ParameterEntry(
         name=name.text(),
         shape=read_shape(shape),
         trainable=trainable.boolean(),
         pieces={kind: tuple(_read_piece(x) for x in xs.items()) for kind, xs in pieces.entries().items()},
+        state_format=_read_format(moments[0]) if moments else None,
     )
+
+
+def _read_format(node: JsonNode) -> str:
+    formats = {_FORMAT_NAMES.get(name, name): name for name in (*STATE_FORMATS, *FORMER_FORMATS)}
+    return formats[node.choice(tuple(formats))]
 
 
 def _read_piece(node: JsonNode) -> StateSlice:
@@ -186,7 +201,8 @@ def read_position(node: JsonNode, state_format: str) -> TrainingPosition:
 
 
 def _read_pending(node: JsonNode, state_format: str) -> StepDecision:
-    is_adam = state_format in ADAM_FORMATS
+    grouped = any("." in name for name in node.entries())
+    is_adam = state_format in ADAM_FORMATS and not grouped
     if is_adam and "betas" not in node.entries():  # older versions did not write them
         node.refuse("the betas of the pending update: flush with the zfunc that saved it", "none")
     names = _ADAM_FACTORS if is_adam else tuple(name for name in node.entries() if name not in _DECISION)
@@ -197,6 +213,7 @@ def _read_pending(node: JsonNode, state_format: str) -> StepDecision:
 
 def _read_factor(name: str, node: JsonNode) -> float | tuple[float, ...]:
     """A number, or a list of them; a learning rate is one number, betas are two."""
+    name = factor_kind(name)
     if name == "lr" or (name != "betas" and not isinstance(node.value, list)):
         return node.number()
     values = tuple(x.number() for x in node.items())

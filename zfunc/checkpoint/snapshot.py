@@ -40,9 +40,7 @@ class Slice:
     stored: TensorInfo
 
 
-def state_slices(
-    layout: Layout, state_format: str, rank: int, world: int, pending: Mapping[int, Dtype]
-) -> Iterator[Slice]:
+def state_slices(layout: Layout, rank: int, world: int, pending: Mapping[int, Dtype]) -> Iterator[Slice]:
     """One rank's slices of the trained parameters, by bucket.
 
     `pending` has the buckets whose gradient is still to be applied, with its type.
@@ -52,7 +50,7 @@ def state_slices(
         for span in bucket.spans:
             piece = layout.piece(span, rank, world)
             if piece.start < piece.stop:
-                for buffer in (*stored_buffers(state_format), *gradient):
+                for buffer in (*stored_buffers(bucket.state_format), *gradient):
                     yield _slice(span, bucket.index, buffer, piece.start, piece.stop, piece.at)
 
 
@@ -73,14 +71,17 @@ def _slice(span: Span, bucket: int, buffer: StateBuffer, start: int, stop: int, 
 
 
 def parameter_entries(
-    layout: Layout, state_format: str, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
+    layout: Layout, pieces: Mapping[str, Mapping[str, tuple[StateSlice, ...]]]
 ) -> Iterator[ParameterEntry]:
     """The parameters of a checkpoint, from their pieces by name and kind. An empty parameter has none."""
-    kinds = [x.name for x in stored_buffers(state_format)]
-    for spans, kinds_, trainable in ((layout.spans, kinds, True), (layout.frozen, [FROZEN], False)):
-        for span in spans:
-            by_kind = {**dict.fromkeys(kinds_, ()), **pieces.get(span.name, {})}
-            yield ParameterEntry(span.name, span.shape, trainable, by_kind)
+    common = layout.state_format
+    for bucket in (*layout.buckets, *layout.frozen_buckets):
+        trainable = bucket.index < len(layout.buckets)
+        kinds = [x.name for x in stored_buffers(bucket.state_format)] if trainable else [FROZEN]
+        own = bucket.state_format if trainable and bucket.state_format != common else None
+        for span in bucket.spans:
+            by_kind = {**dict.fromkeys(kinds, ()), **pieces.get(span.name, {})}
+            yield ParameterEntry(span.name, span.shape, trainable, by_kind, own)
 
 
 @frozen
@@ -88,7 +89,6 @@ class Snapshot:
     """What a checkpoint is of: everything but the bytes."""
 
     layout: Layout
-    state_format: str
     frozen_dtype: Dtype
     position: TrainingPosition
     optimizer: Mapping[str, Any]
@@ -97,7 +97,7 @@ class Snapshot:
     def slices(self, rank: int, world: int) -> list[Slice]:
         """What one rank writes: its slices, of frozen parameters too."""
         layout = self.layout
-        slices = [*state_slices(layout, self.state_format, rank, world, self.pending)]
+        slices = [*state_slices(layout, rank, world, self.pending)]
         for bucket in layout.frozen_buckets:
             slices += frozen_slices(layout, bucket, self.frozen_dtype, rank, world)
         return slices
@@ -113,9 +113,9 @@ class Snapshot:
 
         return Manifest(
             world=len(shards),
-            state_format=self.state_format,
+            state_format=self.layout.state_format,
             shards=tuple(shards),
-            parameters=tuple(parameter_entries(self.layout, self.state_format, pieces)),
+            parameters=tuple(parameter_entries(self.layout, pieces)),
             position=self.position,
             optimizer=self.optimizer,
             extra=extra,

@@ -32,14 +32,16 @@ from zfunc.errors import CheckpointError
 Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]
 
 
-def swap_identity(layout: Layout, state_format: str, precision: Dtype) -> dict[str, Any]:
+def swap_identity(layout: Layout, precision: Dtype) -> dict[str, Any]:
     """What the bytes in a swap space mean, in JSON's own types; frozen parameters are stored in `precision`."""
 
     def fields(span: Span) -> list[Any]:
         return [span.name, [*span.shape], span.start, span.stop]
 
+    formats = [x.state_format for x in layout.buckets]
     return {
-        "state_format": state_format,
+        "state_format": layout.state_format,
+        **({"state_formats": formats} if len(set(formats)) > 1 else {}),  # of each bucket
         "precision": precision,
         "buckets": [[x.start, x.stop] for x in layout.buckets],
         "frozen_buckets": [[x.start, x.stop] for x in layout.frozen_buckets],
@@ -101,11 +103,14 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
     identity = JsonNode(headers[0].identity, where)
     names = "state_format", "precision", "buckets", "frozen_buckets", "trained", "frozen"
-    state_format, precision, *places = identity.fields(*names)
+    several = [name for name in identity.entries() if name == "state_formats"]
+    state_format, precision, *places = identity.fields(*names, *several)
     stored = state_format.choice(tuple(STATE_FORMATS))
-    dtypes: dict[str, Dtype] = {x.name: x.dtype for x in STATE_FORMATS[stored]}
-    dtypes[FROZEN] = cast("Dtype", precision.choice(PRECISIONS))
-    layout = _layout(*places)
+    layout = _layout(stored, *places)
+    kept_in = cast("Dtype", precision.choice(PRECISIONS))
+    dtypes: dict[int, dict[str, Dtype]] = {x.index: {FROZEN: kept_in} for x in layout.frozen_buckets}
+    for x in layout.buckets:
+        dtypes[x.index] = {kind.name: kind.dtype for kind in STATE_FORMATS[x.state_format]}
     shards, homes = list[Shard](), list[dict[int, int]]()  # homes: of each rank, the shard of each bucket
     for header, commit in zip(headers, commits, strict=True):
         homes.append(
@@ -114,9 +119,9 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
         shards += _shards(header, commit, dtypes)
     pieces: Pieces = {}
     for rank, header in enumerate(headers):
-        slices = [*state_slices(layout, stored, rank, header.world, {})]
+        slices = [*state_slices(layout, rank, header.world, {})]
         for bucket in layout.frozen_buckets:
-            slices += frozen_slices(layout, bucket, dtypes[FROZEN], rank, header.world)
+            slices += frozen_slices(layout, bucket, kept_in, rank, header.world)
         for x in slices:
             piece = StateSlice(x.start, x.stop, homes[rank].get(x.bucket, -1), f"{x.bucket}/{x.kind}", x.at)
             by_kind = pieces.setdefault(x.parameter, {})
@@ -128,14 +133,16 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
         world=len(headers),
         state_format=stored,
         shards=tuple(shards),
-        parameters=tuple(parameter_entries(layout, stored, pieces)),
+        parameters=tuple(parameter_entries(layout, pieces)),
         position=read_position(position, stored),
         optimizer={name: x.value for name, x in optimizer.entries().items()},
         extra={name: x.value for name, x in extra.entries().items()},
     )
 
 
-def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype]) -> Iterator[Shard]:
+def _shards(
+    header: SwapHeader, commit: CommitRecord, dtypes: Mapping[int, Mapping[str, Dtype]]
+) -> Iterator[Shard]:
     """The committed generations of the extents in each of a rank's files; a tensor for each buffer."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
@@ -143,9 +150,10 @@ def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype
     for (extent, sums), home, g in zip(
         header.checksums_of(commit), header.homes, commit.generations, strict=True
     ):
+        own = dtypes.get(extent.bucket, {})
         for kind, nbytes in extent.buffers.items():
-            if kind in dtypes:
-                dtype, name = DTYPES[dtypes[kind]], f"{extent.bucket}/{kind}"
+            if kind in own:
+                dtype, name = DTYPES[own[kind]], f"{extent.bucket}/{kind}"
                 tensors[home].append(TensorInfo(name, dtype.safetensors, (nbytes // dtype.nbytes,)))
                 places[home][name] = header.place(extent, g) + extent.places[kind]
                 checksums[home][name] = tuple(sums[kind])
@@ -154,8 +162,20 @@ def _shards(header: SwapHeader, commit: CommitRecord, dtypes: Mapping[str, Dtype
         yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n], block_checksum)
 
 
-def _layout(buckets: JsonNode, frozen_buckets: JsonNode, trained: JsonNode, frozen: JsonNode) -> Layout:
+def _layout(
+    stored: str,
+    buckets: JsonNode,
+    frozen_buckets: JsonNode,
+    trained: JsonNode,
+    frozen: JsonNode,
+    state_formats: JsonNode | None = None,
+) -> Layout:
     """The layout that `swap_identity` was given, as far as slices need it."""
+    formats = [stored] * len(buckets.items())
+    if state_formats is not None:
+        formats = [x.choice(tuple(STATE_FORMATS)) for x in state_formats.items()]
+        if len(formats) != len(buckets.items()):
+            state_formats.refuse("a format for each bucket")
 
     def spans(node: JsonNode) -> list[Span]:
         found: list[Span] = []
@@ -163,14 +183,16 @@ def _layout(buckets: JsonNode, frozen_buckets: JsonNode, trained: JsonNode, froz
             name, shape, start, stop = (
                 x.items() if len(x.items()) == 4 else x.refuse("name, shape, start and stop")
             )
-            found.append(Span(name.text(), shape.integers(), start.integer(), stop.integer(), decay=True))
+            found.append(Span(name.text(), shape.integers(), start.integer(), stop.integer()))
         return found
 
     def cut(edges: JsonNode, held: JsonNode, first: int) -> tuple[Bucket, ...]:
         found, result = spans(held), list[Bucket]()
+        of_bucket = dict(enumerate(formats))
         for n, x in enumerate(edges.items(), first):
             start, stop = ends if len(ends := x.integers()) == 2 else x.refuse("start and stop")
-            result.append(Bucket(n, start, stop, tuple(s for s in found if start <= s.start < stop), ()))
+            own = tuple(s for s in found if start <= s.start < stop)
+            result.append(Bucket(n, start, stop, own, (), state_format=of_bucket.get(n, stored)))
         return tuple(result)
 
     own = cut(buckets, trained, 0)

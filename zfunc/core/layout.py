@@ -19,16 +19,17 @@ ALIGNMENT = (
 
 @frozen
 class Parameter:
-    """One parameter as a segment declares it: full name, shape, whether it is trained, and with weight decay.
+    """One parameter: full name, shape, whether it is trained, and what its optimizer says of it.
 
-    A name that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both
-    contributions.
+    `group` is the number of the settings that the optimizer has for it (`zfunc.optim.base.Optimizer.group`). A name
+    that two segments declare is a tied parameter: it has one span, and its gradient is the sum of both.
     """
 
     name: str = field(validator=validators.min_len(1))
     shape: tuple[int, ...] = field(converter=tuple)
     trainable: bool = True
-    decay: bool = True
+    group: int = 0
+    state_format: str = "fp32"  # a row of `zfunc.core.optimizer_state.STATE_FORMATS`
 
     @property
     def numel(self) -> int:
@@ -44,7 +45,7 @@ class Span:
     shape: tuple[int, ...]
     start: int
     stop: int
-    decay: bool
+    group: int = 0
 
 
 @frozen(cache_hash=True)  # a dictionary key with hundreds of spans
@@ -53,7 +54,7 @@ class Bucket:
 
     `deliveries` groups these segments by the slot that their gradients share, in backward order. An ordinary bucket
     has one group. A tied bucket has one for each segment, because a slot would be occupied too long between them.
-    A `persistent` one has parameters that are not streamed.
+    A `persistent` one has parameters that are not streamed. The optimizer state of all its spans has one format.
     """
 
     index: int
@@ -62,6 +63,7 @@ class Bucket:
     spans: tuple[Span, ...]
     deliveries: tuple[tuple[int, ...], ...]
     persistent: bool = False
+    state_format: str = "fp32"
 
     @property
     def numel(self) -> int:
@@ -73,9 +75,9 @@ class Bucket:
         size = self.numel // world
         return rank * size, (rank + 1) * size
 
-    def runs_within(self, start: int, stop: int) -> tuple[tuple[int, int, bool], ...]:
+    def runs_within(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
         """The `runs` clipped to `start` and `stop`."""
-        clipped = ((max(start, a), min(stop, b), decay) for a, b, decay in self.runs)
+        clipped = ((max(start, a), min(stop, b), group) for a, b, group in self.runs)
         return tuple(run for run in clipped if run[0] < run[1])
 
     def spans_within(self, start: int, stop: int) -> tuple[tuple[int, int], ...]:
@@ -84,15 +86,15 @@ class Bucket:
         return tuple((first, last) for first, last in edges if first < last)
 
     @cached_property
-    def runs(self) -> tuple[tuple[int, int, bool], ...]:
-        """Maximal `(start, stop, decay)` runs of equal decay, relative to the bucket, that tile it."""
-        runs: list[tuple[int, int, bool]] = []
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Maximal `(start, stop, group)` runs of one group, relative to the bucket, that tile it."""
+        runs: list[tuple[int, int, int]] = []
         for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
             stop = following.start if following else self.stop
-            if runs and runs[-1][2] == span.decay:
-                runs[-1] = (runs[-1][0], stop - self.start, span.decay)
+            if runs and runs[-1][2] == span.group:
+                runs[-1] = (runs[-1][0], stop - self.start, span.group)
             else:
-                runs.append((span.start - self.start, stop - self.start, span.decay))
+                runs.append((span.start - self.start, stop - self.start, span.group))
         return tuple(runs)
 
 
@@ -126,6 +128,11 @@ class Layout:
     def frozen(self) -> tuple[Span, ...]:
         """Where the frozen parameters are in theirs."""
         return tuple(span for bucket in self.frozen_buckets for span in bucket.spans)
+
+    @property
+    def state_format(self) -> str:
+        """The format of the optimizer state: that of the first bucket, where there are several."""
+        return self.buckets[0].state_format
 
     @property
     def numel(self) -> int:
@@ -167,8 +174,12 @@ class Layout:
         >>> [p.name for p in layout.parameters[0]], layout.parameters[0][1].trainable
         (['a', 'b'], False)
         """
-        spans = [*((True, span) for span in self.spans), *((False, span) for span in self.frozen)]
-        known = {span.name: Parameter(span.name, span.shape, trained, span.decay) for trained, span in spans}
+        known = {
+            span.name: Parameter(span.name, span.shape, trained, span.group, bucket.state_format)
+            for trained, buckets in ((True, self.buckets), (False, self.frozen_buckets))
+            for bucket in buckets
+            for span in bucket.spans
+        }
         return tuple(tuple(known[name] for name in names) for names in self.segments)
 
     def weights_of(self, segment: int) -> tuple[int, ...]:
@@ -232,8 +243,9 @@ def make_layout(
 
     A parameter larger than `bucket_size` has a bucket of its own. Bucket ends are padded so that each of `world`
     ranks has an equal, aligned slice. Buckets fill from the last segment backwards, the order in which gradients
-    arrive, so the first bucket may be short. Tied and untied parameters never share a bucket; with
-    `within_segments`, nor do those of two segments. The frozen parameters of a segment are one bucket.
+    arrive, so the first bucket may be short. Tied and untied parameters never share a bucket, nor do those
+    whose state has another format; with `within_segments`, nor do those of two segments. The frozen parameters of a
+    segment are one bucket.
 
     `persistent` names the parameters that stay on the device where the others are streamed. They have buckets of
     their own, the first ones.
@@ -264,7 +276,7 @@ def make_layout(
             spans, stop = _place(group, offset)
             stop = round_up(stop - offset, quantum) + offset
             deliveries = _deliveries(group, contributors) if group[0].trainable else ()
-            yield Bucket(index, offset, stop, spans, deliveries, stays(group[0]))
+            yield Bucket(index, offset, stop, spans, deliveries, stays(group[0]), group[0].state_format)
             offset = stop
 
     def grouped(trained: bool, size: int, within: bool) -> list[list[Parameter]]:
@@ -341,7 +353,10 @@ def _contributors(segments: Sequence[Sequence[Parameter]]) -> dict[str, list[int
 
 
 def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
-    """Each parameter under the first segment that declares it, those with decay first to keep runs few."""
+    """Each parameter under the first segment that declares it, by state format and group: so runs are few.
+
+    A segment begins with the format that the one before ended with: so buckets are few.
+    """
     seen: dict[str, Parameter] = {}
     owned: list[list[Parameter]] = []
     for used in segments:
@@ -353,9 +368,11 @@ def _owned(segments: Sequence[Sequence[Parameter]]) -> list[list[Parameter]]:
             elif first != p:
                 raise ValueError(
                     f"parameter {p.name!r} is declared twice, as {first} and as {p}: "
-                    "a tied parameter has one shape, trainable flag and decay flag"
+                    "a tied parameter has one shape, trainable flag and optimizer"
                 )
-        owned.append(sorted(new, key=lambda p: not p.decay))
+        new.sort(key=lambda p: p.group)
+        formats = {p.name: p.state_format if p.trainable else "" for p in new}
+        owned.append(sorted(new, key=lambda p: formats[p.name], reverse=len(owned) % 2 == 1))
     return owned
 
 
@@ -373,6 +390,8 @@ def _group(
 
     def joins(p: Parameter, group: list[Parameter]) -> bool:
         """Whether one slot stays enough: no segment in the midst of a bucket may deliver a tied one."""
+        if p.trainable and p.state_format != group[-1].state_format:
+            return False
         if tie(p) or tie(group[-1]):
             return tie(p) == tie(group[-1])
         if within_segments:
@@ -407,7 +426,7 @@ def _deliveries(
 def _place(parameters: Sequence[Parameter], offset: int) -> tuple[tuple[Span, ...], int]:
     spans: list[Span] = []
     for p in parameters:
-        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.decay))
+        spans.append(Span(p.name, p.shape, offset, offset + p.numel, p.group))
         offset = round_up(offset + p.numel, ALIGNMENT)
     return tuple(spans), offset
 

@@ -9,7 +9,6 @@ from collections import Counter
 from attrs import define, field, frozen
 
 from zfunc.core.graph import Op, Region
-from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.regions import FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
 from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
@@ -326,7 +325,7 @@ class OpBuilder(Regions):
 
     def _new_copy(self, b: int) -> tuple[Region, ...]:
         """What an update writes beside the state: the parameters for the device, unless the state has them."""
-        if self.spec.send_high_half or self.spec.on_disk(b):
+        if self.spec.sends_high_half(b) or self.spec.on_disk(b):
             return ()
         return (self._params(b) if self.spec.off_device(b) else self._param_slot(b),)
 
@@ -346,14 +345,14 @@ class OpBuilder(Regions):
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it."""
         numel = self.spec.layout.buckets[b].numel // self.spec.world
-        state = sum(x.nbytes(numel) for x in STATE_FORMATS[self.spec.state_format])
-        copied = 0 if self.spec.send_high_half else self._shard_bytes(b, self.spec.element_bytes)
+        state = sum(x.nbytes(numel) for x in self.spec.state_buffers(b))
+        copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
         return 2 * state + self._waiting_bytes(b) + copied
 
     def to_device(self, b: int) -> Op:
         """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""
         nbytes = self._shard_bytes(b, self.spec.element_bytes)
-        paged = b in self.spec.paged and self.spec.send_high_half
+        paged = b in self.spec.paged and self.spec.sends_high_half(b)
         copy = self._state_slot(self.progress.states.slot(b)) if paged else self._copy(b)
         reads = (self._decision(), copy, self._params(b))
         return Op("to_device", (b,), "h2d", reads, (self._params(b),), nbytes=nbytes)

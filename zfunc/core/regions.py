@@ -8,7 +8,7 @@ from attrs import evolve, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Region, RegionDtype, Role, Tier
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
+from zfunc.core.optimizer_state import HIGH_HALF, StateBuffer
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
 
@@ -295,7 +295,7 @@ class Regions:
     @_once
     def _state(self, b: int) -> tuple[Region, ...]:
         """The optimizer state of a bucket in memory; pinned where the device gets it as it is."""
-        kinds = STATE_FORMATS[self.spec.state_format]
+        kinds = self.spec.state_buffers(b)
         if b in self.spec.paged:
             kinds = [x for x in kinds if x.name == HIGH_HALF and self.spec.keeps_high_half(b)]
         return tuple(self._kept(b, x) for x in kinds)
@@ -312,7 +312,7 @@ class Regions:
 
     def _copy(self, b: int) -> Region:
         """The new parameters of a bucket in the device's dtype, unless they are paged with the state."""
-        return self._high_half(b) if self.spec.send_high_half else self._param_slot(b)
+        return self._high_half(b) if self.spec.sends_high_half(b) else self._param_slot(b)
 
     def _high_half(self, b: int) -> Region:
         return next(r for r in self._state(b) if r.buffer == HIGH_HALF)

@@ -8,7 +8,7 @@ from attrs import field, frozen, validators
 
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
@@ -72,7 +72,7 @@ class StepSpec:
       slice of the parameters, too, 2 reduces the gradient of every micro-batch, 1 adds full gradients up on the
       device and reduces the sum.
     - `constant_bytes`: device memory of the model beside its parameters.
-    - `send_high_half`: the device's copy is the high half of the split master; there is no other.
+    - `send_high_half`: where the master is split, the device's copy is its high half; there is no other.
     - `save`: the step also writes a checkpoint of the state before it.
     - `resident`: the buckets whose state is on the device and is updated there, with `update_workspace` bytes more.
     - `paged`: the buckets whose state is on the disk, and in one of `state_slots` slots while it is updated.
@@ -109,7 +109,6 @@ class StepSpec:
     )
     target_bytes: int = 0
     constant_bytes: int = 0
-    state_format: str = "fp32"  # a row of `STATE_FORMATS`
     send_high_half: bool = False
     save: bool = False
     resident: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
@@ -125,10 +124,10 @@ class StepSpec:
     defer: bool = False
 
     def __attrs_post_init__(self) -> None:
-        if self.state_format not in STATE_FORMATS:
+        for unknown in {x.state_format for x in self.layout.buckets} - STATE_FORMATS.keys():
             known = ", ".join(STATE_FORMATS)
             raise ValueError(
-                f"state_format: got {self.state_format!r}, expected one of {known}, the rows of "
+                f"state_format: got {unknown!r}, expected one of {known}, the rows of "
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
             )
 
@@ -195,18 +194,26 @@ class StepSpec:
 
     def _extent(self, b: int) -> Extent:
         numel = self.layout.buckets[b].numel // self.world
-        parts = [(x.name, x.nbytes(numel)) for x in STATE_FORMATS[self.state_format]]
-        if self.on_disk(b) and not self.send_high_half:
+        parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
+        if self.on_disk(b) and not self.sends_high_half(b):
             parts.append((PARAMS, numel * self.element_bytes))
         in_memory = (
             {x for x, _ in parts} if b not in self.paged else {HIGH_HALF} if self.keeps_high_half(b) else ()
         )
         return Extent.of([x for x in parts if x[0] not in in_memory], [x for x in parts if x[0] in in_memory])
 
+    def state_buffers(self, b: int) -> tuple[StateBuffer, ...]:
+        """The buffers of the optimizer state of bucket `b`."""
+        return STATE_FORMATS[self.layout.buckets[b].state_format]
+
+    def sends_high_half(self, b: int) -> bool:
+        """Whether the high half of the master of bucket `b` is the device's copy."""
+        return self.send_high_half and any(x.name == HIGH_HALF for x in self.state_buffers(b))
+
     def keeps_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""
         trainable = b < len(self.layout.buckets)
-        return trainable and self.off_device(b) and self.send_high_half and not self.on_disk(b)
+        return trainable and self.off_device(b) and self.sends_high_half(b) and not self.on_disk(b)
 
     @property
     def deferred(self) -> bool:

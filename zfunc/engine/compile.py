@@ -31,7 +31,7 @@ from zfunc.engine.step_spec import check_recipe, make_spec
 from zfunc.engine.vjp import SegmentVJP, make_vjp
 from zfunc.errors import did_you_mean
 from zfunc.optim.adamw import AdamW
-from zfunc.optim.base import Optimizer
+from zfunc.optim.base import HasMoments, Optimizer
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import (
     best_precision,
@@ -175,12 +175,12 @@ def choose_optimizer(optimizer: Optimizer | None, settings: StepSettings) -> tup
         if isinstance(optimizer, torch.optim.Optimizer):
             raise TypeError(f"optimizer: got a torch.optim.{type(optimizer).__name__}, expected {expected}")
         of_type("optimizer", optimizer, AdamW, expected)
-    if isinstance(optimizer, AdamW) and settings.moments == DEFAULT_MOMENTS:
+    if isinstance(optimizer, HasMoments) and settings.moments == DEFAULT_MOMENTS:
         settings = evolve(settings, moments=optimizer.moments)
-    if isinstance(optimizer, AdamW) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
+    if isinstance(optimizer, HasMoments) and optimizer.moments not in (DEFAULT_MOMENTS, settings.moments):
         raise ValueError(
-            f"moments: got {settings.moments!r} and AdamW(moments={optimizer.moments!r}), expected one of them: "
-            "leave one out"
+            f"moments: got {settings.moments!r} and {type(optimizer).__name__}(moments={optimizer.moments!r}), "
+            "expected one of them: leave one out"
         )
     return optimizer, settings
 
@@ -192,15 +192,14 @@ def with_moments(optimizer: Optimizer, settings: StepSettings) -> Optimizer:
     Raises ValueError for an optimizer that has no choice of moments.
     """
     moments = settings.moments
-    if isinstance(optimizer, AdamW):
-        split = optimizer.split_master or (
-            settings.params_on in ("host", DISK) and settings.precision == "bf16"
-        )
-        return evolve(optimizer, moments=moments, split_master=split)
+    if isinstance(optimizer, HasMoments):
+        split = settings.params_on in ("host", DISK) and settings.precision == "bf16"
+        return optimizer.with_moments(moments, split_master=split)
     if moments != DEFAULT_MOMENTS:
         raise ValueError(
             f"moments: got {moments!r} with {type(optimizer).__name__}, whose state is in the format "
-            f"{optimizer.state_format!r}, expected AdamW for a choice of moments: leave it out"
+            f"{optimizer.state_format(0)!r}, expected one of zfunc's optimizers for a choice of moments: leave it "
+            "out"
         )
     return optimizer
 

@@ -16,7 +16,6 @@ from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import Extent
 from zfunc.core.graph import Region
-from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.spec import PARAMS, StepSpec
 from zfunc.errors import DiskError
 from zfunc.runtime.direct_io import DirectFile
@@ -94,9 +93,12 @@ def extents_of(spec: StepSpec) -> dict[int, Extent]:
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:
     """Where `swap` has the state of each bucket; `dtype` is that of parameters on the device."""
-    dtypes = {x.name: TORCH_DTYPES[x.dtype] for x in STATE_FORMATS[spec.state_format]}
-    dtypes |= {PARAMS: dtype, FROZEN: dtype}
-    return {b: StateOnDisk(swap, b, extent, dtypes) for b, extent in extents_of(spec).items()}
+
+    def dtypes(b: int) -> dict[str, torch.dtype]:
+        kinds = spec.state_buffers(b) if b < len(spec.layout.buckets) else ()
+        return {x.name: TORCH_DTYPES[x.dtype] for x in kinds} | {PARAMS: dtype, FROZEN: dtype}
+
+    return {b: StateOnDisk(swap, b, extent, dtypes(b)) for b, extent in extents_of(spec).items()}
 
 
 @define(eq=False)

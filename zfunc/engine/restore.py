@@ -17,10 +17,11 @@ from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import Dtype
-from zfunc.core.layout import Layout
+from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import stored_buffers
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
+from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.collectives import RankGroup
@@ -39,14 +40,15 @@ def fill_state(
     manifest = checkpoint.manifest
     gradients = buffers.waiting() if manifest.position.pending is not None else ()
     pending: dict[int, Dtype] = dict.fromkeys(gradients, "fp32")
-    state = [*state_slices(layout, optimizer.state_format, ranks.rank, ranks.world, pending)]
+    state = [*state_slices(layout, ranks.rank, ranks.world, pending)]
     slices = [*state, *_frozen_slices(buffers, layout, ranks)]
     with CheckpointReader(checkpoint) as reader:
-        if manifest.state_format != optimizer.state_format:
-            converted = [x for x in state if x.kind != PENDING]
-            slices = [x for x in slices if x.kind in (PENDING, FROZEN)]
-            for _, kinds in groupby(converted, key=lambda x: (x.bucket, x.parameter)):
-                _convert(reader, {x.kind: x for x in kinds}, buffers, optimizer)
+        own = {x.name: bucket.state_format for bucket in layout.buckets for x in bucket.spans}
+        other = {x for x in own if manifest.format_of(manifest.by_name[x]) != own[x]}
+        converted = [x for x in state if x.parameter in other and x.kind != PENDING]
+        slices = [x for x in slices if x.parameter not in other or x.kind == PENDING]
+        for b, kinds in groupby(converted, key=lambda x: (x.bucket, x.parameter)):
+            _convert(reader, {x.kind: x for x in kinds}, buffers, layout.buckets[b[0]], optimizer)
         for _, own in groupby(slices, key=lambda x: x.bucket if buffers.on_disk else 0):
             # Of what is on the disk, one bucket is in memory at a time.
             _fill(
@@ -95,19 +97,28 @@ def _fill(reader: CheckpointReader, targets: Iterable[tuple[WantedSlice, Tensor]
 
 
 def _convert(
-    reader: CheckpointReader, slices: dict[str, Slice], buffers: Buffers, optimizer: Optimizer
+    reader: CheckpointReader,
+    slices: dict[str, Slice],
+    buffers: Buffers,
+    bucket: Bucket,
+    optimizer: Optimizer,
 ) -> None:
-    """Convert the state of one parameter; `slices` are this rank's, by kind."""
+    """Convert the state of one parameter of a bucket; `slices` are this rank's, by kind."""
     manifest = reader.manifest
-    stored = stored_buffers(manifest.state_format)
-    own = {x.name: x for x in stored_buffers(optimizer.state_format)}
+    own = {x.name: x for x in stored_buffers(bucket.state_format)}
     unshared = next(x for kind, x in slices.items() if own[kind].shared == 1)
+    name = unshared.parameter
+    (group,) = (x.group for x in bucket.spans if x.name == name)
+    stored_format = manifest.format_of(manifest.by_name[name])
+    stored = stored_buffers(stored_format)
     for start in range(unshared.start, unshared.stop, PART):
         stop = min(start + PART, unshared.stop)
-        parts = [WantedSlice(x.name, unshared.parameter, x.numel(start), x.numel(stop)) for x in stored]
-        converted = optimizer.convert_state(
-            _read(reader, parts), manifest.state_format, manifest.position.step
-        )
+        parts = [WantedSlice(x.name, name, x.numel(start), x.numel(stop)) for x in stored]
+        values = _read(reader, parts)
+        try:
+            converted = optimizer.convert_state(values, stored_format, manifest.position.step, group=group)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name!r}: {error}") from error
         for kind, values in converted.items():
             at = own[kind].numel(start) - slices[kind].start
             slice_memory(buffers, slices[kind])[at : at + values.numel()].copy_(values)

@@ -98,7 +98,6 @@ def begin_save(program: Program, state: State, save: Save) -> CheckpointWriter:
     gradients = state.buffers.waiting() if state.pending is not None else {}
     snapshot = Snapshot(
         layout=program.layout,
-        state_format=program.spec.state_format,
         frozen_dtype=precision,
         position=position_of(state),
         optimizer=optimizer_settings(program, state.step),

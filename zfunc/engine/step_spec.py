@@ -7,7 +7,7 @@ from attrs import evolve
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
+from zfunc.core.layout import Parameter
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
@@ -27,15 +27,10 @@ def make_spec(
             f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
             "stage=3, in which each keeps its slice there: pass it"
         )
-    parameters = [
-        [evolve(p, decay=bool(optimizer.decay(p.name, p.shape))) for p in s.parameters] for s in segments
-    ]
+    parameters = [[_in_group(p, optimizer) for p in s.parameters] for s in segments]
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
-    last, state_format = len(segments) - 1, optimizer.state_format
-    send_high_half = settings.precision == "bf16" and any(
-        x.name == HIGH_HALF for x in STATE_FORMATS.get(state_format, ())
-    )
+    last = len(segments) - 1
     largest = max(b.numel for b in layout.buckets) // world
     return StepSpec(
         costs=(SegmentCost(),) * len(segments),
@@ -47,12 +42,17 @@ def make_spec(
         barrier=settings.waits_for_norm,
         world=world,
         constant_bytes=sum(nbytes(s.constants) for s in segments),
-        state_format=state_format,
-        send_high_half=send_high_half,
+        send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
         **in_buckets(layout, settings),
     )
+
+
+def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
+    """The parameter with what its optimizer says of it."""
+    group = optimizer.group(p.name, p.shape)
+    return evolve(p, group=group, state_format=optimizer.state_format(group))
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:

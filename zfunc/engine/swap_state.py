@@ -140,7 +140,7 @@ def close_swap(program: Program) -> None:
 
 def _contents(program: Program) -> dict[str, Any]:
     """What a rank's swap space is of."""
-    identity = swap_identity(program.layout, program.spec.state_format, program.settings.precision)
+    identity = swap_identity(program.layout, program.settings.precision)
     ranks = program.ranks
     return {
         "identity": identity,

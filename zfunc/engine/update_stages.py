@@ -83,15 +83,16 @@ def _update(
     elif copy is None:
         copy = state.pop(PARAMS, None)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
-    for first, last, decayed in step.layout.buckets[b].runs_within(shard.start, shard.stop):
+    bucket = step.layout.buckets[b]
+    for first, last, group in bucket.runs_within(shard.start, shard.stop):
         start, stop = first - shard.start, last - shard.start
         update(
-            state_slice(optimizer.state_format, state, start, stop),
+            state_slice(bucket.state_format, state, start, stop),
             grad[start:stop],
             decision,
-            decayed=decayed,
+            group=group,
             out=None if copy is None else copy[start:stop],
-            **({} if new is None else {"into": state_slice(optimizer.state_format, new, start, stop)}),
+            **({} if new is None else {"into": state_slice(bucket.state_format, new, start, stop)}),
         )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
@@ -107,10 +108,18 @@ class AdamW:
             self._check_factors(step, lr, self.betas_at(step))
         return lr
 
-    @property
-    def state_format(self) -> AdamFormat:
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """0 for a parameter with weight decay, 1 for one without."""
+        return int(not self.decay(name, shape))
+
+    def state_format(self, group: int = 0) -> AdamFormat:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        del group
         return "fp32-split" if self.moments == "fp32" and self.split_master else self.moments
+
+    def with_moments(self, moments: Moments, *, split_master: bool) -> "AdamW":
+        """The same optimizer with its moments in another format, on a split master if they are fp32 or not."""
+        return evolve(self, moments=moments, split_master=self.split_master or split_master)
 
     def factors(self, step: int) -> dict[str, Any]:
         """The learning rate and the betas of step `step`, counted from 1."""
@@ -126,12 +135,12 @@ class AdamW:
         grad: Tensor,
         decision: StepDecision,
         *,
-        decayed: bool,
+        group: int,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The update by the compiled kernel (`zfunc.optim.host_adam`)."""
-        host_adam_(state, grad, out=out, into=into, **self._arguments(decision, decayed))
+        host_adam_(state, grad, out=out, into=into, **self._arguments(decision, group))
 
     def device_update(
         self,
@@ -139,27 +148,29 @@ class AdamW:
         grad: Tensor,
         decision: StepDecision,
         *,
-        decayed: bool,
+        group: int,
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations (`zfunc.optim.device_adam`)."""
-        device_adam_(state, grad, out=out, **self._arguments(decision, decayed))
+        device_adam_(state, grad, out=out, **self._arguments(decision, group))
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
-        return workspace(numel, self.state_format)
+        return workspace(numel, self.state_format())
 
-    def convert_state(self, state: Mapping[str, Tensor], state_format: str, step: int) -> dict[str, Tensor]:
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
+    ) -> dict[str, Tensor]:
         """From any format of Adam's (`zfunc.optim.compact.convert_moments`); CheckpointError for another."""
-        return convert_moments(state, state_format, self.state_format, step)
+        return convert_moments(state, state_format, self.state_format(group), step)
 
-    def _arguments(self, decision: StepDecision, decayed: bool) -> dict[str, Any]:
+    def _arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
         return {
             "step": decision.number,
             "lr": decision.factors["lr"],
             "betas": decision.factors["betas"],
             "eps": self.eps,
-            "weight_decay": self.weight_decay if decayed else 0.0,
+            "weight_decay": 0.0 if group else self.weight_decay,
             "decoupled": self.decoupled,
             "grad_scale": decision.grad_scale,
         }

@@ -9,19 +9,19 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import Moments
 
 
 @runtime_checkable
 class Optimizer(Protocol):
     """Settings as a value. An update gets flat slices of the state by the names of the format's buffers."""
 
-    @property
-    def state_format(self) -> str:
-        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """The number of the settings for a parameter, such as 0 with weight decay and 1 without."""
         ...
 
-    def decay(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether weight decay applies to a parameter."""
+    def state_format(self, group: int) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`. Every buffer but the weights starts at 0."""
         ...
 
     def factors(self, step: int) -> Mapping[str, Any]:
@@ -38,13 +38,14 @@ class Optimizer(Protocol):
         grad: Tensor,
         decision: StepDecision,
         *,
-        decayed: bool,
+        group: int,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Update in host memory, in place or `into` other buffers; `out` receives the rounded new weights.
+        """Update parameters of a group in host memory, in place or `into` other buffers.
 
-        `grad` (fp32 or 16-bit, read only) is to be multiplied by the decision's `grad_scale`.
+        `out` receives the rounded new weights. `grad` (fp32 or 16-bit, read only) is to be multiplied by the
+        decision's `grad_scale`.
         """
         ...
 
@@ -54,7 +55,7 @@ class Optimizer(Protocol):
         grad: Tensor,
         decision: StepDecision,
         *,
-        decayed: bool,
+        group: int,
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations on the tensors' device."""
@@ -65,11 +66,25 @@ class Optimizer(Protocol):
         ...
 
     def convert_state(
-        self, state: Mapping[str, Tensor], state_format: str, step: int
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
     ) -> Mapping[str, Tensor]:
-        """A checkpoint's state of another format, as it was after update `step`, in this optimizer's format.
+        """A checkpoint's state of another format, as it was after update `step`, in the format of `group`.
 
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
         cannot convert.
         """
+        ...
+
+
+@runtime_checkable
+class HasMoments(Protocol):
+    """An optimizer with a choice of the format that its state has between steps."""
+
+    @property
+    def moments(self) -> Moments:
+        """That format."""
+        ...
+
+    def with_moments(self, moments: Moments, *, split_master: bool) -> Optimizer:
+        """The same optimizer with another format; with `split_master`, on two halves if that changes no bit."""
         ...
