@@ -35,10 +35,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LONGEST = ["laws", "tutorial", "hf", "ranks", "passes", "cli", "cli_plan", "parity", "verify"]
-LONGEST += ["tracking", "saving", "resume", "finetuning", "native", "saving_ranks", "faults"]
-LONGEST += ["adam_bits", "partial", "delayed", "gradients", "examples", "wheel", "cli_errors"]
-LONGEST += ["speculative", "planner", "soak", "train_step", "fuzz", "deepspeed_cli", "page"]
+LONGEST = ["laws", "ranks", "streaming", "hf", "verify", "plan_command", "saving", "passes", "examples"]
+LONGEST += ["disk", "faults", "train_command", "adam_bits", "gradients", "parity", "saving_ranks", "delayed"]
+LONGEST += ["resume", "search", "graph", "schedules", "deferred", "speculative", "page", "native", "compact"]
 SLOW = pytest.StashKey[int]()
 
 

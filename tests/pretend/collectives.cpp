@@ -2,7 +2,7 @@
 // does with its own. A collective is issued, not done, when it returns, and waits for missing ranks for ever unless
 // the group is aborted.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "memory.h"
 
