@@ -28,8 +28,8 @@ from typing import Any
 from attrs import define, field
 
 from benchmarks.machine import describe, ratios, write
-from zfunc.checkpoint.swap_file import StoredExtent
 from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.core.extents import Extent
 from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
 from zfunc.runtime.host_pages import map_pages
 
@@ -67,8 +67,8 @@ def ours(file: DirectFile, data: memoryview, direction: str) -> None:
 
 def swapped(space: SwapSpace, data: memoryview, direction: str) -> None:
     """All buckets of a swap space, and a commit of what was written."""
-    for extent in space.header.extents:
-        (space.write if direction == "write" else space.read)(extent.bucket, list(extent.buffers), [data])
+    for b in space.header.extents:
+        (space.write if direction == "write" else space.read)(b, ["state"], [data])
     if direction == "write":
         space.commit({})
 
@@ -107,7 +107,7 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
         calls: dict[str, Callable[[str], float | None]] = {
             "zfunc": lambda direction: ours(file, data, direction)
         }
-        extents = [StoredExtent(n, {"state": EXTENT}) for n in range(nbytes // EXTENT)]
+        extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
         space = stack.enter_context(
             closing(SwapSpace.create([root], identity={}, run="benchmark", extents=extents))
         )

@@ -19,9 +19,9 @@ from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, 
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.checkpoint.snapshot import Snapshot
 from zfunc.checkpoint.swap_checkpoint import swap_identity
-from zfunc.checkpoint.swap_file import StoredExtent, whole_blocks
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.dtypes import DTYPES
+from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import AdamFormat, stored_buffers
 from zfunc.errors import CheckpointError
@@ -106,21 +106,22 @@ def save_swap(
     numels = {span.name: span.stop - span.start for span in (*layout.spans, *layout.frozen)}
     stored = stored_buffers(moments)[::-1]
     for rank in range(world):
-        extents = [
-            StoredExtent(x.index, {s.name: s.nbytes(x.numel // world) for s in stored})
-            for x in layout.buckets
-        ]
-        extents += [StoredExtent(x.index, {FROZEN: 4 * x.numel // world}) for x in layout.frozen_buckets]
+        extents = {
+            x.index: Extent.of((s.name, s.nbytes(x.numel // world)) for s in stored) for x in layout.buckets
+        }
+        extents |= {x.index: Extent.of([(FROZEN, 4 * x.numel // world)]) for x in layout.frozen_buckets}
         space = SwapSpace.create(
             folders,
             identity=swap_identity(layout, "fp32"),
             run="one",
             extents=extents,
+            shares=range(1, len(folders) + 1),
             rank=rank,
             world=world,
         )
         buffers = {
-            x.bucket: {name: map_pages(whole_blocks(n)) for name, n in x.buffers.items()} for x in extents
+            b: {x.name: map_pages(whole_blocks(x.nbytes)) for x in extent.parts}
+            for b, extent in extents.items()
         }
         for pages in (p for x in buffers.values() for p in x.values()):
             pages[:] = b"?" * len(pages)

@@ -14,7 +14,10 @@ from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat
 from zfunc.errors import CheckpointError
 
-FROZEN = [[Parameter("frozen.a", (5, 3), trainable=False), *MODEL[0]], [*MODEL[1], Parameter("empty", (0,))]]
+FROZEN = [
+    [Parameter("frozen.a", (5, 3), trainable=False), *MODEL[0]],
+    [*MODEL[1], Parameter("empty", (0,)), Parameter("striped", (99, 131))],
+]
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_swap_crashes import EXTENTS, Training
+from test_swap_crashes import EXTENTS, SIZES, Training
 
 from zfunc.checkpoint import swap_space
 from zfunc.errors import CheckpointError
@@ -125,7 +125,7 @@ WRITER = """
 import os, random, sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
-from test_swap_crashes import EXTENTS, Training, content
+from test_swap_crashes import EXTENTS, SIZES, Training, content
 from test_swap_faults import in_pages, swap_space
 swap_space.IN_MEMORY = ()
 for line in sys.stdin:
@@ -139,10 +139,9 @@ for line in sys.stdin:
     training.number = training.spaces[0].number
     print(training.number, flush=True)
     while True:
-        for extent in EXTENTS:
-            names = list(extent.buffers)
-            data = [in_pages(content(0, extent.bucket, n, training.number + 1)) for n in names]
-            training.spaces[0].write(extent.bucket, names, data)
+        for b in EXTENTS:
+            data = [in_pages(content(0, b, n, training.number + 1)) for n in SIZES]
+            training.spaces[0].write(b, list(SIZES), data)
         training.number += 1
         training.spaces[0].commit({"number": training.number})
         print(training.number, flush=True)
@@ -176,7 +175,7 @@ def test_killed_five_hundred_times_it_goes_on_from_a_whole_commit(tmp_path: Path
                 assert told <= space.number <= told + 1
                 killed_in += told > before
                 told = space.number
-                state = {(x.bucket, name): told for x in EXTENTS for name in x.buffers}
+                state = {(b, name): told for b in EXTENTS for name in SIZES}
                 training.check(0, space, state if told else {})
         writer.stdin.close()
     assert told > 100

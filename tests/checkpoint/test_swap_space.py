@@ -5,31 +5,25 @@ import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from time import perf_counter, sleep
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from attrs import evolve
 
-from zfunc.checkpoint import swap_file, swap_space
-from zfunc.checkpoint.swap_file import (
-    CommitRecord,
-    StoredExtent,
-    SwapHeader,
-    block_checksum,
-    parse_header,
-    parse_record,
-    whole_blocks,
-)
-from zfunc.checkpoint.swap_space import SwapSpace, deal_extents
+from zfunc.checkpoint import striped_io, swap_file, swap_space
+from zfunc.checkpoint.striped_io import block_checksum
+from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, parse_record
+from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
 
-EXTENTS = [
-    StoredExtent(0, {"low": 9000, "scale": 100, "high": 4096}),
-    StoredExtent(7, {"low": 4096, "high": 1}),
-]
+SIZES = {0: {"low": 9000, "scale": 100, "high": 4096}, 7: {"low": 4096, "high": 1}}
+EXTENTS = {b: Extent.of(sizes.items()) for b, sizes in SIZES.items()}
 IDENTITY = {"layout": "two buckets", "state_format": "16bit"}
 
 
@@ -57,9 +51,8 @@ def pages(data: bytes) -> memoryview:
 
 
 def write(space: SwapSpace, b: int, salt: int, *names: str) -> None:
-    extent = next(x for x in EXTENTS if x.bucket == b)
-    names = names or tuple(extent.buffers)
-    space.write(b, names, [pages(content(b, n, salt, extent.buffers[n])) for n in names])
+    names = names or tuple(SIZES[b])
+    space.write(b, names, [pages(content(b, n, salt, SIZES[b][n])) for n in names])
 
 
 def content(b: int, name: str, salt: int, nbytes: int) -> bytes:
@@ -67,21 +60,20 @@ def content(b: int, name: str, salt: int, nbytes: int) -> bytes:
 
 
 def read(space: SwapSpace, b: int, *names: str) -> list[bytes]:
-    extent = next(x for x in EXTENTS if x.bucket == b)
-    into = [pages(bytes(extent.buffers[n])) for n in names or extent.buffers]
-    space.read(b, names or tuple(extent.buffers), into)
-    return [bytes(x[: extent.buffers[n]]) for n, x in zip(names or extent.buffers, into, strict=True)]
+    names = names or tuple(SIZES[b])
+    into = [pages(bytes(SIZES[b][n])) for n in names]
+    space.read(b, names, into)
+    return [bytes(x[: SIZES[b][n]]) for n, x in zip(names, into, strict=True)]
 
 
 def expected(b: int, salt: int, *names: str) -> list[bytes]:
-    extent = next(x for x in EXTENTS if x.bucket == b)
-    return [content(b, n, salt, extent.buffers[n]) for n in names or extent.buffers]
+    return [content(b, n, salt, SIZES[b][n]) for n in names or SIZES[b]]
 
 
 def filled(*folders: Path, salt: int = 1, **changed: Any) -> SwapSpace:
     space = create(*folders, **changed)
-    for extent in EXTENTS:
-        write(space, extent.bucket, salt)
+    for b in EXTENTS:
+        write(space, b, salt)
     space.commit({"step": salt})
     return space
 
@@ -270,9 +262,9 @@ def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> No
             {"identity": {**IDENTITY, "state_format": "8bit"}},
             "of another state_format, '16bit', expected '8bit': con",
         ),
-        ({"extents": EXTENTS[:1]}, "got a swap space of other buckets, expected those of this model"),
+        ({"extents": {0: EXTENTS[0]}}, "got a swap space of other buckets, expected those of this model"),
         (
-            {"extents": [EXTENTS[0], StoredExtent(7, {"high": 1, "low": 4096})]},
+            {"extents": {**EXTENTS, 7: Extent.of([("high", 1), ("low", 4096)])}},
             "got a swap space of other buckets",
         ),
         ({"world": 2}, "rank-00000-of-00002-folder-0.swap: got 'No such file or directory' while "),
@@ -317,12 +309,10 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
             reopen(tmp_path)
     damage(header.record_at(1) + 60)
     reopen(tmp_path).close()  # number 0 is whole
-    path.write_bytes(
-        whole[: header.record_at(0)] + bytes(2 * header.record_size) + whole[header.place(EXTENTS[0], 0) :]
-    )
+    path.write_bytes(whole[: header.record_at(0)] + bytes(2 * header.record_size))
     with pytest.raises(CheckpointError, match="got no record of a commit, expected one: the file is damaged"):
         reopen(tmp_path)
-    damage(header.place(EXTENTS[0], 0) + 8999)
+    damage(header.stripes[0][0]["low"][0].place + 8999)
     space = reopen(tmp_path)
     with pytest.raises(
         CheckpointError,
@@ -331,7 +321,7 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
         read(space, 0)
     assert read(space, 7) == expected(7, 1)
     space.close()
-    damage(header.place(EXTENTS[0], 0) + 9000)  # padding
+    damage(header.stripes[0][0]["low"][0].place + 9000)  # padding
     space = reopen(tmp_path)
     assert read(space, 0) == expected(0, 1)
     space.close()
@@ -363,7 +353,7 @@ def test_no_flipped_bit_zeroed_or_moved_block_gets_through() -> None:
 
 
 def test_headers_and_records_read_back(tmp_path: Path) -> None:
-    header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), tuple(EXTENTS), (1, 0), folder=1)
+    header = SwapHeader(IDENTITY, "one", 1, 2, ("/a", "/b"), (1, 2), EXTENTS, folder=1)
     assert parse_header(header.raw, "x") == header
     record = CommitRecord(3, (0, 1), (2**32 - 1, *range(header.num_checksums - 1)), {"step": 9})
     again = parse_record(record.raw(header.record_size), header, "x")
@@ -378,30 +368,30 @@ def test_headers_and_records_read_back(tmp_path: Path) -> None:
 def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (swap_space, swap_file):
-        monkeypatch.setattr(module, "CHUNK", 4096)
-    monkeypatch.setattr(swap_space, "BATCH", 3 * 4096)
-    transfer, sizes = DirectFile.write, list[int]()
+    monkeypatch.setattr(striped_io, "CHUNK", 4096)
+    monkeypatch.setattr(striped_io, "BATCH", 3 * 4096)
+    transfer, moved = DirectFile.write, list[int]()
     monkeypatch.setattr(
-        DirectFile, "write", lambda *x: (sizes.append(sum(v.nbytes for v in x[1])), transfer(*x))
+        DirectFile, "write", lambda *x: (moved.append(sum(v.nbytes for v in x[1])), transfer(*x))
     )
-    extent = StoredExtent(0, {"low": 7 * 4096 + 5, "high": 2 * 4096})
-    space = create(tmp_path, extents=[extent])
+    sizes = {"low": 7 * 4096 + 5, "high": 2 * 4096}
+    extents = {0: Extent.of(sizes.items())}
+    space = create(tmp_path, extents=extents)
     assert not space.is_written(0)
-    sizes.clear()
-    data = [pages(np.random.default_rng(n).bytes(size)) for n, size in enumerate(extent.buffers.values())]
+    moved.clear()
+    data = [pages(np.random.default_rng(n).bytes(size)) for n, size in enumerate(sizes.values())]
     space.write(0, ["low", "high"], data)
-    assert (sorted(sizes), space.is_written(0)) == ([4096, 3 * 4096, 3 * 4096, 3 * 4096], True)
+    assert (sorted(moved), space.is_written(0)) == ([4096, 3 * 4096, 3 * 4096, 3 * 4096], True)
     space.commit({})
-    into = [pages(bytes(size)) for size in extent.buffers.values()]
+    into = [pages(bytes(size)) for size in sizes.values()]
     space.read(0, ["low", "high"], into)
     assert ([bytes(x) for x in into], space.is_written(0)) == ([bytes(x) for x in data], True)
-    begin = space.header.place(extent, 0)
+    begin = space.header.stripes[0][0]["low"][0].place
     space.close()
     with (tmp_path / swap_file.swap_file_name(0, 1, 0)).open("r+b") as file:
         file.seek(begin + 7 * 4096 + 4)  # the last byte of "low"
         file.write(bytes([data[0][7 * 4096 + 4] ^ 1]))
-    space = reopen(tmp_path, extents=[extent])
+    space = reopen(tmp_path, extents=extents)
     with pytest.raises(
         CheckpointError, match=f"'low': got other bytes than were written at {begin + 7 * 4096} of .*, 5 "
     ):
@@ -409,11 +399,37 @@ def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
     space.close()
 
 
-def test_every_drive_is_busy_in_proportion_to_its_speed() -> None:
-    extents = [StoredExtent(n, {"master": 4096 * (1 + n % 3)}) for n in range(300)]
-    speeds = [7.0, 2.0, 1.0]
-    homes = deal_extents(extents, speeds)
-    seconds = [
-        sum(x.nbytes for x, h in zip(extents, homes, strict=True) if h == n) / s for n, s in enumerate(speeds)
-    ]
-    assert max(seconds) < 1.02 * min(seconds)
+class ThrottledFile(DirectFile):
+    """A file on a drive of its own rate, which makes one transfer after another."""
+
+    drives: ClassVar[dict[Path, tuple[float, Lock]]] = {}
+
+    def _transfer(self, direction: Any, memory: Any, offset: int, what: str) -> None:
+        rate, busy = self.drives[self.path.parent]
+        with busy:
+            end = perf_counter() + sum(x.nbytes for x in memory) / rate
+            super()._transfer(direction, memory, offset, what)
+            sleep(max(0, end - perf_counter()))
+
+
+def test_the_speed_of_several_drives_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a bucket, and for one of its buffers: each is striped in proportion to the rates."""
+    monkeypatch.setattr(swap_space, "DirectFile", ThrottledFile)
+    for name in ("CHUNK", "BATCH"):
+        monkeypatch.setattr(striped_io, name, 1 << 17)
+    rates = {tmp_path / "fast": 3e7, tmp_path / "slow": 1e7, tmp_path / "slower": 5e6}
+    ThrottledFile.drives = {x: (rate, Lock()) for x, rate in rates.items()}
+    sizes = {"low": 4 << 20, "high": 2 << 20}
+    space = create(*rates, extents={0: Extent.of(sizes.items())}, shares=[round(x) for x in rates.values()])
+    data = {name: pages(np.random.default_rng(0).bytes(n)) for name, n in sizes.items()}
+    into = {name: pages(bytes(n)) for name, n in sizes.items()}
+    for transfer, memory, names in ((space.write, data, [*sizes]), (space.read, into, ["high"])):
+        least = sum(sizes[x] for x in names) / sum(rates.values())
+        for _ in range(5):  # until nothing else keeps the processors busy
+            start = perf_counter()
+            transfer(0, names, [memory[x] for x in names])
+            if (seconds := perf_counter() - start) < 1.25 * least:
+                break
+        assert least <= seconds < 1.25 * least  # the fastest alone: 1.5
+    assert into["high"] == data["high"]
+    space.close()

@@ -40,9 +40,9 @@ MODELS = ("GPT with dropout", "odd sizes", "frozen below", "tied GPT")
 
 
 def on_disk(folder: Path, name: str, **settings: Any) -> dict[str, Any]:
-    """Settings with a swap space in a new folder."""
-    folder.mkdir(exist_ok=True)
-    return {**settings, "state_on": "disk", "swap": [folder], **ON_DISK[name]}
+    """Settings with a swap space in a new folder and one in it."""
+    (second := folder / "second").mkdir(parents=True, exist_ok=True)
+    return {**settings, "state_on": "disk", "swap": [folder, second], **ON_DISK[name]}
 
 
 @pytest.mark.parametrize(("model", "settings", "placed"), in_pairs(MODELS, NUMBERS, ON_DISK))
@@ -173,7 +173,7 @@ def test_a_process_killed_at_any_moment_goes_on_from_a_whole_step(placed: str, t
         for line in said.split("\n")[:-1]:
             if line == "end":
                 shutil.rmtree(tmp_path)
-                tmp_path.mkdir()
+                (tmp_path / "second").mkdir(parents=True)
             else:
                 number, seen = line.split(" ", 1)
                 assert seen == str([expected[int(number)]])

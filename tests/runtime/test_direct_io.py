@@ -18,7 +18,7 @@ import pytest
 
 from zfunc.errors import DiskError
 from zfunc.runtime import direct_io
-from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of, measure
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, DriveSpeeds, drive_shares, file_system_of, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
 PAGES = 40
@@ -473,3 +473,19 @@ def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
     for name, kind in {"a b/c": "tmpfs", "a": "xfs", "a c": "ext4", "ab": "ext4"}.items():
         assert file_system_of(tmp_path / name, mounts) == kind
     assert file_system_of(tmp_path, tmp_path / "none") == "unknown"
+
+
+def test_drives_share_in_proportion_to_their_speed(
+    tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And folders on one drive in equal parts, whatever its speed is."""
+    speeds = {tmp_path: DriveSpeeds(6.0, 3.0), small_disk: DriveSpeeds(2.0, 2.0)}
+    measured: list[Path] = []
+    monkeypatch.setattr(direct_io, "_speeds", {})
+    monkeypatch.setattr(direct_io, "measure", lambda folder: measured.append(folder) or speeds[folder])
+    assert drive_shares([tmp_path, tmp_path]) == (1, 1)
+    assert drive_shares([small_disk]) == (1,)
+    assert not measured
+    assert drive_shares([tmp_path, small_disk]) == (667, 333)
+    assert drive_shares([tmp_path, small_disk, tmp_path]) == (333, 333, 333)
+    assert measured == [tmp_path, small_disk]

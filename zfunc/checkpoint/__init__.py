@@ -12,6 +12,7 @@
     directory          a folder of checkpoints: publishes, finds the newest complete one, deletes old ones
     reader             reads slices of a checkpoint, whatever ranks and buckets wrote it
     writer             a checkpoint being written
+    striped_io         buffers on several drives at once, with checksums
     swap_file          the format of a swap space's files: header, records of commits, extents
     swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
     swap_checkpoint    a swap space of all ranks, read as a checkpoint

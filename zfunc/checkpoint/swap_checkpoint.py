@@ -13,13 +13,13 @@ from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, StateSlice
 from zfunc.checkpoint.manifest_json import read_position
 from zfunc.checkpoint.safetensors_file import CHUNK, Shard, TensorInfo
-from zfunc.checkpoint.snapshot import frozen_slices, parameter_entries, state_slices
+from zfunc.checkpoint.snapshot import Slice, frozen_slices, parameter_entries, state_slices
 from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.striped_io import Stripe, block_checksum
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
     CommitRecord,
     SwapHeader,
-    block_checksum,
     read_header,
     read_records,
     swap_file_name,
@@ -111,21 +111,21 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     dtypes: dict[int, dict[str, Dtype]] = {x.index: {FROZEN: kept_in} for x in layout.frozen_buckets}
     for x in layout.buckets:
         dtypes[x.index] = {kind.name: kind.dtype for kind in STATE_FORMATS[x.state_format]}
-    shards, homes = list[Shard](), list[dict[int, int]]()  # homes: of each rank, the shard of each bucket
-    for header, commit in zip(headers, commits, strict=True):
-        homes.append(
-            {x.bucket: len(shards) + home for x, home in zip(header.extents, header.homes, strict=True)}
-        )
-        shards += _shards(header, commit, dtypes)
+    shards = list[Shard]()
     pieces: Pieces = {}
-    for rank, header in enumerate(headers):
+    for rank, (header, commit) in enumerate(zip(headers, commits, strict=True)):
         slices = [*state_slices(layout, rank, header.world, {})]
         for bucket in layout.frozen_buckets:
             slices += frozen_slices(layout, bucket, kept_in, rank, header.world)
         for x in slices:
-            piece = StateSlice(x.start, x.stop, homes[rank].get(x.bucket, -1), f"{x.bucket}/{x.kind}", x.at)
             by_kind = pieces.setdefault(x.parameter, {})
-            by_kind[x.kind] = (*by_kind.get(x.kind, ()), piece)
+            (stripes, _), item = (
+                header.stripes.get(x.bucket, ({}, {})),
+                DTYPES[dtypes[x.bucket][x.kind]].nbytes,
+            )
+            parts = _cut_at_stripes(x, stripes.get(x.kind, ()), item, len(shards))
+            by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)
+        shards += _shards(header, commit, dtypes)
     metadata = commits[0].metadata
     names = ("position", "optimizer", "extra")
     position, optimizer, extra = JsonNode({"extra": {}, **metadata}, where).fields(*names)
@@ -140,26 +140,43 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
     )
 
 
+def _cut_at_stripes(x: Slice, stripes: Sequence[Stripe], item: int, first: int) -> Iterator[StateSlice]:
+    """The parts of a slice in the stripes of its buffer, of `item` bytes an element; shard `first` has file 0."""
+    for stripe in stripes:
+        begin, end = stripe.start // item, stripe.stop // item
+        start, stop = max(x.at, begin), min(x.at + x.stop - x.start, end)
+        if start < stop:
+            further = x.start - x.at
+            yield StateSlice(
+                start + further, stop + further, first + stripe.file, _tensor(x.bucket, x.kind), start - begin
+            )
+
+
 def _shards(
     header: SwapHeader, commit: CommitRecord, dtypes: Mapping[int, Mapping[str, Dtype]]
 ) -> Iterator[Shard]:
-    """The committed generations of the extents in each of a rank's files; a tensor for each buffer."""
+    """The committed generations of the extents in each of a rank's files; a tensor for each buffer's stripe."""
     tensors: list[list[TensorInfo]] = [[] for _ in header.folders]
     places: list[dict[str, int]] = [{} for _ in header.folders]
     checksums: list[dict[str, tuple[int, ...]]] = [{} for _ in header.folders]
-    for (extent, sums), home, g in zip(
-        header.checksums_of(commit), header.homes, commit.generations, strict=True
-    ):
-        own = dtypes.get(extent.bucket, {})
-        for kind, nbytes in extent.buffers.items():
+    sums = header.checksums_of(commit)
+    for b, g in zip(header.extents, commit.generations, strict=True):
+        own = dtypes.get(b, {})
+        for kind, stripes in header.stripes[b][g].items():
             if kind in own:
-                dtype, name = DTYPES[own[kind]], f"{extent.bucket}/{kind}"
-                tensors[home].append(TensorInfo(name, dtype.safetensors, (nbytes // dtype.nbytes,)))
-                places[home][name] = header.place(extent, g) + extent.places[kind]
-                checksums[home][name] = tuple(sums[kind])
+                dtype, name = DTYPES[own[kind]], _tensor(b, kind)
+                for x in stripes:
+                    numel = (x.stop - x.start) // dtype.nbytes
+                    tensors[x.file].append(TensorInfo(name, dtype.safetensors, (numel,)))
+                    places[x.file][name] = x.place
+                    checksums[x.file][name] = tuple(sums[b][kind][x.first : x.last])
     for n, size in enumerate(header.sizes):
         file = swap_file_name(header.rank, header.world, n)
         yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n], block_checksum)
+
+
+def _tensor(b: int, kind: str) -> str:
+    return f"{b}/{kind}"
 
 
 def _layout(

@@ -2,10 +2,10 @@
 
 A file holds, each part padded to 4,096 bytes:
 
-    header     identity, rank, folders and extents as JSON, with a checksum
+    header     identity, rank, folders, their shares and extents as JSON, with a checksum
+    extents    of every bucket in two generations: this folder's stripes of all buffers, one after the other
     2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
                and the metadata of the commit
-    extents    of this folder's buckets: all buffers of a bucket one after the other, in two generations
 
 A header or record is read back equal to the one written, or refused.
 """
@@ -15,19 +15,20 @@ import struct
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, cast
 
 from attrs import evolve, field, frozen
 
 from zfunc.checkpoint import strict_json
-from zfunc.checkpoint.safetensors_file import CHUNK, num_chunks
 from zfunc.checkpoint.strict_json import JsonNode
+from zfunc.checkpoint.striped_io import Stripe, lay_stripes, num_checksums
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
-VERSION = 1
+VERSION = 2
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
 ROOM = 1 << 20  # bytes of a record for its metadata, beside generations and checksums
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
@@ -35,24 +36,9 @@ _RECORD = struct.Struct(
     "<8sQQQI"
 )  # magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
 Read = Callable[[int, int], bytes]  # so many bytes from an offset of a file
+Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"
-
-
-def block_checksum(data: memoryview) -> int:
-    """The CRC-32 of the sums of each block's 64-bit words, which takes a quarter of the time of CRC-32 alone.
-
-    It finds every error of up to 64 neighbouring bits, and blocks that are zero, old or of another place. In one
-    block it misses two flipped bits of the same place in two words, one each way, and words that changed places.
-
-    >>> block_checksum(memoryview(bytes(4096))) == block_checksum(memoryview(bytes(8192)))
-    False
-    """
-    import numpy as np  # here: what reads no checkpoint needs none
-
-    whole = data.nbytes // BLOCK * BLOCK
-    sums = np.add.reduce(np.frombuffer(data[:whole], "<u8").reshape(-1, BLOCK // 8), axis=1)
-    return zlib.crc32(data[whole:], zlib.crc32(sums))
 
 
 def swap_file_name(rank: int, world: int, folder: int) -> str:
@@ -64,38 +50,12 @@ def swap_file_name(rank: int, world: int, folder: int) -> str:
     return f"rank-{rank:05d}-of-{world:05d}-folder-{folder}.swap"
 
 
-def _in_order(buffers: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    return tuple(buffers.items())
-
-
-@frozen
-class StoredExtent:
-    """The buffers of one bucket by name, with their bytes, in the order in which they lie on the disk."""
-
-    bucket: int
-    buffers: Mapping[str, int] = field(converter=dict[str, int], eq=_in_order)
-
-    @cached_property
-    def _extent(self) -> Extent:
-        return Extent.of(self.buffers.items())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the disk, of one generation."""
-        return self._extent.nbytes
-
-    @cached_property
-    def places(self) -> dict[str, int]:
-        """Where each buffer begins in the extent."""
-        return {x.name: x.start for x in self._extent.parts}
-
-
 @frozen
 class SwapHeader:
     """What a file of a swap space says of all of it. Only `folder`, the number of its own one, differs among files.
 
-    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart; `homes` has
-    the number of the folder that each extent lies in.
+    `identity` says what the bytes mean, in JSON's own types; `run` tells spaces of one identity apart; each folder
+    has a stripe of every buffer, in proportion to its number in `shares`. Extents are by bucket.
     """
 
     identity: Mapping[str, Any]
@@ -103,8 +63,8 @@ class SwapHeader:
     rank: int
     world: int
     folders: tuple[str, ...]
-    extents: tuple[StoredExtent, ...]
-    homes: tuple[int, ...]
+    shares: tuple[int, ...]
+    extents: Mapping[int, Extent]
     folder: int = 0
 
     @cached_property
@@ -118,8 +78,10 @@ class SwapHeader:
                 "rank": self.rank,
                 "world": self.world,
                 "folders": self.folders,
-                "extents": [[x.bucket, x.buffers] for x in self.extents],
-                "homes": self.homes,
+                "shares": self.shares,
+                "extents": [
+                    [b, {x.name: x.nbytes for x in extent.parts}] for b, extent in self.extents.items()
+                ],
                 "folder": self.folder,
             }
         )
@@ -135,44 +97,47 @@ class SwapHeader:
         return evolve(self, folder=folder)
 
     @cached_property
+    def _laid(self) -> tuple[dict[int, tuple[Stripes, Stripes]], list[int]]:
+        """The stripes, and where they end in each file."""
+        ends = [len(self.of(n).raw) for n in range(len(self.folders))]
+
+        def lay(extent: Extent) -> Stripes:
+            return {x.name: lay_stripes(x.nbytes, self.shares, ends) for x in extent.parts}
+
+        return {b: (lay(extent), lay(extent)) for b, extent in self.extents.items()}, ends
+
+    @property
+    def stripes(self) -> Mapping[int, tuple[Stripes, Stripes]]:
+        """Where the files have each bucket's buffers, by name, in either generation."""
+        return self._laid[0]
+
+    @cached_property
+    def num_checksums(self) -> int:
+        """Checksums in a record: of all buffers."""
+        return sum(num_checksums(x) for stripes, _ in self.stripes.values() for x in stripes.values())
+
+    @cached_property
     def record_size(self) -> int:
         """Bytes reserved for a record."""
         return whole_blocks(_RECORD.size + ROOM + 16 * len(self.extents) + 4 * self.num_checksums)
 
-    @cached_property
-    def num_checksums(self) -> int:
-        """Checksums in a record: one for each chunk of each buffer."""
-        return sum(num_chunks(n, CHUNK) for x in self.extents for n in x.buffers.values())
-
-    def checksums_of(self, record: "CommitRecord") -> Iterator[tuple[StoredExtent, dict[str, list[int]]]]:
-        """The checksums in a record, by extent and buffer."""
-        left = iter(record.checksums)
-        for extent in self.extents:
-            sizes = extent.buffers.items()
-            yield extent, {name: [next(left) for _ in range(num_chunks(n, CHUNK))] for name, n in sizes}
-
-    def record_at(self, number: int) -> int:
-        """Where in the first file the record of that number is: they alternate."""
-        return len(self.of(0).raw) + number % 2 * self.record_size
-
-    @cached_property
-    def _ends(self) -> tuple[dict[int, int], list[int]]:
-        """Where generation 0 of each bucket begins in its file, by bucket, and the size of each file."""
-        ends = [len(self.of(n).raw) + (0 if n else 2 * self.record_size) for n in range(len(self.folders))]
-        places: dict[int, int] = {}
-        for extent, home in zip(self.extents, self.homes, strict=True):
-            places[extent.bucket] = ends[home]
-            ends[home] += 2 * extent.nbytes
-        return places, ends
-
-    def place(self, extent: StoredExtent, generation: int) -> int:
-        """Where a generation of an extent begins in its file."""
-        return self._ends[0][extent.bucket] + generation * extent.nbytes
-
     @property
     def sizes(self) -> list[int]:
         """Bytes of each folder's file."""
-        return self._ends[1]
+        first, *others = self._laid[1]
+        return [first + 2 * self.record_size, *others]
+
+    def record_at(self, number: int) -> int:
+        """Where in the first file the record of that number is: they alternate."""
+        return self._laid[1][0] + number % 2 * self.record_size
+
+    def checksums_of(self, record: "CommitRecord") -> dict[int, dict[str, list[int]]]:
+        """The checksums in a record, by bucket and buffer."""
+        left = iter(record.checksums)
+        return {
+            b: {name: list(islice(left, num_checksums(x))) for name, x in stripes.items()}
+            for b, (stripes, _) in self.stripes.items()
+        }
 
 
 def frame_header(text: bytes) -> bytes:
@@ -214,8 +179,8 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
     root = strict_json.parse_json(text, where)
     if (version := root.entries().get("version")) is None or version.integer() != VERSION:
         root.refuse(f"version {VERSION}, the one that this zfunc reads", "another version")
-    _, identity, run, rank, world, folders, extents, homes, folder = root.fields(
-        *("version", "identity", "run", "rank", "world", "folders", "extents", "homes", "folder")
+    _, identity, run, rank, world, folders, shares, extents, folder = root.fields(
+        *("version", "identity", "run", "rank", "world", "folders", "shares", "extents", "folder")
     )
     identity.entries()
     count = len(folders.items())
@@ -225,21 +190,23 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
         rank=rank.integer(),
         world=world.integer(1),
         folders=tuple(x.text(high=10_000) for x in folders.items()),
-        extents=tuple(_parse_extent(x) for x in extents.items()),
-        homes=homes.integers(count - 1),
+        shares=shares.integers(),
+        extents=dict(_parse_extent(x) for x in extents.items()),
         folder=folder.integer(0, count - 1),
     )
-    if len(header.homes) != len(header.extents):
-        homes.refuse("a folder for each extent", f"{len(header.homes)} for {len(header.extents)}")
+    if len(header.shares) != count or not all(header.shares):
+        shares.refuse("a number above 0 for each folder", f"{list(header.shares)} for {count}")
+    if len(header.extents) != len(extents.items()):
+        extents.refuse("each bucket once")
     return header
 
 
-def _parse_extent(node: JsonNode) -> StoredExtent:
+def _parse_extent(node: JsonNode) -> tuple[int, Extent]:
     items = node.items()
     if len(items) != 2:
         node.refuse("a bucket and its buffers", f"a list of {len(items)}")
     bucket, buffers = items
-    return StoredExtent(bucket.integer(-1), {name: x.integer() for name, x in buffers.entries().items()})
+    return bucket.integer(), Extent.of((name, x.integer()) for name, x in buffers.entries().items())
 
 
 @frozen

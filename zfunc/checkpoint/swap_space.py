@@ -20,57 +20,39 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import define, field
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
+from zfunc.checkpoint.striped_io import StripedBuffer, read_striped, write_striped
 from zfunc.checkpoint.swap_file import (
     SWAP_FILE,
     CommitRecord,
-    StoredExtent,
+    Stripes,
     SwapHeader,
-    block_checksum,
     read_header,
     read_records,
     swap_file_name,
 )
-from zfunc.core.extents import BLOCK, whole_blocks
+from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError, did_you_mean
 from zfunc.runtime.direct_io import DirectFile, file_system_of
 from zfunc.runtime.host_pages import map_pages
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
-BATCH = 16 << 20  # bytes that a thread transfers, and then or before sums
-THREADS = 4  # some wait for the drive while others sum
 _GO_ON = "go on from the last commit: open the swap space again"
 log = logging.getLogger("zfunc")
-
-
-def deal_extents(extents: Sequence[StoredExtent], speeds: Sequence[float]) -> tuple[int, ...]:
-    """The number of the folder for each extent: the one where it is transferred first.
-
-    >>> deal_extents([StoredExtent(n, {"master": 4096}) for n in range(6)], [2.0, 1.0])
-    (0, 0, 1, 0, 0, 1)
-    """
-    busy, homes = [0.0] * len(speeds), list[int]()
-    for extent in extents:
-        ends = [seconds + extent.nbytes / speed for seconds, speed in zip(busy, speeds, strict=True)]
-        homes.append(ends.index(min(ends)))
-        busy[homes[-1]] = ends[homes[-1]]
-    return tuple(homes)
 
 
 @define(eq=False)
 class _Bucket:
     """Where a bucket is, which generation of it is committed (-1: none), and what was written since."""
 
-    extent: StoredExtent
-    file: DirectFile
-    begins: tuple[int, int]  # of the generations in the file
+    sizes: dict[str, int]  # of its buffers, in bytes
+    stripes: tuple[Stripes, Stripes]  # of the generations
     committed: int
-    checksums: tuple[dict[str, list[int]], dict[str, list[int]]]  # of the generations' buffers' chunks
+    checksums: tuple[dict[str, list[int]], ...]  # of the generations' buffers
     written: set[str] = field(
         factory=set[str]
     )  # since the last commit: buffers that are in the other generation
@@ -89,7 +71,7 @@ class _Bucket:
     def missing(self) -> list[str]:
         """What a commit still needs."""
         changed = self.committed < 0 or self.written or self.lost
-        return [x for x in self.extent.buffers if changed and (x not in self.written or x in self.lost)]
+        return [x for x in self.sizes if changed and (x not in self.written or x in self.lost)]
 
 
 @define(eq=False)
@@ -118,15 +100,16 @@ class SwapSpace:
         *,
         identity: Mapping[str, Any],
         run: str,
-        extents: Sequence[StoredExtent],
+        extents: Mapping[int, Extent],
         rank: int = 0,
         world: int = 1,
-        speeds: Sequence[float] | None = None,
+        shares: Sequence[int] = (),
     ) -> "SwapSpace":
         """Reserve the files of a new space, one in each folder, and open it. Nothing is in it before `commit`.
 
         `identity` says what the bytes mean, as a dict of JSON's own types; `run` is a text that all ranks share and
-        no other run has. `speeds` are those of the folders, in any unit.
+        no other run has. Each folder gets a part of every buffer in proportion to its number in `shares`, which
+        are equal by default.
 
         Raises CheckpointError, in one line, for a folder that is missing, in memory, cannot be written, is full, is
         given twice, or has the state of another run. Then nothing is left, and what was in the folders stays as it
@@ -135,9 +118,10 @@ class SwapSpace:
         check_plain(identity, "identity")
         check_folders(folders)
         _tell_shared_drives(folders)
-        homes = deal_extents(extents, speeds or [1.0] * len(folders))
         names = tuple(str(x.absolute()) for x in folders)
-        header = SwapHeader(identity, run, rank, world, names, tuple(extents), homes)
+        header = SwapHeader(
+            identity, run, rank, world, names, tuple(shares) or (1,) * len(folders), dict(extents)
+        )
         paths = [x / swap_file_name(rank, world, n) for n, x in enumerate(folders)]
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
@@ -176,7 +160,7 @@ class SwapSpace:
         folders: Sequence[Path],
         *,
         identity: Mapping[str, Any],
-        extents: Sequence[StoredExtent],
+        extents: Mapping[int, Extent],
         rank: int = 0,
         world: int = 1,
         at: int | None = None,
@@ -254,12 +238,10 @@ class SwapSpace:
             if name in bucket.lost or bucket.newest(name) < 0:
                 why = "a write of it has failed" if name in bucket.lost else "none"
                 raise CheckpointError(
-                    f"{bucket.file.path}: bucket {b}, {name!r}: got {why}, expected it to be written before it is "
-                    f"read: {_GO_ON}"
+                    f"{self._files[0].path}: bucket {b}, {name!r}: got {why}, expected it to be written before it "
+                    f"is read: {_GO_ON}"
                 )
-        in_parallel(
-            partial(_read_batch, bucket), _batches(bucket, names, into, bucket.newest), threads=THREADS
-        )
+        read_striped(self._files, _buffers(bucket, b, names, into, bucket.newest))
 
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
@@ -269,10 +251,7 @@ class SwapSpace:
         bucket = self._usable(b, names, data)
         self._retire_older()
         bucket.lost.update(names)
-        sums = {name: [0] * num_chunks(bucket.extent.buffers[name], CHUNK) for name in names}
-        bucket.checksums[bucket.other].update(sums)
-        batches = _batches(bucket, names, data, lambda _: bucket.other)
-        in_parallel(partial(_write_batch, bucket), batches, threads=THREADS)
+        write_striped(self._files, _buffers(bucket, b, names, data, lambda _: bucket.other))
         bucket.written.update(names)
         bucket.lost.difference_update(names)
 
@@ -288,7 +267,7 @@ class SwapSpace:
         for b, bucket in self._buckets.items():
             if missing := bucket.missing:
                 raise CheckpointError(
-                    f"{bucket.file.path}: bucket {b}: got {', '.join(missing)} not written "
+                    f"{self._files[0].path}: bucket {b}: got {', '.join(missing)} not written "
                     f"since the last commit, expected all of its buffers: write them, or {_GO_ON}"
                 )
         now = self._records[self.number]
@@ -296,8 +275,8 @@ class SwapSpace:
         sums = [
             x
             for g, bucket in zip(generations, self._buckets.values(), strict=True)
-            for name in bucket.extent.buffers
-            for x in bucket.checksums[g][name]
+            for own in bucket.checksums[g].values()
+            for x in own
         ]
         new = CommitRecord(now.number + 1, tuple(generations), sums, dict(record))
         raw = new.raw(self.header.record_size)
@@ -318,14 +297,13 @@ class SwapSpace:
 
     def _read_buckets(self, record: CommitRecord) -> Iterator[tuple[int, _Bucket]]:
         """The buckets by number, as a commit left them."""
-        header = self.header
+        header, own = self.header, self.header.checksums_of(record)
         generations = record.generations or [-1] * len(header.extents)
-        for (extent, own), home, g in zip(
-            header.checksums_of(record), header.homes, generations, strict=True
-        ):
-            both = (dict[str, list[int]](), own) if g == 1 else (own, dict[str, list[int]]())
-            begins = header.place(extent, 0), header.place(extent, 1)
-            yield extent.bucket, _Bucket(extent, self._files[home], begins, g, both)
+        for (b, extent), g in zip(header.extents.items(), generations, strict=True):
+            other = {name: [0] * len(x) for name, x in own[b].items()}
+            checksums = (other, own[b]) if g == 1 else (own[b], other)
+            sizes = {x.name: x.nbytes for x in extent.parts}
+            yield b, _Bucket(sizes, header.stripes[b], g, checksums)
 
     def _usable_at_all(self) -> None:
         if self._lost:
@@ -337,7 +315,7 @@ class SwapSpace:
         self._usable_at_all()
         if (bucket := self._buckets.get(b)) is None:
             raise ValueError(f"got bucket {b}, expected one of the {len(self._buckets)} of the swap space")
-        buffers = bucket.extent.buffers
+        buffers = bucket.sizes
         for name, x in zip(names, data, strict=True):
             if name not in buffers:
                 hint = did_you_mean(name, list(buffers))
@@ -368,61 +346,18 @@ class SwapSpace:
             raise
 
 
-@frozen
-class _Piece:
-    """A chunk of a buffer, which has a checksum: its memory, in whole blocks, its bytes, and where it is stored."""
-
-    name: str
-    generation: int
-    number: int
-    data: memoryview
-    nbytes: int
-    offset: int
-
-
-def _pieces(
-    bucket: _Bucket, names: Sequence[str], views: Sequence[memoryview], generation: Callable[[str], int]
-) -> Iterator[_Piece]:
-    for name, view in zip(names, views, strict=True):
-        g, at = generation(name), bucket.extent.places[name]
-        for n, (a, b) in enumerate(cut(0, bucket.extent.buffers[name], CHUNK)):
-            yield _Piece(name, g, n, view[a : whole_blocks(b)], b - a, bucket.begins[g] + at + a)
-
-
-def _batches(
-    bucket: _Bucket, names: Sequence[str], views: Sequence[memoryview], generation: Callable[[str], int]
-) -> list[tuple[list[_Piece]]]:
-    """The pieces that follow one another, BATCH bytes at most: one batch is transferred while another is summed."""
-    batches: list[tuple[list[_Piece]]] = []
-    end = room = 0
-    for x in _pieces(bucket, names, views, generation):
-        if x.offset != end or room < x.data.nbytes:
-            batches.append(([],))
-            room = BATCH
-        batches[-1][0].append(x)
-        end, room = x.offset + x.data.nbytes, room - x.data.nbytes
-    return batches
-
-
-def _write_batch(bucket: _Bucket, pieces: list[_Piece]) -> None:
-    for x in pieces:
-        bucket.checksums[x.generation][x.name][x.number] = block_checksum(x.data[: x.nbytes])
-    bucket.file.write([x.data for x in pieces], pieces[0].offset, _described(bucket, pieces))
-
-
-def _read_batch(bucket: _Bucket, pieces: list[_Piece]) -> None:
-    bucket.file.read([x.data for x in pieces], pieces[0].offset, _described(bucket, pieces))
-    for x in pieces:
-        if block_checksum(x.data[: x.nbytes]) != bucket.checksums[x.generation][x.name][x.number]:
-            raise CheckpointError(
-                f"{bucket.file.path}: bucket {bucket.extent.bucket}, {x.name!r}: got other bytes than were written "
-                f"at {x.offset} of the file, {x.nbytes} of them: the checksum differs; check this disk, and resume "
-                "from a checkpoint"
-            )
-
-
-def _described(bucket: _Bucket, pieces: list[_Piece]) -> str:
-    return f"bucket {bucket.extent.bucket}, {', '.join(dict.fromkeys(x.name for x in pieces))}"
+def _buffers(
+    bucket: _Bucket,
+    b: int,
+    names: Sequence[str],
+    views: Sequence[memoryview],
+    generation: Callable[[str], int],
+) -> list[StripedBuffer]:
+    return [
+        StripedBuffer(f"bucket {b}, {name!r}", view, bucket.stripes[g][name], bucket.checksums[g][name])
+        for name, view in zip(names, views, strict=True)
+        for g in [generation(name)]
+    ]
 
 
 def check_folders(folders: Sequence[Path]) -> None:
@@ -465,7 +400,7 @@ def _check_header(
     header: SwapHeader,
     first: SwapHeader,
     identity: Mapping[str, Any],
-    extents: Sequence[StoredExtent],
+    extents: Mapping[int, Extent],
     place: tuple[int, int, int],
 ) -> None:
     """The file is of this identity and place, and of one space with the first."""
@@ -481,7 +416,7 @@ def _check_header(
             f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "
             f"{', '.join(header.folders)}"
         )
-    if header.extents != tuple(extents):
+    if [*header.extents.items()] != [*extents.items()]:
         raise CheckpointError(
             f"{path}: got a swap space of other buckets, expected those of this model: {same}"
         )

@@ -1,10 +1,11 @@
-"""Where the disk has the optimizer state of a bucket: its buffers one after another, each at whole blocks.
+"""The optimizer state of a bucket as the disk has it: its buffers one after another, each at whole blocks.
 
-What memory has as well comes last, so that a step moves one range and leaves the rest to a commit.
+What memory has as well comes last, so that a step moves one range and leaves the rest to a commit. Each of several
+drives has a stripe of every buffer, in proportion to its speed.
 """
 
-from collections.abc import Iterable
-from itertools import accumulate
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
 
 from attrs import field, frozen
 
@@ -20,6 +21,17 @@ def whole_blocks(nbytes: int) -> int:
     (0, 4096, 4096)
     """
     return round_up(nbytes, BLOCK)
+
+
+def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Start and stop of the bytes that each drive has of a buffer: whole blocks, but for the last.
+
+    >>> cut_in_shares(5 * BLOCK + 1, [2, 1])
+    ((0, 16384), (16384, 20481))
+    """
+    blocks, total = whole_blocks(nbytes) // BLOCK, sum(shares)
+    edges = (blocks * x // total * BLOCK for x in accumulate(shares, initial=0))
+    return tuple((start, min(stop, nbytes)) for start, stop in pairwise(edges))
 
 
 @frozen
@@ -40,13 +52,15 @@ class ExtentPart:
 class Extent:
     """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
 
+    Extents of the same buffers are equal: what moves is not written down.
+
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes
     ([0, 8192, 12288], 20480, 12288)
     """
 
     parts: tuple[ExtentPart, ...] = field(converter=tuple)
-    moved: int
+    moved: int = field(eq=False)
 
     @classmethod
     def of(cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = ()) -> "Extent":

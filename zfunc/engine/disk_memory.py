@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,21 @@ from attrs import define, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.manifest import FROZEN
-from zfunc.checkpoint.swap_file import block_checksum
+from zfunc.checkpoint.striped_io import (
+    Stripe,
+    StripedBuffer,
+    lay_stripes,
+    num_checksums,
+    read_striped,
+    write_striped,
+)
 from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
-from zfunc.core.extents import Extent
+from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region
 from zfunc.core.spec import PARAMS, StepSpec
-from zfunc.errors import DiskError
-from zfunc.runtime.direct_io import DirectFile
+from zfunc.errors import CheckpointError, DiskError
+from zfunc.runtime.direct_io import DirectFile, drive_shares
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -103,55 +109,47 @@ def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[
 
 @define(eq=False)
 class SpilledBytes:
-    """A part of a file that nobody else sees, and that is gone when its process ends."""
+    """A part of files that nobody else sees, and that are gone when their process ends."""
 
-    file: DirectFile = field(repr=False)
-    start: int
+    files: Sequence[DirectFile] = field(repr=False)
+    stripes: Sequence[Stripe]
     nbytes: int
     name: str
-    checksum: int | None = field(default=None, init=False)  # of what was written
+    checksums: list[int] | None = field(default=None, init=False)  # of what was written
     held: Any = None  # of activations: the slot that they were written from, as it was then
 
     def write(self, page: Tensor) -> None:
         """Write the bytes of `page`, which has at least as many."""
-        data = as_bytes(page)[: self.nbytes]
-        self.checksum = None
-        self.file.write([data], self.start, self.name)
-        self.checksum = block_checksum(data)
+        self.checksums, new = None, [0] * num_checksums(self.stripes)
+        write_striped(self.files, [self._buffer(page, new)])
+        self.checksums = new
 
     def read(self, page: Tensor) -> None:
         """Read them back into `page`, if a write has ended. Raises DiskError for others than were written."""
-        if self.checksum is None:
+        if self.checksums is None:
             return
-        data = as_bytes(page)[: self.nbytes]
-        self.file.read([data], self.start, self.name)
-        if block_checksum(data) != self.checksum:
-            raise DiskError(
-                f"{self.file.path}: {self.name}: got other bytes than were written, the checksum differs: check "
-                "this disk, and load the last commit of the swap space"
-            )
+        try:
+            read_striped(self.files, [self._buffer(page, self.checksums)])
+        except CheckpointError as error:
+            raise DiskError(str(error)) from error
+
+    def _buffer(self, page: Tensor, checksums: list[int]) -> StripedBuffer:
+        return StripedBuffer(self.name, as_bytes(page)[: self.nbytes], self.stripes, checksums)
 
 
 def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Region, SpilledBytes]:
-    """Room on the disk for these regions, dealt to the folders in turn.
+    """Room on the disk for these regions, each striped over all folders.
 
     Raises DiskError where there is none, and CheckpointError for a folder that is missing or in memory.
     """
-    paths = [Path(folder).expanduser() for folder in folders]
-    dealt: list[list[Region]] = [[] for _ in folders]
-    for n, r in enumerate(sorted(regions, key=lambda r: r.index)):
-        dealt[n % len(folders)].append(r)
-    if dealt and dealt[0]:
-        check_folders(paths)
-    places: dict[Region, SpilledBytes] = {}
-    for folder, own in zip(paths, dealt, strict=True):
-        if own:
-            path = folder / f".spilled-{os.getpid()}-{os.urandom(4).hex()}"
-            file = DirectFile.create(path, sum(r.nbytes for r in own))
-            with suppress(FileNotFoundError):
-                path.unlink()
-            start = 0
-            for r in own:
-                places[r] = SpilledBytes(file, start, r.nbytes, str(r))
-                start += r.nbytes
-    return places
+    if not (regions := sorted(regions, key=lambda r: r.index)):
+        return {}
+    paths, ends = [Path(folder).expanduser() for folder in folders], [0] * len(folders)
+    check_folders(paths)
+    shares = drive_shares(paths)
+    stripes = [lay_stripes(r.nbytes, shares, ends) for r in regions]
+    files = [
+        DirectFile.create(path / f".spilled-{os.urandom(8).hex()}", max(end, BLOCK), named=False)
+        for path, end in zip(paths, ends, strict=True)
+    ]
+    return {r: SpilledBytes(files, x, r.nbytes, str(r)) for r, x in zip(regions, stripes, strict=True)}

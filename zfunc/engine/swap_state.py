@@ -13,8 +13,7 @@ from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.swap_checkpoint import swap_identity
-from zfunc.checkpoint.swap_file import StoredExtent
-from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
 from zfunc.engine.disk_memory import extents_of
@@ -23,6 +22,7 @@ from zfunc.engine.state import Buffers, State
 from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
+from zfunc.runtime.direct_io import drive_shares
 from zfunc.runtime.host_memory import alloc_host
 
 
@@ -38,12 +38,12 @@ def create_swap(program: Program) -> SwapSpace | None:
     ranks = program.ranks
     close_swap(program)
     run = ranks.texts(os.urandom(8).hex())[0]
-    make = partial(
-        SwapSpace.create,
-        swap_folders(program),
-        run=run,
-        **_contents(program),
-    )
+
+    def make() -> SwapSpace:
+        folders = swap_folders(program)
+        check_folders(folders)
+        return SwapSpace.create(folders, run=run, shares=drive_shares(folders), **_contents(program))
+
     program.cache.swap = all_or_none(ranks, make)
     return program.cache.swap
 
@@ -144,16 +144,10 @@ def _contents(program: Program) -> dict[str, Any]:
     ranks = program.ranks
     return {
         "identity": identity,
-        "extents": stored_extents(program),
+        "extents": extents_of(program.spec),
         "rank": ranks.rank,
         "world": ranks.world,
     }
-
-
-def stored_extents(program: Program) -> list[StoredExtent]:
-    """The extents of a rank."""
-    extents = extents_of(program.spec)
-    return [StoredExtent(b, {x.name: x.nbytes for x in extent.parts}) for b, extent in extents.items()]
 
 
 def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict[str, Any]]:

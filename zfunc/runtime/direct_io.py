@@ -97,15 +97,16 @@ class DirectFile:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
+    def create(cls, path: Path, nbytes: int, *, named: bool = True, threads: int = THREADS) -> "DirectFile":
         """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
 
-        Raises DiskError if the file exists, cannot be made or has no room; nothing is left then.
+        One that is not `named` is gone with its process, and has no `sync`. Raises DiskError if the file exists,
+        cannot be made or has no room; nothing is left then.
         """
         if nbytes <= 0 or nbytes % ALIGNED:
             raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
         with _explained(path, f"reserving {format_bytes(nbytes)}"):
-            fd = open_reserved(path, nbytes, os.O_RDWR)
+            fd = open_reserved(path, nbytes, os.O_RDWR, named=named)
             try:
                 return cls._of(path, fd, threads)
             except BaseException:
@@ -312,13 +313,16 @@ class DirectFile:
                 time.sleep(PAUSE)
 
 
-def open_reserved(path: Path, nbytes: int, flags: int) -> int:
+def open_reserved(path: Path, nbytes: int, flags: int, *, named: bool = True) -> int:
     """A descriptor of a new file with `nbytes` reserved, so that a full disk is noticed before anything is written.
 
-    Raises OSError if the file exists or has no room; no file is left then.
+    One that is not `named` loses its name before it has any bytes. Raises OSError if the file exists or has no
+    room; no file is left then.
     """
     fd = os.open(path, flags | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
+        if not named:
+            path.unlink()
         os.posix_fallocate(fd, 0, nbytes)
     except BaseException:
         os.close(fd)
@@ -353,6 +357,29 @@ def measure(folder: Path) -> DriveSpeeds:
             _speed(file, file.write, data)  # the first time file systems also note that there is something
             write = _speed(file, file.write, data)
             return DriveSpeeds(_speed(file, file.read, data), write)
+
+
+def drive_shares(folders: Sequence[Path]) -> tuple[int, ...]:
+    """What each folder should have of 1,000 bytes that are read and written, so that all drives take as long.
+
+    Drives are measured if there are several; folders on one share its speed. Raises as `measure`.
+    """
+    drives = [folder.stat().st_dev for folder in folders]
+    if len(set(drives)) < 2:
+        return (1,) * len(folders)
+    speeds = [_drive_speed(x, drive) / drives.count(drive) for x, drive in zip(folders, drives, strict=True)]
+    return tuple(max(1, round(1000 * x / sum(speeds))) for x in speeds)
+
+
+_speeds: dict[int, float] = {}  # of drives by device: a process measures each once
+
+
+def _drive_speed(folder: Path, device: int) -> float:
+    """Bytes a second that are read and written again."""
+    if device not in _speeds:
+        read, write = measure(folder)
+        _speeds[device] = 1 / (1 / read + 1 / write)
+    return _speeds[device]
 
 
 def is_direct(folder: Path) -> bool:

@@ -1,0 +1,162 @@
+"""Buffers in stripes on the files of several drives: transferred at once, summed, and compared when read.
+
+Each drive has its own threads, so that none waits for a slower one.
+"""
+
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from attrs import frozen
+
+from zfunc.checkpoint.parallel_io import in_parallel
+from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
+from zfunc.core.extents import BLOCK, cut_in_shares, whole_blocks
+from zfunc.errors import CheckpointError
+from zfunc.runtime.direct_io import DirectFile
+
+BATCH = 16 << 20  # bytes that a thread transfers, and then or before sums
+THREADS = 4  # for each file: some wait for the drive while others sum
+
+
+@frozen
+class Stripe:
+    """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
+
+    Every CHUNK of them has a checksum, and the rest; `first` is the number of the first among the buffer's.
+    """
+
+    file: int
+    start: int
+    stop: int
+    place: int
+    first: int
+
+    @property
+    def last(self) -> int:
+        """Behind its last checksum."""
+        return self.first + num_chunks(self.stop - self.start, CHUNK)
+
+
+def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[Stripe, ...]:
+    """The stripes of a buffer behind what files have, which end at `ends`; these are moved behind it."""
+    stripes: list[Stripe] = []
+    first = 0
+    for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
+        if start < stop:
+            stripes.append(Stripe(n, start, stop, ends[n], first))
+            ends[n] += whole_blocks(stop - start)
+            first = stripes[-1].last
+    return tuple(stripes)
+
+
+def num_checksums(stripes: Sequence[Stripe]) -> int:
+    """Of a buffer."""
+    return stripes[-1].last if stripes else 0
+
+
+@frozen(eq=False)
+class StripedBuffer:
+    """A buffer in memory, in whole blocks from the beginning of a page on, and where files have it.
+
+    `checksums` are those of its chunks: `write_striped` sets them, `read_striped` compares. `name` is for errors.
+    """
+
+    name: str
+    data: memoryview
+    stripes: Sequence[Stripe]
+    checksums: list[int]
+
+
+def write_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
+    """Write buffers and sum them. Raises DiskError."""
+    _transfer(_write, files, buffers)
+
+
+def read_striped(files: Sequence[DirectFile], buffers: Sequence[StripedBuffer]) -> None:
+    """Read buffers. Raises DiskError, and CheckpointError for other bytes than were written."""
+    _transfer(_read, files, buffers)
+
+
+def block_checksum(data: memoryview) -> int:
+    """The CRC-32 of the sums of each block's 64-bit words, which takes a quarter of the time of CRC-32 alone.
+
+    It finds every error of up to 64 neighbouring bits, and blocks that are zero, old or of another place. In one
+    block it misses two flipped bits of the same place in two words, one each way, and words that changed places.
+
+    >>> block_checksum(memoryview(bytes(4096))) == block_checksum(memoryview(bytes(8192)))
+    False
+    """
+    import numpy as np  # here: what reads no checkpoint needs none
+
+    whole = data.nbytes // BLOCK * BLOCK
+    sums = np.add.reduce(np.frombuffer(data[:whole], "<u8").reshape(-1, BLOCK // 8), axis=1)
+    return zlib.crc32(data[whole:], zlib.crc32(sums))
+
+
+@frozen
+class _Chunk:
+    """Bytes that share a checksum: their memory, in whole blocks, and where the file has them."""
+
+    buffer: StripedBuffer
+    number: int
+    data: memoryview
+    nbytes: int
+    place: int
+
+    def sum(self) -> int:
+        return block_checksum(self.data[: self.nbytes])
+
+
+def _chunks(buffer: StripedBuffer, stripe: Stripe) -> Iterator[_Chunk]:
+    data = buffer.data[stripe.start : whole_blocks(stripe.stop)]
+    for n, (start, stop) in enumerate(cut(0, stripe.stop - stripe.start, CHUNK), stripe.first):
+        yield _Chunk(buffer, n, data[start : whole_blocks(stop)], stop - start, stripe.place + start)
+
+
+def _batches(chunks: Sequence[_Chunk]) -> Iterator[list[_Chunk]]:
+    """Chunks that follow one another, BATCH bytes at most: one batch is transferred while another is summed."""
+    batch: list[_Chunk] = []
+    end = room = 0
+    for x in chunks:
+        if x.place != end or room < x.data.nbytes:
+            if batch:
+                yield batch
+            batch, room = [], BATCH
+        batch.append(x)
+        end, room = x.place + x.data.nbytes, room - x.data.nbytes
+    if batch:
+        yield batch
+
+
+def _transfer(
+    call: Callable[[DirectFile, list[_Chunk]], None],
+    files: Sequence[DirectFile],
+    buffers: Sequence[StripedBuffer],
+) -> None:
+    by_file: dict[int, list[_Chunk]] = {}
+    for buffer in buffers:
+        for stripe in buffer.stripes:
+            by_file.setdefault(stripe.file, []).extend(_chunks(buffer, stripe))
+    drives = [(partial(call, files[n]), [(x,) for x in _batches(chunks)]) for n, chunks in by_file.items()]
+    in_parallel(partial(in_parallel, threads=THREADS), drives, threads=len(drives))
+
+
+def _write(file: DirectFile, batch: list[_Chunk]) -> None:
+    for x in batch:
+        x.buffer.checksums[x.number] = x.sum()
+    file.write([x.data for x in batch], batch[0].place, _names(batch))
+
+
+def _read(file: DirectFile, batch: list[_Chunk]) -> None:
+    file.read([x.data for x in batch], batch[0].place, _names(batch))
+    for x in batch:
+        if x.sum() != x.buffer.checksums[x.number]:
+            raise CheckpointError(
+                f"{file.path}: {x.buffer.name}: got other bytes than were written at {x.place} of the file, "
+                f"{x.nbytes} of them: the checksum differs; check this disk, and resume from a checkpoint"
+            )
+
+
+def _names(batch: list[_Chunk]) -> str:
+    return " and ".join(dict.fromkeys(x.buffer.name for x in batch))
