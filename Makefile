@@ -7,14 +7,16 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyproject.toml constraints.txt
 
-.PHONY: train test gpu gpu-toy lint bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
+.PHONY: train test gpu gpu-toy lint pretend bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)
 	$(BIN)/zfunc train
 
 # Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
-# The tests of the device half have processes of their own, in which torch has the pretend device.
-test: $(TOOLS) lint
+# The tests of the device half have processes of their own, in which torch has the pretend device; it is built beside
+# the linters, most of which take one core.
+test: $(TOOLS)
+	$(MAKE) --jobs 2 lint pretend
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m pytest -n 2 --dist loadfile --device pretend tests/device
 
@@ -22,6 +24,9 @@ lint: $(TOOLS)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+pretend: $(TOOLS)
+	cd tests && $(abspath $(BIN))/python -c "import pretend; pretend.missing_tools() or pretend.load()"
 
 # Torch comes first, by its tested version: an open range would fetch the newest build, with gigabytes of CUDA.
 $(STAMP): $(NATIVE)
