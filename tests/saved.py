@@ -12,7 +12,7 @@ from attrs import evolve
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint.directory import UnfinishedCheckpoint
-from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, TrainingPosition
+from zfunc.checkpoint.manifest import Checkpoint, Manifest, TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.safetensors_file import BYTES, Header, Shard, TensorInfo, cut, describe_shard
@@ -24,6 +24,7 @@ from zfunc.core.dtypes import DTYPES
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.core.layout import Layout, Parameter, make_layout
 from zfunc.core.optimizer_state import AdamFormat, stored_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.host_pages import map_pages

@@ -24,11 +24,12 @@ from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.directory import locate_checkpoint
 from zfunc.checkpoint.export import ExportedWeights, export_weights
-from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry, StateSlice, TrainingPosition
+from zfunc.checkpoint.manifest import Manifest, ParameterEntry, StateSlice, TrainingPosition
 from zfunc.checkpoint.safetensors_file import TensorInfo
 from zfunc.core.dtypes import Precision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat, weight_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 from zfunc.optim.compact_reference import split
 from zfunc.optim.loss_scale import LossScale

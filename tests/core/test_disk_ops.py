@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from table import SCHEDULES, TIED_THREE, spec
+from table import FROZEN, SCHEDULES, TIED_THREE, spec
 
 from zfunc.core.graph import Graph
 from zfunc.core.memory_model import peak_memory
@@ -19,12 +19,21 @@ PLACES = [
 
 def on_disk(params_on: Any, grads_on: Any, defer: bool, commit: bool, slots: int, world: int) -> StepSpec:
     return spec(
-        TIED_THREE,
+        FROZEN if world > 1 else TIED_THREE,
         **{"params_on": params_on, "grads_on": grads_on, "defer": defer, "commit": commit, "world": world},
         **{"barrier": True, "state_slots": slots, "weight_slots": slots, "host_slots": slots},
-        **{"bucket_size": 64, "stage": 2 if params_on == "device" else 3, "paged": {0, 2}},
+        **{
+            "bucket_size": 64,
+            "stage": 2 if params_on == "device" else 3,
+            "paged": {0} if world > 1 else {0, 2},
+        },
         **{"state_format": "8bit", "send_high_half": True},
     )
+
+
+def everything(job: StepSpec) -> list[int]:
+    """All buckets, frozen ones too."""
+    return [b.index for b in (*job.layout.buckets, *job.layout.frozen_buckets)]
 
 
 @pytest.mark.parametrize("places", PLACES[::3], ids=str)
@@ -54,7 +63,7 @@ def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[An
     if job.commit:
         assert all(at["commit"] > i for name, i in at.items() if name.startswith("page_out"))
     read = {op.index[1] for op in ops if op.verb == "page_in_weights"}
-    assert read == {b for b in job.paged if job.on_disk(b)}
+    assert read == {b for b in everything(job) if job.on_disk(b)}
 
 
 def test_a_slot_less_is_less_memory_and_one_is_enough() -> None:

@@ -57,20 +57,17 @@ def test_where_the_state_lives_changes_no_bit(
 @pytest.mark.parametrize("placed", ["half of the state", "everything"])
 def test_nor_on_several_ranks(placed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = on_disk(tmp_path, placed, **NUMBERS["bf16 in 2, 16 bits"], stage=3)
-    got = trainings("pairs", 2, monkeypatch, **settings)
-    assert all(map(same, got, reference("pairs", 2, "bf16 in 2, 16 bits")))
+    got = trainings("frozen below", 2, monkeypatch, **settings)
+    assert all(map(same, got, reference("frozen below", 2, "bf16 in 2, 16 bits")))
 
 
-@pytest.mark.parametrize("host_slots", [1, 3])
-def test_activations_alone_wait_on_the_disk(
-    host_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activations_alone_wait_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The residuals of min-cut too, for the largest batch so far, in files that nobody sees."""
-    numbers = {"precision": "bf16", "recompute": "min-cut", "micro_batches": 2, "accumulate": 2}
-    chosen = {"activations_on": "disk", "swap": [tmp_path], "host_slots": host_slots}
+    numbers = {"precision": "bf16", "recompute": "min-cut", "micro_batches": 2, "clip_norm": 0.1}
+    chosen = {"activations_on": "disk", "swap": [tmp_path], "host_slots": 1}
     results = []
     for more in ({}, chosen):
-        program, batch = trained.compiled("GPT with dropout", **numbers, **more)
+        program, batch = trained.compiled("odd sizes", **numbers, **more)
         state, losses = zfunc.init(program, seed=2), list[float]()
         for i in (0, 1, 2):  # the second batch is larger
             rows = tuple(torch.cat([x] * (2 if i == 1 else 1)) for x in batch(i))
@@ -80,12 +77,36 @@ def test_activations_alone_wait_on_the_disk(
         assert not os.listdir(tmp_path)
     assert same(*results)
     pages = {r for r in program.cache.activations if r.buffer == "act_page"}
-    assert len(pages) == host_slots
+    assert len(pages) == 1
     monkeypatch.setattr(DirectFile, "read", failing(DirectFile.read, 0))
     with pytest.raises(zfunc.DiskError, match="gone"):
         zfunc.train_step(program, state, batch(3))
     monkeypatch.undo()
     zfunc.train_step(program, state, batch(3))  # nothing was updated
+
+
+@pytest.mark.parametrize("disk_ratio", [0.0, 1.0])
+def test_memory_has_no_frozen_parameters_and_no_step_writes_them(disk_ratio: float, tmp_path: Path) -> None:
+    """Also where nothing else is on the disk: adapters of a base that is larger than memory."""
+    program, batch = trained.compiled(
+        "frozen below", **on_disk(tmp_path, "state", params_on="disk", disk_ratio=disk_ratio)
+    )
+    state, write, written = zfunc.init(program, seed=2), DirectFile.write, list[str]()
+    before, names = zfunc.params(program, state), {x.name for x in program.layout.frozen}
+    assert not any(r.buffer == "frozen" for r in state.buffers.memory)
+
+    def noted(self: DirectFile, data: Any, offset: int, what: str = "") -> None:
+        written.append(what)
+        write(self, data, offset, what)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(DirectFile, "write", noted)
+        trained.steps(program, state, batch, 0, 3)
+    assert written
+    assert not any("frozen" in what for what in written)
+    killed(program)
+    after = zfunc.params(program, zfunc.load(tmp_path, program))
+    assert {x for x in after if torch.equal(after[x], before[x])} == names
 
 
 def killed(program: Program) -> None:
@@ -138,10 +159,10 @@ def test_what_memory_alone_has_is_in_the_next_commit(before: str, tmp_path: Path
 
 def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step(tmp_path: Path) -> None:
     numbers = NUMBERS["fp32, clipped"]
-    program, batch = trained.compiled("odd sizes", **on_disk(tmp_path / "swap", "everything", **numbers))
+    program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "swap", "everything", **numbers))
     state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
     state, expected = trained.steps(program, state, batch, 2, 3, save=tmp_path / "saved")
-    alone, _ = trained.compiled("odd sizes", **numbers)
+    alone, _ = trained.compiled("frozen below", **numbers)
     assert trained.steps(alone, zfunc.load(tmp_path / "saved", alone), batch, 2, 3)[1] == expected
 
 
@@ -204,7 +225,7 @@ def killed_at_a_random_moment(by: random.Random, last: int, chosen: dict[str, An
 def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A swap space is a checkpoint: for another number of ranks, other buckets, and no swap space at all."""
     numbers = NUMBERS["bf16 in 2, 16 bits"]
-    program, batch = trained.compiled("odd sizes", **on_disk(tmp_path / "one", "everything", **numbers))
+    program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "one", "everything", **numbers))
     state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 3)
     expected = zfunc.evaluate(
         program, state, batch(9)
@@ -215,12 +236,12 @@ def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: p
     for ranks in ThreadedRanks.all(2):
         monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
         chosen = {**on_disk(tmp_path / "two", "everything", **numbers), "stage": 3, "bucket_size": 900}
-        pair.append(trained.compiled("odd sizes", **chosen)[0])
+        pair.append(trained.compiled("frozen below", **chosen)[0])
     monkeypatch.undo()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda own: zfunc.load(tmp_path / "one", own), pair))
         list(threads.map(killed, pair))
-    alone, _ = trained.compiled("odd sizes", **numbers)
+    alone, _ = trained.compiled("frozen below", **numbers)
     assert zfunc.evaluate(alone, zfunc.load(tmp_path / "two", alone), batch(9)) == expected
 
 

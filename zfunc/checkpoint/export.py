@@ -18,12 +18,13 @@ from attrs import frozen
 
 from zfunc.checkpoint import directory as checkpoints
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest import FROZEN, Manifest, ParameterEntry
+from zfunc.checkpoint.manifest import Manifest, ParameterEntry
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice, plan_reads
 from zfunc.checkpoint.safetensors_file import BYTES, TensorInfo, cut_elements
 from zfunc.checkpoint.shard_writer import create_shard
 from zfunc.core.dtypes import DTYPES, Precision
 from zfunc.core.optimizer_state import weight_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.optim.adam_reference import Array, round_to, to_float32
 from zfunc.optim.compact_reference import join
 from zfunc.options import one_of

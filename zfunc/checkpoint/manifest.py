@@ -19,11 +19,11 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.dtypes import DTYPES, PRECISIONS
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.errors import USE_ANOTHER, CheckpointError, did_you_mean
 from zfunc.optim.loss_scale import LossScale
 
 FILE = "manifest.json"
-FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 PENDING = "pending"  # the kind of a gradient that is still to be applied
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _FLOATS = tuple(DTYPES[x].safetensors for x in PRECISIONS)

@@ -10,7 +10,6 @@ from typing import Any
 from attrs import frozen
 
 from zfunc.checkpoint.manifest import (
-    FROZEN,
     PENDING,
     Manifest,
     ParameterEntry,
@@ -21,6 +20,7 @@ from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.core.dtypes import DTYPES, Dtype
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import StateBuffer, stored_buffers
+from zfunc.core.spec import FROZEN
 
 
 @frozen

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from zfunc.checkpoint import durable_files as disk
-from zfunc.checkpoint.manifest import FROZEN, Checkpoint, Manifest, StateSlice
+from zfunc.checkpoint.manifest import Checkpoint, Manifest, StateSlice
 from zfunc.checkpoint.manifest_json import read_position
 from zfunc.checkpoint.safetensors_file import CHUNK, Shard, TensorInfo
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, parameter_entries, state_slices
@@ -27,6 +27,7 @@ from zfunc.checkpoint.swap_file import (
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.spec import FROZEN
 from zfunc.errors import CheckpointError
 
 Pieces = dict[str, dict[str, tuple[StateSlice, ...]]]

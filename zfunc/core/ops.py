@@ -334,8 +334,11 @@ class OpBuilder(Regions):
         return (*self._state(b), *self._paged(b))
 
     def _paged(self, b: int) -> tuple[Region, ...]:
-        """The slot that has the state of a bucket that lives on the disk."""
-        return (self._state_slot(self.progress.states.slot(b)),) if b in self.spec.paged else ()
+        """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
+        if b in self.spec.paged:
+            return (self._state_slot(self.progress.states.slot(b)),)
+        frozen_there = b >= len(self.spec.layout.buckets) and self.spec.on_disk(b)
+        return (self._weight_page(self.progress.weight_pages.slot(b)),) if frozen_there else ()
 
     def _waiting(self, b: int) -> Region:
         if self.spec.spilled(b):
@@ -419,7 +422,8 @@ class OpBuilder(Regions):
 
         A gradient that was not finite, seen after the updates, leaves no commit.
         """
-        extents = tuple(self._extent(b.index) for b in self.spec.layout.buckets)
+        layout = self.spec.layout
+        extents = tuple(self._extent(b.index) for b in (*layout.buckets, *layout.frozen_buckets))
         kind = "network" if self.spec.world > 1 else "write"
         norm = () if self.spec.deferred else (self._norm(),)
         reads = (self._position(), self._decision(), *norm, *extents)

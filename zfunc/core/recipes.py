@@ -146,6 +146,7 @@ def _write(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
             yield emit.page_in(bucket.index)
         yield emit.write(bucket.index)
     for bucket in spec.layout.frozen_buckets:
+        yield from _read_weights(spec, emit, bucket.index)
         yield emit.write(bucket.index)
 
 
@@ -190,12 +191,17 @@ def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
     """Bring the parameters of segment `s` to the device, as far as they are not in a slot there."""
     streamed = [b for b in spec.layout.weights_of(s) if spec.streamed(b)]
     for b in emit.progress.weights.take(streamed):
-        if spec.on_disk(b) and emit.progress.weight_pages.take([b]):
-            yield emit.page_in_weights(b)
+        yield from _read_weights(spec, emit, b)
         if spec.off_device(b):
             yield emit.fetch(b)
         if spec.sharded(b):
             yield emit.gather(b)
+
+
+def _read_weights(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
+    """Read the parameters of a bucket that lives on the disk, unless a page has them."""
+    if spec.on_disk(b) and emit.progress.weight_pages.take([b]):
+        yield emit.page_in_weights(b)
 
 
 def _backward(spec: StepSpec, emit: OpBuilder, m: int, s: int, *, update: bool) -> Iterator[Op]:

@@ -81,7 +81,7 @@ class Regions:
 
     @_once
     def _extent(self, b: int) -> Region:
-        """This rank's state of a bucket on the disk: before a commit, and after it."""
+        """This rank's state of a bucket on the disk, or its frozen parameters: before a commit, and after it."""
         return Region("extent", (b,), 2 * self.spec.extent(b).nbytes, "disk", "state", "uint8", "state")
 
     @_once
@@ -280,7 +280,10 @@ class Regions:
         """The regions of a State, which are those of lifetime "state" in any recipe's operations."""
         layout = self.spec.layout
         for bucket in layout.frozen_buckets:
-            yield self._params(bucket.index)
+            if not self.spec.on_disk(bucket.index):
+                yield self._params(bucket.index)
+            if self.spec.swaps:
+                yield self._extent(bucket.index)
         for b in range(len(layout.buckets)):
             if not self.spec.keeps_high_half(b) and not self.spec.on_disk(b):
                 yield self._params(b)
@@ -348,17 +351,17 @@ class Regions:
         return Region("checkpoint", (), 0, "disk", "value")
 
     def _saved(self, b: int) -> tuple[Region, ...]:
-        """What a checkpoint contains of a bucket: its state, and the pending gradient of a delayed update; of a
-        frozen one its parameters."""
+        """What a checkpoint contains of a bucket in memory: its state, and the gradient of a delayed update that
+        waits; of a frozen one its parameters."""
         if b >= len(self.spec.layout.buckets):
-            return (self._params(b),)
+            return () if self.spec.on_disk(b) else (self._params(b),)
         waits = self.spec.delayed and self.spec.pending and b not in self.spec.resident
         return (*self._state(b), *((self._waiting(b),) if waits else ()))
 
     def _written(self, b: int) -> Region:
         slice_ = self._shard_bytes(b, self.spec.element_bytes)
         nbytes = sum(slice_ if r.role == "params" else r.nbytes for r in self._saved(b))
-        paged = self.spec.extent(b).moved_bytes if b in self.spec.paged else 0
+        paged = self.spec.extent(b).moved_bytes if b in self.spec.paged or self.spec.on_disk(b) else 0
         return Region("written", (b,), nbytes + paged, "disk", "value")
 
     def _published(self) -> Region:

@@ -238,8 +238,8 @@ class StepSettings:
         f"where parameters live: {_names((*PLACES, DISK))}; but for the first, a segment's are fetched before it "
         "runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
-        "else on the host, several ranks in stage 3. On the disk they are part of the optimizer state there; "
-        "frozen ones stay on the host.",
+        "else on the host, several ranks in stage 3. On the disk they are part of the optimizer state; "
+        "frozen ones are there too.",
         typed=one_of((*PLACES, DISK)),
     )
     persistent_params: int | str = _setting(

@@ -12,6 +12,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
+FROZEN = "frozen"  # the only kind of state of a frozen parameter: its values
 GRAPH_LAUNCHES = 3  # of a pass that is a device graph: a copy in, the replay, a copy out
 T = TypeVar("T")
 
@@ -171,8 +172,8 @@ class StepSpec:
 
     @cached_property
     def swaps(self) -> bool:
-        """Whether the state has a place on the disk."""
-        return bool(self.paged)
+        """Whether the state, or frozen parameters, have a place on the disk."""
+        return bool(self.paged) or any(self.on_disk(b.index) for b in self.layout.frozen_buckets)
 
     @property
     def uses_disk(self) -> bool:
@@ -185,15 +186,21 @@ class StepSpec:
         return whole_blocks(self.layout.buckets[b].numel // self.world * element_bytes)
 
     def extent(self, b: int) -> Extent:
-        """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else."""
+        """Where the disk has this rank's state of bucket `b`, with its parameters if they live nowhere else.
+
+        Of a frozen bucket: its parameters.
+        """
         return self._extents[b]
 
     @cached_property
     def _extents(self) -> tuple[Extent, ...]:
-        return tuple(self._extent(b) for b in range(len(self.layout.buckets)))
+        return tuple(self._extent(b.index) for b in (*self.layout.buckets, *self.layout.frozen_buckets))
 
     def _extent(self, b: int) -> Extent:
-        numel = self.layout.buckets[b].numel // self.world
+        numel = self.layout.weights(b).numel // self.world
+        if b >= len(self.layout.buckets):
+            frozen_parameters = [(FROZEN, numel * self.element_bytes)]
+            return Extent.of(*((frozen_parameters, ()) if self.on_disk(b) else ((), frozen_parameters)))
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
         if self.on_disk(b) and not self.sends_high_half(b):
             parts.append((PARAMS, numel * self.element_bytes))
@@ -276,8 +283,9 @@ class StepSpec:
         return off_device and not self.layout.weights(b).persistent
 
     def on_disk(self, b: int) -> bool:
-        """Whether the parameters of bucket `b` live on the disk, with its state."""
-        return self.params_on == "disk" and b in self.paged and self.off_device(b)
+        """Whether the parameters of bucket `b` live on the disk: with its state, or because they are frozen."""
+        there = b in self.paged or b >= len(self.layout.buckets)
+        return self.params_on == "disk" and there and self.off_device(b)
 
     def spilled(self, b: int) -> bool:
         """Whether the gradient of bucket `b` waits on the disk. A sum that the host makes waits in memory."""

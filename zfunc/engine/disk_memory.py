@@ -1,4 +1,4 @@
-"""What lives on the disk: the state of every bucket, which a slot holds in turn, and gradients that wait."""
+"""What lives on the disk: the state of every bucket, which a slot holds in turn, and what waits in files of no name."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,7 +9,6 @@ import torch
 from attrs import define, field, frozen
 from torch import Tensor
 
-from zfunc.checkpoint.manifest import FROZEN
 from zfunc.checkpoint.striped_io import (
     Stripe,
     StripedBuffer,
@@ -22,7 +21,7 @@ from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region
-from zfunc.core.spec import PARAMS, StepSpec
+from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.runtime.direct_io import DirectFile, drive_shares
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
@@ -90,11 +89,8 @@ class StateOnDisk:
 
 def extents_of(spec: StepSpec) -> dict[int, Extent]:
     """The extents of a rank by bucket; those of frozen ones have its slice of the parameters."""
-    frozen_parameters = {
-        bucket.index: Extent.of([], [(FROZEN, bucket.numel // spec.world * spec.element_bytes)])
-        for bucket in spec.layout.frozen_buckets
-    }
-    return {b: spec.extent(b) for b in spec.offloaded} | frozen_parameters
+    frozen_ones = (bucket.index for bucket in spec.layout.frozen_buckets)
+    return {b: spec.extent(b) for b in (*spec.offloaded, *frozen_ones)}
 
 
 def states_on_disk(spec: StepSpec, swap: SwapSpace, dtype: torch.dtype) -> dict[int, StateOnDisk]:

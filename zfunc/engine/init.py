@@ -74,7 +74,7 @@ def _fill(
             f"segment {segment.name!r}: got no initial value for {missing}, expected one for each parameter it "
             "owns: return it from initial, or pass it in params"
         )
-    for p in own:
+    for p in sorted(own, key=lambda p: program.layout.bucket_of(spans[p.name]).index):  # one bucket at a time
         value = (params[p.name] if p.name in params else values[p.name]).detach()
         if value.shape != p.shape:
             raise ValueError(

@@ -12,13 +12,14 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.directory import Checkpoint
-from zfunc.checkpoint.manifest import FROZEN, PENDING
+from zfunc.checkpoint.manifest import PENDING
 from zfunc.checkpoint.reader import CheckpointReader, WantedSlice
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, state_slices
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.dtypes import Dtype
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.optimizer_state import stored_buffers
+from zfunc.core.spec import FROZEN
 from zfunc.engine.state import Buffers
 from zfunc.engine.weights import send_weights
 from zfunc.errors import CheckpointError
@@ -66,14 +67,15 @@ def send_parameters(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 def _frozen_slices(buffers: Buffers, layout: Layout, ranks: RankGroup) -> Iterator[Slice]:
     """What this rank keeps of frozen parameters: its slice of a bucket, or all of it."""
     for bucket in layout.frozen_buckets:
-        whole = buffers.weights[bucket.index].flat.numel() == bucket.numel
+        params = buffers.weights.get(bucket.index)  # None: each has its slice on the disk
+        whole = params is not None and params.flat.numel() == bucket.numel
         rank, world = (0, 1) if whole else (ranks.rank, ranks.world)
         yield from frozen_slices(layout, bucket, "fp32", rank, world)
 
 
 def slice_memory(buffers: Buffers, x: Slice) -> Tensor:
     """Where the buffers have a slice."""
-    if x.kind == FROZEN:
+    if x.kind == FROZEN and x.bucket in buffers.weights:
         flat = buffers.weights[x.bucket].flat
     elif x.kind == PENDING:
         flat = buffers.waiting()[x.bucket]

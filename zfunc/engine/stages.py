@@ -14,10 +14,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from zfunc.checkpoint.manifest import FROZEN, PENDING
+from zfunc.checkpoint.manifest import PENDING
 from zfunc.checkpoint.writer import CheckpointWriter
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Bucket
+from zfunc.core.spec import FROZEN
 from zfunc.engine.clipping_stages import decide, global_norm, mean_loss
 from zfunc.engine.device_graphs import DeviceGraphs
 from zfunc.engine.disk_stages import (
@@ -92,7 +93,7 @@ def fetch(op: Op, mem: Memory, step: StepContext) -> None:
     (home,) = (mem[r] for r in op.reads)
     params = getattr(home, "flat", home)  # of the master's high half, the tensor itself
     if op.touches("weight_page"):
-        params = params.view(into.dtype)[: bucket.numel // step.ranks.world]
+        params = _in_page(params, step, b)
     if params.numel() < bucket.numel:
         into = into[step.slice_of(b)]
     into.copy_(params, non_blocking=True)
@@ -213,6 +214,8 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     state = state_of(op, mem)
     if op.touches("frozen"):
         state[FROZEN] = checkpoint.own_slice(b, mem[op.read("frozen")].flat)
+    if op.touches("weight_page"):
+        state[FROZEN] = _in_page(mem[op.read("weight_page")], step, b)
     if op.touches("grad_shard"):
         state[PENDING] = mem[op.read("grad_shard")]
     checkpoint.write(b, state)
@@ -261,6 +264,11 @@ STAGES: dict[str, Stage] = {
     "spill_act": spill_act,
     "unspill_act": unspill_act,
 }
+
+
+def _in_page(page: Tensor, step: StepContext, b: int) -> Tensor:
+    """The parameters of bucket `b`, or this rank's slice of them, in the page that they were read into."""
+    return page.view(step.dtype)[: step.layout.weights(b).numel // step.ranks.world]
 
 
 def _to_device(t: Tensor, step: StepContext, *, cast: bool) -> Tensor:

@@ -20,7 +20,7 @@ from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
-from zfunc.core.spec import ALLOCATION, PARAMS, StepSpec
+from zfunc.core.spec import ALLOCATION, FROZEN, PARAMS, StepSpec
 from zfunc.engine.disk_memory import StateOnDisk, spill_files, states_on_disk
 from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.errors import DonatedStateError
@@ -175,7 +175,8 @@ class Buffers:
         return [x.flat for x in self.weights.values()]
 
     def state(self, b: int, *, write: bool = False) -> dict[str, Tensor]:
-        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, none.
+        """The optimizer state of a bucket, by the names in `zfunc.core.optimizer_state`; of a frozen one, its
+        parameters if they live on the disk.
 
         What the disk has of it is read; `close` writes it back if `write`. One bucket is in memory at a time.
         """
@@ -193,7 +194,7 @@ class Buffers:
         if b in self.weights:
             return self.weights[b]
         state = self.state(b)
-        return Flat(state.get(PARAMS, state.get(HIGH_HALF)), {})
+        return Flat(next(state[x] for x in (PARAMS, FROZEN, HIGH_HALF) if x in state), {})
 
     def close(self) -> None:
         """Write back the state that was read from the disk, if it was changed."""

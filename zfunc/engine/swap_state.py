@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zfunc.checkpoint.manifest import FROZEN, TrainingPosition
+from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.swap_checkpoint import swap_identity
 from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
+from zfunc.core.spec import FROZEN
 from zfunc.engine.disk_memory import extents_of
 from zfunc.engine.program import Program
 from zfunc.engine.state import Buffers, State
@@ -114,8 +115,8 @@ def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
 
 
 def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
-    """Give every rank all of the frozen parameters that it keeps: a collective for each bucket."""
-    for bucket in layout.frozen_buckets:
+    """Give every rank all of the frozen parameters that it keeps in memory: a collective for each bucket."""
+    for bucket in (x for x in layout.frozen_buckets if x.index in buffers.weights):
         flat = buffers.weights[bucket.index].flat
         if flat.numel() > bucket.numel // ranks.world:
             ranks.all_gather(flat, _values(buffers, bucket, ranks)[FROZEN])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import HIGH_HALF
-from zfunc.core.spec import PARAMS, StepSpec
+from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.engine.state import Buffers, Flat
 from zfunc.optim.compact import initial_state, master_weights
 from zfunc.runtime.collectives import RankGroup
@@ -24,10 +24,10 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
     Those of a frozen bucket are its parameters. Read only: on one rank the result may be the master itself.
     """
     state = buffers.state(bucket.index)
-    if state:
+    if state and FROZEN not in state:
         shard = master_weights(state, 0, bucket.numel // ranks.world)
     else:
-        shard = buffers.weights[bucket.index].flat.float().cpu()
+        shard = buffers.parameters(bucket.index).flat.float().cpu()
     if shard.numel() == bucket.numel:
         return shard
     full = torch.empty(bucket.numel, device="cpu")
@@ -53,7 +53,7 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
     """
     flat, bucket = value.flatten(), layout.bucket_of(span)
     state, params = buffers.state(bucket.index, write=True), buffers.weights.get(bucket.index)
-    copy = state.pop(PARAMS, None)  # on the disk
+    copy = state.pop(PARAMS, state.pop(FROZEN, None))  # on the disk
     piece = layout.piece(span, ranks.rank, ranks.world)
     views = params.views[span.name].view(-1) if params is not None and params.views else None
     for start in range(0, flat.numel(), PART):
