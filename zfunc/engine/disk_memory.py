@@ -1,4 +1,4 @@
-"""What lives on the disk: the state of every bucket, which a slot holds in turn, and what waits in files of no name."""
+"""What lives on the disk: the state of every bucket, which a slot holds in turn; waiting gradients; activations."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
