@@ -41,6 +41,10 @@ class LaneTimeout(RuntimeError):  # noqa: N818
     """A lane waited too long; the message says for which operation of which lane."""
 
 
+class AbandonedCalls(KeyboardInterrupt):
+    """An interrupt did not wait for a drive that hangs: reads or writes are under way, and the state is lost."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint cannot be written, or what is read is not a whole one; the message names file and place."""
 

@@ -4,6 +4,9 @@ import errno
 import logging
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from zfunc.errors import DiskError
-from zfunc.runtime import direct_io
+from zfunc.errors import AbandonedCalls, DiskError
+from zfunc.runtime import blocking_calls, direct_io
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, DriveSpeeds, drive_shares, file_system_of, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
@@ -274,11 +277,11 @@ def test_after_an_error_no_request_is_under_way(
 def test_after_an_interrupt_neither(
     file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    running, begun, wait = [0], threading.Event(), direct_io.wait
+    running, begun, wait = [0], threading.Event(), blocking_calls.wait
 
     def interrupted(*of: Any) -> Any:
         begun.wait()
-        monkeypatch.setattr(direct_io, "wait", wait)
+        monkeypatch.setattr(blocking_calls, "wait", wait)
         raise KeyboardInterrupt
 
     def slow(real: Call, *of: Any) -> int:
@@ -289,7 +292,7 @@ def test_after_an_interrupt_neither(
         return real(*of)
 
     fail({"": slow}, monkeypatch)
-    monkeypatch.setattr(direct_io, "wait", interrupted)
+    monkeypatch.setattr(blocking_calls, "wait", interrupted)
     with memoryview(pages) as view, pytest.raises(KeyboardInterrupt):
         file.read([view[ALIGNED:]], 0)
     assert running == [0]
@@ -298,7 +301,7 @@ def test_after_an_interrupt_neither(
 def test_a_drive_that_hangs_is_named_and_delays_no_other_direction(
     file: DirectFile, pages: HostPages, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(direct_io, "SLOW", 0.01)
+    monkeypatch.setattr(blocking_calls, "SLOW", 0.01)
     begun, go_on = threading.Event(), threading.Event()
 
     def hang(real: Call, *of: Any) -> int:
@@ -323,6 +326,72 @@ def test_a_drive_that_hangs_is_named_and_delays_no_other_direction(
         f"{file.path}: reading bytes 4096 to 163840 of bucket 3: the drive has not answered for"
         in caplog.text
     )
+
+
+def test_an_interrupt_leaves_a_drive_that_hangs_and_the_file_is_lost(
+    tmp_path: Path, pages: HostPages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory and descriptor stay as long as the drive may still use them."""
+    begun, go_on, wait = threading.Barrier(3), threading.Event(), blocking_calls.wait
+    file = DirectFile.create(tmp_path / "file", PAGES * ALIGNED)
+
+    def hang(real: Call, *of: Any) -> int:
+        begun.wait()
+        go_on.wait()
+        return real(*of)
+
+    def interrupted(*of: Any) -> Any:
+        begun.wait()
+        monkeypatch.setattr(blocking_calls, "wait", wait)
+        raise KeyboardInterrupt
+
+    fail({"pwritev": hang}, monkeypatch)
+    monkeypatch.setattr(blocking_calls, "LEAVE_AFTER", 0.01)
+    monkeypatch.setattr(blocking_calls, "wait", interrupted)
+    monkeypatch.setattr(direct_io, "LEAVE_AFTER", 0.01)
+    with memoryview(pages) as view:
+        with pytest.raises(AbandonedCalls, match="2 reads or writes were under way, which have not ended"):
+            file.write(view, 0, "bucket 3")
+        for act in (file.sync, lambda: file.read(view, 0), lambda: file.write(view, 0)):
+            with pytest.raises(
+                DiskError, match="interrupt while writing bytes 0 to 163840 of bucket 3, and no answer"
+            ):
+                act()
+    with pytest.raises(BufferError):
+        pages.close()
+    assert file.close() is False
+    os.fstat(file._fd)
+    go_on.set()
+    while file._users:
+        time.sleep(0.001)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file._fd)
+
+
+HANGS = """
+import os, sys, threading
+from pathlib import Path
+from zfunc.runtime.direct_io import DirectFile
+from zfunc.runtime.host_pages import map_pages
+os.pwritev = os.fdatasync = lambda *_: print("hangs", flush=True) or threading.Event().wait()
+file = DirectFile.create(Path(sys.argv[1]), 4096)
+threading.Thread(target=file.sync, daemon=True).start()
+file.write([memoryview(map_pages(4096))], 0)
+"""
+
+
+def test_a_process_ends_whose_drive_hangs(tmp_path: Path) -> None:
+    """By two interrupts: the first waits a little."""
+    command = [sys.executable, "-c", HANGS, str(tmp_path / "file")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["hangs\n"] * 2
+        for _ in range(2):
+            time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+        assert (
+            "AbandonedCalls: interrupted while 1 reads or writes were" in process.communicate(timeout=20)[1]
+        )
 
 
 # --- what other processes may do --------------------------------------------------------------------

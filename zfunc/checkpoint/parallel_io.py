@@ -1,8 +1,10 @@
 """Reads and writes of a checkpoint's bytes on a few threads."""
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
+
+from zfunc.runtime.blocking_calls import DaemonThreads, call_each
 
 THREADS = 2  # with one, the disk would wait for the checksums
 
@@ -12,19 +14,13 @@ def in_parallel(
 ) -> None:
     """Call `function` with each of the argument tuples on so many threads.
 
-    After an exception no further call starts; it is raised when those under way have ended.
+    After an exception no further call starts; it is raised when those under way have ended. An interrupt does not
+    wait for a drive that hangs (see `zfunc.runtime.blocking_calls`).
     """
     calls = list(calls)
     if len(calls) < 2:
         for call in calls:
             function(*call)
         return
-    with ThreadPoolExecutor(min(threads, len(calls))) as pool:
-        futures = [pool.submit(function, *call) for call in calls]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            for future in futures:
-                future.cancel()
-            raise
+    with closing(DaemonThreads(min(threads, len(calls)), "zfunc checkpoint")) as pool:
+        call_each(pool, lambda call: function(*call), calls)

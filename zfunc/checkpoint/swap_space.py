@@ -87,10 +87,11 @@ class SwapSpace:
     _buckets: dict[int, _Bucket] = field(init=False)
     _lost: str = ""  # why nothing can be read or written any more, or ""
     _lock: Lock = field(factory=Lock)
-    _close: Callable[[], Any] = field(init=False)
+    _close: Any = field(init=False)
 
     def __attrs_post_init__(self) -> None:
         self._close = weakref.finalize(self, _close, self._files, self._locks)
+        self._close.atexit = False  # it waits for transfers; the system closes files by itself
         self._buckets = dict(self._read_buckets(self._records[max(self._records)]))
 
     @classmethod
@@ -510,7 +511,8 @@ def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
 
 
 def _close(files: list[DirectFile], locks: list[int]) -> None:
-    for file in files:
-        file.close()
-    while locks:
-        disk.unlock(locks.pop())
+    """Release the locks if nothing writes any more: a drive that hangs keeps them until the process ends."""
+    closed = [file.close() for file in files]
+    if all(closed):
+        while locks:
+            disk.unlock(locks.pop())

@@ -18,7 +18,7 @@ from zfunc.engine.program import Program, ShapedProgram, check_state, lock_stagi
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.stage_context import StepContext
 from zfunc.engine.state import Buffers, State, refuse_global_modes, refuse_inference_mode
-from zfunc.errors import LaneTimeout
+from zfunc.errors import AbandonedCalls, LaneTimeout
 from zfunc.runtime.executor import RunOptions, StepRun
 from zfunc.runtime.rng import fold_seed, seeded
 
@@ -46,7 +46,7 @@ def run_on_state(
         buffers.lost = f"{name} did not finish"
     try:
         run = program.executor.run(shaped.prepared, mem, step, options, started)
-    except LaneTimeout as error:
+    except (LaneTimeout, AbandonedCalls) as error:
         buffers.lost = f"{name} was given up while a lane was still busy ({error})"
         raise
     except BaseException as error:

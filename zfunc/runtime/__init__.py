@@ -11,6 +11,7 @@
     team_binding        binds a team of OpenMP threads to its NUMA nodes
     host_memory         how much memory is free; allocates and pins host buffers
     host_pages          maps huge pages, and touches them first
+    blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
     direct_io           files read and written past the page cache, and how fast a drive is
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed

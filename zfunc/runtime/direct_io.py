@@ -5,6 +5,7 @@ takes a tenth of the processor time of one through the page cache, which it neit
 
 The invariant: a transfer that returns has moved every byte. One that fails raises DiskError with the file, the
 bytes, what they are and what to do. Either way no request is under way any more: the memory is the caller's again.
+After an interrupt of a drive that hangs it is not; nothing can be done with the file then (AbandonedCalls).
 """
 
 import errno
@@ -16,18 +17,17 @@ import stat
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from attrs import define, field, frozen
 
 from zfunc.core.extents import BLOCK
-from zfunc.errors import DiskError, explain_os_errors
+from zfunc.errors import AbandonedCalls, DiskError, explain_os_errors
+from zfunc.runtime.blocking_calls import LEAVE_AFTER, DaemonThreads, call_each
 from zfunc.runtime.host_pages import map_pages
 from zfunc.units import format_bytes
 
@@ -37,13 +37,13 @@ ALIGNED = BLOCK  # offsets, lengths and addresses; some drives take 512 bytes, o
 REQUEST = 8 << 20  # bytes of one call: with 1 MiB they take twice the processor time
 MOST_PIECES = 1024  # areas of memory in one call: Linux's IOV_MAX
 THREADS = 2  # for each drive and direction
-SLOW = 30.0  # seconds after which a transfer that has not ended is logged, and again
 MOST_RETRIES, PAUSE = 1000, 1e-3  # calls in a row that move less than a page, and the seconds between them
 MEASURED, CHUNK = 512 << 20, 64 << 20  # bytes of the file that `measure` makes, and of a transfer of it
 SECONDS = 0.25  # that it reads, and that it writes, at most
 
 Memory = memoryview | Sequence[memoryview]
-Direction = Literal["read", "write"]
+Direction = Literal["read", "write", "sync"]
+T = TypeVar("T")
 
 _DOING: dict[Direction, str] = {"read": "reading", "write": "writing"}
 _ADVICE = {
@@ -88,8 +88,9 @@ class DirectFile:
     _fd: int
     _device: int
     _users: int = field(default=0, init=False)
+    _moved: float = field(default=0.0, init=False)  # when a transfer began or ended last
     _closed: bool = field(default=False, init=False)
-    _lost: str = field(default="", init=False)  # what the first `sync` that failed said
+    _lost: str = field(default="", init=False)  # what the first `sync` that failed said, or what was given up
     _idle: threading.Condition = field(factory=threading.Condition, init=False)
     _close: Callable[[], Any] = field(init=False)
 
@@ -163,17 +164,21 @@ class DirectFile:
         Raises DiskError, also if the file has been deleted or replaced. What was written since the last `sync` may
         be lost then; as the system reports that once, every later call raises the same.
         """
-        if self._lost:
-            raise DiskError(self._lost)
+        self._check_lost()
         try:
             self._sync()
         except DiskError as error:
             self._lost = str(error)
             raise
 
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise DiskError(self._lost)
+
     def _sync(self) -> None:
-        with self._in_use(), _explained(self.path, "waiting until it is on the drive"):
-            os.fdatasync(self._fd)
+        doing = "waiting until it is on the drive"
+        with self._in_use(), _explained(self.path, doing):
+            self._call_each("sync", self._sync_data, [self._fd], doing)
             if not self.direct:  # pages are clean now, and can be dropped
                 os.posix_fadvise(self._fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
             if not os.fstat(self._fd).st_nlink:
@@ -182,41 +187,57 @@ class DirectFile:
                     "that nothing else cleans up"
                 )
 
-    def close(self) -> None:
-        """Close the file when the transfers under way have ended. A second call does nothing."""
+    def _sync_data(self, fd: int) -> None:
+        with self._in_use(begun=True):
+            os.fdatasync(fd)
+
+    def close(self) -> bool:
+        """Close the file when the transfers under way have ended, and return True. A second call does nothing.
+
+        If none has ended for LEAVE_AFTER seconds it returns False; the file is closed when all have.
+        """
         with self._idle:
             self._closed = True
-            self._idle.wait_for(lambda: not self._users)
+            while self._users:
+                if not self._idle.wait(max(0.0, self._moved + LEAVE_AFTER - time.monotonic())):
+                    return False
         self._close()
+        return True
 
     @contextmanager
-    def _in_use(self) -> Generator[None, None, None]:
+    def _in_use(self, *, begun: bool = False) -> Generator[None, None, None]:
         """Keep the descriptor open: once it is closed, another file may get its number."""
         with self._idle:
-            if self._closed:
+            if self._closed and not (begun and self._users):
                 raise ValueError(f"{self.path}: got a closed file, expected an open one: open it again")
-            self._users += 1
+            self._users, self._moved = self._users + 1, time.monotonic()
         try:
             yield
         finally:
             with self._idle:
                 self._users -= 1
+                if not self._lost:
+                    self._moved = time.monotonic()
                 self._idle.notify_all()
+                if self._closed and not self._users:
+                    self._close()
 
     def _transfer(self, direction: Direction, memory: Memory, offset: int, what: str) -> None:
         areas = [memory] if isinstance(memory, memoryview) else memory
+        self._check_lost()
         self._check_places(areas, offset, what)
         requests = list(_requests(areas, offset))
         try:
             with self._in_use():
                 self._check_size()
-                self._run(direction, requests, f" of {what}" if what else "")
-                if not self.direct and requests:
-                    end = requests[-1].offset + requests[-1].nbytes
-                    os.posix_fadvise(self._fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
+                if requests:
+                    self._run(direction, requests, f" of {what}" if what else "")
+                    if not self.direct:
+                        end = requests[-1].offset + requests[-1].nbytes
+                        os.posix_fadvise(self._fd, offset, end - offset, os.POSIX_FADV_DONTNEED)
         finally:
             # A thread may refer to them for a moment more, while the caller already unmaps the memory.
-            for request in requests:
+            for request in requests if not self._lost else ():
                 for piece in request.pieces:
                     piece.release()
 
@@ -245,46 +266,34 @@ class DirectFile:
             )
 
     def _run(self, direction: Direction, requests: Sequence[_Request], of_what: str) -> None:
-        """Make the requests on the drive's threads. After an error no further one begins."""
-        left, futures, interrupted = deque(requests), set[Future[None]](), None
-        began = time.monotonic()
-        try:
-            pool = _pool(self._device, direction, self.threads)
-            for _ in range(min(self.threads, len(requests))):
-                futures.add(pool.submit(self._make_all, direction, left, of_what))
-        except BaseException as error:
-            interrupted = error
-            left.clear()
-        pending = futures
-        while pending:  # also after an interrupt, or a request could fill memory that is in use again
-            try:
-                pending = wait(pending, SLOW).not_done
-                if pending:
-                    log.warning(
-                        "%s: %s bytes %d to %d%s: the drive has not answered for %.0f s",
-                        *(self.path, _DOING[direction], requests[0].offset),
-                        *(requests[-1].offset + requests[-1].nbytes, of_what, time.monotonic() - began),
-                    )
-            except BaseException as error:
-                interrupted = error
-                left.clear()
-        try:
-            if interrupted is not None:
-                raise interrupted
-            while futures:
-                futures.pop().result()
-        finally:  # an error that refers to this frame would keep the caller's memory until garbage is collected
-            interrupted = None
-            futures.clear()
+        """Make the requests on the drive's threads."""
+        first, last = requests[0].offset, requests[-1].offset + requests[-1].nbytes
 
-    def _make_all(self, direction: Direction, left: deque[_Request], of_what: str) -> None:
+        def make(request: _Request) -> None:
+            end = request.offset + request.nbytes
+            with (
+                self._in_use(begun=True),
+                _explained(self.path, f"{_DOING[direction]} bytes {request.offset} to {end}{of_what}"),
+            ):
+                self._make(direction, request)
+
+        self._call_each(direction, make, requests, f"{_DOING[direction]} bytes {first} to {last}{of_what}")
+
+    def _call_each(
+        self, direction: Direction, function: Callable[[T], Any], items: Sequence[T], doing: str
+    ) -> None:
+        """Make calls on the drive's threads; one that takes long is logged, and one that is left loses the file."""
+
+        def tell(seconds: float) -> None:
+            log.warning("%s: %s: the drive has not answered for %.0f s", self.path, doing, seconds)
+
         try:
-            for request in _taken(left):
-                end = request.offset + request.nbytes
-                with _explained(self.path, f"{_DOING[direction]} bytes {request.offset} to {end}{of_what}"):
-                    self._make(direction, request)
-        except BaseException:
-            left.clear()
+            call_each(_threads(self._device, direction, self.threads), function, items, tell=tell)
+        except AbandonedCalls:
+            self._lost = (
+                f"{self.path}: got an interrupt while {doing}, and no answer of the drive: go on from the last "
+                "commit, in a new process"
+            )
             raise
 
     def _make(self, direction: Direction, request: _Request) -> None:
@@ -423,16 +432,6 @@ def _requests(areas: Sequence[memoryview], offset: int) -> Iterator[_Request]:
         yield _Request(pieces, offset, size)
 
 
-def _taken(left: deque[_Request]) -> Iterator[_Request]:
-    """Those that no other thread takes."""
-    while True:
-        try:
-            request = left.popleft()
-        except IndexError:
-            return
-        yield request
-
-
 def _after(pieces: Sequence[memoryview], done: int) -> Iterator[memoryview]:
     """What is left of `pieces` after their first `done` bytes."""
     for piece in pieces:
@@ -462,17 +461,17 @@ def _set_direct(fd: int) -> bool:
     return True
 
 
-_pools: dict[tuple[int, Direction, int], ThreadPoolExecutor] = {}
+_pools: dict[tuple[int, Direction, int], DaemonThreads] = {}
 _told = set[int]()  # devices
 _lock = threading.Lock()
 os.register_at_fork(after_in_child=_pools.clear)  # a child has none of the threads
 
 
-def _pool(device: int, direction: Direction, threads: int) -> ThreadPoolExecutor:
+def _threads(device: int, direction: Direction, count: int) -> DaemonThreads:
     with _lock:
-        key = device, direction, threads
+        key = device, direction, count
         if key not in _pools:
-            _pools[key] = ThreadPoolExecutor(threads, thread_name_prefix=f"zfunc disk {direction}")
+            _pools[key] = DaemonThreads(count, f"zfunc disk {direction}")
         return _pools[key]
 
 

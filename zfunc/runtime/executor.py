@@ -32,7 +32,7 @@ from attrs import define, field, frozen
 from zfunc.core.graph import Kind, Op, Region
 from zfunc.core.plan import Plan
 from zfunc.core.timeline import Event, Timeline
-from zfunc.errors import ExecutionError, LaneTimeout, RankError
+from zfunc.errors import AbandonedCalls, ExecutionError, LaneTimeout, RankError
 from zfunc.runtime.accelerator import (
     delay_stream,
     deterministic_kernels,
@@ -42,6 +42,7 @@ from zfunc.runtime.accelerator import (
     work_on,
 )
 from zfunc.runtime.access_guard import AccessGuard
+from zfunc.runtime.blocking_calls import LEAVE_AFTER
 from zfunc.runtime.fault_injection import Fault
 from zfunc.runtime.team_binding import bind_default_team
 from zfunc.values import number, whole
@@ -221,8 +222,8 @@ class Executor:
                     self._join(run, done[n], plan.lanes[n].name)
         except BaseException as error:  # an interrupt here, or a lane that never ends
             self._fail(run, error)
-            for n in handed:  # what is running may still write: the caller must not look before it has ended
-                done[n].wait(0 if isinstance(error, LaneTimeout) else self.patience)
+            if not isinstance(error, LaneTimeout):
+                self._let_end(run, [done[n] for n in handed])
         self._finish(run)
         if run.failure is not None:
             raise run.failure
@@ -276,6 +277,24 @@ class Executor:
             if run.failure is None:
                 self._fail(run, LaneTimeout(_waiting("the step", lane, run, self.patience)))
             raise run.failure or AssertionError
+
+    def _let_end(self, run: RunningStep, lanes: list[threading.Event]) -> None:
+        """After a failure: what is running may still write, so the caller must not look before it has ended.
+
+        After an interrupt a drive that does not answer is not waited for, and after a second one nothing is.
+        """
+        began, interrupted = time.monotonic(), not isinstance(run.failure, Exception)
+        try:
+            for done in lanes:
+                while not done.wait(min(self.patience, 1.0)) and time.monotonic() < began + self.patience:
+                    if interrupted and time.monotonic() > began + LEAVE_AFTER and self._waits_for_disk(run):
+                        break
+        except BaseException as error:
+            self._fail(run, error)
+            interrupted = True
+        if interrupted and not all(done.is_set() for done in lanes):
+            busy = ", ".join(run.running.values())
+            run.failure = AbandonedCalls(f"interrupted, and did not wait for {busy}")
 
     def _finish(self, run: RunningStep) -> None:
         """Wait until the streams are done, and note what goes wrong; a failure of before is the one that counts."""
@@ -392,14 +411,14 @@ class Executor:
         say which rank is missing: while a lane is in one, this one waits as long again."""
         if flag.wait(self.patience):
             return False
-        while (kinds := self._kinds(run)) & {
-            "read",
-            "write",
-        }:  # however slow: the state is worth more than the time
+        while self._waits_for_disk(run):  # however slow: the state is worth more than the time
             log.warning("a step waits for the disk: %s", ", ".join(run.running.values()))
             if flag.wait(self.patience):
                 return False
-        return not ("network" in kinds and flag.wait(self.patience))
+        return not ("network" in self._kinds(run) and flag.wait(self.patience))
+
+    def _waits_for_disk(self, run: RunningStep) -> bool:
+        return not self._kinds(run).isdisjoint(("read", "write"))
 
     def _kinds(self, run: RunningStep) -> set[Kind]:
         graph = run.prepared.plan.graph
