@@ -4,6 +4,8 @@ import logging
 import os
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from time import perf_counter, sleep
@@ -236,6 +238,15 @@ def test_a_space_without_a_commit_makes_room_for_another_run(
     ]
 
 
+def test_ranks_that_begin_at_once_delete_an_uncommitted_space_once(tmp_path: Path) -> None:
+    folders, world = [tmp_path / "a", tmp_path / "b"], 4
+    with ThreadPoolExecutor(world) as threads:
+        for n in range(10):
+            begin = partial(create, *folders, run=str(n), world=world)
+            for space in list(threads.map(lambda rank, begin=begin: begin(rank=rank), range(world))):
+                space.close()
+
+
 def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
     spaces = [filled(tmp_path, salt=3, rank=rank, world=2) for rank in (0, 1)]
     with pytest.raises(
@@ -267,7 +278,7 @@ def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> No
             {"extents": {**EXTENTS, 7: Extent.of([("high", 1), ("low", 4096)])}},
             "got a swap space of other buckets",
         ),
-        ({"world": 2}, "rank-00000-of-00002-folder-0.swap: got 'No such file or directory' while "),
+        ({"world": 2}, "rank-00000-of-00002-folder-0.swap: got none, expected a file of the swap"),
     ],
 )
 def test_another_layout_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
@@ -280,7 +291,8 @@ def test_folders_in_another_order_or_number_or_of_another_run_are_refused(tmp_pa
     a, b, c, d = (tmp_path / x for x in "abcd")
     filled(a, b).close()
     with pytest.raises(
-        (CheckpointError, OSError), match="b/rank-00000-of-00001-folder-0.swap: got 'No such file"
+        (CheckpointError, OSError),
+        match="b/rank-00000-of-00001-folder-0.swap: got none, expected a file of the swap space: name all",
     ):
         reopen(b, a)
     with pytest.raises(
@@ -368,7 +380,7 @@ def test_headers_and_records_read_back(tmp_path: Path) -> None:
 def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(striped_io, "CHUNK", 4096)
+    monkeypatch.setattr(striped_io, "SUMMED", 4096)
     monkeypatch.setattr(striped_io, "BATCH", 3 * 4096)
     transfer, moved = DirectFile.write, list[int]()
     monkeypatch.setattr(
@@ -415,7 +427,7 @@ class ThrottledFile(DirectFile):
 def test_the_speed_of_several_drives_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a bucket, and for one of its buffers: each is striped in proportion to the rates."""
     monkeypatch.setattr(swap_space, "DirectFile", ThrottledFile)
-    for name in ("CHUNK", "BATCH"):
+    for name in ("SUMMED", "BATCH"):
         monkeypatch.setattr(striped_io, name, 1 << 17)
     rates = {tmp_path / "fast": 3e7, tmp_path / "slow": 1e7, tmp_path / "slower": 5e6}
     ThrottledFile.drives = {x: (rate, Lock()) for x, rate in rates.items()}

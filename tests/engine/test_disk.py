@@ -307,6 +307,9 @@ def test_a_swap_space_serves_one_state_and_is_never_overwritten(tmp_path: Path) 
         with pytest.raises(zfunc.DiskError, match="gone"):
             zfunc.init(program)  # a space that nothing is committed to makes room
     state = zfunc.init(program)
+    with pytest.raises(zfunc.CheckpointError, match="got the swap space of another run"):
+        zfunc.init(program)
+    state, _ = zfunc.train_step(program, state, batch(0))  # it is still in use
     other, _ = trained.compiled("odd sizes", **chosen)
     with pytest.raises(zfunc.CheckpointError, match="in use|locked|another"):
         zfunc.load(tmp_path, other)

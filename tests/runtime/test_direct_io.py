@@ -558,3 +558,19 @@ def test_drives_share_in_proportion_to_their_speed(
     assert drive_shares([tmp_path, small_disk]) == (667, 333)
     assert drive_shares([tmp_path, small_disk, tmp_path]) == (333, 333, 333)
     assert measured == [tmp_path, small_disk]
+
+
+def test_a_file_without_a_name_never_has_bytes_and_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be killed at any moment, and nothing is to be left of it."""
+    reserve, seen = os.posix_fallocate, list[list[str]]()
+    monkeypatch.setattr(os, "posix_fallocate", lambda *x: (seen.append(os.listdir(tmp_path)), reserve(*x)))
+    with closing(DirectFile.create(tmp_path / "spilled", 2 * ALIGNED, named=False)) as file:
+        page = map_pages(ALIGNED)
+        page[:] = b"x" * ALIGNED
+        file.write(memoryview(page), ALIGNED)
+        into = map_pages(ALIGNED)
+        file.read(memoryview(into), ALIGNED)
+        assert into[:] == page[:]
+    assert seen == [[]]

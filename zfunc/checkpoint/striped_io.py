@@ -10,8 +10,8 @@ from functools import partial
 from attrs import frozen
 
 from zfunc.checkpoint.parallel_io import in_parallel
-from zfunc.checkpoint.safetensors_file import CHUNK, cut, num_chunks
-from zfunc.core.extents import BLOCK, cut_in_shares, whole_blocks
+from zfunc.checkpoint.safetensors_file import cut, num_chunks
+from zfunc.core.extents import BLOCK, SUMMED, cut_in_shares, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile
 
@@ -23,7 +23,7 @@ THREADS = 4  # for each file: some wait for the drive while others sum
 class Stripe:
     """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
 
-    Every CHUNK of them has a checksum, and the rest; `first` is the number of the first among the buffer's.
+    Every SUMMED of them has a checksum, and the rest; `first` is the number of the first among the buffer's.
     """
 
     file: int
@@ -35,7 +35,7 @@ class Stripe:
     @property
     def last(self) -> int:
         """Behind its last checksum."""
-        return self.first + num_chunks(self.stop - self.start, CHUNK)
+        return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
 def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[Stripe, ...]:
@@ -110,7 +110,7 @@ class _Chunk:
 
 def _chunks(buffer: StripedBuffer, stripe: Stripe) -> Iterator[_Chunk]:
     data = buffer.data[stripe.start : whole_blocks(stripe.stop)]
-    for n, (start, stop) in enumerate(cut(0, stripe.stop - stripe.start, CHUNK), stripe.first):
+    for n, (start, stop) in enumerate(cut(0, stripe.stop - stripe.start, SUMMED), stripe.first):
         yield _Chunk(buffer, n, data[start : whole_blocks(stop)], stop - start, stripe.place + start)
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint.manifest import Checkpoint, Manifest, StateSlice
 from zfunc.checkpoint.manifest_json import read_position
-from zfunc.checkpoint.safetensors_file import CHUNK, Shard, TensorInfo
+from zfunc.checkpoint.safetensors_file import Shard, TensorInfo
 from zfunc.checkpoint.snapshot import Slice, frozen_slices, parameter_entries, state_slices
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.striped_io import Stripe, block_checksum
@@ -25,6 +25,7 @@ from zfunc.checkpoint.swap_file import (
     swap_file_name,
 )
 from zfunc.core.dtypes import DTYPES, PRECISIONS, Dtype
+from zfunc.core.extents import SUMMED
 from zfunc.core.layout import Bucket, Layout, Span
 from zfunc.core.optimizer_state import STATE_FORMATS
 from zfunc.core.spec import FROZEN
@@ -72,7 +73,9 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
     some = next(x for x in sorted(os.listdir(folder)) if SWAP_FILE.fullmatch(x))
     header = _header(folder / some)
     first_folder = folder if header.folder == 0 else Path(header.folders[0])
-    headers = [_header(first_folder / swap_file_name(rank, header.world, 0)) for rank in range(header.world)]
+    firsts = [first_folder / swap_file_name(rank, header.world, 0) for rank in range(header.world)]
+    _check_all_there(firsts)
+    headers = [_header(path) for path in firsts]
     paths = [
         [
             (folder if n == header.folder else Path(x)) / swap_file_name(own.rank, own.world, n)
@@ -80,7 +83,8 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
         ]
         for own in headers
     ]
-    for own, path in zip(headers, (x[0] for x in paths), strict=True):
+    _check_all_there([path for own in paths for path in own])
+    for own, path in zip(headers, firsts, strict=True):
         if (own.run, own.identity) != (header.run, header.identity):
             raise CheckpointError(
                 f"{path}: got the swap space of another run than {folder / some}, expected that of one: name "
@@ -91,14 +95,23 @@ def open_swap_checkpoint(folder: Path) -> Checkpoint:
                 f"{path}: got a swap space that a training uses, expected it free: wait until that has ended, "
                 "or load one of its checkpoints"
             )
-    records = [_records(path[0], own) for path, own in zip(paths, headers, strict=True)]
+    records = [_records(path, own) for path, own in zip(firsts, headers, strict=True)]
     number = max((n for n in records[0] if all(n in x for x in records)), default=0)
     commits = [x[number] for x in records] if number else []
     if not commits or any(x.metadata != commits[0].metadata for x in commits):
         got = "different commits of one number" if commits else "no commit that all ranks have"
         raise CheckpointError(f"{folder}: got {got}, expected one: resume from a checkpoint instead")
-    manifest = _manifest(headers, commits, str(paths[0][0]))
+    manifest = _manifest(headers, commits, str(firsts[0]))
     return Checkpoint(folder, manifest, {path.name: path for own in paths for path in own})
+
+
+def _check_all_there(paths: Sequence[Path]) -> None:
+    """Each host has the files of its own ranks."""
+    if missing := [path for path in paths if not path.exists()]:
+        raise CheckpointError(
+            f"{missing[0]}: got none, expected the files of all ranks: mount its drive; if another host has it, "
+            "copy it here, or resume on those hosts with the same ranks and folders"
+        )
 
 
 def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], where: str) -> Manifest:
@@ -173,7 +186,7 @@ def _shards(
                     checksums[x.file][name] = tuple(sums[b][kind][x.first : x.last])
     for n, size in enumerate(header.sizes):
         file = swap_file_name(header.rank, header.world, n)
-        yield Shard(file, size, 0, CHUNK, tuple(tensors[n]), checksums[n], places[n], block_checksum)
+        yield Shard(file, size, 0, SUMMED, tuple(tensors[n]), checksums[n], places[n], block_checksum)
 
 
 def _tensor(b: int, kind: str) -> str:

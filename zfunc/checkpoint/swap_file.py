@@ -25,12 +25,11 @@ from attrs import evolve, field, frozen
 from zfunc.checkpoint import strict_json
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.striped_io import Stripe, lay_stripes, num_checksums
-from zfunc.core.extents import BLOCK, Extent, whole_blocks
+from zfunc.core.extents import BLOCK, Extent, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
 
 VERSION = 2
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
-ROOM = 1 << 20  # bytes of a record for its metadata, beside generations and checksums
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
 _RECORD = struct.Struct(
     "<8sQQQI"
@@ -119,7 +118,7 @@ class SwapHeader:
     @cached_property
     def record_size(self) -> int:
         """Bytes reserved for a record."""
-        return whole_blocks(_RECORD.size + ROOM + 16 * len(self.extents) + 4 * self.num_checksums)
+        return record_bytes(len(self.extents), self.num_checksums)
 
     @property
     def sizes(self) -> list[int]:

@@ -127,8 +127,10 @@ class SwapSpace:
         made: list[Path] = []
         files, locks = list[DirectFile](), list[int]()
         try:
+            for folder in folders:
+                with disk.locked(folder):  # against the other ranks
+                    _delete_uncommitted(folder, run)
             for n, path in enumerate(paths):
-                _delete_uncommitted(path.parent, run)
                 _refuse_others(path, run)
                 _delete_unfinished(path)
                 unfinished = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
@@ -176,6 +178,11 @@ class SwapSpace:
         files, locks = list[DirectFile](), list[int]()
         try:
             for path in paths:
+                if not path.exists():
+                    raise CheckpointError(
+                        f"{path}: got none, expected a file of the swap space: name all of its folders, in "
+                        "their order"
+                    )
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))

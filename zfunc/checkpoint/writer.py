@@ -97,13 +97,6 @@ class CheckpointWriter:
         except Exception as error:
             self._failure = _message(error)
 
-    def own_slice(self, bucket: int, params: Tensor) -> Tensor:
-        """This rank's slice of the parameters of a bucket, which may be all there is."""
-        whole = self.snapshot.layout.weights(bucket)
-        if params.numel() < whole.numel:
-            return params
-        return params[slice(*whole.slice_of(self.ranks.rank, self.ranks.world))]
-
     def _write_chunk(self, name: str, start: int, values: Tensor) -> None:
         data = as_bytes(values.cpu())
         self._checksums[name][start * values.element_size() // CHUNK] = zlib.crc32(data)

@@ -12,6 +12,8 @@ from attrs import field, frozen
 from zfunc.core.layout import round_up
 
 BLOCK = 4096  # bytes; direct transfers begin and end at a multiple
+SUMMED = 4 << 20  # bytes of a stripe that share a checksum
+_METADATA = 1 << 20  # bytes of a record of a commit beside generations and checksums
 
 
 def whole_blocks(nbytes: int) -> int:
@@ -21,6 +23,11 @@ def whole_blocks(nbytes: int) -> int:
     (0, 4096, 4096)
     """
     return round_up(nbytes, BLOCK)
+
+
+def record_bytes(num_extents: int, num_checksums: int) -> int:
+    """The room for a record of a commit in a swap space."""
+    return whole_blocks(_METADATA + 16 * num_extents + 4 * num_checksums)
 
 
 def cut_in_shares(nbytes: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:

@@ -82,7 +82,10 @@ class Regions:
     @_once
     def _extent(self, b: int) -> Region:
         """This rank's state of a bucket on the disk, or its frozen parameters: before a commit, and after it."""
-        return Region("extent", (b,), 2 * self.spec.extent(b).nbytes, "disk", "state", "uint8", "state")
+        nbytes = 2 * self.spec.extent(b).nbytes
+        if b == self.spec.first_on_disk:  # which every plan has
+            nbytes += self.spec.swap_records
+        return Region("extent", (b,), nbytes, "disk", "state", "uint8", "state")
 
     @_once
     def _committed(self) -> Region:

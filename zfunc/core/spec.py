@@ -6,7 +6,7 @@ from typing import Literal, TypeVar
 
 from attrs import field, frozen, validators
 
-from zfunc.core.extents import Extent, whole_blocks
+from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, round_up
 from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
 
@@ -216,6 +216,21 @@ class StepSpec:
     def sends_high_half(self, b: int) -> bool:
         """Whether the high half of the master of bucket `b` is the device's copy."""
         return self.send_high_half and any(x.name == HIGH_HALF for x in self.state_buffers(b))
+
+    @cached_property
+    def first_on_disk(self) -> int | None:
+        """The first bucket of which a step reads the disk, or None."""
+        frozen_ones = (x.index for x in self.layout.frozen_buckets if self.on_disk(x.index))
+        return min((*self.paged, *frozen_ones), default=None)
+
+    @cached_property
+    def swap_records(self) -> int:
+        """Bytes of a swap space beside its extents, at most: what its header says of them, and two records."""
+        spans = (*self.layout.spans, *self.layout.frozen)
+        header = BLOCK + sum(6 * len(x.name) + 24 * len(x.shape) + 64 for x in spans)
+        header += sum(160 + 64 * len(extent.parts) for extent in self._extents)
+        checksums = sum(x.nbytes // SUMMED + 8 for extent in self._extents for x in extent.parts)
+        return whole_blocks(header) + 2 * record_bytes(len(self._extents), checksums)
 
     def keeps_high_half(self, b: int) -> bool:
         """Whether the host has the parameters of bucket `b` as the high half of their masters, and nowhere else."""

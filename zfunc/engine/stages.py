@@ -213,7 +213,7 @@ def write(op: Op, mem: Memory, step: StepContext) -> None:
     checkpoint: CheckpointWriter = mem[op.read("checkpoint")]
     state = state_of(op, mem)
     if op.touches("frozen"):
-        state[FROZEN] = checkpoint.own_slice(b, mem[op.read("frozen")].flat)
+        state[FROZEN] = step.ranks.own_slice(step.layout.weights(b), mem[op.read("frozen")].flat)
     if op.touches("weight_page"):
         state[FROZEN] = _in_page(mem[op.read("weight_page")], step, b)
     if op.touches("grad_shard"):

@@ -33,11 +33,15 @@ def swap_folders(program: Program) -> list[Path]:
 
 
 def create_swap(program: Program) -> SwapSpace | None:
-    """A new swap space on every rank, if the program's state is on the disk. A collective."""
+    """A new swap space on every rank, if the program's state is on the disk. A collective.
+
+    Where that is refused, because the program's own has a commit, this stays in use.
+    """
     if not program.spec.swaps:
         return None
-    ranks = program.ranks
-    close_swap(program)
+    ranks, former = program.ranks, program.cache.swap
+    if former is not None and not former.number:
+        close_swap(program)  # it makes room
     run = ranks.texts(os.urandom(8).hex())[0]
 
     def make() -> SwapSpace:
@@ -45,8 +49,10 @@ def create_swap(program: Program) -> SwapSpace | None:
         check_folders(folders)
         return SwapSpace.create(folders, run=run, shares=drive_shares(folders), **_contents(program))
 
-    program.cache.swap = all_or_none(ranks, make)
-    return program.cache.swap
+    swap = all_or_none(ranks, make)
+    close_swap(program)
+    program.cache.swap = swap
+    return swap
 
 
 def open_swap(program: Program) -> SwapSpace:
@@ -127,8 +133,7 @@ def _values(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Ten
     state = buffers.state(bucket.index)
     if state:
         return state
-    flat, size = buffers.weights[bucket.index].flat, bucket.numel // ranks.world
-    return {FROZEN: flat if flat.numel() == size else flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]}
+    return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
 
 
 def close_swap(program: Program) -> None:

@@ -49,11 +49,10 @@ def confirm(op: Op, mem: Memory, step: StepContext) -> None:
 
 def adam_on_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Update this rank's slice of a bucket and of its parameters, with the state on the device."""
-    (b,) = op.index
     decision: StepDecision = mem[op.read("decision")]
     if decision.skip:
         return
-    params = _own_slice(mem[op.write("params")], step, b)
+    params = _own_slice(op, mem, step)
     if op.touches(HIGH_HALF) and params.dtype == mem[op.write(HIGH_HALF)].dtype:
         _update(op, mem, step, decision)
         params.copy_(mem[op.write(HIGH_HALF)])  # as `to_device` would send it
@@ -79,7 +78,7 @@ def _update(
     if op.touches("copy"):
         copy = mem[op.write("copy")]
     elif copy is None and op.touches("params"):
-        copy = _own_slice(mem[op.write("params")], step, b)
+        copy = _own_slice(op, mem, step)
     elif copy is None:
         copy = state.pop(PARAMS, None)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
@@ -104,17 +103,16 @@ def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:
     return state
 
 
-def _own_slice(params: Flat, step: StepContext, b: int) -> Tensor:
-    """This rank's slice of the parameters of a bucket, which may be all there is."""
-    shard = step.slice_of(b)
-    return params.flat if params.flat.numel() == shard.stop - shard.start else params.flat[shard]
+def _own_slice(op: Op, mem: Memory, step: StepContext) -> Tensor:
+    """This rank's slice of the parameters that the operation writes."""
+    (b,) = op.index
+    return step.ranks.own_slice(step.layout.weights(b), mem[op.write("params")].flat)
 
 
 def to_device(op: Op, mem: Memory, step: StepContext) -> None:
     """Copy this rank's slice of the new parameters to the device, unless the step is skipped."""
     if not mem[op.read("decision")].skip:
-        (b,) = op.index
-        params = _own_slice(mem[op.write("params")], step, b)
+        params = _own_slice(op, mem, step)
         copy = mem[op.read("copy")] if op.touches("copy") else state_of(op, mem)[HIGH_HALF]
         params.copy_(copy[: params.numel()], non_blocking=True)
 

@@ -81,11 +81,10 @@ def send_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> None:
     on_disk = bucket.index not in buffers.weights
     state, size = buffers.state(bucket.index, write=on_disk), bucket.numel // ranks.world
     params = state.get(PARAMS, state.get(HIGH_HALF)) if on_disk else buffers.weights[bucket.index].flat
-    shard, high = params, state.get(HIGH_HALF)
+    high = state.get(HIGH_HALF)
     if on_disk and params is high:
         return
-    if params.numel() > size:
-        shard = params[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+    shard = ranks.own_slice(bucket, params)
     for first in range(0, size, PART):  # joining a split master allocates: a part at a time
         last = min(first + PART, size)
         if high is not None and params.dtype == high.dtype:
@@ -105,7 +104,7 @@ def segment_weights(
         bucket, params = spec.layout.weights(b), buffers.parameters(b)
         if spec.sharded(b):
             flat = torch.empty(bucket.numel, dtype=params.flat.dtype, device=device)
-            own = flat[slice(*bucket.slice_of(ranks.rank, ranks.world))]
+            own = ranks.own_slice(bucket, flat)
             own.copy_(params.flat)
             ranks.all_gather(flat, own)
             params = Flat.of(flat, bucket)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from attrs import define, field
 from torch import Tensor
 
+from zfunc.core.layout import Bucket
 from zfunc.errors import RankError
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom
@@ -99,6 +100,10 @@ class RankGroup:
             log.warning(
                 "the other ranks could not be told that this one leaves: %s; they notice by themselves", lost
             )
+
+    def own_slice(self, bucket: Bucket, flat: Tensor) -> Tensor:
+        """This rank's slice of `flat` [bucket.numel]; or `flat`, if it is that slice."""
+        return flat if flat.numel() < bucket.numel else flat[slice(*bucket.slice_of(self.rank, self.world))]
 
     def reduce_scatter(self, mine: Tensor, full: Tensor) -> None:
         """`mine`, this rank's slice of `full` [world * mine.numel()], becomes the sum over the ranks.
