@@ -47,14 +47,20 @@ if TYPE_CHECKING:
         UndeclaredAccess,
     )
     from zfunc.optim import lr as lr
-    from zfunc.optim.adamw import AdamW, matrices_only
+    from zfunc.optim.adagrad import Adagrad
+    from zfunc.optim.adamw import AdamW
+    from zfunc.optim.groups import groups
     from zfunc.optim.host_adam import adam_update_
+    from zfunc.optim.lion import Lion
     from zfunc.optim.loss_scale import LossScale
+    from zfunc.optim.optimizer_settings import matrices_only
+    from zfunc.optim.sgd import SGD
     from zfunc.planner.plan_step import plan as plan
     from zfunc.runtime.executor import Jitter
     from zfunc.train.deepspeed.convert import from_deepspeed
 
 _HOMES = {
+    "Adagrad": "optim.adagrad",
     "AdamW": "optim.adamw",
     "CheckpointError": "errors",
     "DiskError": "errors",
@@ -62,11 +68,13 @@ _HOMES = {
     "ExecutionError": "errors",
     "Jitter": "runtime.executor",
     "LaneTimeout": "errors",
+    "Lion": "optim.lion",
     "LossScale": "optim.loss_scale",
     "NonFiniteError": "errors",
     "OutOfMemory": "errors",
     "PlanError": "core.plan",
     "RankError": "errors",
+    "SGD": "optim.sgd",
     "Save": "checkpoint.writer",
     "Segment": "engine.segment",
     "UndeclaredAccess": "errors",
@@ -76,9 +84,10 @@ _HOMES = {
     "evaluate": "engine.evaluate",
     "flush": "engine.flush",
     "from_deepspeed": "train.deepspeed.convert",
+    "groups": "optim.groups",
     "init": "engine.init",
     "load": "engine.save_load",
-    "matrices_only": "optim.adamw",
+    "matrices_only": "optim.optimizer_settings",
     "params": "engine.evaluate",
     "save": "engine.save_load",
     "plan": "planner.plan_step",
@@ -88,6 +97,8 @@ _HOMES = {
 _MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "AdamW",
     "CheckpointError",
     "DiskError",
@@ -95,6 +106,7 @@ __all__ = [
     "ExecutionError",
     "Jitter",
     "LaneTimeout",
+    "Lion",
     "LossScale",
     "NonFiniteError",
     "OutOfMemory",
@@ -109,6 +121,7 @@ __all__ = [
     "evaluate",
     "flush",
     "from_deepspeed",
+    "groups",
     "hf",
     "init",
     "load",

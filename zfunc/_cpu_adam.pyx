@@ -60,12 +60,34 @@ cdef extern from "_adam_kernel.h" nogil:
     void zf_skeleton(zf_skeleton_args *args, size_t n, int threads, int isa)
 
 
+cdef extern from "_one_buffer_kernel.h" nogil:
+    ctypedef struct zf_one_state:
+        void *master
+        int16_t *low
+        void *buffer
+        int16_t *scale
+    ctypedef struct zf_one_args:
+        zf_one_state state
+        zf_one_state into
+        const void *grad
+        void *out
+        int rule, buffer_type, grad_type, out_type, decay_mode
+        uint32_t dither
+        float grad_scale, grad_floor, rate, decay, keep, add, look_keep, look_add, eps, initial
+    int ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD
+    int ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16, ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
+    void zf_one(zf_one_args *args, size_t n, int threads, int isa)
+
+
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
 UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what shares a scale
 PARTS = ZF_PARTS  # doubles that a sum of squares consists of
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 MOMENTS_FP32_SPLIT = ZF_MOMENTS_FP32_SPLIT
+SGD, NESTEROV, LION, ADAGRAD = ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD
+BUFFER_NONE, BUFFER_FP32, BUFFER_BF16 = ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16
+BUFFER_SIGNED, BUFFER_UNSIGNED = ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 cdef int best_isa = max(isa for isa in range(ZF_NUM_ISA) if zf_supports(isa))
 
@@ -153,6 +175,58 @@ def adam_update(
     args.eps, args.decay = <float>eps, <float>decay
     with nogil:
         zf_adam(&args, n, threads, use)
+
+
+cdef zf_one_state one_state_at(uintptr_t master, uintptr_t low, uintptr_t buffer, uintptr_t scale):
+    cdef zf_one_state state
+    state.master, state.low = <void *>master, <int16_t *>low
+    state.buffer, state.scale = <void *>buffer, <int16_t *>scale
+    return state
+
+
+def one_buffer_update(
+    int rule,                # IN    SGD, NESTEROV, LION, ADAGRAD
+    int buffer_type,         # IN    BUFFER_NONE, BUFFER_FP32, BUFFER_BF16, BUFFER_SIGNED, BUFFER_UNSIGNED
+    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next three: IN with `into`
+    uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
+    uintptr_t buffer,        # INOUT [n] fp32, bf16 or codes; 0 without one
+    uintptr_t scale,         # INOUT [ceil(n / 64)] int16; 0 without codes
+    uint32_t dither,         # IN    what rounding of the buffer adds, at a block's first element
+    uintptr_t grad,          # IN    [n] of grad_type
+    uintptr_t out,           # OUT   [n] of out_type, or 0
+    size_t n,
+    int grad_type,           # IN    FP32, BF16, FP16
+    int out_type,            # IN    NONE, FP32, BF16, FP16
+    int decay_mode,          # IN    NO_DECAY, DECOUPLED, L2
+    double grad_scale,       # IN    this and the rest: rounded here, once, to float
+    double grad_floor,
+    double rate,
+    double decay,
+    double keep,
+    double add,
+    double look_keep,
+    double look_add,
+    double eps,
+    double initial,
+    int threads,
+    int isa=-1,
+    into=(),                 # OUT   four addresses as those from `master` on, for the new state; (): in place
+):
+    """One step of SGD, Lion or Adagrad; see one_buffer_reference.py for what it computes."""
+    cdef zf_one_args args
+    cdef int use = checked_isa(isa)
+    args.rule, args.buffer_type, args.dither = rule, buffer_type, dither
+    args.state = one_state_at(master, low, buffer, scale)
+    args.into = one_state_at(into[0], into[1], into[2], into[3]) if into else args.state
+    args.grad = <const void *>grad
+    args.out = <void *>out
+    args.grad_type, args.out_type, args.decay_mode = grad_type, out_type, decay_mode
+    args.grad_scale, args.grad_floor = <float>grad_scale, <float>grad_floor
+    args.rate, args.decay, args.keep, args.add = <float>rate, <float>decay, <float>keep, <float>add
+    args.look_keep, args.look_add = <float>look_keep, <float>look_add
+    args.eps, args.initial = <float>eps, <float>initial
+    with nogil:
+        zf_one(&args, n, threads, use)
 
 
 def accumulate(

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
@@ -21,13 +22,17 @@ from zfunc.core.optimizer_state import STATE_FORMATS, StateBuffer
 from zfunc.engine.program import Program
 from zfunc.errors import CheckpointError
 from zfunc.optim.base import Optimizer
+from zfunc.optim.one_buffer import OneBufferOptimizer
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped, in 2": {"clip_norm": 0.5, "micro_batches": 2},
     "speculative": {"clip_norm": 100.0, "speculate": 100},
     "delayed": {"delay_from": 2},
+    "deferred": {"clip_norm": 0.5, "defer": True},
     "on the device": {"offload_ratio": 0.0},
+    "half on the device, in 16 bits": {"offload_ratio": 0.5, "precision": "bf16"},
+    "from the host": {"params_on": "host", "precision": "bf16"},
 }
 MOMENTUM = "momentum"
 
@@ -82,7 +87,19 @@ class Momentum:
         return {"master": state["master"], "buf": -state["exp_avg"]}
 
 
-OPTIMIZERS = {"Momentum": Momentum(), "AdamW": zfunc.AdamW()}
+OPTIMIZERS: dict[str, Any] = {
+    "Momentum": Momentum(),
+    "AdamW": zfunc.AdamW(),
+    "SGD": zfunc.SGD(0.1, weight_decay=0.1, decay=zfunc.matrices_only),
+    "SGD with momentum": zfunc.SGD(0.1, momentum=0.9, moments="16bit"),
+    "Lion": zfunc.Lion(lr=lambda step: 0.01 / step, weight_decay=0.1),
+    "Adagrad": zfunc.Adagrad(0.1, moments="8bit"),
+    "groups": zfunc.groups(
+        ("*.weight", zfunc.AdamW(1e-2, weight_decay=0.1)),
+        ("*.bias", zfunc.SGD(lambda step: 0.1 / step, momentum=0.9, nesterov=True)),
+        zfunc.Lion(1e-3),
+    ),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -102,12 +119,15 @@ def test_every_optimizer_of_zfunc_is_in_the_table() -> None:
     classes = [
         x for m in modules for x in vars(m).values() if isinstance(x, type) and x.__module__ == m.__name__
     ]
-    optimizers = {x for x in classes if hasattr(x, "host_update")} - {Optimizer}
+    optimizers = {x for x in classes if hasattr(x, "host_update")} - {Optimizer, OneBufferOptimizer}
     assert {type(optimizer) for optimizer in OPTIMIZERS.values()} == optimizers | {Momentum}
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+ROWS = [*product(["groups"], SETTINGS), *zip([*OPTIMIZERS] * 2, [*SETTINGS] * 2, strict=False)]
+REST = [pytest.param(*x, marks=pytest.mark.slow) for x in product(OPTIMIZERS, SETTINGS) if x not in ROWS]
+
+
+@pytest.mark.parametrize(("name", "settings"), [*dict.fromkeys(ROWS), *REST])
 def test_it_trains_alike_under_any_schedule_and_goes_on_from_a_checkpoint(
     name: str, settings: str, tmp_path: Path
 ) -> None:
@@ -143,22 +163,15 @@ def test_momentum_is_the_sgd_of_torch() -> None:
         torch.testing.assert_close(ours["master"], theirs.detach())
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
-def test_it_is_planned_as_it_is_compiled(settings: str) -> None:
+@pytest.mark.parametrize(("name", "settings"), [("Momentum", "plain"), ("groups", "clipped, in 2"), *REST])
+def test_it_is_planned_as_it_is_compiled(name: str, settings: str) -> None:
     segments, data = MODELS["odd sizes"]()
     on = evolve(ROUND, memory={"host": 1}, unified=True)  # so that everything that may save memory is tried
-    p = zfunc.plan(
-        segments,
-        data(0),
-        optimizer=Momentum(),
-        hardware=on,
-        precision="fp32",
-        bucket_size=300,
-        **SETTINGS[settings],
-    )
-    program, _ = compiled(example=data(0), **SETTINGS[settings])
+    usual = {"precision": "fp32", "bucket_size": 300, **SETTINGS[settings]}
+    p = zfunc.plan(segments, data(0), optimizer=OPTIMIZERS[name], hardware=on, **usual)
+    program, _ = compiled(OPTIMIZERS[name], example=data(0), **SETTINGS[settings])
     assert p.memory == {tier: peak.nbytes for tier, peak in peak_memory(program.plan).items()}
-    assert not any("moments" in x.changes for x in p.suggestions)
+    assert any("moments" in x.changes for x in p.suggestions) == (name == "groups")
 
 
 def test_it_has_no_choice_of_moments() -> None:

@@ -14,10 +14,11 @@ from adam_states import DECAYS, NAMES, TYPES, array, assert_same, gradient, plac
 
 from zfunc.core.regions import SUM_PARTS
 from zfunc.optim.adam_reference import reference_square_sum, reference_update, round_to, to_float32
-from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.adamw import AdamW
 from zfunc.optim.device_adam import exact_parts
 from zfunc.optim.host_adam import accumulate_, adam_update_, square_sum
 from zfunc.optim.kernel_loader import cpu_adam as kernel
+from zfunc.optim.optimizer_settings import matrices_only
 
 ISAS = range(len(kernel.instruction_sets()))
 

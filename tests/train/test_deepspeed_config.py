@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 import zfunc
-from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
+from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.train.deepspeed.convert import DeepSpeedSettings
 from zfunc.train.deepspeed.keys import BLOCKS, KEYS, OLD_NAMES, parse_table
 from zfunc.train.deepspeed.lr import SCHEDULERS

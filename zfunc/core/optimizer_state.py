@@ -38,6 +38,22 @@ class StateBuffer:
 
 _SPLIT = (StateBuffer("master_high", "bf16"), StateBuffer("master_low", "int16"))
 
+_MASTER = (StateBuffer("master", "fp32"),)
+
+
+def _of_one_buffer(kind: str, name: str) -> dict[str, tuple[StateBuffer, ...]]:
+    """The formats of an optimizer with one buffer beside the weights: 8, 6 and 5.03 bytes a parameter."""
+    return {
+        f"{kind}-fp32": (*_MASTER, StateBuffer(name, "fp32")),
+        f"{kind}-16bit": (*_SPLIT, StateBuffer(name, "bf16")),
+        f"{kind}-8bit": (
+            *_SPLIT,
+            StateBuffer(name, "uint8"),
+            StateBuffer(f"{name}_scale", "int16", shared=ALIGNMENT),
+        ),
+    }
+
+
 STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "fp32": (
         StateBuffer("master", "fp32"),
@@ -52,8 +68,15 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
         StateBuffer("exp_avg_sq", "uint8"),
         StateBuffer("exp_avg_sq_scale", "int16", shared=ALIGNMENT),
     ),
+    "weights-fp32": _MASTER,
+    "weights-16bit": _SPLIT,
+    "weights-8bit": _SPLIT,
+    **_of_one_buffer("sgd", "momentum_buffer"),
+    **_of_one_buffer("lion", "exp_avg"),
+    **_of_one_buffer("adagrad", "sum"),
 }
-"""The formats by name. These are Adam's: 12, 12, 8 and 6.03 bytes a parameter.
+"""The formats by name. The first four are Adam's: 12, 12, 8 and 6.03 bytes a parameter. SGD without momentum keeps
+the weights alone: 4 bytes.
 
 "fp32-split" has the bits of "fp32" and needs no bf16 copy beside it. Its high half is rounded as that copy is, ties
 to even; an int16 cannot say which way a tie went, so the sign of exp_avg_sq does

@@ -16,6 +16,7 @@ from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import graph_of
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
+from zfunc.optim.groups import GroupedOptimizer
 
 
 def make_spec(
@@ -27,6 +28,8 @@ def make_spec(
             f"params_on: got {settings.params_on!r} with stage={settings.stage} on {world} ranks, expected "
             "stage=3, in which each keeps its slice there: pass it"
         )
+    if isinstance(optimizer, GroupedOptimizer):
+        optimizer.check_parameters(p for s in segments for p in s.parameters)
     parameters = [[_in_group(p, optimizer) for p in s.parameters] for s in segments]
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)

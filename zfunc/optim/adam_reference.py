@@ -59,11 +59,9 @@ def coefficients(
 ) -> Coefficients:
     """The coefficients of one step, bias corrections included (Kingma & Ba 2015, section 3)."""
     beta1, beta2 = betas
-    # |grad| is compared before it is scaled, so the product of a denormal is never computed.
-    floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
     return Coefficients(
         grad_scale,
-        max(floor, SMALLEST_NORMAL),
+        grad_floor_of(grad_scale),
         beta1,
         1.0 - beta1,
         beta2,
@@ -73,6 +71,12 @@ def coefficients(
         eps,
         lr * weight_decay if decoupled else weight_decay,
     )
+
+
+def grad_floor_of(grad_scale: float) -> float:
+    """The floor of a gradient that is to be scaled. So the product of a denormal is never computed."""
+    floor = GRAD_FLOOR / abs(grad_scale) if grad_scale else math.inf
+    return max(floor, SMALLEST_NORMAL)
 
 
 def reference_update(
@@ -114,11 +118,11 @@ def reference_update(
             np.float32(value)
             for value in coefficients(step, lr, betas, eps, weight_decay, decoupled, grad_scale)
         )
-        g = _flush(to_float32(grad), k.grad_floor) * k.grad_scale
+        g = flush_small(to_float32(grad), k.grad_floor) * k.grad_scale
         if weight_decay and not decoupled:
-            g = _flush(g + k.decay * master, GRAD_FLOOR)
-        m = _flush(k.beta1 * exp_avg + k.one_minus_beta1 * g, EXP_AVG_FLOOR)
-        v = _flush(k.beta2 * exp_avg_sq + k.one_minus_beta2 * (g * g), EXP_AVG_SQ_FLOOR)
+            g = flush_small(g + k.decay * master, GRAD_FLOOR)
+        m = flush_small(k.beta1 * exp_avg + k.one_minus_beta1 * g, EXP_AVG_FLOOR)
+        v = flush_small(k.beta2 * exp_avg_sq + k.one_minus_beta2 * (g * g), EXP_AVG_SQ_FLOOR)
         change = k.step_size * (m / (np.sqrt(v) * k.inv_sqrt_bias2 + k.eps))
         if weight_decay and decoupled:
             change = change + k.decay * master
@@ -126,7 +130,8 @@ def reference_update(
         return Updated(p, m, v, None if out is None else round_to(p, out))
 
 
-def _flush(x: Array, floor: float) -> Array:
+def flush_small(x: Array, floor: float) -> Array:
+    """x, and 0 where its size is below the floor."""
     return np.where(np.abs(x) < np.float32(floor), np.float32(0), x)
 
 

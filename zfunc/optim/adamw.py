@@ -8,48 +8,22 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
-from zfunc.core.optimizer_state import MOMENTS, AdamFormat, Moments
+from zfunc.core.optimizer_state import AdamFormat, Moments
 from zfunc.optim.adam_reference import coefficients
-from zfunc.optim.argument_checks import check_factors, checked_betas, checked_eps, checked_finite, refuse
+from zfunc.optim.argument_checks import check_factors, checked_eps, refuse
 from zfunc.optim.compact import convert_moments
 from zfunc.optim.device_adam import device_adam_, workspace
 from zfunc.optim.host_adam import host_adam_
-
-
-def decay_all(name: str, shape: tuple[int, ...]) -> bool:
-    """Decay every parameter, as torch.optim.AdamW does."""
-    del name, shape
-    return True
-
-
-def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
-    """Decay matrices and embeddings, but not norms and biases, which are vectors.
-
-    >>> matrices_only("head.weight", (8, 4)), matrices_only("head.bias", (8,))
-    (True, False)
-    """
-    del name
-    return len(shape) >= 2
-
-
-Betas = tuple[float, float]
-
-
-def _is_schedule(x: Any) -> bool:
-    """Whether `x` is a function of the step: neither a tensor nor a class."""
-    return callable(x) and not isinstance(x, type)
-
-
-def _lr(lr: Any) -> Any:
-    return lr if _is_schedule(lr) else checked_finite("lr", lr, minimum=0.0)
-
-
-def _betas(betas: Any) -> Any:
-    return betas if _is_schedule(betas) else checked_betas(betas)
-
-
-def _decay(weight_decay: Any) -> float:
-    return checked_finite("weight_decay", weight_decay, minimum=0.0)
+from zfunc.optim.optimizer_settings import (
+    Betas,
+    betas_at_step,
+    betas_setting,
+    check_moments_and_decay,
+    decay_all,
+    lr_at_step,
+    lr_setting,
+    weight_decay_setting,
+)
 
 
 @attrs.frozen
@@ -75,10 +49,12 @@ class AdamW:
     0.0003
     """
 
-    lr: float | Callable[[int], float] = attrs.field(default=1e-3, converter=_lr)
-    betas: Betas | Callable[[int], Betas] = attrs.field(default=(0.9, 0.999), kw_only=True, converter=_betas)
+    lr: float | Callable[[int], float] = attrs.field(default=1e-3, converter=lr_setting)
+    betas: Betas | Callable[[int], Betas] = attrs.field(
+        default=(0.9, 0.999), kw_only=True, converter=betas_setting
+    )
     eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
-    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=_decay)
+    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=weight_decay_setting)
     decoupled: bool = attrs.field(default=True, kw_only=True)
     decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
@@ -90,20 +66,13 @@ class AdamW:
             refuse(
                 TypeError, "decoupled", repr(self.decoupled), "True or False", "pass False for Adam with L2"
             )
-        if not isinstance(self.moments, str) or self.moments not in MOMENTS:
-            refuse(ValueError, "moments", repr(self.moments), f"one of {', '.join(MOMENTS)}", "choose one")
-        if not callable(self.decay):
-            refuse(
-                TypeError, "decay", repr(self.decay), "(name, shape) -> bool", "pass such as matrices_only"
-            )
+        check_moments_and_decay(self.moments, self.decay)
         if not callable(self.lr) and not callable(self.betas):
             self._check_factors(1, self.lr, self.betas)  # of all steps the first has the largest
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
-        lr = self.lr
-        if callable(lr):
-            lr = checked_finite(f"lr at step {step}", lr(step), minimum=0.0)
+        lr = lr_at_step(self.lr, step)
         if callable(self.lr) or callable(self.betas):
             self._check_factors(step, lr, self.betas_at(step))
         return lr
@@ -180,6 +149,4 @@ class AdamW:
 
     def betas_at(self, step: int) -> Betas:
         """The betas of a step, counted from 1; ValueError where one is not in [0, 1)."""
-        if not callable(self.betas):
-            return self.betas
-        return checked_betas(self.betas(step), f"betas at step {step}")
+        return betas_at_step(self.betas, step)

@@ -48,11 +48,11 @@ class SplitMaster:
         """Split contiguous fp32 weights [n] on the host; TypeError or ValueError for anything else."""
         checked_span("weights", weights, numel_of(weights), [torch.float32], written=False)
         high, low = split(weights.detach().numpy())
-        return cls(_as_tensor(high).view(torch.bfloat16), _as_tensor(low))
+        return cls(as_tensor(high).view(torch.bfloat16), as_tensor(low))
 
     def join(self) -> Tensor:
         """The fp32 weights [n], exact: a NaN comes back as a NaN."""
-        return torch.from_numpy(join(_as_array(self.high), self.low.numpy()))
+        return torch.from_numpy(join(as_array(self.high), self.low.numpy()))
 
 
 @frozen(eq=False)
@@ -98,7 +98,7 @@ def master_weights(state: Mapping[str, Tensor], start: int, stop: int) -> Tensor
     if "master" in state:
         return state["master"][start:stop].cpu()
     names = HIGH_HALF, "master_low", *(("exp_avg_sq",) if adam_format(state) == "fp32-split" else ())
-    return torch.from_numpy(join(*(_as_array(state[name][start:stop].cpu()) for name in names)))
+    return torch.from_numpy(join(*(as_array(state[name][start:stop].cpu()) for name in names)))
 
 
 def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -107,7 +107,7 @@ def initial_state(weights: Tensor, state: Mapping[str, Tensor]) -> dict[str, Ten
         return {"master": weights}
     if adam_format(state) == "fp32-split":
         high, low, zeros = map(
-            _as_tensor, split_to_even(weights.numpy(), np.zeros(weights.numel(), np.float32))
+            as_tensor, split_to_even(weights.numpy(), np.zeros(weights.numel(), np.float32))
         )
         return {HIGH_HALF: high.view(torch.bfloat16), "master_low": low, "exp_avg_sq": zeros}
     halves = SplitMaster.of(weights)
@@ -127,7 +127,7 @@ def convert_moments(
             f"got optimizer state in the format {stored!r}, expected {wanted!r}, this program's: load it "
             "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
         )
-    arrays = [_as_array(state[x.name]) for x in stored_buffers(stored)]
+    arrays = [as_array(state[x.name]) for x in stored_buffers(stored)]
     if stored == "fp32":
         master, exp_avg, exp_avg_sq = arrays
     elif stored == "8bit-1":
@@ -140,7 +140,7 @@ def convert_moments(
         packed = pack(master, exp_avg, exp_avg_sq, moments=wanted, step=step)
         converted = [x for x in packed if x is not None]
     return {
-        buffer.name: _as_tensor(x).view(TORCH_DTYPES[buffer.dtype])
+        buffer.name: as_tensor(x).view(TORCH_DTYPES[buffer.dtype])
         for buffer, x in zip(stored_buffers(wanted), converted, strict=True)
     }
 
@@ -149,12 +149,12 @@ def _is_fp32(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dtype == torch.float32
 
 
-def _as_array(x: Tensor) -> Any:
+def as_array(x: Tensor) -> Any:
     """The tensor's memory as NumPy, which has no bf16: its bits as uint16."""
     return x.view(torch.int16).numpy().view(np.uint16) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def _as_tensor(x: Any) -> Tensor:
+def as_tensor(x: Any) -> Tensor:
     """The array's memory as torch, which has few operations for uint16: its bits as int16."""
     x = np.ascontiguousarray(x)
     return torch.from_numpy(x.view(np.int16) if x.dtype == np.uint16 else x)

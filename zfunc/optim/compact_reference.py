@@ -122,26 +122,43 @@ def pack_bf16(x: Array, dither: Array) -> Array:
 
 def pack_exp_avg_sq(x: Array, dither: Array) -> tuple[Array, Array]:
     """Round float32 x [n] to codes [n] uint8 and the scales [ceil(n / 64)] int16 of their blocks."""
+    return pack_floats(x, dither, signed=False)
+
+
+def pack_floats(x: Array, dither: Array, *, signed: bool) -> tuple[Array, Array]:
+    """The same of x of either sign: the highest bit of a code is its sign then, and 7 are left for the size."""
+    infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
+    coarsest = 1 << min_shift + NUM_SHIFTS - 1
     size = x.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    finite = size <= LIMIT
+    finite = size <= (LIMIT & -coarsest)
     blocks = np.pad(np.where(finite, size, 0), (0, -x.size % BLOCK)).astype(np.int64).reshape(-1, BLOCK)
-    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
     top = -(-blocks.max(axis=1, initial=0) // coarsest) * coarsest  # the value of the highest code
     least = np.where(blocks > 0, blocks, top[:, None]).min(axis=1, initial=EXPONENT)
-    reach = [HIGHEST_CODE - 1 << MIN_SHIFT + k for k in range(NUM_SHIFTS - 1)]  # down to code 1
+    reach = [infinite - 2 << min_shift + k for k in range(NUM_SHIFTS - 1)]  # down to code 1
     choice = np.sum([top - least > x for x in reach], axis=0)
-    base = np.maximum(top - (HIGHEST_CODE << MIN_SHIFT + choice), 0)
+    base = np.maximum(top - (infinite - 1 << min_shift + choice), 0)
     scale = (base >> 16 | choice).astype(np.int16)
-    shift, base = (y.repeat(BLOCK)[: x.size] for y in (MIN_SHIFT + choice, base))
+    shift, base = (y.repeat(BLOCK)[: x.size] for y in (min_shift + choice, base))
     code = size.astype(np.int64) - base + (dither >> (32 - shift).astype(np.uint32)) >> shift
     code = np.where(size == 0, 0, np.maximum(code, 1))
-    return np.where(finite, code, INFINITE).astype(np.uint8), scale
+    code = np.where(finite, code, infinite)
+    if signed:  # of a NaN, no CPU's sign
+        code = code | np.where(np.isnan(x), 0, x.view(np.uint32) >> np.uint32(31) << np.uint32(7))
+    return code.astype(np.uint8), scale
 
 
 def unpack_exp_avg_sq(codes: Array, scale: Array) -> Array:
     """The float32 values of codes [n], given the scales [ceil(n / 64)] of their blocks; exact."""
-    bits = np.where(codes == INFINITE, np.uint32(EXPONENT), _plain_bits(codes, scale))
-    return np.where(codes == 0, np.uint32(0), bits).view(np.float32)
+    return unpack_floats(codes, scale, signed=False)
+
+
+def unpack_floats(codes: Array, scale: Array, *, signed: bool) -> Array:
+    """The same of codes that `pack_floats` made."""
+    infinite = np.uint8(INFINITE >> signed)
+    sizes = codes & infinite
+    bits = np.where(sizes == infinite, np.uint32(EXPONENT), _plain_bits(sizes, scale, MIN_SHIFT + signed))
+    bits = np.where(sizes == 0, np.uint32(0), bits)
+    return (bits | (codes & ~infinite).astype(np.uint32) << np.uint32(24)).view(np.float32)
 
 
 def pack_exp_avg(x: Array, dither: Array, codes: Array, scale: Array) -> Array:
@@ -167,11 +184,11 @@ def unpack_exp_avg(x: Array, codes: Array, scale: Array) -> Array:
     return signed.view(np.float32) * _unit_bits(codes, scale).view(np.float32)
 
 
-def _plain_bits(codes: Array, scale: Array) -> Array:
+def _plain_bits(codes: Array, scale: Array, min_shift: int = MIN_SHIFT) -> Array:
     """The bits of the values of exp_avg_sq's codes [n], as if none were special (0 or infinity)."""
     bits = scale.view(np.uint16).astype(np.uint32) << np.uint32(16)
     base, choice = bits & np.uint32(SCALE_BITS), bits >> np.uint32(16) & np.uint32(NUM_SHIFTS - 1)
-    base, shift = (y.repeat(BLOCK)[: codes.size] for y in (base, choice + np.uint32(MIN_SHIFT)))
+    base, shift = (y.repeat(BLOCK)[: codes.size] for y in (base, choice + np.uint32(min_shift)))
     return base + (codes.astype(np.uint32) << shift)
 
 

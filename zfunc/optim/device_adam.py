@@ -31,6 +31,7 @@ from zfunc.optim.device_formats import (
     CODES_CUTS,
     Scratch,
     dithers,
+    flush_,
     join_,
     load_,
     pack_bf16_,
@@ -184,19 +185,14 @@ def _pack_(
 def _adam_(p: Tensor, m: Tensor, v: Tensor, scratch: Scratch, step: _Step) -> None:
     """`reference_update` on float32 [n], operation by operation; the gradient is in scratch.b."""
     k, term, g = step.k, scratch.a, scratch.b
-    _flush_(g, k.grad_floor, scratch).mul_(k.grad_scale)
+    flush_(g, k.grad_floor, scratch).mul_(k.grad_scale)
     if step.decay == "l2":
-        _flush_(g.add_(torch.mul(p, k.decay, out=term)), GRAD_FLOOR, scratch)
+        flush_(g.add_(torch.mul(p, k.decay, out=term)), GRAD_FLOOR, scratch)
     torch.mul(g, g, out=term).mul_(k.one_minus_beta2)
-    _flush_(v.mul_(k.beta2).add_(term), EXP_AVG_SQ_FLOOR, scratch)
-    _flush_(m.mul_(k.beta1).add_(g.mul_(k.one_minus_beta1)), EXP_AVG_FLOOR, scratch)
+    flush_(v.mul_(k.beta2).add_(term), EXP_AVG_SQ_FLOOR, scratch)
+    flush_(m.mul_(k.beta1).add_(g.mul_(k.one_minus_beta1)), EXP_AVG_FLOOR, scratch)
     term.copy_(scratch.wide.copy_(v).sqrt_()).mul_(k.inv_sqrt_bias2).add_(k.eps)  # g was there
     torch.div(m, term, out=term).mul_(k.step_size)
     if step.decay == "decoupled":
         term.add_(torch.mul(p, k.decay, out=g))
     p.sub_(term)
-
-
-def _flush_(x: Tensor, floor: float, scratch: Scratch) -> Tensor:
-    torch.lt(torch.abs(x, out=scratch.a), floor, out=scratch.mask)
-    return x.masked_fill_(scratch.mask, 0.0)

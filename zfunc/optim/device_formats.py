@@ -18,7 +18,6 @@ from zfunc.optim.compact_reference import (
     CUT,
     EXP_AVG,
     EXP_AVG_SQ,
-    HIGHEST_CODE,
     INFINITE,
     LARGEST,
     LIMIT,
@@ -64,6 +63,12 @@ def load_(x: Tensor, values: Tensor) -> None:
 def bits_of(x: Tensor) -> Tensor:
     """float32 x viewed as int32."""
     return x.view(torch.int32)
+
+
+def flush_(x: Tensor, floor: float, scratch: Scratch) -> Tensor:
+    """x, which is 0 where its size is below the floor."""
+    torch.lt(torch.abs(x, out=scratch.a), floor, out=scratch.mask)
+    return x.masked_fill_(scratch.mask, 0.0)
 
 
 # ---- the split master ---------------------------------------------------------------------------------
@@ -148,24 +153,8 @@ def pack_codes_(
 ) -> None:  # fmt: skip
     """Codes [n] uint8 and exp_avg_sq's scales [ceil(n / 64)] int16 = m and v, which are overwritten."""
     bits, log, linear = (_blocks(bits_of(y)) for y in (v, scratch.a, scratch.b))
-    bits.bitwise_and_(SIZE)
     mask = _blocks(scratch.mask)
-    torch.mul(bits, torch.le(bits, LIMIT, out=mask), out=log)  # infinite values count as 0
-    coarsest = 1 << MIN_SHIFT + NUM_SHIFTS - 1
-    top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
-    # The smallest less 1, where 0 wraps to the largest.
-    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)
-    choice = torch.zeros_like(top)
-    for k in range(NUM_SHIFTS - 1):
-        choice.add_(top - below - 1 > HIGHEST_CODE - 1 << MIN_SHIFT + k)
-    shift = choice + MIN_SHIFT
-    base = top.sub_(torch.full_like(shift, HIGHEST_CODE).bitwise_left_shift_(shift)).clamp_(min=0)
-    torch.bitwise_right_shift(dithers[1], NUM_SHIFTS - 1 - choice, out=log)
-    # A positive value stays positive: it is a divisor.
-    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)
-    log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, LIMIT, out=mask), INFINITE)
-    exp_avg_sq.copy_(log.view(-1)[: exp_avg_sq.numel()])
-    scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])
+    shift, base = pack_floats_(exp_avg_sq, scales, v, dithers[1], scratch, signed=False)
     _unit_(bits, log.bitwise_left_shift_(shift).add_(base))
     m.mul_(_floats(bits.neg_().add_(254 << 23)).view(-1))
     bits = _blocks(bits_of(m))
@@ -175,6 +164,58 @@ def pack_codes_(
     torch.maximum(linear, log.add_(BINADE), out=linear).sub_(SMALLEST_NORMAL).add_(dithers[0])
     linear.bitwise_right_shift_(CUT).bitwise_or_(bits.bitwise_right_shift_(24).bitwise_and_(128))
     exp_avg.copy_(linear.view(-1)[: exp_avg.numel()])
+
+
+def pack_floats_(
+    codes: Tensor, scales: Tensor, x: Tensor, dither: Tensor, scratch: Scratch, *, signed: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes [n] uint8 and scales [ceil(n / 64)] int16 = x, as `compact_reference.pack_floats`.
+
+    `dither` has the bits of the coarsest codes. x becomes the sizes of its values. Returns shift and base of each
+    block; the codes without signs are in scratch.a.
+    """
+    infinite, min_shift = INFINITE >> signed, MIN_SHIFT + signed
+    coarsest = 1 << min_shift + NUM_SHIFTS - 1
+    limit = LIMIT & -coarsest
+    bits, log, sign = (_blocks(bits_of(y)) for y in (x, scratch.a, scratch.b))
+    mask = _blocks(scratch.mask)
+    if signed:
+        torch.bitwise_right_shift(bits, 24, out=sign).bitwise_and_(128)
+    bits.bitwise_and_(SIZE)
+    if signed:
+        sign.masked_fill_(torch.gt(bits, INFINITY, out=mask), 0)
+    torch.mul(bits, torch.le(bits, limit, out=mask), out=log)  # infinite values count as 0
+    top = log.amax(dim=1, keepdim=True).add_(coarsest - 1).bitwise_and_(-coarsest)
+    # The smallest less 1, where 0 wraps to the largest.
+    below = log.sub_(1).bitwise_and_(SIZE).amin(dim=1, keepdim=True)
+    choice = torch.zeros_like(top)
+    for k in range(NUM_SHIFTS - 1):
+        choice.add_(top - below - 1 > infinite - 2 << min_shift + k)
+    shift = choice + min_shift
+    base = top.sub_(torch.full_like(shift, infinite - 1).bitwise_left_shift_(shift)).clamp_(min=0)
+    torch.bitwise_right_shift(dither, NUM_SHIFTS - 1 - choice, out=log)
+    # A positive value stays positive: it may be a divisor.
+    log.add_(bits).sub_(base).bitwise_right_shift_(shift).clamp_(min=1)
+    log.masked_fill_(torch.eq(bits, 0, out=mask), 0).masked_fill_(torch.gt(bits, limit, out=mask), infinite)
+    codes.copy_((sign.bitwise_or_(log) if signed else log).view(-1)[: codes.numel()])
+    scales.copy_(base.bitwise_right_shift(16).bitwise_or_(choice)[:, 0])
+    return shift, base
+
+
+def unpack_floats_(x: Tensor, codes: Tensor, scales: Tensor, scratch: Scratch, *, signed: bool) -> None:
+    """x = the values of codes [n] uint8 that `pack_floats_` made, given the scales [ceil(n / 64)] int16."""
+    infinite = INFINITE >> signed
+    bits, sign = bits_of(x), bits_of(scratch.a)
+    base = (scales[:, None].int() & (SCALE_BITS >> 16)).bitwise_left_shift_(16)
+    shift = (scales[:, None].int() & (NUM_SHIFTS - 1)).add_(MIN_SHIFT + signed)
+    load_(sign, codes)
+    torch.bitwise_and(sign, infinite, out=bits)
+    none = torch.eq(bits, 0)
+    torch.eq(bits, infinite, out=scratch.mask)
+    _blocks(bits).bitwise_left_shift_(shift).add_(base)
+    bits.masked_fill_(none, 0).masked_fill_(scratch.mask, INFINITY)
+    if signed:
+        bits.bitwise_or_(sign.bitwise_and_(128).bitwise_left_shift_(24))
 
 
 def _unit_(to: Tensor, bits: Tensor) -> None:

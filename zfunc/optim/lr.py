@@ -5,6 +5,7 @@ Any function `step -> lr` serves as well.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from attrs import field, frozen
@@ -103,7 +104,25 @@ class WarmupLinear:
         return self.final + (self.lr - self.final) * (1.0 - _progress(step, self.warmup, self.total))
 
 
+@frozen
+class Scaled:
+    """Another learning rate times a factor, such as that of a layer.
+
+    >>> rate = scaled(warmup_cosine(1.0, warmup=2, total=10), 0.5)
+    >>> rate(1), rate(2)
+    (0.25, 0.5)
+    """
+
+    rate: Callable[[int], float]
+    factor: float = field(validator=_rate)
+
+    def __call__(self, step: int) -> float:
+        """The learning rate of a step, counted from 1."""
+        return self.rate(step) * self.factor
+
+
 constant, linear_warmup, warmup_cosine, warmup_linear = Constant, LinearWarmup, WarmupCosine, WarmupLinear
+scaled = Scaled
 
 
 def _ramp(step: int, warmup: int) -> float:

@@ -23,8 +23,9 @@ from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
-from zfunc.optim.adamw import AdamW, matrices_only
+from zfunc.optim.adamw import AdamW
 from zfunc.optim.lr import linear_warmup, warmup_cosine
+from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
 from zfunc.planner.memory_check import check_fits
 from zfunc.runtime.accelerator import best_precision, device_name, on_accelerator, pick_device

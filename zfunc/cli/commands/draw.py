@@ -186,7 +186,8 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
     from zfunc.engine.compile import compile
     from zfunc.models.gpt import gpt_segments, num_parameters
-    from zfunc.optim.adamw import AdamW, matrices_only
+    from zfunc.optim.adamw import AdamW
+    from zfunc.optim.optimizer_settings import matrices_only
     from zfunc.planner.cost_model import precision_for
     from zfunc.train.setup import gpt_config
 

@@ -115,7 +115,8 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     import torch
 
     from zfunc.models.gpt import gpt_segments, num_parameters
-    from zfunc.optim.adamw import AdamW, matrices_only
+    from zfunc.optim.adamw import AdamW
+    from zfunc.optim.optimizer_settings import matrices_only
     from zfunc.planner.cost_model import CostModel, precision_for
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start

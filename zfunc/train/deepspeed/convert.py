@@ -14,8 +14,9 @@ from typing import Any
 import attrs
 from attrs import frozen
 
-from zfunc.optim.adamw import AdamW, decay_all
+from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
+from zfunc.optim.optimizer_settings import decay_all
 from zfunc.train.deepspeed import arguments
 from zfunc.train.deepspeed.arguments import (
     BUCKET_SIZE,

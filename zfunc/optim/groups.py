@@ -1,0 +1,216 @@
+"""Several optimizers in one model: `groups` gives each parameter that of the first rule that matches its name.
+
+An update of a group has the bits of its optimizer alone. A bucket of the layout has parameters whose states are of
+one format, so groups that differ in their settings alone share buckets.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from attrs import evolve, field, frozen
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.layout import Parameter
+from zfunc.core.optimizer_state import Moments
+from zfunc.optim.base import HasMoments, Optimizer
+
+Rule = str | Callable[[str, tuple[int, ...]], bool]
+
+
+def groups(*members: tuple[Rule, Optimizer] | Optimizer) -> "GroupedOptimizer":
+    """One optimizer out of several: `groups((rule, optimizer), ..., default)`.
+
+    A rule is a glob over full names of parameters ("head.*") or a function `(name, shape) -> bool`. The first that
+    matches a parameter decides, the default has the rest. The learning rate of metrics is the default's.
+
+    Raises TypeError for a rule that is neither or a member that is no optimizer, ValueError without a default and
+    for optimizers with different `moments`. `compile` raises ValueError for a rule that matches nothing, and for a
+    group without parameters.
+
+    >>> from zfunc import SGD, AdamW, groups
+    >>> optimizer = groups(("head.*", AdamW(1e-3)), ("*.bias", SGD(1e-2)), AdamW(1e-5))
+    >>> [optimizer.group(name, (8,)) for name in ("head.bias", "block.bias", "block.weight")]
+    [0, 1, 2]
+    """
+    if not members or isinstance(members[-1], tuple):
+        raise ValueError(
+            "groups: got no optimizer for the parameters that no rule matches, expected one at the end: pass "
+            "groups((rule, optimizer), ..., default)"
+        )
+    pairs = [*members[:-1], (_others, members[-1])]
+    for n, pair in enumerate(pairs):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise TypeError(
+                f"groups: got {type(pair).__name__} in place {n + 1}, expected (rule, optimizer), and a default at "
+                "the end: pass a pair"
+            )
+        _check_member(*pair)
+    return GroupedOptimizer(tuple(rule for rule, _ in pairs[:-1]), tuple(x for _, x in pairs))  # pyright: ignore
+
+
+def _others(name: str, shape: tuple[int, ...]) -> bool:
+    del name, shape
+    return True
+
+
+def _check_member(rule: Any, optimizer: Any) -> None:
+    if not isinstance(rule, str) and (not callable(rule) or isinstance(rule, type)):
+        raise TypeError(
+            f"groups: got the rule {rule!r}, expected a glob over names such as 'head.*', or a function "
+            "(name, shape) -> bool: pass one of them"
+        )
+    if isinstance(optimizer, type | GroupedOptimizer) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"groups: got {optimizer!r}, expected an optimizer of zfunc's, or one of your own: pass such as "
+            "zfunc.AdamW(lr=...)"
+        )
+
+
+@frozen
+class GroupedOptimizer:
+    """The optimizers of `groups`; the last one is the default. Group numbers count them, then their own groups."""
+
+    rules: tuple[Rule, ...]
+    optimizers: tuple[Optimizer, ...] = field()
+
+    @optimizers.validator  # pyright: ignore
+    def _check_moments(self, _: object, optimizers: tuple[Optimizer, ...]) -> None:
+        formats = {x.moments: type(x).__name__ for x in optimizers if isinstance(x, HasMoments)}
+        if len(formats) > 1:
+            got = " and ".join(f"{name}(moments={moments!r})" for moments, name in formats.items())
+            raise ValueError(
+                f"groups: got {got}, expected one format: leave them out, and pass moments= to zfunc.compile"
+            )
+
+    def check_parameters(self, parameters: Iterable[Parameter]) -> None:
+        """Raise ValueError unless every rule matches a parameter, and every group has one that is trained."""
+        known = {p.name: p for p in parameters}.values()
+        found = Counter(self._member(p.name, p.shape) for p in known if p.trainable)
+        for n, rule in enumerate(self.rules):
+            matched = [p for p in known if _matches(rule, p.name, p.shape)]
+            if not matched:
+                names = ", ".join(repr(p.name) for p in [*known][:3])
+                raise ValueError(
+                    f"groups: got the rule {rule!r}, which matches no parameter, expected one that does: names are "
+                    f"such as {names}"
+                )
+            if not found[n]:
+                taken = any(p.trainable for p in matched)
+                why = "match an earlier rule" if taken else "are frozen"
+                raise ValueError(
+                    f"groups: got the rule {rule!r}, whose parameters, such as {matched[0].name!r}, all {why}, "
+                    f"expected one for its optimizer: {'move it to the front' if taken else 'leave it out'}"
+                )
+        if not found[len(self.rules)]:
+            raise ValueError(
+                "groups: got rules that match every parameter, expected one for the default: pass the last rule's "
+                "optimizer as the default"
+            )
+
+    def _member(self, name: str, shape: tuple[int, ...]) -> int:
+        return next((n for n, x in enumerate(self.rules) if _matches(x, name, shape)), len(self.rules))
+
+    def _of(self, group: int) -> tuple[int, int]:
+        """The number of an optimizer, and of its own group."""
+        own, n = divmod(group, len(self.optimizers))
+        return n, own
+
+    @property
+    def moments(self) -> Moments:
+        """The format of the states of all optimizers that have a choice."""
+        return next((x.moments for x in self.optimizers if isinstance(x, HasMoments)), "fp32")
+
+    def with_moments(self, moments: Moments, *, split_master: bool) -> "GroupedOptimizer":
+        """All of them with another format. Raises ValueError if one has no choice."""
+        for x in self.optimizers:
+            if moments != "fp32" and not isinstance(x, HasMoments):
+                raise ValueError(
+                    f"moments: got {moments!r} with {type(x).__name__}, which has no choice, expected zfunc's own "
+                    "optimizers: leave it out"
+                )
+        changed = (
+            x.with_moments(moments, split_master=split_master) if isinstance(x, HasMoments) else x
+            for x in self.optimizers
+        )
+        return evolve(self, optimizers=tuple(changed))
+
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """The number of the settings for a parameter."""
+        n = self._member(name, shape)
+        return n + len(self.optimizers) * self.optimizers[n].group(name, shape)
+
+    def state_format(self, group: int) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        n, own = self._of(group)
+        return self.optimizers[n].state_format(own)
+
+    def factors(self, step: int) -> dict[str, Any]:
+        """The default's learning rate as `lr`, and the factors of all: those of optimizer 2 as "2.lr" and so on."""
+        each = [x.factors(step) for x in self.optimizers]
+        named = {f"{n}.{name}": value for n, own in enumerate(each) for name, value in own.items()}
+        return {"lr": each[-1]["lr"], **named}
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are constant over all steps, of each."""
+        rules = (
+            *(x if isinstance(x, str) else getattr(x, "__name__", "a function") for x in self.rules),
+            "default",
+        )
+        return {
+            "groups": [
+                {"rule": rule, "optimizer": type(x).__name__, **x.describe()}
+                for rule, x in zip(rules, self.optimizers, strict=True)
+            ]
+        }
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The update of the group's optimizer in host memory."""
+        n, own = self._of(group)
+        self.optimizers[n].host_update(state, grad, _decision(decision, n), group=own, out=out, into=into)
+
+    def device_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+    ) -> None:
+        """The update of the group's optimizer on the device."""
+        n, own = self._of(group)
+        self.optimizers[n].device_update(state, grad, _decision(decision, n), group=own, out=out)
+
+    def device_workspace(self, numel: int) -> int:
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
+        return max(x.device_workspace(numel) for x in self.optimizers)
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int
+    ) -> Mapping[str, Tensor]:
+        """A checkpoint's state in the format of the group's optimizer, which says what it can convert."""
+        n, own = self._of(group)
+        return self.optimizers[n].convert_state(state, state_format, step, group=own)
+
+
+def _matches(rule: Rule, name: str, shape: tuple[int, ...]) -> bool:
+    return fnmatchcase(name, rule) if isinstance(rule, str) else bool(rule(name, shape))
+
+
+def _decision(decision: StepDecision, n: int) -> StepDecision:
+    """The decision with the factors of optimizer `n` alone."""
+    prefix = f"{n}."
+    own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
+    return evolve(decision, factors=own)

@@ -1,0 +1,153 @@
+"""What SGD, Lion and Adagrad have in common as values: one buffer beside the weights, in one of three formats.
+
+Their files have their settings and factors; `one_buffer_reference` defines their updates.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import Moments, stored_buffers
+from zfunc.errors import CheckpointError
+from zfunc.optim.argument_checks import checked_finite
+from zfunc.optim.compact import as_array, as_tensor
+from zfunc.optim.device_one_buffer import device_one_buffer_, one_buffer_workspace
+from zfunc.optim.host_one_buffer import host_one_buffer_
+from zfunc.optim.one_buffer_reference import Rule, RuleFactors, pack_one_buffer, unpack_one_buffer
+from zfunc.optim.optimizer_settings import LearningRate, check_moments_and_decay, lr_at_step
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+
+
+class OneBufferOptimizer(ABC):
+    """The methods of `zfunc.optim.base.Optimizer`; fields, rule and factors are each optimizer's own."""
+
+    decoupled: ClassVar[bool] = False  # whether weight decay is
+
+    lr: LearningRate
+    weight_decay: float
+    decay: Callable[[str, tuple[int, ...]], bool]
+    moments: Moments
+
+    @property
+    @abstractmethod
+    def kind(self) -> str:
+        """Of the formats of its state."""
+
+    @property
+    @abstractmethod
+    def rule(self) -> Rule:
+        """The update that the kernel makes."""
+
+    @abstractmethod
+    def rule_factors(
+        self, step: int, factors: Mapping[str, Any], weight_decay: float, grad_scale: float
+    ) -> RuleFactors:
+        """The scalars of step `step`, whose `factors` these are."""
+
+    @abstractmethod
+    def factors(self, step: int) -> dict[str, Any]:
+        """What depends on the step, counted from 1."""
+
+    def check_settings(self) -> None:
+        """Check what the fields do not check themselves; a schedule's values are checked at each step."""
+        check_moments_and_decay(self.moments, self.decay)
+        if not callable(self.lr) and not callable(getattr(self, "betas", None)):
+            self._check_factors(1, self.factors(1))
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
+        return lr_at_step(self.lr, step)
+
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """0 for a parameter with weight decay, 1 for one without."""
+        return int(not self.decay(name, shape))
+
+    def state_format(self, group: int = 0) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        del group
+        return f"{self.kind}-{self.moments}"
+
+    def with_moments(self, moments: Moments, *, split_master: bool) -> Self:
+        """The same optimizer with its buffer in another format; beside fp32 the master is never split.
+
+        A split that rounds as a copy does needs a bit beside the 32, and no bit of a momentum is free.
+        """
+        del split_master
+        return evolve(self, moments=moments)  # pyright: ignore
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The update by the compiled kernel (`zfunc.optim.host_one_buffer`)."""
+        host_one_buffer_(state, grad, out=out, into=into, **self._arguments(decision, group))
+
+    def device_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+    ) -> None:
+        """The same update, to the bit, in torch operations (`zfunc.optim.device_one_buffer`)."""
+        device_one_buffer_(state, grad, out=out, **self._arguments(decision, group))
+
+    def device_workspace(self, numel: int) -> int:
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
+        return one_buffer_workspace(numel)
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
+    ) -> dict[str, Tensor]:
+        """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer."""
+        wanted = self.state_format(group)
+        if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
+            raise CheckpointError(
+                f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
+                "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
+            )
+        arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
+        packed = pack_one_buffer(*unpack_one_buffer(arrays, state_format), state_format=wanted, step=step)
+        return {x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in stored_buffers(wanted)}
+
+    def _arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+        weight_decay = 0.0 if group else self.weight_decay
+        return {
+            "state_format": self.state_format(group),
+            "rule": self.rule,
+            "factors": self._check_factors(
+                decision.number,
+                decision.factors,
+                weight_decay,
+                checked_finite("grad_scale", decision.grad_scale),
+            ),
+            "step": decision.number,
+            "decoupled": self.decoupled,
+        }
+
+    def _check_factors(
+        self,
+        step: int,
+        factors: Mapping[str, Any],
+        weight_decay: float | None = None,
+        grad_scale: float = 1.0,
+    ) -> RuleFactors:
+        """The scalars of a step; ValueError for one that float32 cannot hold."""
+        decay = self.weight_decay if weight_decay is None else weight_decay
+        scalars = self.rule_factors(step, factors, decay, grad_scale)
+        for name, value in scalars._asdict().items():
+            if name != "grad_floor":
+                checked_finite(f"{type(self).__name__}'s settings (as {name})", value)
+        return scalars
