@@ -64,16 +64,16 @@ def _earliest(segment: Segment, call: CompiledSegment, way: tuple[Any, ...]) -> 
     return call
 
 
-def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...]) -> Any:
+def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Any:
     segment, call = owner.segments[s], owner.calls[s]
     if not _shareable(segment):
-        return _trace_one(owner, s, inputs)
+        return _trace_one(owner, s, inputs, of_accelerator)
     leaves, structure = tree_flatten((call.trained, inputs, call.constants))
     shapes = tuple((t.shape, t.stride(), t.dtype) if not isinstance(t, str) else None for t in leaves)
     pulled = s >= owner.layout.first_trainable
-    key = (id(call.passes), owner.dtype, pulled, structure, shapes)
+    key = (id(call.passes), owner.dtype, pulled, structure, shapes, of_accelerator)
     if key not in _traces:
-        trace = _trace_one(owner, s, inputs)
+        trace = _trace_one(owner, s, inputs, of_accelerator)
         _traces[key] = trace, owner.cache.facts.get(id(call.passes))
     trace, facts = _traces[key]
     if facts is not None:

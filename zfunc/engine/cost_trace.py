@@ -36,6 +36,12 @@ UNLAUNCHED = {
     torch.ops.aten.new_empty_strided,
     torch.ops.aten._unsafe_view,
 }
+PRODUCTS = {  # matrix products, and which argument is their first factor
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+}
 
 
 class InPlaceError(ValueError):
@@ -58,14 +64,15 @@ class AllocationTracker(TorchDispatchMode):
     (`peak`).
 
     `random` records whether an operation drew random numbers. With `pure`, a write into a tensor allocated
-    elsewhere raises InPlaceError.
+    elsewhere raises InPlaceError. What the CPU's kernels allocate themselves counts too, unless this is a model of
+    the operations `of_accelerator`.
     """
 
-    def __init__(self, *, pure: bool = False) -> None:
+    def __init__(self, *, pure: bool = False, of_accelerator: bool = False) -> None:
         super().__init__()
         self.live = self.peak = self.flops = self.launches = 0
         self.random = False
-        self._pure = pure
+        self._pure, self._of_accelerator = pure, of_accelerator
         self._sizes: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -82,6 +89,8 @@ class AllocationTracker(TorchDispatchMode):
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     self._count(t)
+        if not self._of_accelerator:
+            self.peak = max(self.peak, self.live + cpu_kernel_bytes(func, args, out))
         return out
 
     def _count(self, t: Tensor) -> None:
@@ -125,6 +134,23 @@ class AllocationTracker(TorchDispatchMode):
                 for t in tree_leaves(value):
                     if isinstance(t, Tensor) and not self.holds(t):
                         raise InPlaceError(func, t)
+
+
+def cpu_kernel_bytes(func: Any, args: Any, out: Any) -> int:
+    """What the CPU's kernel of an operation allocates beside its result.
+
+    A product of 16-bit matrices whose first factor is transposed is summed in fp32 (`gemm_transb_impl` in torch's
+    ATen/native/cpu/BlasKernel.cpp), those of a batch one by one.
+
+    >>> x = torch.ones(2, 3, dtype=torch.bfloat16)
+    >>> [cpu_kernel_bytes(torch.ops.aten.mm.default, (a, a.mT), a @ a.mT) for a in (x, x.mT)]
+    [0, 36]
+    """
+    factor = PRODUCTS.get(func._overloadpacket)
+    if factor is None or out.device.type != "cpu" or out.dtype not in (torch.bfloat16, torch.float16):
+        return 0
+    rows, columns = args[factor].stride()[-2:]
+    return 4 * out.shape[-2] * out.shape[-1] if rows == 1 and columns != 1 else 0
 
 
 @cache
@@ -179,16 +205,18 @@ def trace(
     *args: Any,
     device: torch.device,
     prepare: Callable[..., None] = lambda *_: None,
+    of_accelerator: bool = False,
 ) -> Trace:
     """Trace one segment: `forward(*args)` returns `(y, residuals)`; `backward(*args, residuals, cotangents)` is
     None if nothing below is trained. `prepare(*args)` runs first, to leave out of the costs what happens only once.
+    `of_accelerator` is whether a trace on the CPU is for an accelerator.
 
     `args` are pytrees of tensors, of which only shape, strides and dtype matter.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         args = _faked(args, device)
         prepare(*args)
-        with AllocationTracker() as tracker:
+        with AllocationTracker(of_accelerator=of_accelerator) as tracker:
             y, residuals = forward(*args)
             forward_flops, forward_launches = tracker.flops, tracker.launches
             forward_peak, after, random_numbers = tracker.peak, tracker.live, tracker.random
@@ -200,7 +228,7 @@ def trace(
             keeps_output = before - tracker.live < own_bytes
         backward_peak = backward_flops = backward_launches = 0
         if backward is not None:
-            with AllocationTracker() as tracker:
+            with AllocationTracker(of_accelerator=of_accelerator) as tracker:
                 backward(*args, residuals, cotangents)
             backward_peak, backward_flops, backward_launches = tracker.peak, tracker.flops, tracker.launches
             random_numbers = random_numbers or tracker.random

@@ -21,7 +21,7 @@ from zfunc.engine.purity import check_deterministic
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import name_nondeterminism
 from zfunc.engine.vjp import MAX_TRACES, SegmentWeights
-from zfunc.runtime.accelerator import deterministic_kernels
+from zfunc.runtime.accelerator import deterministic_kernels, on_accelerator
 from zfunc.runtime.executor import prepare_plan
 
 T = TypeVar("T")
@@ -156,10 +156,16 @@ def split_batch(batch: tuple[Any, Any], micro_batches: int) -> list[tuple[Any, A
     ]
 
 
-def traced_spec(program: Program, micro: tuple[Any, Any]) -> tuple[StepSpec, frozenset[int]]:
-    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers."""
+def traced_spec(
+    program: Program, micro: tuple[Any, Any], *, of_accelerator: bool | None = None
+) -> tuple[StepSpec, frozenset[int]]:
+    """The spec with the costs of a micro-batch of these shapes, and the segments that draw random numbers.
+
+    They are the costs on the program's device, or, on the CPU, those `of_accelerator`.
+    """
+    of_accelerator = on_accelerator(program.device) if of_accelerator is None else of_accelerator
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
-        traces, random = _trace_all(program, micro)
+        traces, random = _trace_all(program, micro, of_accelerator)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
     costs = tuple(
         _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps, program.settings.compile_segments)
@@ -194,7 +200,9 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bo
     )
 
 
-def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], frozenset[int]]:
+def _trace_all(
+    program: Program, micro: tuple[Any, Any], of_accelerator: bool
+) -> tuple[list[Trace], frozenset[int]]:
     """Trace every segment on its predecessor's output, equal ones once; and which of them draw random numbers."""
     seen: dict[Any, Trace] = {}
     traces: list[Trace] = []
@@ -207,7 +215,7 @@ def _trace_all(program: Program, micro: tuple[Any, Any]) -> tuple[list[Trace], f
         _check_inputs(program, s, leaves)
         key = (id(call.passes), structure, tuple((t.shape, t.stride(), t.dtype) for t in leaves))
         if key not in seen:
-            seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,))
+            seen[key] = _trace_one(program, s, (x, targets) if s == last else (x,), of_accelerator)
         traces.append(seen[key])
         random |= {s} if seen[key].random else set()
         x = seen[key].out
@@ -233,7 +241,7 @@ def _fake(program: Program, t: Tensor) -> Tensor:
 
 
 @silence_fake_errors()
-def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
+def _trace_one(program: Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Trace:
     segment, call, device = program.segments[s], program.calls[s], program.device
     values = {
         short: torch.empty(p.shape, dtype=program.dtype, device="meta")
@@ -266,7 +274,15 @@ def _trace_one(program: Program, s: int, inputs: tuple[Any, ...]) -> Trace:
         with name_nondeterminism(segment.name):
             y = run_on_fake_tensors(check, *weights, inputs, device=device)
             pullback = backward if s >= program.layout.first_trainable else None
-            costs = trace(forward, pullback, *weights, inputs, device=device, prepare=prepare)
+            costs = trace(
+                forward,
+                pullback,
+                *weights,
+                inputs,
+                device=device,
+                prepare=prepare,
+                of_accelerator=of_accelerator,
+            )
             return evolve(costs, copied_bytes=copied.most)
     except ValueError as error:
         if f"{segment.name!r}" in str(error):

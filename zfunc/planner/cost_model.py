@@ -115,7 +115,9 @@ class CostModel:
         if key not in self._costs:
             program, spec = self._program(settings), self._spec(settings)
             to_trace = evolve(program, settings=settings, spec=spec, cache=ProgramCache())
-            self._costs[key] = traced_spec(to_trace, split_batch(self.example, settings.micro_batches)[0])[0]
+            micro = split_batch(self.example, settings.micro_batches)[0]
+            of_accelerator = not self.hardware(settings).unified
+            self._costs[key], _ = traced_spec(to_trace, micro, of_accelerator=of_accelerator)
         return self._costs[key]
 
     def _program(self, settings: StepSettings) -> Program:
