@@ -21,9 +21,11 @@ from zfunc.checkpoint.swap_space import SwapSpace, check_folders
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region
+from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.errors import CheckpointError, DiskError
 from zfunc.runtime.direct_io import DirectFile, drive_shares
+from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
@@ -58,10 +60,14 @@ class StateOnDisk:
         """Write parts that follow one another from their places in `flat`."""
         self.swap.write(self.b, names, self._places(flat, names))
 
-    def read_part(self, page: Tensor, name: str) -> None:
-        """Read one part into the beginning of `page`."""
+    def read_weights(self, page: Tensor | None = None) -> Tensor:
+        """Read the parameters, or this rank's slice of them, into the beginning of `page`, or into new memory."""
+        name = next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in self.all)
         (part,) = (x for x in self.extent.parts if x.name == name)
-        self.swap.read(self.b, [name], [as_bytes(page[: part.stop - part.start])])
+        size = part.stop - part.start
+        page = alloc_host(size, torch.uint8) if page is None else page
+        self.swap.read(self.b, [part.name], [as_bytes(page[:size])])
+        return page[: part.nbytes].view(self.dtypes[part.name])
 
     @property
     def moved(self) -> list[str]:

@@ -8,8 +8,6 @@ from attrs import evolve
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
-from zfunc.core.optimizer_state import HIGH_HALF
-from zfunc.core.spec import FROZEN, PARAMS
 from zfunc.engine.disk_memory import StateOnDisk, StateSlot
 from zfunc.engine.stage_context import Memory, StepContext
 
@@ -52,8 +50,7 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
 def page_in_weights(op: Op, mem: Memory, step: StepContext) -> None:
     """Read a bucket's parameters, or this rank's slice of them."""
     on_disk: StateOnDisk = mem[op.read("extent")]
-    name = next(x for x in (PARAMS, FROZEN, HIGH_HALF) if x in on_disk.all)
-    on_disk.read_part(mem[op.write("weight_page")], name)
+    on_disk.read_weights(mem[op.write("weight_page")])
 
 
 def spill(op: Op, mem: Memory, step: StepContext) -> None:

@@ -3,14 +3,20 @@
 Initial values depend on the seed, the segments and `params`, never on the layout or the ranks.
 """
 
+import math
+from collections import Counter
 from collections.abc import Mapping
 
+from attrs import evolve
 from torch import Tensor
 
 from zfunc.checkpoint.strict_json import MAX_INT as LARGEST_SEED
 from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.core.graph import TIERS, Tier
 from zfunc.core.layout import Layout, Span
-from zfunc.core.memory_model import peak_memory
+from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.regions import Regions
+from zfunc.engine.disk_memory import extents_of
 from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
 from zfunc.engine.segment import Segment
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
@@ -18,6 +24,7 @@ from zfunc.engine.swap_state import commit_state, create_swap
 from zfunc.engine.weights import put_weights
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import UNSCALED, LossScale
+from zfunc.runtime.host_memory import give_back_freed
 from zfunc.runtime.rng import fold_seed
 from zfunc.values import of_type, whole
 
@@ -42,10 +49,29 @@ def init(
     of_type("init: loss_scale", loss_scale, LossScale | None, "a zfunc.LossScale or None: pass one")
     params = dict(params or {})
     _check_params(program, params)
+    check_memory(program, initial_memory(program), allocated={}, action="init")
     with on_compute_stream(program):
         state = _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
         commit_state(program, state)
+        staging_buffers(program)  # after the initial values are gone
         return state
+
+
+def initial_memory(program: Program) -> dict[Tier, Peak]:
+    """The peaks of `init` while it fills the State: with the initial values of one segment, in fp32.
+
+    Of a state on the disk one bucket is in memory. The staging is allocated afterwards.
+    """
+    spec = program.spec
+    kept = Counter[Tier]()
+    for r in Regions(spec).state():
+        kept[r.tier] += r.nbytes
+    values = {s.name: 4 * sum(math.prod(p.shape) for p in s.parameters) for s in program.segments}
+    largest = max(values, key=lambda name: values[name])
+    opened = max((x.nbytes for x in extents_of(spec).values()), default=0) if spec.swaps else 0
+    peaks = {tier: Peak(tier, kept[tier], 0, "") for tier in TIERS}
+    host = evolve(peaks["host"], transient=values[largest] + opened, op=f"the initial values of {largest!r}")
+    return {**peaks, "host": host}
 
 
 def _initialized(
@@ -85,15 +111,15 @@ def _fill(
 
 
 def allocate_state(program: Program, action: str, swap: SwapSpace | None = None) -> Buffers:
-    """Zeroed buffers for a State, and the program's staging. Raises OutOfMemory before any allocation.
+    """Zeroed buffers for a State, if a step fits too. Raises OutOfMemory before any allocation.
 
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
     check_memory(program, peak_memory(program.plan), allocated={}, action=action)
     swap = swap or create_swap(program)
-    buffers = allocate(program.spec, program.dtype, program.device, swap, program.settings.swap)
-    staging_buffers(program)
-    return buffers
+    if swap is not None:
+        give_back_freed()
+    return allocate(program.spec, program.dtype, program.device, swap, program.settings.swap)
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
 from zfunc.engine.flush import make_deferred_update
 from zfunc.engine.init import allocate_state
-from zfunc.engine.program import Program, check_program, check_state, lock_staging
+from zfunc.engine.program import Program, check_program, check_state, lock_staging, staging_buffers
 from zfunc.engine.restore import fill_state, send_parameters
 from zfunc.engine.specialize import specialize_without_batch
 from zfunc.engine.state import Buffers, State, refuse_inference_mode
@@ -156,6 +156,7 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
         _log_changed_settings(checkpoint.path, manifest.optimizer, manifest.position.step, program)
         state = state_at(manifest.position, manifest.optimizer, buffers, program)
         commit_state(program, state, manifest.extra)
+        all_or_none(ranks, partial(staging_buffers, program))
         return Restored(state, checkpoint.path, manifest.extra)
     raise CheckpointError("; ".join(damaged))
 
@@ -169,6 +170,7 @@ def _resume_swap(program: Program) -> Restored:
     send_parameters(buffers, program.layout, ranks)
     position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
     folder = swap_folders(program)[0]
+    all_or_none(ranks, partial(staging_buffers, program))
     _log_changed_settings(folder, saved, position.step, program)
     return Restored(state_at(position, saved, buffers, program), folder, extra)
 

@@ -20,7 +20,7 @@ from zfunc.core.graph import Region, Role, Tier
 from zfunc.core.layout import Bucket, round_up
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.regions import Regions
-from zfunc.core.spec import ALLOCATION, FROZEN, PARAMS, StepSpec
+from zfunc.core.spec import ALLOCATION, StepSpec
 from zfunc.engine.disk_memory import StateOnDisk, spill_files, states_on_disk
 from zfunc.engine.tensor_memory import byte_range, storage_of
 from zfunc.errors import DonatedStateError
@@ -180,7 +180,7 @@ class Buffers:
 
         What the disk has of it is read; `close` writes it back if `write`. One bucket is in memory at a time.
         """
-        state = {r.buffer: self.memory[r] for r in self._state.get(b, ()) if r.tier != "disk"}
+        state = self.state_in_memory(b)
         if b not in self.on_disk or not self.on_disk[b].moved:
             return state
         if self._opened is None or self._opened.on_disk.b != b:
@@ -189,12 +189,16 @@ class Buffers:
         self._opened.changed |= write
         return state | self._opened.state
 
+    def state_in_memory(self, b: int) -> dict[str, Tensor]:
+        """What memory has of a bucket's state, by name."""
+        return {r.buffer: self.memory[r] for r in self._state.get(b, ()) if r.tier != "disk"}
+
     def parameters(self, b: int) -> Flat:
         """The parameters of a bucket, trainable or frozen; read from the disk if they live there."""
         if b in self.weights:
             return self.weights[b]
-        state = self.state(b)
-        return Flat(next(state[x] for x in (PARAMS, FROZEN, HIGH_HALF) if x in state), {})
+        self.close()
+        return Flat(self.on_disk[b].read_weights(), {})
 
     def close(self) -> None:
         """Write back the state that was read from the disk, if it was changed."""

@@ -99,14 +99,12 @@ def _write_missing(program: Program, state: State, swap: SwapSpace) -> None:
         stale = on_disk.all if updated and on_disk.in_memory and b in program.spec.offloaded else []
         if missing := stale or swap.missing(b):
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
-            places, values = (
-                on_disk.views(flat),
-                _values(state.buffers, program.layout.weights(b), program.ranks),
-            )
-            for name in missing:
-                places[name].copy_(values[name])
+            if on_disk.is_written and not set(missing).isdisjoint(on_disk.moved):
+                on_disk.read(flat, on_disk.moved)
+            places = on_disk.views(flat)
+            for name, values in _in_memory(state.buffers, program.layout.weights(b), program.ranks).items():
+                places[name].copy_(values)
             on_disk.write(flat, missing)
-    state.buffers.close()
 
 
 def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
@@ -115,9 +113,9 @@ def read_memory(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
         if names := on_disk.in_memory:
             flat = alloc_host(on_disk.extent.nbytes, torch.uint8)
             on_disk.read(flat, names)
-            places, values = on_disk.views(flat), _values(buffers, layout.weights(b), ranks)
-            for name in names:
-                values[name].copy_(places[name])
+            places = on_disk.views(flat)
+            for name, values in _in_memory(buffers, layout.weights(b), ranks).items():
+                values.copy_(places[name])
 
 
 def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
@@ -125,15 +123,14 @@ def gather_frozen(buffers: Buffers, layout: Layout, ranks: RankGroup) -> None:
     for bucket in (x for x in layout.frozen_buckets if x.index in buffers.weights):
         flat = buffers.weights[bucket.index].flat
         if flat.numel() > bucket.numel // ranks.world:
-            ranks.all_gather(flat, _values(buffers, bucket, ranks)[FROZEN])
+            ranks.all_gather(flat, _in_memory(buffers, bucket, ranks)[FROZEN])
 
 
-def _values(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
-    """The state of a bucket, or this rank's slice of its frozen parameters, by name."""
-    state = buffers.state(bucket.index)
-    if state:
-        return state
-    return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
+def _in_memory(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> dict[str, Tensor]:
+    """What memory has of a bucket's state, or this rank's slice of its frozen parameters, by name."""
+    if FROZEN in buffers.on_disk[bucket.index].in_memory:
+        return {FROZEN: ranks.own_slice(bucket, buffers.weights[bucket.index].flat)}
+    return buffers.state_in_memory(bucket.index)
 
 
 def close_swap(program: Program) -> None:
