@@ -19,7 +19,7 @@ from threaded_ranks import ThreadedRanks
 import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import TIERS_OF, StepSettings
 from zfunc.engine import compile as compiling
 from zfunc.engine import offload_ratio
 from zfunc.engine.cost_trace import AllocationTracker
@@ -227,25 +227,30 @@ def test_what_excludes_each_other_is_refused(settings: dict[str, Any], message: 
         trained.compiled("pairs", **settings)
 
 
-def test_automatic_is_the_device_where_a_step_fits_it_and_else_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+def test_automatic_is_the_nearest_place_where_a_step_fits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """On a CPU, the host's memory is the device's: there, parameters in bf16 need no copy beside their masters."""
 
-    def free(nbytes: int, **settings: Any) -> tuple[str, str]:
+    def free(nbytes: int, **settings: Any) -> tuple[str, ...]:
         monkeypatch.setattr(offload_ratio, "available_host_bytes", lambda: nbytes)
         chosen = zfunc.compile(
             segments, device="cpu", example=batch(0), precision="bf16", **settings
         ).settings
-        return chosen.params_on, chosen.activations_on
+        folders = (tmp_path.name,) if chosen.swap == (str(tmp_path),) else ()
+        return *(getattr(chosen, name) for name in TIERS_OF if settings.get(name) == "auto"), *folders
 
     program, batch = trained.compiled("pairs", precision="bf16")
     segments = program.segments
     on_device = sum(peak.nbytes for peak in specialize(program, batch(0)).memory.values())
     enough = int(on_device / (1 - offload_ratio.HEADROOM)) + 1
-    assert free(enough, params_on="auto") == ("device", "device")
-    assert free(enough - 2, params_on="auto") == ("host", "device")
+    assert free(enough, params_on="auto") == ("device",)
+    assert free(enough - 2, params_on="auto") == ("host",)
     assert free(1, params_on="auto", activations_on="auto") == ("host", "host")
+    with_disk = {**dict.fromkeys(("state_on", "grads_on", "activations_on"), "auto"), "swap": [tmp_path]}
+    assert free(enough, **with_disk) == ("host", "host", "device")
+    assert free(1, **with_disk) == ("disk", "disk", "disk", tmp_path.name)
+    assert free(1, state_on="auto", disk_ratio=0.5) == ("host",)
     with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):
         zfunc.compile(segments, device="cpu", params_on="auto")
 
@@ -255,7 +260,9 @@ def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.Monk
     every, free = ThreadedRanks.all(2), [1 << 60, 0]
     monkeypatch.setattr(compiling, "_ranks", lambda _: every[0])
     monkeypatch.setattr(offload_ratio, "_room", lambda program: (0, free[program.ranks.rank]))
-    automatic = StepSettings(precision="bf16", params_on="auto", activations_on="auto").placed(len(every))
+    automatic = StepSettings(precision="bf16", params_on="auto", activations_on="auto").placed(
+        len(every), disk=False
+    )
     names = ("precision", "params_on", "activations_on", "stage")
     chosen = [{name: getattr(settings, name) for name in names} for settings in automatic]
     assert [way["stage"] for way in chosen] == [2, 2, 3, 3]

@@ -10,11 +10,13 @@ from small_models import tied_gpt
 import zfunc
 from zfunc.core.extents import BLOCK
 from zfunc.core.hardware import ROUND
+from zfunc.core.settings import TIERS_OF
 from zfunc.engine.program import staging_buffers
 from zfunc.planner.disk_traffic import DRIVES
 from zfunc.planner.plan_step import Planned, plan
 from zfunc.planner.profile import replace_figures
 from zfunc.planner.profile_toml import load_profile
+from zfunc.planner.search import WORTH
 
 SETTINGS: dict[str, Any] = {"precision": "bf16", "state_on": "disk", "bucket_size": 1 << 12, "clip_norm": 1.0}
 EVERYTHING = {"params_on": "disk", "grads_on": "disk", "defer": True}
@@ -90,3 +92,27 @@ def test_the_drives_of_a_node_wear_for_all_its_ranks() -> None:
     profile = replace_figures(load_profile("h100"), {"bytes.endurance": 8e15})
     assert [profile.endurance(world) for world in (1, 4, 16)] == [8e15, 2e15, 1e15]
     assert load_profile("h100").endurance() is None
+
+
+def test_automatic_places_are_as_fast_as_any_that_fit() -> None:
+    """Those of a search, at every size of the host that one of the fixed places needs."""
+
+    def with_host(nbytes: int, **places: str) -> Planned:
+        hardware = evolve(ROUND, memory={"device": 1 << 40, "disk": 1 << 40, "host": nbytes})
+        segments, batch = tied_gpt()
+        return plan(segments, batch(0), hardware=hardware, advice=False, **{**SETTINGS, **places})
+
+    fixed = [
+        {"state_on": "host"},
+        {"state_on": "disk"},
+        {"state_on": "disk", "grads_on": "disk"},
+        {"state_on": "disk", "params_on": "host"},
+        {"state_on": "disk", "params_on": "disk", "grads_on": "disk"},
+    ]
+    steps = [with_host(1 << 40, **places) for places in fixed]
+    needed = [p.memory["host"] + p.memory["pinned"] for p in steps]
+    for nbytes in sorted(needed):
+        found = with_host(nbytes, **dict.fromkeys(TIERS_OF, "auto"))
+        assert found.fits
+        fitting = (p.step_seconds for p, n in zip(steps, needed, strict=True) if n <= nbytes)
+        assert found.step_seconds <= min(fitting) * (1 + WORTH)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from textwrap import fill
 from typing import Any, Literal, TypeVar, cast, get_args
 
@@ -33,6 +34,12 @@ Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
 DISK: Literal["disk"] = "disk"
 HOST_OR_DISK: tuple[Literal["host", "disk"], ...] = ("host", DISK)
+TIERS_OF = {  # the settings that may be "auto", and what they may be, the nearest first
+    "state_on": HOST_OR_DISK,
+    "params_on": (*PLACES, DISK),
+    "grads_on": HOST_OR_DISK,
+    "activations_on": (*PLACES, DISK),
+}
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
@@ -238,8 +245,8 @@ class StepSettings:
         f"where parameters live: {_names((*PLACES, DISK))}; but for the first, a segment's are fetched before it "
         "runs",
         'Same result. In stage 3 each rank has its slice there. "auto", with `example`: on the device if they fit, '
-        "else on the host, several ranks in stage 3. On the disk they are part of the optimizer state; "
-        "frozen ones are there too.",
+        "else on the host, several ranks in stage 3, or on the disk with the state. On the disk they are part of "
+        "the optimizer state; frozen ones are there too.",
         typed=one_of((*PLACES, DISK)),
     )
     persistent_params: int | str = _setting(
@@ -262,7 +269,7 @@ class StepSettings:
         "offload",
         f"where the inputs of segments wait for backward: {_names((*PLACES, DISK))}; the disk needs folders, swap",
         f"Same result. Residuals of recompute min-cut wait there as well. {SHARES} "
-        '"auto", with `example`: on the device if they fit.',
+        '"auto", with `example`: on the device if they fit, or the nearest place that helps.',
         typed=SeveralOf((*PLACES, DISK)),
     )
     moments: Moments = _setting(
@@ -306,12 +313,14 @@ class StepSettings:
         "buckets updated before the norm is known, with clipping or fp16; same result, more memory",
         "The update goes into a shadow, as if nothing were clipped or skipped, and is made again if that is wrong.",
     )
-    state_on: Literal["host", "disk"] = _setting(
+    state_on: Literal["host", "disk", "auto"] = _setting(
         "host",
-        one_of(HOST_OR_DISK),
+        one_of((*HOST_OR_DISK, AUTO)),
         "offload",
         f"where the optimizer state lives: {_names(HOST_OR_DISK)}; the disk needs folders, swap",
-        "Same result. A bucket's state is read before its update and written after it.",
+        "Same result. A bucket's state is read before its update and written after it. "
+        '"auto", with `example`: on the host if it fits.',
+        typed=one_of(HOST_OR_DISK),
     )
     disk_ratio: float = _setting(
         1.0,
@@ -322,12 +331,14 @@ class StepSettings:
         "with state_on disk, the share of the state that is there, 0 to 1; the rest stays on the host",
         "In whole buckets; those that are updated last stay.",
     )
-    grads_on: Literal["host", "disk"] = _setting(
+    grads_on: Literal["host", "disk", "auto"] = _setting(
         "host",
-        one_of(HOST_OR_DISK),
+        one_of((*HOST_OR_DISK, AUTO)),
         "offload",
         f"with state_on disk, where gradients wait for the norm or for a deferred update: {_names(HOST_OR_DISK)}",
-        "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there.",
+        "Same result. Sums that the host makes, of several micro-batches or of tied parameters, wait there. "
+        '"auto", with `example`: on the host if they fit.',
+        typed=one_of(HOST_OR_DISK),
     )
     swap: tuple[str, ...] = _setting(
         (),
@@ -438,10 +449,10 @@ class StepSettings:
         needs = {
             "params_on": self.params_on == DISK,
             "grads_on": self.grads_on == DISK,
-            "swap": bool(self.swap) and not self.spills_activations,
+            "swap": bool(self.swap) and not self.spills_activations and self.activations_on != AUTO,
             "disk_ratio": self.disk_ratio != 1.0,
         }
-        for name in (x for x, needed in needs.items() if needed and self.state_on != DISK):
+        for name in (x for x, needed in needs.items() if needed and self.state_on not in (DISK, AUTO)):
             raise ValueError(
                 f"{name}: got {getattr(self, name)!r} with state_on={self.state_on!r}, expected state_on='disk': "
                 f"pass it, or leave {name} out"
@@ -452,10 +463,10 @@ class StepSettings:
             "delay_from": (self.delayed, "pass defer, which hides the host with the plain result"),
         }
         for name, (given, instead) in excluded.items():
-            if given and self.state_on == DISK:
+            if given and DISK in (self.state_on, self.params_on, self.grads_on):
                 raise ValueError(
-                    f"state_on: got 'disk' with {name}={getattr(self, name)!r}, expected one of the two: leave "
-                    f"{name} out; {instead}"
+                    f"state_on: got {self.state_on!r} with {name}={getattr(self, name)!r}, expected one of the "
+                    f"two: leave {name} out; {instead}"
                 )
 
     @property
@@ -521,17 +532,40 @@ class StepSettings:
                     "leave some out"
                 )
 
-    def placed(self, world: int) -> "Iterator[StepSettings]":
-        """The settings with every place that is "auto" on the device, then with activations, parameters or both of
-        these on the host, the one that moves fewest bytes first; without those that other settings exclude.
+    def placed(self, world: int, *, disk: bool) -> "Iterator[StepSettings]":
+        """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
+        bytes first: activations, gradients, parameters, the state; without those that other settings exclude.
 
-        Parameters that move to the host of several ranks move in slices: stage 3.
+        Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
+        stage 3.
         """
-        for params_on in PLACES if self.params_on == AUTO else (self.params_on,):
-            sliced = {"stage": 3} if params_on != self.params_on and params_on == "host" and world > 1 else {}
-            for activations_on in PLACES if self.activations_on == AUTO else (self.activations_on,):
-                with suppress(ValueError):
-                    yield evolve(self, params_on=params_on, activations_on=activations_on, **sliced)
+        choices = {
+            name: [x for x in tiers if disk or x != DISK]
+            if getattr(self, name) == AUTO
+            else [getattr(self, name)]
+            for name, tiers in TIERS_OF.items()
+        }
+        for places in product(*choices.values()):
+            changes: dict[str, Any] = dict(zip(choices, places, strict=True))
+            sliced = self.params_on == AUTO and changes["params_on"] != "device" and world > 1
+            with suppress(ValueError):
+                yield self.at(**changes, **({"stage": 3} if sliced else {}))
+
+    def at(self, **places: Any) -> "StepSettings":
+        """The settings with these places, without folders and a share of the disk that none of them needs."""
+        unused = {} if places.get("state_on", self.state_on) == DISK else {"disk_ratio": 1.0}
+        settings = evolve(self, swap=(), **unused, **places)
+        return evolve(settings, swap=self.swap) if settings.needs_folders else settings
+
+    @property
+    def automatic(self) -> list[str]:
+        """The names of the places that are "auto"."""
+        return [name for name in TIERS_OF if getattr(self, name) == AUTO]
+
+    @property
+    def needs_folders(self) -> bool:
+        """Whether anything is in the folders of `swap`."""
+        return DISK in (self.state_on, self.params_on, self.grads_on) or self.spills_activations
 
     @property
     def group_size(self) -> int:

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
-from zfunc.core.settings import DISK, Recompute, StepSettings, settings_with, takes_settings
+from zfunc.core.settings import DISK, TIERS_OF, Recompute, StepSettings, settings_with, takes_settings
 from zfunc.engine.offload_ratio import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
@@ -102,22 +102,21 @@ def compile(
         raise ValueError(
             "offload_ratio: got 'auto' without an example, expected one: pass a batch to plan memory"
         )
-    if not settings.swap:
-        for name in ("state_on", "activations_on"):
-            if DISK in (given_place := getattr(settings, name)).split(","):
-                raise ValueError(
-                    f"swap: got no folder with {name}={given_place!r}, expected one on each drive to use: pass "
-                    "swap=[folder, ...]"
-                )
+    if settings.needs_folders and not settings.swap:
+        name = next(x for x in TIERS_OF if DISK in getattr(settings, x).split(","))
+        raise ValueError(
+            f"swap: got no folder with {name}={getattr(settings, name)!r}, expected one on each drive to use: pass "
+            "swap=[folder, ...]"
+        )
     device = pick_device(device)
     refuse_global_modes("compile", device)
     if "precision" not in changes and given is None and on_accelerator(device):
         settings = evolve(settings, precision=best_precision(device))  # bf16, unless it would be emulated
-    if AUTO in (settings.params_on, settings.activations_on):
+    if settings.automatic:
         if example is None:
             raise ValueError(
-                "params_on, activations_on: got 'auto' without an example, expected one: pass a batch to plan "
-                "memory"
+                f"{', '.join(settings.automatic)}: got 'auto' without an example, expected one: pass a batch to "
+                "plan memory"
             )
         make = partial(
             compile,
@@ -130,7 +129,11 @@ def compile(
             stages=stages,
             patience=patience,
         )
-        return first_that_fits((partial(make, placed) for placed in settings.placed(ranks.world)), example)
+        ways = settings.placed(ranks.world, disk=bool(settings.swap))
+        program = first_that_fits((partial(make, way) for way in ways), example)
+        chosen = ", ".join(f"{name}={getattr(program.settings, name)!r}" for name in settings.automatic)
+        log.info("of the places that are automatic, the nearest that fit: %s", chosen)
+        return program
     optimizer = with_moments(optimizer, settings)
     if settings.deterministic:
         prepare_deterministic(device)

@@ -17,6 +17,7 @@ from zfunc.errors import OutOfMemory
 from zfunc.options import AUTO
 from zfunc.runtime.accelerator import available_bytes, on_accelerator
 from zfunc.runtime.host_memory import available_host_bytes
+from zfunc.runtime.thread_budget import local_ranks
 
 STEPS = 32  # the ratios 0, 1/32, ..., 1 are tried
 HEADROOM = 0.05  # share of the free memory that stays free: an allocator cannot use every byte
@@ -59,19 +60,29 @@ def fit_to_memory(program: Program, example: tuple[Any, Any]) -> Program:
 
 
 def first_that_fits(ways: Iterable[Callable[[], Program]], example: tuple[Any, Any]) -> Program:
-    """The first program whose step on `example` fits every rank's device, else the last. None is run."""
-    *others, last = ways
-    for make in others:
+    """The first program whose step on `example` fits every rank's device and host. None is run.
+
+    Else the first that fits their devices, else the last.
+    """
+    *_, last = ways = list(ways)
+    on_device: Program | None = None
+    for make in ways:
         try:
             program = make()
         except OutOfMemory:  # whatever its offload ratio
+            if make is last and on_device is None:
+                raise
             continue
-        needed = _needed(program, specialize(program, example).memory)
-        fits = needed <= _room(program)[1]
+        peaks = specialize(program, example).memory
+        fits = [_needed(program, peaks) <= _room(program)[1], _fits_host(program, peaks)]
         program.ranks.agree("compile")
-        if all(program.ranks.texts("fits" if fits else "")):
+        of_ranks = program.ranks.texts("".join("ny"[x] for x in fits))
+        if all(x == "yy" for x in of_ranks):
             return program
-    return last()
+        if on_device is None and (make is last or all(x[0] == "y" for x in of_ranks)):
+            on_device = program
+    assert on_device is not None
+    return on_device
 
 
 def _room(program: Program) -> tuple[int, int]:
@@ -83,8 +94,16 @@ def _room(program: Program) -> tuple[int, int]:
 
 def _needed(program: Program, peaks: Mapping[Tier, Peak]) -> int:
     """The bytes of these peaks that come out of that room."""
-    on_cpu = not on_accelerator(program.device)
-    return sum(peak.nbytes for tier, peak in peaks.items() if on_cpu or tier == "device")
+    tiers: tuple[Tier, ...] = ("device",) if on_accelerator(program.device) else ("device", "host", "pinned")
+    return sum(peaks[tier].nbytes for tier in tiers)
+
+
+def _fits_host(program: Program, peaks: Mapping[Tier, Peak]) -> bool:
+    """Whether what is on the host fits beside the other ranks there. On a CPU it is in the room of the device."""
+    if not on_accelerator(program.device):
+        return True
+    available = available_host_bytes() // min(local_ranks(), program.ranks.world)
+    return peaks["host"].nbytes + peaks["pinned"].nbytes <= available * (1 - HEADROOM)
 
 
 def smallest_ratio(fits: Callable[[float], bool]) -> float | None:

@@ -29,17 +29,24 @@ from zfunc.runtime.host_memory import alloc_host
 
 def swap_folders(program: Program) -> list[Path]:
     """The folders of the program's swap space; none if nothing of its state is on the disk."""
-    return [Path(folder).expanduser().absolute() for folder in program.settings.swap if program.spec.swaps]
+    return _folders(program) if program.spec.swaps else []
+
+
+def _folders(program: Program) -> list[Path]:
+    return [Path(folder).expanduser().absolute() for folder in program.settings.swap]
 
 
 def create_swap(program: Program) -> SwapSpace | None:
     """A new swap space on every rank, if the program's state is on the disk. A collective.
 
-    Where that is refused, because the program's own has a commit, this stays in use.
+    Where that is refused, because the program's own has a commit, this stays in use. Raises CheckpointError for
+    folders in which nothing can be, also if they are for activations alone.
     """
-    if not program.spec.swaps:
-        return None
     ranks, former = program.ranks, program.cache.swap
+    if not program.spec.swaps:
+        if program.spec.uses_disk:
+            all_or_none(ranks, partial(check_folders, _folders(program)))
+        return None
     if former is not None and not former.number:
         close_swap(program)  # it makes room
     run = ranks.texts(os.urandom(8).hex())[0]

@@ -165,8 +165,8 @@ def plan(
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
     speculation, deferral, where parameters and activations live, and the order of micro-batches. `precision="auto"`
-    is bf16 where the profile has it, else fp16; fp32 where the device is the host. `offload_ratio`, `params_on` and
-    `activations_on` of "auto" are the fastest that fit.
+    is bf16 where the profile has it, else fp16; fp32 where the device is the host. `offload_ratio` and
+    the places of "auto" are the fastest that fit; the disk is one where the host is full.
 
     {settings}
 
@@ -199,11 +199,12 @@ def _uncollected() -> Iterator[None]:
 @_uncollected()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
-    searched_all = settings.schedule == AUTO
+    given, searched_all = settings, settings.schedule == AUTO
     space, settings, result = _space(settings), search_start(settings), None
     if space is not None:
         result = model.search(settings, space)
         settings = result.step.settings
+    settings = evolve(settings, swap=given.swap if settings.needs_folders else ())
     step = model.step(settings)
     settable = UNSEARCHED if searched_all and step.fits else None
     return Planned(
@@ -225,13 +226,13 @@ def _space(settings: StepSettings) -> SearchSpace | None:
     values: dict[str, tuple[str, ...] | None] = {}
     if settings.offload_ratio == AUTO:
         values["offload_ratios"] = None  # those that fit
-    for place in ("params_on", "activations_on"):
-        if getattr(settings, place) == AUTO:
-            values[place] = getattr(SearchSpace(), place)
+    values |= {place: getattr(SearchSpace(), place) for place in settings.automatic}
+    if settings.state_on == AUTO:
+        values["disk_ratios"] = None
     return SearchSpace.only(**values) if values else None
 
 
 def search_start(settings: StepSettings) -> StepSettings:
     """The settings where a search begins: those that are "auto" at their defaults."""
     auto = {f.name: f.default for f in fields(StepSettings) if getattr(settings, f.name) == AUTO}
-    return evolve(settings, **auto)
+    return evolve(settings.at(**auto), swap=())

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from attrs import evolve, fields, frozen
 
 from zfunc.core.graph import Tier
-from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, Place, StepSettings, lay_out
+from zfunc.core.settings import DISK, HOST_OR_DISK, PLACES, StepSettings, lay_out
 from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.steady_state import Estimate
 
@@ -41,8 +41,8 @@ class SearchSpace:
     """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
 
     `accumulate` and `stages` are tried where there are several micro-batches and ranks. `persistent` parameters are
-    as many as there is room for. The state moves to the disk, alone or with parameters and gradients, only where it
-    does not fit the host; `disk_ratios` of None are those that fit.
+    as many as there is room for. State, parameters, gradients and activations move to the disk, alone or together,
+    only where a step does not fit the host; `disk_ratios` of None are those that fit.
     """
 
     schedules: tuple[str, ...] = ("Overlapped", "Interleaved", "CriticalPath")
@@ -53,13 +53,14 @@ class SearchSpace:
     speculate: tuple[float, ...] = (0.0, 0.25, 0.5, 1.0)
     defer: tuple[bool, ...] = (False, True)
     delay: tuple[bool, ...] = (False,)
-    params_on: tuple[Place, ...] = PLACES
-    activations_on: tuple[str, ...] = ("device", "host,device", "host")
+    params_on: tuple[str, ...] = (*PLACES, DISK)
+    activations_on: tuple[str, ...] = ("device", "host,device", "host", "disk,host", "disk")
     stages: tuple[Literal[2, 3], ...] = (2, 3)
     accumulate: tuple[str | int, ...] = ("horizontal", "vertical", 2, 4, 8)
     weight_slots: tuple[int, ...] = (1, 2, 3, 4)
     persistent: tuple[bool, ...] = (False, True)
     state_on: tuple[Literal["host", "disk"], ...] = HOST_OR_DISK
+    grads_on: tuple[Literal["host", "disk"], ...] = HOST_OR_DISK
     disk_ratios: tuple[float, ...] | None = None
     state_slots: tuple[int, ...] = (1, 2, 3, 4, 6)
 
@@ -70,35 +71,46 @@ class SearchSpace:
 
 
 def _places(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    """Parameters and activations on the device or on the host, unless those are one."""
+    """Parameters and activations on the device, on the host, or on the disk."""
     settings = best.settings
-    if best.hardware.unified:
-        return
-    for params_on in space.params_on or (settings.params_on,):
-        for activations_on in space.activations_on or (settings.activations_on,):
+    for params_on in _worth_trying(best, space.params_on, settings.params_on):
+        for activations_on in _worth_trying(best, space.activations_on, settings.activations_on):
             if activations_on.count(",") >= best.spec.num_segments:
                 continue
             changes: dict[str, Any] = {"params_on": params_on, "activations_on": activations_on}
-            if params_on == "host":
+            if params_on != "device":
                 changes |= {"speculate": 0, "stage": 3 if best.spec.world > 1 else settings.stage}
             yield from _possible(settings, **changes)
 
 
+def _worth_trying(best: PlannedStep, places: tuple[str, ...], now: str) -> list[str]:
+    """Those of `places` that may be better than `now`: the disk where the host is full, or where it is in use.
+
+    Where the device is the host, only the disk, and the way back from it.
+    """
+    there, elsewhere = DISK in now.split(","), not best.hardware.unified
+    on_disk = there or lacks_host(best)
+    return [
+        x for x in places or (now,) if x == now or (on_disk if DISK in x.split(",") else there or elsewhere)
+    ]
+
+
 def _tiers(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
     """State on the disk, then parameters and gradients too; where it is there, less of that."""
-    if DISK not in space.state_on:
-        return
-    if best.settings.state_on == DISK:
+    settings = best.settings
+    if settings.state_on == DISK:
         if "host" in space.state_on:
             changes = {"state_on": "host", "grads_on": "host", "disk_ratio": 1.0}
-            on_host = {"params_on": "host"} if best.settings.params_on == DISK else {}
-            yield from _possible(best.settings, **changes, **on_host)
-        for params_on in ("host", DISK) if best.settings.params_on != "device" else ("device",):
-            for grads_on in HOST_OR_DISK if best.spec.barrier else ("host",):
-                yield from _possible(best.settings, params_on=params_on, grads_on=grads_on)
-    elif lacks_host(best):
-        for more in on_the_disk(best.settings, waits=best.spec.barrier, world=best.spec.world):
-            yield from _possible(best.settings, **more)
+            on_host = {"params_on": "host"} if settings.params_on == DISK else {}
+            yield from _possible(settings, **changes, **on_host)
+        streamed = (x for x in space.params_on if x != "device")
+        for params_on in streamed if settings.params_on != "device" else ("device",):
+            for grads_on in space.grads_on if best.spec.barrier else ("host",):
+                yield from _possible(settings, params_on=params_on, grads_on=grads_on)
+    elif DISK in space.state_on and lacks_host(best):
+        for more in on_the_disk(settings, waits=best.spec.barrier, world=best.spec.world):
+            if all(DISK in getattr(space, x) for x in ("params_on", "grads_on") if more.get(x) == DISK):
+                yield from _possible(settings, **more)
 
 
 def lacks_host(step: PlannedStep) -> bool:

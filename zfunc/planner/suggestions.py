@@ -26,8 +26,8 @@ NOTES = {
     "moments": "different rounding",
     "delay_from": "applies every gradient a step late",
     "precision": "different rounding",
-    "state_on": "needs folders for it: swap",
 }
+FOLDERS = "needs folders for it: swap"
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
 Replan = Callable[[StepSettings], Estimate]
@@ -110,7 +110,9 @@ def _planned(
 def _effect(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
     fits = "fits, " if new.fits and not old.fits else ""
     shortage = f"; still {shortage_text(new.lacking)}" if new.lacking else ""
-    numbers = ", ".join(NOTES[name] for name in change if name in NOTES)
+    notes = [NOTES[name] for name in change if name in NOTES]
+    notes += [FOLDERS] if DISK in change.values() and not old.settings.needs_folders else []
+    numbers = ", ".join(notes)
     return f"{fits}{gains_and_costs(new, old)}{shortage}{f' ({numbers})' if numbers else ''}"
 
 
@@ -135,6 +137,8 @@ def _smaller(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
     if "host" in tiers:
         yield from _smaller_on_host(settings)
     if lacks_host(step):
+        if settings.stashes and not settings.spills_activations:
+            yield {"activations_on": DISK}
         yield from on_the_disk(settings, waits=step.spec.barrier, world=step.spec.world)
     if "disk" in tiers:
         yield from ({"moments": moments} for moments in SMALLER_MOMENTS[settings.moments])
@@ -258,7 +262,9 @@ def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes after which fewer bytes cross a bus."""
     if settings.group_size < settings.micro_batches:
         yield {"accumulate": "vertical"}
-    yield from ({x: "host"} for x in ("params_on", "grads_on") if getattr(settings, x) == DISK)
+    yield from (
+        {x: "host"} for x in ("params_on", "grads_on", "activations_on") if getattr(settings, x) == DISK
+    )
     yield from (
         {place: "device"} for place in ("params_on", "activations_on") if getattr(settings, place) == "host"
     )

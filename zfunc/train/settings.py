@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -121,8 +121,8 @@ TRAIN = {
     ),
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: as much as fits there"),
     **{
-        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: on the device if they fit")
-        for place in ("params_on", "activations_on")
+        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the nearest that fits")
+        for place in TIERS_OF
     },
     "dropout": Option("model", "probability of dropping an activation", probability),
     "lr": Option(
@@ -302,7 +302,9 @@ def check_together(settings: Any, options: dict[str, Option]) -> None:
     """Check every field, alone and with the others."""
     check_each(settings, options)
     given = values_of_flags(StepSettings, settings)
-    StepSettings(**{name: value for name, value in given.items() if value not in (None, AUTO)})
+    if given["precision"] == AUTO:  # which the machine decides
+        del given["precision"]
+    StepSettings(**{name: value for name, value in given.items() if value is not None})
     heads, parts = settings.num_attention_heads, settings.micro_batches
     multiple("hidden_size", settings.hidden_size, "num_attention_heads", heads)
     multiple("batch_size", settings.batch_size, "micro_batches", parts)

@@ -24,7 +24,7 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import DISK, StepSettings
+from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import shortage_text
 from zfunc.planner.disk_traffic import DRIVES
@@ -59,7 +59,7 @@ PLAN = {
     ),
     **{
         place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the fastest that fits")
-        for place in ("params_on", "activations_on")
+        for place in TIERS_OF
     },
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "hardware": HARDWARE,
@@ -136,7 +136,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     step = step_settings(settings, precision=precision)
     if settings.max:
         one = cost_model(evolve(settings, num_layers=1))
-        placed = map(search_start, step.placed(settings.world))
+        placed = map(search_start, step.placed(settings.world, disk=True))
         most = max(max_layers(one.spec(x), x, one.hardware(x)) for x in placed)
         settings = evolve(settings, num_layers=max(1, most))
     planned = plan_settings(cost_model(settings), step)
