@@ -4,8 +4,8 @@ Each writes over its file, 8 MiB a request, and waits until the drive has it; th
 turns, now in this order and now in the other. Ratios are medians of turn by turn, so what else uses the drive hits
 all. `dd` has one request under way; `fio` four, and its seconds are those it reports, without its start. A swap
 space also sums what it writes, commits it, and compares the sums of what it reads. Processor seconds are of all
-threads, in user and kernel mode. With several folders, also their speed all at once over the sum
-of their speeds alone: 1 for separate drives.
+threads, in user and kernel mode. With several folders, also their speed all at once over the sum of their speeds
+alone: 1 for separate drives; and the speed of a swap space striped over them over that of one in the first alone.
 
     python -m benchmarks.disk [--folder DIR --folder DIR --gib 1 --turns 5 --json FILE_OR_FOLDER]
 """
@@ -30,7 +30,7 @@ from attrs import define, field
 from benchmarks.machine import describe, ratios, write
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
-from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
+from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, drive_shares, file_system_of
 from zfunc.runtime.host_pages import map_pages
 
 EXTENT = 128 << 20  # bytes of a transfer: a bucket's
@@ -107,12 +107,7 @@ def measured(folder: Path, nbytes: int, turns: int, threads: int) -> dict[str, A
         calls: dict[str, Callable[[str], float | None]] = {
             "zfunc": lambda direction: ours(file, data, direction)
         }
-        extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
-        space = stack.enter_context(
-            closing(SwapSpace.create([root], identity={}, run="benchmark", extents=extents))
-        )
-        for _ in range(2):  # both generations
-            swapped(space, data, "write")
+        space = stack.enter_context(closing(new_swap_space(stack, [folder], nbytes, data)))
         calls["swap space"] = lambda direction: swapped(space, data, direction)
         calls |= {name: lambda way, name=name: others[name](root / name, nbytes, way) for name in others}
         found = {direction: {name: Turns() for name in calls} for direction in DIRECTIONS}
@@ -165,6 +160,38 @@ def together(folders: list[Path], nbytes: int, turns: int, threads: int) -> dict
     return found
 
 
+def striped(folders: list[Path], nbytes: int, turns: int) -> dict[str, float]:
+    """The speed of a swap space in all folders over that of one in the first."""
+    with ExitStack() as stack:
+        pages = stack.enter_context(closing(map_pages(EXTENT)))
+        data = stack.enter_context(memoryview(pages))
+        pages[:] = os.urandom(1 << 20) * (EXTENT >> 20)
+        spaces = [
+            stack.enter_context(closing(new_swap_space(stack, own, nbytes, data)))
+            for own in (folders, folders[:1])
+        ]
+        found: dict[str, float] = {}
+        for direction in DIRECTIONS:
+            seconds = [Turns() for _ in spaces]
+            for turn in range(turns):
+                for n in (0, 1) if turn % 2 else (1, 0):
+                    seconds[n].add(
+                        lambda space=spaces[n], direction=direction: swapped(space, data, direction)
+                    )
+            found[direction] = ratios(seconds[1].seconds, seconds[0].seconds)
+    return found
+
+
+def new_swap_space(stack: ExitStack, folders: list[Path], nbytes: int, data: memoryview) -> SwapSpace:
+    """One of `nbytes` in folders of its own, in which both generations were written."""
+    roots = [Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=".disk-", dir=x))) for x in folders]
+    extents = {b: Extent.of([("state", EXTENT)]) for b in range(nbytes // EXTENT)}
+    space = SwapSpace.create(roots, identity={}, run="benchmark", extents=extents, shares=drive_shares(roots))
+    for _ in range(2):
+        swapped(space, data, "write")
+    return space
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument(
@@ -181,6 +208,7 @@ def main() -> None:
     results: dict[str, Any] = {"folders": rows}
     if len(folders) > 1:
         results["together"] = together(folders, nbytes, args.turns, args.threads)
+        results["striped"] = striped(folders, nbytes, args.turns)
     print(describe())
     print(json.dumps(results, indent=2))
     write(args.json, "disk", results)

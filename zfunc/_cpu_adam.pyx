@@ -6,7 +6,7 @@ copy); an instruction set is an index into INSTRUCTION_SETS, or -1 for the best 
 """
 
 from libc.stddef cimport size_t
-from libc.stdint cimport int16_t, uint16_t, uint32_t, uintptr_t
+from libc.stdint cimport int16_t, uint16_t, uint32_t, uint64_t, uintptr_t
 
 
 cdef extern from *:
@@ -58,6 +58,9 @@ cdef extern from "_adam_kernel.h" nogil:
     void zf_adam(zf_adam_args *args, size_t n, int threads, int isa)
     void zf_sum(zf_sum_args *args, size_t n, int threads, int isa, double *parts)
     void zf_skeleton(zf_skeleton_args *args, size_t n, int threads, int isa)
+
+cdef extern from "_block_sums.h" nogil:
+    void zf_block_sums(const char *data, size_t blocks, uint64_t *sums, int isa)
 
 
 cdef extern from "_one_buffer_kernel.h" nogil:
@@ -267,3 +270,15 @@ def skeleton(
     args.in_, args.out = <const uint16_t *>grad, <uint16_t *>out
     with nogil:
         zf_skeleton(&args, n, threads, use)
+
+
+def block_sums(
+    uintptr_t data,          # IN    [blocks] of 4,096 bytes
+    uintptr_t sums,          # OUT   [blocks][2] uint64
+    size_t blocks,
+    int isa=-1,
+):
+    """Fletcher's checksum of each block of a disk: the sum of its 64-bit words, and the sum of their sums so far."""
+    cdef int use = checked_isa(isa)
+    with nogil:
+        zf_block_sums(<const char *>data, blocks, <uint64_t *>sums, use)

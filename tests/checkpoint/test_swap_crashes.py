@@ -161,7 +161,7 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(striped_io, "in_parallel", in_any_order)
 
 
-def in_any_order(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, threads: int) -> None:
+def in_any_order(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, threads: int = 1) -> None:
     """One after another, as a seed says."""
     calls = list(calls)
     ForgetfulFile.drive.by.shuffle(calls)

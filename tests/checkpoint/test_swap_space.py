@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import product
 from pathlib import Path
 from threading import Lock
 from time import perf_counter, sleep
@@ -21,6 +22,7 @@ from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, p
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
+from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
 
@@ -339,29 +341,47 @@ def test_a_damaged_file_is_refused_with_its_place(tmp_path: Path) -> None:
     space.close()
 
 
-def test_no_flipped_bit_zeroed_or_moved_block_gets_through() -> None:
+def test_the_kernel_sums_blocks_as_the_reference_does() -> None:
+    """With every instruction set, whatever the number of blocks and the address are."""
+    by = np.random.default_rng(0)
+    weights = np.arange(512, 0, -1, dtype=np.uint64)
+    for isa, blocks, shift in product(range(len(cpu_adam.instruction_sets())), (0, 1, 3, 4, 9), (0, 1)):
+        data = by.integers(0, 256, blocks * 4096 + shift, np.uint8)
+        got = np.full((blocks + 1, 2), 7, np.uint64)
+        cpu_adam.block_sums(data.ctypes.data + shift, got.ctypes.data, blocks, isa)
+        words = data[shift:].copy().view(np.uint64).reshape(blocks, 512)
+        expected = [[x.sum(), (x * weights).sum()] for x in words]
+        assert got.tolist() == [*expected, [7, 7]]
+
+
+def test_no_flipped_bit_and_no_zeroed_or_moved_block_or_word_gets_through() -> None:
     by = np.random.default_rng(0)
     data = by.integers(0, 256, 5 * 4096 + 100, np.uint8)
     right = block_checksum(memoryview(data))
     assert right == block_checksum(memoryview(data.copy()))
     for at in by.integers(0, 8 * data.size, 300):
-        for width in (
-            1,
-            17,
-            64,
-        ):  # neighbouring bits, the first and the last of them flipped, others at random
+        for width in (1, 17, 64):  # neighbouring bits: the first and the last are flipped, others at random
             wrong = np.unpackbits(data)
             burst = by.integers(0, 2, width, np.uint8)
             burst[[0, -1]] = 1
             burst = burst[: wrong.size - at]
             wrong[at : at + burst.size] ^= burst
             assert block_checksum(memoryview(np.packbits(wrong))) != right
-    blocks = data[: 5 * 4096].reshape(5, 4096)
-    for n in range(5):
-        for other in (0 * blocks[n], np.roll(blocks, 1, axis=0)[n]):
-            wrong = data.copy()
-            wrong[n * 4096 : (n + 1) * 4096] = other
-            assert block_checksum(memoryview(wrong)) != right
+    for size in (8, 64, 4096):
+        parts = data[: 5 * 4096].reshape(-1, size)
+        for n, m in (by.choice(len(parts), 2, replace=False) for _ in range(5)):
+            for changed in ({n: 0 * parts[n]}, {n: parts[m]}, {n: parts[m], m: parts[n]}):
+                wrong = data.copy()
+                for k, x in changed.items():
+                    wrong[k * size : (k + 1) * size] = x
+                assert block_checksum(memoryview(wrong)) != right
+    words = data[: 5 * 4096].view(np.uint64)
+    for n, m in by.choice(512, (50, 2), replace=False):  # a bit of one word, and back in another of its block
+        bit = np.uint64(1 << int(by.integers(40)))
+        wrong = data.copy()
+        changed = wrong[: 5 * 4096].view(np.uint64)
+        changed[n], changed[m] = words[n] + bit, words[m] - bit
+        assert block_checksum(memoryview(wrong)) != right
 
 
 def test_headers_and_records_read_back(tmp_path: Path) -> None:
