@@ -157,13 +157,15 @@ def test_what_memory_alone_has_is_in_the_next_commit(before: str, tmp_path: Path
     assert all(torch.equal(got[name], x) for name, x in expected.items())
 
 
-def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step(tmp_path: Path) -> None:
+def test_a_checkpoint_elsewhere_is_of_the_state_before_the_step_or_between_two(tmp_path: Path) -> None:
     numbers = NUMBERS["fp32, clipped"]
     program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "swap", "everything", **numbers))
     state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 2)
+    zfunc.save(tmp_path / "between", program, state)
     state, expected = trained.steps(program, state, batch, 2, 3, save=tmp_path / "saved")
     alone, _ = trained.compiled("frozen below", **numbers)
-    assert trained.steps(alone, zfunc.load(tmp_path / "saved", alone), batch, 2, 3)[1] == expected
+    for folder in ("saved", "between"):
+        assert trained.steps(alone, zfunc.load(tmp_path / folder, alone), batch, 2, 3)[1] == expected
 
 
 def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:

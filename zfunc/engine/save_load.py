@@ -23,7 +23,7 @@ from zfunc.checkpoint.writer import CheckpointWriter, Save, SaveResult, all_or_n
 from zfunc.core.dtypes import Dtype
 from zfunc.core.graph import Region
 from zfunc.core.recipes import checkpoint
-from zfunc.engine.flush import make_deferred_update
+from zfunc.engine.flush import make_deferred_update, state_memory, step_context
 from zfunc.engine.init import allocate_state
 from zfunc.engine.program import Program, check_program, check_state, lock_staging, staging_buffers
 from zfunc.engine.restore import fill_state, send_parameters
@@ -77,9 +77,10 @@ def save(
         request = all_or_none(program.ranks, lambda: Save(folder, keep=keep, extra=dict(extra or {})))
         special = specialize_without_batch(program, checkpoint, pending=state.pending is not None)
         writer = begin_save(program, state, request)
-        mem = {**state.buffers.memory, Region("checkpoint"): writer}
+        step = step_context(program, special, state, max(1, state.step))
+        mem = state_memory(program, state) | {Region("checkpoint"): writer}
         try:
-            program.executor.run(special.prepared, mem, None, RunOptions(), {})
+            program.executor.run(special.prepared, mem, step, RunOptions(), {})
         finally:
             writer.abandon()
     result: SaveResult = mem[Region("published")]
