@@ -272,8 +272,9 @@ ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *
     for (size_t i = 0; i < n; i += ZF_SHARED) {
         size_t few = n - i < ZF_SHARED ? n - i : ZF_SHARED, block = (at + i) / ZF_SHARED;
         if (moments == ZF_MOMENTS_16BIT) {
-            zf_pack_bf16((uint16_t *)to[2] + i, m + i, few, d->exp_avg);
-            zf_pack_bf16((uint16_t *)to[3] + i, v + i, few, d->exp_avg_sq[0]);
+            const size_t first = (at + i) % ZF_SHARED;
+            zf_pack_bf16((uint16_t *)to[2] + i, m + i, few, d->exp_avg + first);
+            zf_pack_bf16((uint16_t *)to[3] + i, v + i, few, d->exp_avg_sq[0] + first);
         } else {
             a->into.exp_avg_sq_scale[block] = zf_pack_codes((uint8_t *)to[2] + i, (uint8_t *)to[3] + i, m + i, v + i,
                                                             few, d->exp_avg, d->exp_avg_sq);
@@ -328,6 +329,9 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #endif
 #include "_adam_avx512.h"
 #include "_codes_avx512.h"
+#include "_vectors_avx2.h"
+#define ZF_ISA ZF_AVX2
+#include "_adam_vectors.h"
 #endif
 
 /* Whole blocks have constant trip counts. */
@@ -335,6 +339,12 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     const zf_adam_args *a = (const zf_adam_args *)args;
     size_t at = begin;
     zf_dithers d;
+    if (a->moments == ZF_MOMENTS_16BIT || a->moments == ZF_MOMENTS_8BIT) zf_spread(&d, a);
+#if defined(__x86_64__)
+    if (isa == ZF_AVX2) at = v_adam_avx2(a, &d, at, end);
+    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_16BIT) at = zf_16bit_avx512(a, &d, at, end);
+    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_8BIT) at = zf_8bit_avx512(a, &d, at, end);
+#endif
     if (a->moments == ZF_MOMENTS_FP32 && zf_in_place(a)) {
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_block(a, at, end - at, isa);
@@ -344,16 +354,8 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     } else if (a->moments == ZF_MOMENTS_FP32_SPLIT) {
         zf_compact_range(a, NULL, at, end, isa, ZF_MOMENTS_FP32_SPLIT);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
-        zf_spread(&d, a);
-#if defined(__x86_64__)
-        if (isa == ZF_AVX512) at = zf_16bit_avx512(a, &d, at, end);
-#endif
         zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_16BIT);
     } else {
-        zf_spread(&d, a);
-#if defined(__x86_64__)
-        if (isa == ZF_AVX512) at = zf_8bit_avx512(a, &d, at, end);
-#endif
         zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_8BIT);
     }
     zf_fence(a->stream || a->stream_state);

@@ -1,0 +1,340 @@
+/* Adam over vectors, by hand: a compiler's loops over halves of floats leave most of the time to shuffles.
+ *
+ * The same operations as zf_adam_block and zf_compact_block, so the same bits; included by _adam_kernel.h alone, once
+ * for each instruction set, after the operations of its vectors.
+ *
+ * A group is four vectors, two pairs: neighbours in memory, or the even and the odd elements of a stretch of it. The
+ * latter is the order of compact state: two 16-bit elements side by side are the halves of a 32-bit lane, so they come
+ * apart and together again by a shift and a selection.
+ *
+ * The time goes to vector instructions, of which a core starts two to four a cycle, and to the divider. What waits for
+ * the divider soon fills the queues of a core. So a group is updated in three stages, its new moments, its roots, and
+ * its division and weights, and a turn of the loop makes one of each, of three groups: none waits for another.
+ *
+ * A group with a weight that becomes NaN is left to the plain loops. */
+
+#ifndef ZFUNC_ADAM_VECTORS_H
+#define ZFUNC_ADAM_VECTORS_H
+
+enum { ZF_IN_ORDER = 0, ZF_EVEN_ODD = 1 };
+#define ZF_EACH_OF_4(i) for (int i = 0; i < 4; i++)
+#define ZF_EACH_PAIR(x) for (int x = 0; x < 4; x += 2)
+#define ZF_GROUP (4 * ZF_LANES)          /* elements */
+#define ZF_GROUPS (ZF_SHARED / ZF_GROUP) /* of a block that shares a scale */
+#define ZF_RING (4 * ZF_GROUPS)          /* groups that are kept */
+
+ZF_INLINE int zf_order(int moments) {
+    return moments == ZF_MOMENTS_16BIT || moments == ZF_MOMENTS_8BIT ? ZF_EVEN_ODD : ZF_IN_ORDER;
+}
+
+/* From here on the compiler knows of x only that it lies in memory. What is loaded, whole or broadcast, costs no
+ * vector instruction; what it would make of an integer or of a part of a register does. */
+#define ZF_IN_MEMORY(x) __asm__ volatile("" : "+m"(x))
+
+#define v_call ZF_OF_SET(v_call)
+#define v_pending ZF_OF_SET(v_pending)
+#define v_prepare ZF_OF_SET(v_prepare)
+#define v_prefetch ZF_OF_SET(v_prefetch)
+#define v_prefetch_group ZF_OF_SET(v_prefetch_group)
+#define v_widen ZF_OF_SET(v_widen)
+#define v_grad ZF_OF_SET(v_grad)
+#define v_load_weights ZF_OF_SET(v_load_weights)
+#define v_split ZF_OF_SET(v_split)
+#define v_copy ZF_OF_SET(v_copy)
+#define v_load_moments ZF_OF_SET(v_load_moments)
+#define v_round_moment ZF_OF_SET(v_round_moment)
+#define v_store_state ZF_OF_SET(v_store_state)
+#define v_start ZF_OF_SET(v_start)
+#define v_root ZF_OF_SET(v_root)
+#define v_divide ZF_OF_SET(v_divide)
+#define v_add_grad ZF_OF_SET(v_add_grad)
+#define v_weights ZF_OF_SET(v_weights)
+#define v_plainly ZF_OF_SET(v_plainly)
+#define v_turn ZF_OF_SET(v_turn)
+#define v_range_of ZF_OF_SET(v_range_of)
+#define v_groups ZF_OF_SET(v_groups)
+#define v_of_format ZF_OF_SET(v_of_format)
+#define v_adam ZF_OF_SET(v_adam)
+#endif
+
+/* What is the same for all groups. */
+typedef struct {
+    vf scale, b1, c1, b2, c2, bias, eps, rate, decay;
+    vu grad_floor, l2_floor, exp_avg_floor, exp_avg_sq_floor; /* bits of floats */
+    vh grad_floor_16;
+    vu size, size_16, upper, half, below_half, one;
+    uint32_t dither[1 + ZF_NUM_SHIFTS][ZF_SHARED]; /* of m, and as many as zf_dithers has of v; in the order of groups */
+} v_call;
+
+/* A group between its stages. */
+typedef struct {
+    vf m[4], v[4], root[4];
+} v_pending;
+
+ZF_V_INLINE void v_prepare(v_call *k, const zf_adam_args *a, const zf_dithers *d) {
+    const uint32_t floor = zf_bits(a->grad_floor);
+    k->scale = v_setf(a->grad_scale), k->decay = v_setf(a->decay);
+    k->b1 = v_setf(a->beta1), k->c1 = v_setf(a->one_minus_beta1);
+    k->b2 = v_setf(a->beta2), k->c2 = v_setf(a->one_minus_beta2);
+    k->bias = v_setf(a->inv_sqrt_bias2), k->eps = v_setf(a->eps);
+    k->rate = v_setf(a->step_size);
+    k->grad_floor = v_set(floor);
+    k->grad_floor_16 = (vh)v_set(((floor + 0xffff) >> 16) * 0x10001); /* the lower half of such a gradient is 0 */
+    k->l2_floor = v_set(ZF_FLOOR_GRAD);
+    k->exp_avg_floor = v_set(ZF_FLOOR_EXP_AVG), k->exp_avg_sq_floor = v_set(ZF_FLOOR_EXP_AVG_SQ);
+    k->size = v_set(0x7fffffff), k->size_16 = v_set(0x7fff7fff), k->upper = v_set(0xffff0000);
+    k->half = v_set(0x8000), k->below_half = v_set(0x7fff), k->one = v_set(1);
+    if (a->moments != ZF_MOMENTS_16BIT && a->moments != ZF_MOMENTS_8BIT) return;
+    for (int i = 0; i < ZF_SHARED; i++) {
+        const int from = i / (2 * ZF_LANES) * 2 * ZF_LANES + i % ZF_LANES * 2 + i / ZF_LANES % 2;
+        k->dither[0][i] = d->exp_avg[from];
+        for (int choice = 0; choice < ZF_NUM_SHIFTS; choice++) k->dither[1 + choice][i] = d->exp_avg_sq[choice][from];
+    }
+}
+
+ZF_V_INLINE void v_prefetch(const void *at, size_t width) {
+    for (size_t line = 0; line < ZF_GROUP * width; line += 64) zf_prefetch((const char *)at + line, ZF_AHEAD * width);
+}
+
+ZF_V_INLINE void v_prefetch_group(const zf_adam_args *a, size_t at, int moments) {
+    const zf_state *s = &a->state;
+    const size_t high = moments == ZF_MOMENTS_FP32 ? 4 : 2, grad = a->grad_type == ZF_FP32 ? 4 : 2;
+    const size_t width = zf_width(moments);
+    v_prefetch((const char *)s->master + high * at, high);
+    if (moments != ZF_MOMENTS_FP32) v_prefetch(s->low + at, 2);
+    v_prefetch((const char *)s->exp_avg + width * at, width);
+    v_prefetch((const char *)s->exp_avg_sq + width * at, width);
+    v_prefetch((const char *)a->grad + grad * at, grad);
+}
+
+/* ---- gradients and weights ------------------------------------------------------------------------------ */
+
+/* bfloat16 to floats. */
+ZF_V_INLINE void v_widen(const v_call *k, vf *x, vh both, int order) {
+    vu first = (vu)both << 16, second = (vu)both & k->upper;
+    if (order == ZF_IN_ORDER) v_zip((vh){0}, both, &first, &second);
+    x[0] = (vf)first, x[1] = (vf)second;
+}
+
+ZF_V_INLINE void v_grad(const zf_adam_args *a, const v_call *k, vf *g, size_t at, int order) {
+    const uint16_t *h = (const uint16_t *)a->grad + at;
+    const float *f = (const float *)a->grad + at;
+    ZF_EACH_PAIR(i) {
+        if (a->grad_type == ZF_BF16) {
+            v_widen(k, g + i, v_flush_16((vh)v_load(h + ZF_LANES * i), k->size_16, k->grad_floor_16), order);
+            continue;
+        }
+        for (int j = i; j < i + 2; j++)
+            g[j] = a->grad_type == ZF_FP32 ? (vf)v_load(f + ZF_LANES * j) : v_from_fp16(h + ZF_LANES * j);
+        if (order == ZF_EVEN_ODD) v_even_odd(&g[i], &g[i + 1]);
+        for (int j = i; j < i + 2; j++) g[j] = v_flush(g[j], k->size, k->grad_floor);
+    }
+    ZF_EACH_OF_4(i) g[i] = g[i] * k->scale;
+}
+
+ZF_V_INLINE void v_load_weights(const zf_adam_args *a, vf *p, size_t at, int moments) {
+    if (moments == ZF_MOMENTS_FP32) {
+        ZF_EACH_OF_4(i) p[i] = (vf)v_load((const float *)a->state.master + at + ZF_LANES * i);
+        return;
+    }
+    ZF_EACH_PAIR(i) {
+        const size_t from = at + ZF_LANES * i;
+        const vh l = (vh)v_load(a->state.low + from);
+        const vh h = (vh)v_load((const uint16_t *)a->state.master + from) + (vh)((vs)l >> 15); /* one less below 0 */
+        vu first = v_halves((vu)l, (vu)h << 16), second = v_halves((vu)l >> 16, (vu)h);
+        if (moments == ZF_MOMENTS_FP32_SPLIT) { /* the sign of exp_avg_sq says which way a tie went */
+            const float *v = (const float *)a->state.exp_avg_sq + from;
+            v_zip(l, h, &first, &second);
+            first += v_load(v) >> 31 << 16, second += v_load(v + ZF_LANES) >> 31 << 16;
+        }
+        p[i] = (vf)first, p[i + 1] = (vf)second;
+    }
+}
+
+/* The rounded copy of the weights, none of which is NaN. */
+ZF_V_INLINE void v_copy(const zf_adam_args *a, const v_call *k, const vf *p, size_t at, int order) {
+    const int stream = a->stream && (uintptr_t)a->out % sizeof(vf) == 0;
+    vf x[4] __attribute__((aligned(64)));
+    vu u[4];
+    ZF_EACH_OF_4(i) x[i] = p[i];
+    if (order == ZF_EVEN_ODD) ZF_EACH_PAIR(i) v_in_order(&x[i], &x[i + 1]);
+    if (a->out_type != ZF_BF16) {
+        zf_round(a->out, a->out_type, (const float *)x, at, ZF_GROUP, a->stream, ZF_ISA);
+        return;
+    }
+    ZF_EACH_OF_4(i) u[i] = (vu)x[i] + k->below_half + ((vu)x[i] >> 16 & k->one);
+    ZF_EACH_PAIR(i) v_store((uint16_t *)a->out + at + ZF_LANES * i, (vu)v_upper(u[i], u[i + 1]), stream);
+}
+
+/* ---- the state, but for 8-bit moments ------------------------------------------------------------------- */
+
+ZF_V_INLINE void v_load_moments(const zf_adam_args *a, const v_call *k, vf *m, vf *v, size_t at, int moments) {
+    const zf_state *s = &a->state;
+    if (moments == ZF_MOMENTS_16BIT) {
+        ZF_EACH_PAIR(i) {
+            v_widen(k, m + i, (vh)v_load((const uint16_t *)s->exp_avg + at + ZF_LANES * i), ZF_EVEN_ODD);
+            v_widen(k, v + i, (vh)v_load((const uint16_t *)s->exp_avg_sq + at + ZF_LANES * i), ZF_EVEN_ODD);
+        }
+    } else {
+        ZF_EACH_OF_4(i) m[i] = (vf)v_load((const float *)s->exp_avg + at + ZF_LANES * i);
+        ZF_EACH_OF_4(i) v[i] = (vf)v_load((const float *)s->exp_avg_sq + at + ZF_LANES * i);
+    }
+    if (moments == ZF_MOMENTS_FP32_SPLIT) ZF_EACH_OF_4(i) v[i] = (vf)((vu)v[i] & k->size);
+    ZF_EACH_OF_4(i) m[i] = k->b1 * m[i];
+    ZF_EACH_OF_4(i) v[i] = k->b2 * v[i];
+}
+
+ZF_V_INLINE void v_round_moment(void *to, const vf *x, const uint32_t *dither, int stream) {
+    vu u[4];
+    ZF_EACH_OF_4(i) u[i] = (vu)x[i] + v_load(dither + ZF_LANES * i);
+    ZF_EACH_PAIR(i) v_store((uint16_t *)to + ZF_LANES * i, v_halves(u[i] >> 16, u[i + 1]), stream);
+}
+
+ZF_V_INLINE void v_split(const zf_adam_args *a, const v_call *k, const vf *p, size_t at) {
+    ZF_EACH_PAIR(i) {
+        const vu even = (vu)p[i], odd = (vu)p[i + 1], high = v_halves((even + k->half) >> 16, odd + k->half);
+        v_store((uint16_t *)a->into.master + at + ZF_LANES * i, high, a->stream_state);
+        v_store(a->into.low + at + ZF_LANES * i, v_halves(even, odd << 16), a->stream_state);
+    }
+}
+
+ZF_V_INLINE void v_store_state(const zf_adam_args *a, const v_call *k, const vf *p, const v_pending *x, size_t at,
+                               int moments) {
+    const zf_state *s = &a->into;
+    const int stream = a->stream_state;
+    if (moments == ZF_MOMENTS_16BIT) {
+        v_split(a, k, p, at);
+        v_round_moment((uint16_t *)s->exp_avg + at, x->m, k->dither[0] + at % ZF_SHARED, stream);
+        v_round_moment((uint16_t *)s->exp_avg_sq + at, x->v, k->dither[1] + at % ZF_SHARED, stream);
+        return;
+    }
+    vu v[4], rounded[4], down;
+    ZF_EACH_OF_4(i) v[i] = (vu)x->v[i];
+    if (moments == ZF_MOMENTS_FP32_SPLIT) { /* a tie goes to even */
+        ZF_EACH_OF_4(i) {
+            down = (vu)(((vu)p[i] & 0x1ffff) == k->half);
+            rounded[i] = (vu)p[i] + k->half + down;
+            v[i] |= down << 31;
+        }
+        ZF_EACH_PAIR(i) {
+            const size_t to = at + ZF_LANES * i;
+            v_store((uint16_t *)s->master + to, (vu)v_upper(rounded[i], rounded[i + 1]), stream);
+            v_store(s->low + to, (vu)v_lower((vu)p[i], (vu)p[i + 1]), stream);
+        }
+    } else {
+        ZF_EACH_OF_4(i) v_store((float *)s->master + at + ZF_LANES * i, (vu)p[i], stream);
+    }
+    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg + at + ZF_LANES * i, (vu)x->m[i], stream);
+    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg_sq + at + ZF_LANES * i, v[i], stream);
+}
+
+/* ---- the stages of a group ------------------------------------------------------------------------------ */
+
+/* The new moments, from beta times the old ones. */
+ZF_V_INLINE void v_add_grad(const zf_adam_args *a, const v_call *k, v_pending *x, vf *m, vf *v, size_t at, int moments) {
+    vf p[4], g[4];
+    v_grad(a, k, g, at, zf_order(moments));
+    if (a->decay_mode == ZF_L2) {
+        v_load_weights(a, p, at, moments);
+        ZF_EACH_OF_4(i) g[i] = v_flush(g[i] + k->decay * p[i], k->size, k->l2_floor);
+    }
+    ZF_EACH_OF_4(i) v[i] = v[i] + k->c2 * (g[i] * g[i]);
+    ZF_EACH_OF_4(i) m[i] = m[i] + k->c1 * g[i];
+    ZF_EACH_OF_4(i) x->v[i] = v_flush(v[i], k->size, k->exp_avg_sq_floor);
+    ZF_EACH_OF_4(i) x->m[i] = v_flush(m[i], k->size, k->exp_avg_floor);
+}
+
+ZF_V_INLINE void v_start(const zf_adam_args *a, const v_call *k, v_pending *x, size_t at, int moments) {
+    vf m[4], v[4];
+    v_load_moments(a, k, m, v, at, moments);
+    v_add_grad(a, k, x, m, v, at, moments);
+}
+
+ZF_V_INLINE void v_root(v_pending *x) { ZF_EACH_OF_4(i) x->root[i] = v_sqrt(x->v[i]); }
+
+ZF_V_INLINE void v_divide(const v_call *k, vf *quotient, const v_pending *x) {
+    ZF_EACH_OF_4(i) quotient[i] = x->m[i] / (x->root[i] * k->bias + k->eps);
+}
+
+/* Returns 0 where a weight becomes NaN, as it does whenever a moment is one. */
+ZF_V_INLINE int v_weights(const zf_adam_args *a, const v_call *k, vf *p, vf *change, size_t at, int moments) {
+    v_load_weights(a, p, at, moments);
+    ZF_EACH_OF_4(i) change[i] = k->rate * change[i];
+    if (a->decay_mode == ZF_DECOUPLED) ZF_EACH_OF_4(i) change[i] = change[i] + k->decay * p[i];
+    ZF_EACH_OF_4(i) p[i] = p[i] - change[i];
+    return v_ordered(p);
+}
+
+/* ---- a range of groups ---------------------------------------------------------------------------------- */
+
+ZF_V static __attribute__((noinline)) void v_plainly(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n) {
+    if (a->moments == ZF_MOMENTS_8BIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_8BIT);
+    else if (a->moments == ZF_MOMENTS_16BIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_16BIT);
+    else if (a->moments == ZF_MOMENTS_FP32_SPLIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_FP32_SPLIT);
+    else if (zf_in_place(a)) zf_adam_block(a, at, n, ZF_ISA);
+    else zf_adam_into_block(a, at, n, ZF_ISA);
+}
+
+/* Starts a group, finishes the one two before it. */
+ZF_V_INLINE void v_turn(const zf_adam_args *a, const zf_adam_args *given, const v_call *k, const zf_dithers *d,
+                        v_pending *ring, size_t turn, size_t begin, int moments, int starts, int finishes) {
+    v_pending *last = ring + (turn - 2) % ZF_RING;
+    const size_t at = begin + turn * ZF_GROUP, done = at - 2 * ZF_GROUP;
+    vf p[4], quotient[4];
+    if (finishes) v_divide(k, quotient, last);
+    if (starts) v_prefetch_group(a, at, moments);
+    if (starts) v_start(a, k, ring + turn % ZF_RING, at, moments);
+    v_root(ring + (turn - 1) % ZF_RING);
+    if (!finishes) return;
+    if (!v_weights(a, k, p, quotient, done, moments)) {
+        v_plainly(given, d, done, ZF_GROUP);
+        return;
+    }
+    v_store_state(a, k, p, last, done, moments);
+    if (a->out_type != ZF_NONE) v_copy(a, k, p, done, zf_order(moments));
+}
+
+ZF_V_INLINE void v_groups(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end,
+                         int moments) {
+    const size_t count = (end - begin) / ZF_GROUP;
+    v_pending ring[ZF_RING];
+    v_call k;
+    v_prepare(&k, a, d);
+    memset(ring, 0, sizeof ring); /* the first turns take roots of nothing */
+    ZF_IN_MEMORY(k);
+    for (size_t turn = 0; turn < 2; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 1, 0);
+    for (size_t turn = 2; turn < count; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 1, 1);
+    for (size_t turn = count; turn < count + 2; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 0, 1);
+}
+
+#include "_codes_vectors.h"
+
+ZF_V_INLINE void v_range_of(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end,
+                            int moments) {
+    if (moments == ZF_MOMENTS_8BIT) v_blocks(a, given, d, begin, end);
+    else v_groups(a, given, d, begin, end, moments);
+}
+
+/* `local` is a copy, in registers; what training does has no branches: its arguments are constants. */
+ZF_V_INLINE size_t v_of_format(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end, int moments) {
+    zf_adam_args local = *a;
+    const int out_type = moments == ZF_MOMENTS_FP32 ? ZF_BF16 : ZF_NONE;
+    end -= (end - at) % ZF_SHARED;
+    if (end - at < 2 * ZF_SHARED) return at; /* the first turns start two groups or blocks */
+    if (a->decay_mode == ZF_DECOUPLED && a->grad_type == ZF_BF16 && a->out_type == out_type && zf_in_place(a)) {
+        local.decay_mode = ZF_DECOUPLED, local.grad_type = ZF_BF16, local.out_type = out_type;
+        local.into = local.state, local.stream_state = 0;
+        v_range_of(&local, a, d, at, end, moments);
+    } else {
+        v_range_of(&local, a, d, at, end, moments);
+    }
+    return end;
+}
+
+/* The whole blocks of ZF_SHARED in a range; returns where the rest begins. */
+ZF_V static size_t v_adam(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end) {
+    if (a->moments == ZF_MOMENTS_FP32) return v_of_format(a, d, at, end, ZF_MOMENTS_FP32);
+    if (a->moments == ZF_MOMENTS_FP32_SPLIT) return v_of_format(a, d, at, end, ZF_MOMENTS_FP32_SPLIT);
+    if (a->moments == ZF_MOMENTS_16BIT) return v_of_format(a, d, at, end, ZF_MOMENTS_16BIT);
+    return zf_ordinary(a) ? v_of_format(a, d, at, end, ZF_MOMENTS_8BIT) : at;
+}
