@@ -137,7 +137,12 @@ def bits(state: State) -> list[Tensor]:
     """Everything a step can change, wherever it is kept: copies."""
     memory = state.buffers.memory
     roles = {"params", "state", *(["grad_shard"] if state.pending is not None else [])}
-    return [getattr(memory[r], "flat", memory[r]).clone() for r in sorted(memory, key=str) if r.role in roles]
+    kept = (r for r in sorted(memory, key=str) if r.role in roles and r.tier != "disk")
+    on_disk = (state.buffers.state(b) for b in sorted(state.buffers.on_disk))
+    return [
+        *(getattr(memory[r], "flat", memory[r]).clone() for r in kept),
+        *(x.clone() for parts in on_disk for _, x in sorted(parts.items())),
+    ]
 
 
 def flats(state: State, *roles: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from zfunc.core.timeline import Timeline
 from zfunc.engine.program import rescheduled
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
+from zfunc.engine.swap_state import close_swap
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, Head, gpt_segments
 from zfunc.models.loss import linear_next_token_loss
@@ -63,7 +65,7 @@ STREAMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (
         "frozen below",
         {"precision": "fp16", "micro_batches": 2},
-        {"params_on": "host", "accumulate": "horizontal"},
+        {**dict.fromkeys(("state_on", "params_on", "grads_on", "activations_on"), "disk"), "accumulate": 1},
     ),
 ]
 
@@ -90,12 +92,13 @@ def test_every_schedule_gives_the_serial_bits(device: str, model: str, settings:
 
 @pytest.mark.parametrize(("model", "settings", "streamed"), STREAMED, ids=named)
 def test_where_parameters_and_activations_live_changes_no_bit(
-    device: str, model: str, settings: dict[str, Any], streamed: dict[str, Any]
+    device: str, model: str, settings: dict[str, Any], streamed: dict[str, Any], tmp_path: Path
 ) -> None:
     """Under every schedule and delay, in debug mode, and in other buckets."""
     losses, params = train(model, device, schedule="Serial", **settings)
+    swap = {"swap": [tmp_path]} if "state_on" in streamed else {}
     program, data = compiled(
-        model, device, schedule="Overlapped", **{**settings, **streamed, "bucket_size": 1000}
+        model, device, schedule="Overlapped", **{**settings, **streamed, **swap, "bucket_size": 1000}
     )
     for other, step in (
         (program, {"jitter": Jitter(0, 2e-4)}),
@@ -105,6 +108,9 @@ def test_where_parameters_and_activations_live_changes_no_bit(
         again, same = run(other, data, **step)
         assert repr(again) == repr(losses), other.schedule
         assert torch.equal(same, params), other.schedule
+        close_swap(other)
+        for file in tmp_path.iterdir():  # of a swap space, which the next one would refuse to overwrite
+            file.unlink()
 
 
 @pytest.mark.gpu  # the kernels of the pretend device are the CPU's

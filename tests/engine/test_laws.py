@@ -3,11 +3,15 @@
 The laws of plans alone are in test_plan.py, test_verify.py and their neighbours; law 8 is in test_adam_bits.py.
 """
 
+import atexit
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 import trained
+from attrs import evolve
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
@@ -26,6 +30,8 @@ from zfunc.errors import DonatedStateError
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.executor import Jitter
 
+SWAPS = mkdtemp()
+atexit.register(rmtree, SWAPS, ignore_errors=True)
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {"precision": "fp32"},
     "bf16 clipped": {"precision": "bf16", "clip_norm": 0.1},
@@ -60,10 +66,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "delay_from": 2,
     },
     "delayed, fp32, half on the device": {"precision": "fp32", "delay_from": 1, "offload_ratio": 0.5},
-    "on the host, 16 bits, in 3, clipped, deferred": {
+    "on the disk, 16 bits, in 3, clipped, deferred": {
         "precision": "bf16",
-        "params_on": "host",
-        "activations_on": "host",
+        "state_on": "disk",
+        "params_on": "disk",
+        "grads_on": "disk",
+        "activations_on": "disk,host",
+        "swap": [SWAPS],
         "micro_batches": 3,
         "clip_norm": 0.1,
         "moments": "16bit",
@@ -101,13 +110,16 @@ _traced: dict[tuple[str, str, str], tuple[Program, Any]] = {}
 
 def under(schedule: Any, model: str, settings: str, recompute: str = "all") -> tuple[Program, Any]:
     """That program under a schedule. Segments are traced once for all laws: that takes most of the time."""
-    if recompute == "none" and SETTINGS[settings].get("params_on") == "host":
+    if recompute == "none" and SETTINGS[settings].get("params_on") in ("host", "disk"):
         recompute = "min-cut"  # what autograd keeps would be parameters that have left
     key = (model, settings, recompute)
     if key not in _traced:
         _traced[key] = program(model, settings, recompute=recompute)
     made, batch = _traced[key]
-    return rescheduled(made, getattr(schedules, schedule)() if isinstance(schedule, str) else schedule), batch
+    made = rescheduled(made, getattr(schedules, schedule)() if isinstance(schedule, str) else schedule)
+    if made.settings.swap:
+        made = evolve(made, settings=evolve(made.settings, swap=[mkdtemp(dir=SWAPS)]))
+    return made, batch
 
 
 def result(made: Program, batch: Any, **step: Any) -> tuple[Any, ...]:
