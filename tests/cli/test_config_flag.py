@@ -220,6 +220,9 @@ def test_where_parameters_and_activations_are() -> None:
     nvme = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}}
     on_disk = {"stage": 3, "state_on": "disk", "swap": ("/a",), "offload_ratio": "1.0"}
     assert places(nvme) == places(nvme, state_on="disk", swap=("/a",)) == on_disk
+    assert places(nvme, state_on=AUTO) == on_disk | {"state_on": AUTO}
+    disk = {"activations_on": "disk", "swap": ("/a",)}
+    assert places({"stage": 1}, checkpointing=True, **disk) == {"stage": 1, **disk}
     for flags in ({"state_on": "host"}, {"swap": ("/b",)}):
         with pytest.raises(ValueError, match="^--(state-on|swap): got (host|/b), and the dict says zero"):
             places(nvme, **flags)

@@ -86,7 +86,8 @@ def resumed_from(run: Path) -> str | None:
 
 def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoint:
     """From the run's newest checkpoint, or the one it started from, or the beginning."""
-    checkpoint = _newest(run.absolute(), [*_first(settings.swap), *_swap_in_config(run)])
+    swap = _first(settings.swap) if settings.state_on != "host" else []
+    checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     if checkpoint is not None:
         origin = (
             folder if checkpoint.path.parent == folder else checkpoint.path
@@ -132,9 +133,8 @@ def _newest(run: Path, swap: Iterable[Path]) -> Checkpoint | None:
 def _swap_in_config(run: Path) -> list[Path]:
     """The first folder of the swap space that a run used, by its `config.json`."""
     try:
-        return _first(
-            JsonNode(read_json_object(run / CONFIG), CONFIG).entries()["settings"].entries()["swap"].value
-        )
+        settings = JsonNode(read_json_object(run / CONFIG), CONFIG).entries()["settings"].entries()
+        return _first(settings["swap"].value) if settings["state_on"].value != "host" else []
     except (ValueError, KeyError, CheckpointError):
         return []
 

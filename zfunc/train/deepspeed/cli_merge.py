@@ -59,7 +59,7 @@ FLAGS: Mapping[str, str] = {
 PLACES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "stage": (STAGE, {"1": 1, "2": 2, "3": 3}),
     "params_on": (PARAM_DEVICE, {"device": "none", "host": "cpu", "disk": "nvme"}),
-    "activations_on": (CPU_CHECKPOINTING, {"device": False, "host": True}),
+    "activations_on": (CPU_CHECKPOINTING, {"device": False, "host": True, "disk": True}),
 }
 """Flags and their keys, each with the key's value for every one of the flag's."""
 
@@ -133,7 +133,8 @@ def _offload(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]
 
 def _placement(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
     settings = placement(values)
-    if (state_on := flags.get("state_on", settings.get("state_on"))) != settings.get("state_on", state_on):
+    state_on = flags.get("state_on")
+    if state_on not in (None, AUTO, settings.get("state_on", state_on)):
         raise _contradiction("state_on", state_on, values, DEVICE)
     if flags.get("swap") and settings.get("swap") and tuple(flags["swap"]) != settings["swap"]:
         raise _contradiction("swap", ", ".join(flags["swap"]), values, NVME_PATH)
