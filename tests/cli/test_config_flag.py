@@ -147,12 +147,31 @@ def test_flags_hold_where_the_file_says_nothing() -> None:
     flags = {"lr": 0.5, "batch_size": 12, "micro_batches": 3, "precision": "bf16", "clip": 2.0, "seed": 4}
     assert merged({}, **flags) == flags
     auto = {"optimizer": {"type": "Adam", "params": {"lr": "auto"}}, "gradient_clipping": "auto"}
-    assert merged(auto, **flags) == {**flags, "weight_decay": 0.0}
+    assert merged(auto, **flags) == {**flags, "weight_decay": 0.0, "optimizer": "adamw"}
     assert "precision" not in merged(open_batch | auto | {"bf16": {"enabled": "auto"}})
     assert merged(open_batch | {"fp16": {"enabled": False}})["precision"] == "fp32"
     assert merged({"train_micro_batch_size_per_gpu": 3}, world=4)["batch_size"] == 12
     adam = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3}}}
     assert merged(open_batch | adam, lr=1e-3)["lr"] == 1e-3
+
+
+def test_a_flag_or_the_file_chooses_the_optimizer() -> None:
+    Path("ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    )
+    assert train("--out", "sgd", steps=2) == 0
+    Path("ds.json").write_text(json.dumps({"train_batch_size": 8}))
+    assert train("--out", "lion", "--optimizer", "lion", "--moments", "8bit", steps=2) == 0
+    found = {}
+    for name in ("sgd", "lion"):
+        manifest = json.loads(next(Path(name, "checkpoints").glob("step-*/manifest.json")).read_text())
+        settings = config(name)["settings"]
+        found[name] = manifest["moments"], settings["optimizer"], settings["lr"], settings["weight_decay"]
+    assert found == {"sgd": ("weights-fp32", "sgd", 0.1, 0.0), "lion": ("lion-8bit", "lion", 4e-4, 1.0)}
+    with pytest.raises(
+        ValueError, match="--optimizer: got sgd, and .* says optimizer.type Lion, expected one of them"
+    ):
+        merged({"optimizer": {"type": "Lion"}}, optimizer="sgd")
 
 
 def test_who_says_no_batch_at_all_is_told_so(capsys: Any) -> None:

@@ -56,7 +56,7 @@ def nested(name: str, value: Any) -> dict[str, Any]:
 BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
 
 
-def optimizer(kind: str, **params: Any) -> AdamW:
+def optimizer(kind: str, **params: Any) -> Any:
     return from_deepspeed({"optimizer": {"type": kind, "params": params}}).compile["optimizer"]
 
 
@@ -202,7 +202,7 @@ def test_blocks_that_are_switched_off_are_skipped() -> None:
         (nested("optimizer", {"type": "Adam", "params": {"amsgrad": True}}), "AMSGrad"),
         (nested("optimizer", {"type": "Adam", "params": {"max_grad_norm": 1.0}}), "gradient_clipping"),
         (nested("optimizer", {"type": "Adam", "params": {"bias_correction": False}}), "leave it out"),
-        (nested("optimizer", {"type": "Lamb"}), "expected Adam or AdamW"),
+        (nested("optimizer", {"type": "Lamb"}), "expected one of Adam, AdamW, Lion, Adagrad, SGD"),
         (nested("optimizer", {"params": {"lr": 1e-3}}), "got no type"),
         (nested("optimizer", {"type": "Adam", "params": {"lr": "1e-3"}}), "got '1e-3', expected a number"),
         ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "both enabled"),
@@ -310,6 +310,20 @@ def test_adam_is_deepspeeds() -> None:
     assert optimizer("Adam", fp32_optimizer_states=False).moments == "16bit"
     config = from_deepspeed({"optimizer": {"type": "Adam"}}, decay=matrices_only)
     assert config.compile["optimizer"].decay is matrices_only
+
+
+def test_the_other_optimizers_are_deepspeeds() -> None:
+    """With the defaults of its own classes: betas of Lion, the rate and eps of Adagrad."""
+    assert optimizer("lion") == zfunc.Lion(1e-3, betas=(0.9, 0.999))
+    assert optimizer("Lion", weight_decay=0.2, fp32_optimizer_states=False).moments == "16bit"
+    assert optimizer("Adagrad") == zfunc.Adagrad(1e-2)
+    assert optimizer("Adagrad", lr=0.5, eps=1e-6, lr_decay=0.1) == zfunc.Adagrad(0.5, eps=1e-6, lr_decay=0.1)
+    sgd = optimizer("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    assert sgd == zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    for kind, wrong in (("SGD", "betas"), ("Lion", "eps"), ("AdamW", "momentum"), ("Adagrad", "adam_w_mode")):
+        value = {"betas": [0.9, 0.99], "adam_w_mode": True}.get(wrong, 0.5)
+        message = refusal(nested("optimizer", {"type": kind, "params": {wrong: value}}))
+        assert f"optimizer.params.{wrong}: got it with the type {kind}, which does not have it" in message
 
 
 def test_loss_scales() -> None:

@@ -12,7 +12,7 @@ import pytest
 from zfunc.errors import NonFiniteError
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.arguments import adam_arguments
+from zfunc.train.deepspeed.arguments import optimizer_arguments
 from zfunc.train.deepspeed.lr import (
     SCHEDULERS,
     LRSchedule,
@@ -68,7 +68,7 @@ def test_learning_rates_equal_deepspeeds_at_every_update(case: dict[str, Any]) -
 
 @pytest.mark.parametrize("case", [case for case in CASES["schedules"] if "betas" in case], ids=name)
 def test_betas_of_one_cycle_equal_deepspeeds_at_every_update(case: dict[str, Any]) -> None:
-    adam = AdamW(betas=adam_arguments(values(case))["betas"])
+    adam = AdamW(betas=optimizer_arguments(values(case))["betas"])
     assert [list(adam.betas_at(step)) for step in range(1, len(case["betas"]) + 1)] == case["betas"]
 
 

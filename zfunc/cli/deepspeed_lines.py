@@ -15,6 +15,7 @@ from attrs import define, field
 from zfunc.cli.train_lines import PlainOutput, held_out_line
 from zfunc.core.timeline import Timeline
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.loss_scale import LossScale
 from zfunc.train.deepspeed.convert import config_extras
 from zfunc.train.events import Event, Overflowed, Started, Stepped, Timed
@@ -30,7 +31,7 @@ class DeepSpeedLines:
     """DeepSpeed's lines for steps, overflows and times; those of `plain` for all else."""
 
     plain: PlainOutput
-    adam: AdamW = field(factory=AdamW)  # for its betas
+    optimizer: NamedOptimizer = field(factory=AdamW)  # for its momenta
     every: int = LOG_EVERY
     samples: int = 0  # of a step
     micro_batches: int = 1
@@ -57,7 +58,8 @@ class DeepSpeedLines:
 
     def _begin(self, event: Started) -> None:
         extras = config_extras(event.settings)
-        self.adam, self.every = AdamW(**extras.adam), extras.steps_per_print or LOG_EVERY
+        self.optimizer = make_optimizer(event.settings.optimizer, **extras.optimizer)
+        self.every = extras.steps_per_print or LOG_EVERY
         self.skipped = event.skipped
         self.samples, self.micro_batches = event.settings.batch_size, event.settings.micro_batches
 
@@ -70,7 +72,8 @@ class DeepSpeedLines:
 
     def _lines(self, event: Stepped) -> Iterator[str]:
         if event.step % self.every == 0:
-            mom = self.adam.betas_at(max(1, event.step - self.skipped))
+            factors = self.optimizer.factors(max(1, event.step - self.skipped))
+            mom = factors.get("betas", getattr(self.optimizer, "momentum", 0.0))
             yield f"{RANK}step={event.step}, skipped={self.skipped}, lr=[{event.lr}], mom=[{mom}]"
             yield RANK + self._speed(event)
         if event.held_out is not None:

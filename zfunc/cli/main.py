@@ -21,7 +21,7 @@ from zfunc.cli.parser import SIMILAR, as_typed, given_fields, make_parser, short
 from zfunc.cli.terminal import printable
 from zfunc.errors import did_you_mean
 from zfunc.runtime.thread_budget import world_size
-from zfunc.train.settings import FINE_TUNING_LR, TrainSettings
+from zfunc.train.settings import FINE_TUNING_LR, OPTIMIZER_DEFAULTS, TrainSettings
 
 MAX_LINES, MAX_LETTERS = 20, 1000  # of an error, and of a line of it, so that it fits on a screen
 BUG = "\nThis is a bug in zfunc: please report it, with the output of --debug"
@@ -93,6 +93,8 @@ def _settings(command: Command, args: argparse.Namespace) -> Any:
         given = {"steps": None, "seconds": None, **given}
     if command.settings is TrainSettings and "hf" in given:
         given = {"lr": FINE_TUNING_LR, **given}
+    if command.settings is TrainSettings:
+        given = {**OPTIMIZER_DEFAULTS.get(given.get("optimizer", ""), {}), **given}
     return command.settings(**given)
 
 

@@ -6,6 +6,7 @@
     lion                  `Lion`
     adagrad               `Adagrad`
     groups                several of them in one model, by the names of parameters
+    by_name               the optimizers by their names on the command line
     one_buffer            what SGD, Lion and Adagrad have in common as values
     optimizer_settings    the settings that all of them have
     lr                    learning rate schedules: functions of the step

@@ -4,6 +4,7 @@ The fields' defaults are the command line's. A value that exists can be run, as 
 the data and the machine. No torch here: `zfunc --help` answers at once.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from attrs import evolve, frozen
 
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
+from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.core.settings import DISK, TIERS_OF, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
@@ -67,6 +69,30 @@ def _resume(name: str, value: Any) -> None:
 
 
 _names = ", ".join
+
+OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets them
+    "adamw": {"lr": 4e-3, "weight_decay": 0.1},
+    "sgd": {"lr": 0.1, "weight_decay": 1e-4},
+    "lion": {"lr": 4e-4, "weight_decay": 1.0},
+    "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
+}
+OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
+    "adamw": {"betas": (0.9, 0.95)},
+    "sgd": {"momentum": 0.9},
+    "lion": {},
+    "adagrad": {},
+}
+OPTIMIZER = Option(
+    "step",
+    f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9",
+    one_of(OPTIMIZER_NAMES),
+    words=OPTIMIZER_NAMES,
+)
+
+
+def _by_optimizer(name: str) -> str:
+    return _names(f"{x[name]:g} with {kind}" for kind, x in OPTIMIZER_DEFAULTS.items() if kind != "adamw")
+
 
 MODEL = {
     "num_layers": Option("model", "transformer blocks", count),
@@ -125,9 +151,11 @@ TRAIN = {
         for place in TIERS_OF
     },
     "dropout": Option("model", "probability of dropping an activation", probability),
+    "optimizer": OPTIMIZER,
     "lr": Option(
         "step",
-        f"peak learning rate, {FINE_TUNING_LR:g} with --hf; it decays to a tenth along a cosine",
+        f"peak learning rate, {FINE_TUNING_LR:g} with --hf, else {_by_optimizer('lr')}; it decays to a tenth along "
+        "a cosine",
         positive,
     ),
     "warmup": Option(
@@ -136,7 +164,9 @@ TRAIN = {
         zero_or_more,
     ),
     "weight_decay": Option(
-        "step", "weight decay of matrices and embeddings, not of norms and biases", not_negative
+        "step",
+        f"weight decay of matrices and embeddings, not of norms and biases; {_by_optimizer('weight_decay')}",
+        not_negative,
     ),
     "steps": Option("how long", "steps to train; no limit if only --seconds is given", count),
     "seconds": Option(
@@ -215,6 +245,7 @@ class GPTFlags(ModelFlags):
     data: Path | None = None
     tokenizer: Path | None = None
     vocab_size: int | None = None
+    optimizer: str = "adamw"
 
 
 StepFlags = flag_fields(StepSettings, GPTFlags, precision=AUTO, clip=1.0, bucket_size=None)
@@ -232,9 +263,9 @@ class TrainSettings(StepFlags):
     dtype: str = "uint16"
     hf: Path | None = None
     dropout: float = 0.0
-    lr: float = 4e-3
+    lr: float = OPTIMIZER_DEFAULTS["adamw"]["lr"]
     warmup: int | None = None
-    weight_decay: float = 0.1
+    weight_decay: float = OPTIMIZER_DEFAULTS["adamw"]["weight_decay"]
     steps: int | None = 1500
     seconds: float | None = 140.0
     eval_every: int = 250

@@ -23,7 +23,7 @@ from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
-from zfunc.optim.adamw import AdamW
+from zfunc.optim.by_name import NamedOptimizer, make_optimizer
 from zfunc.optim.lr import linear_warmup, warmup_cosine
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
@@ -42,6 +42,7 @@ from zfunc.train.pretrained import PretrainedModel, choose_tokenizer, pretrained
 from zfunc.train.settings import (
     CPU_BUCKET_SIZE,
     GPU_BUCKET_SIZE,
+    OPTIMIZER_ARGUMENTS,
     GPTFlags,
     TrainSettings,
     check_rows,
@@ -151,7 +152,9 @@ def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
     parameters, available = num_parameters(gpt_config(settings)), available_host_bytes()
     tokens = settings.batch_size * (settings.seq_length + 1)
     share = min(local_ranks(), ranks.world) / ranks.world  # of the state on this machine
-    state_bytes = share * sum(x.nbytes(ALIGNMENT) for x in STATE_FORMATS[settings.moments]) / ALIGNMENT
+    optimizer = optimizer_of(settings, settings.lr).with_moments(settings.moments, split_master=False)
+    buffers = STATE_FORMATS[optimizer.state_format()]
+    state_bytes = share * sum(x.nbytes(ALIGNMENT) for x in buffers) / ALIGNMENT
     limit = available if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE * available
     for subject, needed, most in (
         (
@@ -188,6 +191,12 @@ def gpt_config(settings: GPTFlags) -> GPTConfig:
     )
 
 
+def planned_optimizer(settings: GPTFlags) -> NamedOptimizer:
+    """An optimizer with the state of the one that `zfunc train` takes: it orders the parameters of a segment."""
+    arguments = OPTIMIZER_ARGUMENTS[settings.optimizer]
+    return make_optimizer(settings.optimizer, decay=matrices_only, **arguments)
+
+
 def vocabulary(settings: GPTFlags) -> int:
     """The vocabulary size that `prepare_job` will find, without reading the data: GPT-2's for a file of tokens,
     else the tokenizer's, or bytes.
@@ -202,14 +211,20 @@ def compile_job(settings: TrainSettings, example: Batch, model: tuple[Segment, .
     return compile(
         gpt_segments(gpt_config(settings)) if model is None else model,
         step_settings(settings),
-        optimizer=AdamW(
-            lr=learning_rate(settings, settings.steps),
-            weight_decay=settings.weight_decay,
-            decay=matrices_only,
-            **config_extras(settings).adam,
-        ),
+        optimizer=optimizer_of(settings, learning_rate(settings, settings.steps)),
         device=settings.device,
         example=example,
+    )
+
+
+def optimizer_of(settings: TrainSettings, lr: float | Callable[[int], float]) -> NamedOptimizer:
+    """The optimizer of the settings."""
+    return make_optimizer(
+        settings.optimizer,
+        lr=lr,
+        weight_decay=settings.weight_decay,
+        decay=matrices_only,
+        **config_extras(settings).optimizer,
     )
 
 

@@ -35,7 +35,14 @@ from zfunc.core.verifier import verify
 from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, path, positive
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
-from zfunc.train.settings import MODEL, STEP, GPTFlags, check_together, step_settings
+from zfunc.train.settings import (
+    MODEL,
+    OPTIMIZER,
+    STEP,
+    GPTFlags,
+    check_together,
+    step_settings,
+)
 from zfunc.units import format_bytes
 from zfunc.viz.chrome_trace import chrome_trace
 from zfunc.viz.compare import table
@@ -52,6 +59,7 @@ DRAW = {
     **MODEL,
     **options_of(StepSettings, without=UNDRAWN),
     **VOCABULARY,
+    "optimizer": OPTIMIZER,
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering((*schedules.__all__, "all")),
     "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
@@ -186,17 +194,15 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
 
     from zfunc.engine.compile import compile
     from zfunc.models.gpt import gpt_segments, num_parameters
-    from zfunc.optim.adamw import AdamW
-    from zfunc.optim.optimizer_settings import matrices_only
     from zfunc.planner.cost_model import precision_for
-    from zfunc.train.setup import gpt_config
+    from zfunc.train.setup import gpt_config, planned_optimizer
 
     precision = precision_for(profile_of(settings) or ROUND, settings.precision)
     tokens = torch.empty((settings.batch_size, settings.seq_length), dtype=torch.int64, device="meta")
     graph = compile(
         gpt_segments(gpt_config(settings)),
         step_settings(settings, precision=precision, schedule="Serial"),
-        optimizer=AdamW(decay=matrices_only),  # as in zfunc train: it orders the parameters of a segment
+        optimizer=planned_optimizer(settings),
         device="cpu",
         example=(tokens, tokens),
     ).plan.graph

@@ -32,7 +32,15 @@ from zfunc.planner.profile import Profile
 from zfunc.planner.search_space import SEARCHED
 from zfunc.planner.suggestions import Suggestion, as_flag
 from zfunc.schedules import make_schedule
-from zfunc.train.settings import MODEL, OFFLOAD_RATIO, STEP, GPTFlags, check_rows, step_settings
+from zfunc.train.settings import (
+    MODEL,
+    OFFLOAD_RATIO,
+    OPTIMIZER,
+    STEP,
+    GPTFlags,
+    check_rows,
+    step_settings,
+)
 from zfunc.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -48,6 +56,7 @@ PLAN = {
     **MODEL,
     **options_of(StepSettings, without=UNPLANNED),
     **VOCABULARY,
+    "optimizer": OPTIMIZER,
     "max": Option("model", "find the most layers that fit, whatever --num-layers says", anything),
     "batch_size": Option(
         "step", "sequences of a step, a multiple of the ranks times the micro-batches", count
@@ -115,12 +124,10 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     import torch
 
     from zfunc.models.gpt import gpt_segments, num_parameters
-    from zfunc.optim.adamw import AdamW
-    from zfunc.optim.optimizer_settings import matrices_only
     from zfunc.planner.cost_model import CostModel, precision_for
     from zfunc.planner.max_layers import max_layers
     from zfunc.planner.plan_step import plan_settings, search_start
-    from zfunc.train.setup import gpt_config
+    from zfunc.train.setup import gpt_config, planned_optimizer
 
     hardware = profile_of(settings)
     assert hardware is not None
@@ -129,7 +136,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
 
     def cost_model(settings: PlanSettings) -> CostModel:
         segments = gpt_segments(gpt_config(settings))
-        optimizer = AdamW(decay=matrices_only)  # as in zfunc train
+        optimizer = planned_optimizer(settings)
         return CostModel(segments, (tokens, tokens), hardware, optimizer, settings.world)
 
     precision = precision_for(hardware, settings.precision)

@@ -7,7 +7,7 @@ from attrs import frozen
 
 from zfunc.errors import did_you_mean
 from zfunc.optim.loss_scale import LossScale
-from zfunc.train.deepspeed.lr import cycles_betas, onecycle_betas
+from zfunc.train.deepspeed.lr import LR, cycles_betas, onecycle_betas
 from zfunc.train.deepspeed.resolved import ResolvedValues
 
 TRAIN, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
@@ -22,6 +22,25 @@ PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
 CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 WEIGHT_DECAY = "optimizer.params.weight_decay"
+TYPES = ("Adam", "AdamW", "Lion", "Adagrad", "SGD")
+NAMES = {x.lower(): "adamw" if x == "Adam" else x.lower() for x in TYPES}
+PARAMS = {  # arguments of zfunc's with the name of their key
+    "adamw": ("betas", "eps"),
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "lion": ("betas",),
+    "adagrad": ("eps", "lr_decay", "initial_accumulator_value"),
+}
+SWITCHES = {  # keys that have another effect, or none
+    "adamw": (
+        *("adam_w_mode", "torch_adam", "bias_correction", "amsgrad", "fp32_optimizer_states"),
+        *("foreach", "fused", "set_grad_none", "max_grad_norm"),
+    ),
+    "sgd": ("foreach", "fused"),
+    "lion": ("fp32_optimizer_states",),
+    "adagrad": ("amsgrad", "fp32_optimizer_states", "foreach", "fused"),
+}
+DEFAULTS = ("betas", "eps")  # that differ from zfunc's
+ADAGRAD_LR = 1e-2
 
 
 @frozen
@@ -125,25 +144,51 @@ def loss_scale(values: ResolvedValues) -> LossScale:
     )
 
 
-def adam_arguments(values: ResolvedValues) -> dict[str, Any]:
-    """Arguments of `zfunc.AdamW`, without `lr` and `decay`. Raises ValueError for another optimizer."""
-    betas = onecycle_betas(values) if cycles_betas(values) else None
+def optimizer_name(values: ResolvedValues) -> str:
+    """The file's optimizer as one of `OPTIMIZER_NAMES`, AdamW without any. Raises ValueError for another."""
     if not values.has("optimizer"):
-        return {"betas": betas} if betas else {}
+        return "adamw"
     kind = values["optimizer.type"]
-    if kind is None or kind.lower() not in ("adam", "adamw"):
+    if kind is None or kind.lower() not in NAMES:
         got = "no type" if kind is None else f"the type {kind!r}"
         raise ValueError(
-            f"{values.source}: optimizer: got {got}{did_you_mean(kind or '', ['Adam', 'AdamW'])}, expected Adam or "
-            'AdamW: write "type": "AdamW"'
+            f"{values.source}: optimizer: got {got}{did_you_mean(kind or '', [*TYPES])}, expected one of "
+            f'{", ".join(TYPES)}: write such as "type": "AdamW"'
         )
-    return {
-        "betas": betas or values["optimizer.params.betas"],
-        "eps": values["optimizer.params.eps"],
-        "weight_decay": weight_decay(values),
-        "decoupled": kind.lower() == "adamw" or values["optimizer.params.adam_w_mode"],
-        "moments": "16bit" if has_16bit_moments(values) else "fp32",
-    }
+    return NAMES[kind.lower()]
+
+
+def optimizer_arguments(values: ResolvedValues) -> dict[str, Any]:
+    """Arguments of the class of `optimizer_name`, without `lr` and `decay`.
+
+    Raises ValueError for another optimizer, and for a parameter that the optimizer does not have.
+    """
+    name = optimizer_name(values)
+    cycled = {"betas": onecycle_betas(values)} if cycles_betas(values) and "betas" in PARAMS[name] else {}
+    if not values.has("optimizer"):
+        return cycled
+    for key in values.file:
+        param = key.removeprefix("optimizer.params.")
+        if param != key and param not in (*PARAMS[name], *SWITCHES[name], "lr", "weight_decay"):
+            raise ValueError(
+                f"{values.source}: {key}: got it with the type {values['optimizer.type']}, which does not have it, "
+                "expected the optimizer's own parameters: delete it"
+            )
+    sets = (x for x in PARAMS[name] if x in DEFAULTS or values.sets(f"optimizer.params.{x}"))
+    arguments = {x: values[f"optimizer.params.{x}"] for x in sets if (name, x) != ("adagrad", "eps")}
+    if name == "adagrad" and values.sets("optimizer.params.eps"):
+        arguments["eps"] = values["optimizer.params.eps"]
+    if name == "adamw":
+        kind = values["optimizer.type"].lower()
+        arguments["decoupled"] = kind == "adamw" or values["optimizer.params.adam_w_mode"]
+    moments = "16bit" if has_16bit_moments(values) else "fp32"
+    return {**arguments, **cycled, "weight_decay": weight_decay(values), "moments": moments}
+
+
+def peak_lr(values: ResolvedValues) -> float:
+    """The optimizer's learning rate; without one in the file DeepSpeed's default."""
+    is_adagrad = str(values["optimizer.type"]).lower() == "adagrad"
+    return ADAGRAD_LR if is_adagrad and not values.sets(LR) else values[LR]
 
 
 def weight_decay(values: ResolvedValues) -> float:

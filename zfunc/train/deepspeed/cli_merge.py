@@ -28,6 +28,8 @@ from zfunc.train.deepspeed.arguments import (
     batch_sizes,
     has_16bit_moments,
     offload_ratio,
+    optimizer_name,
+    peak_lr,
     placement,
     precision,
     weight_decay,
@@ -96,7 +98,7 @@ def merge_flags(flags: Mapping[str, Any], source: ConfigSource, world: int) -> d
     _check_lr(values, flags)
     settings = {
         **{name: values[key] for name, key in SAME.items() if values.sets(key)},
-        **_optimizer(values),
+        **_optimizer(values, flags),
         **_offload(values, flags),
         **_placement(values, flags),
         **_batch(values, world),
@@ -113,10 +115,14 @@ def _batch(values: ResolvedValues, world: int) -> dict[str, Any]:
     return {"batch_size": sizes.train, "micro_batches": sizes.accumulation}
 
 
-def _optimizer(values: ResolvedValues) -> dict[str, Any]:
+def _optimizer(values: ResolvedValues, flags: Mapping[str, Any]) -> dict[str, Any]:
     settings: dict[str, Any] = {"moments": "16bit"} if has_16bit_moments(values) else {}
     if values.has("optimizer"):
-        settings |= {"lr": values[LR], "weight_decay": weight_decay(values)}
+        settings |= {"lr": peak_lr(values), "weight_decay": weight_decay(values)}
+    if values.sets("optimizer.type"):
+        settings["optimizer"] = name = optimizer_name(values)
+        if flags.get("optimizer") not in (None, name):
+            raise _contradiction("optimizer", flags["optimizer"], values, "optimizer.type")
     if values.sets(MAX_LR) and not values.sets(LR):
         settings["lr"] = values[MAX_LR]
     return settings

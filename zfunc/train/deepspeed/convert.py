@@ -15,6 +15,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.by_name import make_optimizer
 from zfunc.optim.loss_scale import LossScale
 from zfunc.optim.optimizer_settings import decay_all
 from zfunc.train.deepspeed import arguments
@@ -22,17 +23,19 @@ from zfunc.train.deepspeed.arguments import (
     BUCKET_SIZE,
     DEVICE,
     RATIO,
-    adam_arguments,
     batch_sizes,
+    optimizer_arguments,
+    optimizer_name,
+    peak_lr,
     placement,
     zero_stage,
 )
 from zfunc.train.deepspeed.cli_merge import PLACES, SINK_BLOCKS, flags_by_key
-from zfunc.train.deepspeed.lr import LR, LRSchedule, WarmupCosineLR, WarmupDecayLR, lr_schedule
+from zfunc.train.deepspeed.lr import LRSchedule, WarmupCosineLR, WarmupDecayLR, lr_schedule
 from zfunc.train.deepspeed.messages import decision_notes, name_notes
 from zfunc.train.deepspeed.reader import read_config_file
 from zfunc.train.deepspeed.resolved import GivenValue, ResolvedValues, resolve_values
-from zfunc.train.settings import TrainSettings
+from zfunc.train.settings import OPTIMIZER_ARGUMENTS, TrainSettings
 
 log = logging.getLogger("zfunc")
 
@@ -75,8 +78,11 @@ def from_deepspeed(
     """
     given_values = {name: GivenValue(value, f"given[{name!r}]") for name, value in (given or {}).items()}
     values = resolve_values(read_config_file(source), given_values)
-    rate = lr_schedule(values, lr=values[LR])
-    adam = AdamW(values[LR] if rate is None else rate, decay=decay, **adam_arguments(values))
+    lr = peak_lr(values)
+    rate = lr_schedule(values, lr=lr)
+    optimizer = make_optimizer(
+        optimizer_name(values), lr=lr if rate is None else rate, decay=decay, **optimizer_arguments(values)
+    )
     if isinstance(rate, WarmupDecayLR | WarmupCosineLR) and rate.total_num_steps is None:
         raise ValueError(
             f"{values.source}: got {values['scheduler.type']} without its total_num_steps, expected the steps of "
@@ -86,7 +92,7 @@ def from_deepspeed(
     scale = arguments.loss_scale(values) if precision == "fp16" else None
     batch = batch_sizes(values, world)
     compiled: dict[str, Any] = {
-        "optimizer": adam,
+        "optimizer": optimizer,
         "precision": precision,
         "clip_norm": values["gradient_clipping"] or None,
         "micro_batches": batch.accumulation,
@@ -119,7 +125,7 @@ class ConfigExtras:
     """What a configuration sets that has no flag in `zfunc train`, with the defaults for none."""
 
     values: ResolvedValues | None = None
-    adam: Mapping[str, Any] = MappingProxyType({"betas": (0.9, 0.95)})  # arguments of AdamW
+    optimizer: Mapping[str, Any] = MappingProxyType({})  # arguments beside lr and weight decay
     loss_scale: LossScale | None = None
     steps_per_print: int | None = None
 
@@ -131,8 +137,9 @@ class ConfigExtras:
 @lru_cache(maxsize=4)
 def config_extras(settings: TrainSettings) -> ConfigExtras:
     """What `settings.config` adds to the settings. Raises ValueError if they contradict it."""
+    usual = OPTIMIZER_ARGUMENTS[settings.optimizer]
     if settings.config is None:
-        return ConfigExtras()
+        return ConfigExtras(optimizer=MappingProxyType(dict(usual)))
     flags = attrs.asdict(settings)
     del flags["offload_ratio"], flags["moments"]
     source = read_config_file(settings.config)
@@ -141,12 +148,13 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     }  # the settings have them
     given = {key: value for key, value in flags_by_key(flags).items() if key not in decided}
     values = resolve_values(source, given)
-    adam = {k: v for k, v in adam_arguments(values).items() if k in ("betas", "eps", "decoupled")}
-    if callable(betas := adam.get("betas")) and settings.steps is not None:
+    arguments_in_file = optimizer_arguments(values)
+    own = {k: v for k, v in arguments_in_file.items() if k not in ("weight_decay", "moments")}
+    if callable(betas := own.get("betas")) and settings.steps is not None:
         _check_betas(AdamW(betas=betas), settings)
     return ConfigExtras(
         values,
-        MappingProxyType({**ConfigExtras().adam, **adam}),
+        MappingProxyType({**({} if values.has("optimizer") else usual), **own}),
         arguments.loss_scale(values) if settings.precision == "fp16" else None,
         values["steps_per_print"],
     )
