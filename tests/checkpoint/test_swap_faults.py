@@ -127,14 +127,16 @@ sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from test_swap_crashes import EXTENTS, SIZES, Training, content
 from test_swap_faults import in_pages, swap_space
+from zfunc.optim import kernel_loader  # not in every child
 swap_space.IN_MEMORY = ()
+folders = [Path(x) for x in sys.argv[3:]]
 for line in sys.stdin:
     if child := os.fork():
         os.waitpid(child, 0)
         print("dead", flush=True)
         continue
     print(os.getpid(), flush=True)
-    training = Training(swap_space, [Path(sys.argv[3])], random.Random(int(line)), world=1, memory=in_pages)
+    training = Training(swap_space, folders, random.Random(int(line)), world=1, memory=in_pages)
     training.spaces = [training.open(0)]
     training.number = training.spaces[0].number
     print(training.number, flush=True)
@@ -152,11 +154,13 @@ for line in sys.stdin:
 def test_killed_five_hundred_times_it_goes_on_from_a_whole_commit(tmp_path: Path) -> None:
     """Each process is killed a moment after it began; the commits it told of are there, or one more."""
     moments = random.Random(0)
-    training = Training(swap_space, [tmp_path], random.Random(0), world=1, memory=in_pages)
+    for folder in (folders := [tmp_path / "a", tmp_path / "b"]):
+        folder.mkdir()
+    training = Training(swap_space, folders, random.Random(0), world=1, memory=in_pages)
     training.create()
     training.spaces[0].close()
     here = Path(__file__).parent
-    arguments = [sys.executable, "-c", WRITER, str(here), str(here.parent), str(tmp_path)]
+    arguments = [sys.executable, "-c", WRITER, str(here), str(here.parent), *map(str, folders)]
     told = killed_in = 0
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         assert writer.stdin is not None
@@ -166,7 +170,7 @@ def test_killed_five_hundred_times_it_goes_on_from_a_whole_commit(tmp_path: Path
             child = int(writer.stdout.readline())
             if n % 4:  # else it may not have opened it
                 assert int(writer.stdout.readline()) == told
-            time.sleep(moments.uniform(0, 0.02))
+            time.sleep(moments.uniform(0, 0.05))
             os.kill(child, signal.SIGKILL)
             before = told
             while not (line := writer.stdout.readline()).startswith("dead"):
