@@ -81,6 +81,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "runtime/direct_io": [["tests/runtime/test_direct_io.py"]],
     "checkpoint/safetensors_file": [["tests/checkpoint/test_shards.py"]],
     "checkpoint/shard_reader": [["tests/checkpoint/test_shards.py"]],
+    "checkpoint/striped_io": [["tests/checkpoint/test_swap_space.py"]],
     "checkpoint/swap_file": [
         ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_checkpoint.py"]
     ],
