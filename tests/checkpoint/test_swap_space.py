@@ -5,6 +5,7 @@ import os
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -257,6 +258,30 @@ def test_ranks_of_one_run_share_a_folder(tmp_path: Path) -> None:
         reopen(tmp_path, rank=1, world=2)
     for space in spaces:
         space.close()
+
+
+@pytest.mark.parametrize("named", [0, 1, 2])
+def test_what_was_killed_while_it_named_its_files_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: int
+) -> None:
+    folders, rename = [tmp_path / "a", tmp_path / "b"], os.rename
+    names = iter(range(named))
+
+    def killed(*paths: Path) -> None:
+        if next(names, None) is None:
+            raise KeyboardInterrupt
+        rename(*paths)
+
+    def dead(*_: Any, **__: Any) -> None:  # cleans up nothing
+        raise OSError
+
+    with monkeypatch.context() as patched, suppress(KeyboardInterrupt):
+        patched.setattr(os, "rename", killed)
+        patched.setattr(Path, "unlink", dead)
+        create(*folders, run="killed").close()
+    left = sum(len(os.listdir(x)) for x in folders)
+    filled(*folders).close()
+    assert (left, sum(len(os.listdir(x)) for x in folders)) == (2, 2)
 
 
 def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> None:

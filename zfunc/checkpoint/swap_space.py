@@ -141,8 +141,7 @@ class SwapSpace:
                 _write(files[n], header.of(n).raw, 0, "the header")
             first = CommitRecord(0, (), [0] * header.num_checksums, {})
             _write(files[0], first.raw(header.record_size), header.record_at(0), "the first record")
-            for n in reversed(range(len(paths))):  # the first last: without that there is no space
-                path = paths[n]
+            for n, path in enumerate(paths):  # the first says that nothing was committed: before the others
                 files[n].sync()
                 with disk.locked(path.parent), disk.os_errors_as(path, "naming a swap space"):
                     _refuse_others(path, run)
