@@ -298,11 +298,16 @@ def test_the_host_keeps_no_copy_of_bf16_parameters() -> None:
 
 
 def test_an_unaligned_view_takes_no_more_room_than_it_has_bytes() -> None:
-    """And tensors of several types in one memory keep their places there."""
-    slot, memory = ActivationSlot(torch.empty(1024, dtype=torch.uint8)), torch.arange(130, dtype=torch.int32)
-    tree = [memory[1:129], memory[2:].view(torch.int64), memory.view(torch.int16)[3:9]]
-    slot.put(tree)
-    assert all(map(torch.equal, slot.tree, tree))
+    """And tensors of several types in one memory keep their places there, in other memory too."""
+    two, memory = torch.empty(2, 1024, dtype=torch.uint8), torch.arange(130, dtype=torch.int32)
+    tree = [memory[1:129], memory[2:].view(torch.int64), memory.view(torch.int16)[3:9].view(2, 3).T]
+    for here, there in ((0, 1), (1, 0)):
+        slot, other = ActivationSlot(two[here]), ActivationSlot(two[there])
+        slot.put(tree)
+        other.flat.copy_(slot.flat)
+        other.hold(slot)
+        slot.flat.zero_()
+        assert all(map(torch.equal, other.tree, tree))
     slot = ActivationSlot(torch.empty(512, dtype=torch.uint8))
     slot.put(view := memory[1:129])
     assert torch.equal(slot.tree, view)

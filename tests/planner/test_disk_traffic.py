@@ -86,6 +86,11 @@ def test_wear_and_rates_follow_from_the_bytes() -> None:
     assert disk.drive_writes == disk.written / p.hardware.memory["disk"]
     assert disk.busy == pytest.approx(sum(disk.needed[x] / disk.available[x] for x in DRIVES))
     assert planned(state_on="host").disk is None
+    spilled = planned(state_on="host", activations_on="disk", micro_batches=2, accumulate="vertical")
+    assert spilled.disk is not None
+    assert {*spilled.disk.step_bytes.values(), *spilled.disk.commit_bytes.values()} == {
+        spilled.memory["disk"]
+    }
 
 
 def test_the_drives_of_a_node_wear_for_all_its_ranks() -> None:

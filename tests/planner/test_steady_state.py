@@ -19,6 +19,7 @@ BUSES = evolve(ON, shared={"host memory": {"host": 1.0, "d2h": 0.3, "h2d": 0.3, 
 CLIPPED = {"barrier": True}
 VERTICAL = {"accumulate": "vertical", "micro_batches": 2 * MANY}
 ON_HOST = {"params_on": "host", "activations_on": "host"}
+ON_DISK = {"params_on": "host", "activations_on": "disk"}
 
 # Settings, fields of the spec, and whether a few micro-batches are enough.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
@@ -36,10 +37,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "saving": ({}, {"save": True, **CLIPPED}, ON, True),
     "residuals": ({}, {"recompute": [False] * 3}, ON, True),
     "in groups": ({"accumulate": 2, "micro_batches": MANY * 2}, CLIPPED, ON, True),
-    "streamed in groups": ({"accumulate": 2, "micro_batches": MANY * 2, **ON_HOST}, CLIPPED, ON, True),
+    "streamed in groups": ({"accumulate": 2, "micro_batches": MANY * 2, **ON_DISK}, CLIPPED, ON, True),
     "vertical": (VERTICAL, {}, ON, True),
     "vertical, params": ({**VERTICAL, "params_on": "host"}, CLIPPED, ON, True),
-    "vertical, activations": ({**VERTICAL, "activations_on": "host"}, CLIPPED, ON, True),
+    "vertical, activations": ({**VERTICAL, "activations_on": "disk,host"}, CLIPPED, ON, True),
     "vertical, streamed": ({**VERTICAL, **ON_HOST, "defer": True, "clip_norm": 1.0}, CLIPPED, ON, True),
     "vertical, on ranks": ({**VERTICAL, **ON_HOST, "stage": 3}, {"world": 2, **CLIPPED}, ON, False),
     "inputs on a shared bus": ({}, {"target_bytes": 10**6}, BUSES, False),
