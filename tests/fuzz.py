@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import plain
@@ -38,8 +39,10 @@ SETTINGS: dict[str, list[Any]] = {
     "clip_norm": [None, None, 0.1, 1.0],
     "bucket_size": [10_000, 1, 70, 300],
     "stage": [2, 2, 1, 3],
-    "params_on": ["device", "device", "host"],
-    "activations_on": ["device", "device", "host", "host,device"],
+    "params_on": ["device", "device", "host", "disk"],
+    "activations_on": ["device", "device", "host", "host,device", "disk"],
+    "state_on": ["host", "host", "disk"],
+    "disk_ratio": [1.0, 0.5],
     "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
     "weight_slots": [2, 1, 3],
     "persistent_params": [0, 0, 20, 100],
@@ -74,11 +77,16 @@ def case(seed: int) -> Case:
     if settings["recompute"] == "none":
         settings["params_on"] = settings["activations_on"] = "device"
         settings["stage"] = min(settings["stage"], 2)
-    if settings["params_on"] == "host":
+    if settings["state_on"] == "disk":
+        settings["offload_ratio"], settings["speculate"], settings["delay_from"] = 1.0, 0, None
+    else:
+        settings["disk_ratio"] = 1.0
+        settings["params_on"] = settings["params_on"].replace("disk", "host")
+    if settings["params_on"] != "device":
         settings["speculate"], settings["stage"] = 0, 3
     if settings["stage"] == 1:
         settings["accumulate"] = "auto"
-    if settings["stage"] == 3 or settings["params_on"] == "host":
+    if settings["stage"] == 3:
         settings["delay_from"] = None
     settings["defer"] &= settings["delay_from"] is None and not settings["speculate"]
     return Case(model, {k: v for k, v in settings.items() if v != {**SETTINGS, **OPTIMIZER}[k][0]})
@@ -86,11 +94,18 @@ def case(seed: int) -> Case:
 
 def run(given: Case) -> None:
     """Train it beside plain PyTorch. Raises where they differ, or where it does not train at all."""
+    with TemporaryDirectory() as folder:
+        _run_in(folder, given)
+
+
+def _run_in(folder: str, given: Case) -> None:
     settings = {name: values[0] for name, values in {**SETTINGS, **OPTIMIZER}.items()} | given.settings
     tolerance = TOLERANCE[settings["moments"]]
     optimizer = plain.remembering(zfunc.AdamW(1e-2, **{name: settings.pop(name) for name in OPTIMIZER}))
     precision = settings["precision"] = _precision(given.model, settings["precision"])
     segments, parts, _ = given.model.built()
+    if "disk" in (settings["state_on"], settings["activations_on"]):
+        settings["swap"] = folder
     program = zfunc.compile(segments, optimizer=optimizer, device="cpu", **settings)
     scale = LossScale(2.0**7) if precision == "fp16" else None
     state = zfunc.init(program, seed=given.model.seed, loss_scale=scale)
@@ -108,6 +123,9 @@ def run(given: Case) -> None:
             "defer": False,
             "params_on": "device",
             "activations_on": "device",
+            "state_on": "host",
+            "disk_ratio": 1.0,
+            "swap": (),
             "stage": min(settings["stage"], 2),
         },
     )

@@ -217,7 +217,7 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
             lr=metrics.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay if span.decay else 0.0,
+            weight_decay=0.0 if span.group else optimizer.weight_decay,  # group 1 is without
         )
         for kind in ("master", "exp_avg_sq"):
             assert (kept[kind] == getattr(result, kind)).all(), f"{kind} of {span.name}"
