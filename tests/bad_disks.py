@@ -1,8 +1,9 @@
-"""Disks without room and processes that stop, a little later each time."""
+"""Disks without room, drives that fail, lie or are slow, and processes that stop, a little later each time."""
 
 import errno
 import os
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from zfunc.errors import CheckpointError
+from zfunc.runtime.host_pages import map_pages
+
+Call = Callable[..., Any]
 
 
 @pytest.fixture
@@ -96,3 +100,50 @@ def stopped_everywhere(
         if not stopped:
             return n
     raise AssertionError("stopped each time")
+
+
+def fails(number: int) -> Callable[[Call], Call]:
+    def fail(*_: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return lambda _: fail
+
+
+def short(call: Call) -> Call:
+    return lambda fd, views, at: call(fd, [memoryview(views[0])[:4096]], at)
+
+
+def slow(call: Call) -> Call:
+    return lambda *args: time.sleep(0.002) or call(*args)  # type: ignore[func-returns-value]
+
+
+def zeros_written(call: Call) -> Call:
+    return lambda fd, views, at: call(fd, [memoryview(map_pages(sum(x.nbytes for x in views)))], at)
+
+
+def zeros_read(call: Call) -> Call:
+    def read(fd: int, views: list[memoryview], at: int) -> int:
+        for view in views:
+            view[:] = bytes(len(view))
+        return call(fd, [memoryview(map_pages(sum(len(x) for x in views)))], at)
+
+    return read
+
+
+def once(right: Call, wrong: Call, calls: Iterator[int], at: int) -> Call:
+    """The wrong one in call number `at`, from 0."""
+    return lambda *args: (wrong if next(calls) == at else right)(*args)
+
+
+# of `os`: the call, what it does, whether an error is due
+FAULTS: dict[str, tuple[str, Callable[[Call], Call], bool]] = {
+    "EIO when written": ("pwritev", fails(errno.EIO), True),
+    "ENOSPC when written": ("pwritev", fails(errno.ENOSPC), True),
+    "EIO when read": ("preadv", fails(errno.EIO), True),
+    "EIO when synced": ("fdatasync", fails(errno.EIO), True),
+    "written short": ("pwritev", short, False),
+    "read short": ("preadv", short, False),
+    "slow": ("pwritev", slow, False),
+    "zeros written": ("pwritev", zeros_written, True),
+    "zeros read": ("preadv", zeros_read, True),
+}

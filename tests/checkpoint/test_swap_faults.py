@@ -1,26 +1,22 @@
 """Drives that fail, lie or are slow, and processes that are killed: the state is lost or whole, and never wrong."""
 
-import errno
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
+from bad_disks import FAULTS, once
 from test_swap_crashes import EXTENTS, SIZES, Training
 
 from zfunc.checkpoint import swap_space
 from zfunc.errors import CheckpointError
 from zfunc.runtime.host_pages import map_pages
-
-Call = Callable[..., int]
 
 
 @pytest.fixture(autouse=True)
@@ -32,54 +28,6 @@ def in_pages(data: bytes) -> memoryview:
     pages = map_pages(len(data))
     pages[:] = data
     return memoryview(pages)
-
-
-def fails(number: int) -> Callable[[Call], Call]:
-    def fail(*_: Any) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return lambda _: fail
-
-
-def short(call: Call) -> Call:
-    return lambda fd, views, at: call(fd, [views[0][:4096]], at)
-
-
-def slow(call: Call) -> Call:
-    return lambda *args: time.sleep(0.002) or call(*args)  # type: ignore[func-returns-value]
-
-
-def zeros_written(call: Call) -> Call:
-    return lambda fd, views, at: call(fd, [memoryview(map_pages(sum(x.nbytes for x in views)))], at)
-
-
-def zeros_read(call: Call) -> Call:
-    def read(fd: int, views: list[memoryview], at: int) -> int:
-        for view in views:
-            view[:] = bytes(view.nbytes)
-        return call(fd, [memoryview(map_pages(sum(x.nbytes for x in views)))], at)
-
-    return read
-
-
-def once(right: Call, wrong: Call, calls: Iterator[int], at: int) -> Call:
-    """The wrong one in call number `at`, from 0."""
-    return lambda *args: (wrong if next(calls) == at else right)(*args)
-
-
-FAULTS: dict[
-    str, tuple[str, Callable[[Call], Call], bool]
-] = {  # the call, what it does, whether an error is due
-    "EIO when written": ("pwritev", fails(errno.EIO), True),
-    "ENOSPC when written": ("pwritev", fails(errno.ENOSPC), True),
-    "EIO when read": ("preadv", fails(errno.EIO), True),
-    "EIO when synced": ("fdatasync", fails(errno.EIO), True),
-    "written short": ("pwritev", short, False),
-    "read short": ("preadv", short, False),
-    "slow": ("pwritev", slow, False),
-    "zeros written": ("pwritev", zeros_written, True),
-    "zeros read": ("preadv", zeros_read, True),
-}
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -37,8 +37,7 @@ from zfunc.checkpoint.swap_file import (
 )
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.runtime.direct_io import DirectFile, file_system_of
-from zfunc.runtime.host_pages import map_pages
+from zfunc.runtime.direct_io import DirectFile, file_system_of, pages_for
 
 IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 _GO_ON = "go on from the last commit: open the swap space again"
@@ -207,10 +206,14 @@ class SwapSpace:
             _close(files, locks)
             raise
 
+    def lose(self, why: str) -> None:
+        """Let nothing be read, written or committed any more."""
+        self._lost = self._lost or why
+
     def close(self) -> None:
         """Close the files and release the locks; what was written since the last commit is gone. A second call does
         nothing."""
-        self._lost = self._lost or "it is closed"
+        self.lose("it is closed")
         self._close()
 
     @property
@@ -503,14 +506,14 @@ def _header_of(file: DirectFile) -> SwapHeader:
 
 
 def _read(file: DirectFile, offset: int, nbytes: int) -> bytes:
-    with closing(map_pages(nbytes)) as pages:
+    with pages_for(nbytes) as pages:
         with memoryview(pages) as view:
             file.read([view], offset, "the header and records")
         return pages[:]
 
 
 def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:
-    with closing(map_pages(len(data))) as pages:
+    with pages_for(len(data)) as pages:
         pages[:] = data
         with memoryview(pages) as view:
             file.write([view], offset, what)

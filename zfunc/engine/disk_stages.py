@@ -5,11 +5,11 @@ from typing import Any
 
 from attrs import evolve
 
-from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op
 from zfunc.engine.disk_memory import StateOnDisk, StateSlot
 from zfunc.engine.stage_context import Memory, StepContext
+from zfunc.engine.swap_state import commit_on_all
 
 
 def page_in(op: Op, mem: Memory, step: StepContext) -> None:
@@ -43,7 +43,7 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
     swap = next(mem[r] for r in op.reads if r.buffer == "extent").swap
     said: Any = mem[op.read("position")](decision)
     if said is not None:
-        all_or_none(step.ranks, lambda: swap.commit(said))
+        commit_on_all(step.ranks, swap, said)
     mem[op.write("committed")] = said
 
 

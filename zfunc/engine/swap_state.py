@@ -94,7 +94,18 @@ def commit_state(program: Program, state: State, extra: Mapping[str, Any] | None
     if swap is None:
         return
     all_or_none(program.ranks, partial(_write_missing, program, state, swap))
-    all_or_none(program.ranks, partial(swap.commit, commit_metadata(program, state, extra or {})))
+    commit_on_all(program.ranks, swap, commit_metadata(program, state, extra or {}))
+
+
+def commit_on_all(ranks: RankGroup, swap: SwapSpace, metadata: Mapping[str, Any]) -> None:
+    """Commit on every rank. A rank whose commit another does not have must not overwrite the one that all have."""
+    before = swap.number
+    try:
+        all_or_none(ranks, partial(swap.commit, metadata))
+    except BaseException:
+        if swap.number != before:
+            swap.lose(f"commit {swap.number} is not on all ranks")
+        raise
 
 
 def _write_missing(program: Program, state: State, swap: SwapSpace) -> None:

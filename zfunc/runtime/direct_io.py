@@ -28,7 +28,7 @@ from attrs import define, field, frozen
 from zfunc.core.extents import BLOCK
 from zfunc.errors import AbandonedCalls, DiskError, explain_os_errors
 from zfunc.runtime.blocking_calls import LEAVE_AFTER, DaemonThreads, call_each
-from zfunc.runtime.host_pages import map_pages
+from zfunc.runtime.host_pages import HostPages, map_pages
 from zfunc.units import format_bytes
 
 log = logging.getLogger("zfunc")
@@ -341,6 +341,20 @@ def open_reserved(path: Path, nbytes: int, flags: int, *, named: bool = True) ->
     return fd
 
 
+@contextmanager
+def pages_for(nbytes: int) -> Generator[HostPages, None, None]:
+    """Memory for transfers, unmapped at the end, unless a drive that hangs may still use it."""
+    pages, abandoned = map_pages(nbytes), False
+    try:
+        yield pages
+    except AbandonedCalls:
+        abandoned = True
+        raise
+    finally:
+        if not abandoned:
+            pages.close()
+
+
 def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str:
     """The type of the file system that `path` is on, such as "ext4"; "unknown" where the system does not say."""
     real, best, kind = f"{path.resolve()}/", "", "unknown"
@@ -360,7 +374,7 @@ def measure(folder: Path) -> DriveSpeeds:
         TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
     ):
         file = DirectFile.create(Path(temporary) / "measured", MEASURED)
-        with closing(file), closing(map_pages(CHUNK)) as pages, memoryview(pages) as data:
+        with closing(file), pages_for(CHUNK) as pages, memoryview(pages) as data:
             pages[:] = os.urandom(1 << 20) * (CHUNK >> 20)  # some drives compress
             file.sync()
             _speed(file, file.write, data)  # the first time file systems also note that there is something
