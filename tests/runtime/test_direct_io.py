@@ -364,7 +364,7 @@ def test_an_interrupt_leaves_a_drive_that_hangs_and_the_file_is_lost(
     go_on.set()
     while file._users:
         time.sleep(0.001)
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    with file._idle, pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file._fd)
 
 
