@@ -329,8 +329,12 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #endif
 #include "_adam_avx512.h"
 #include "_codes_avx512.h"
+#include "_vectors_sse2.h"
+#include "_adam_vectors.h"
 #include "_vectors_avx2.h"
-#define ZF_ISA ZF_AVX2
+#include "_adam_vectors.h"
+#elif defined(__aarch64__)
+#include "_vectors_neon.h"
 #include "_adam_vectors.h"
 #endif
 
@@ -341,9 +345,12 @@ ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa)
     zf_dithers d;
     if (a->moments == ZF_MOMENTS_16BIT || a->moments == ZF_MOMENTS_8BIT) zf_spread(&d, a);
 #if defined(__x86_64__)
+    if (isa == ZF_BASELINE) at = v_adam_sse2(a, &d, at, end);
     if (isa == ZF_AVX2) at = v_adam_avx2(a, &d, at, end);
     if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_16BIT) at = zf_16bit_avx512(a, &d, at, end);
     if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_8BIT) at = zf_8bit_avx512(a, &d, at, end);
+#elif defined(__aarch64__)
+    at = v_adam_neon(a, &d, at, end);
 #endif
     if (a->moments == ZF_MOMENTS_FP32 && zf_in_place(a)) {
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);

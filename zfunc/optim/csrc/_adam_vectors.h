@@ -21,7 +21,6 @@ enum { ZF_IN_ORDER = 0, ZF_EVEN_ODD = 1 };
 #define ZF_EACH_PAIR(x) for (int x = 0; x < 4; x += 2)
 #define ZF_GROUP (4 * ZF_LANES)          /* elements */
 #define ZF_GROUPS (ZF_SHARED / ZF_GROUP) /* of a block that shares a scale */
-#define ZF_RING (4 * ZF_GROUPS)          /* groups that are kept */
 
 ZF_INLINE int zf_order(int moments) {
     return moments == ZF_MOMENTS_16BIT || moments == ZF_MOMENTS_8BIT ? ZF_EVEN_ODD : ZF_IN_ORDER;
@@ -240,7 +239,7 @@ ZF_V_INLINE void v_add_grad(const zf_adam_args *a, const v_call *k, v_pending *x
     }
     ZF_EACH_OF_4(i) v[i] = v[i] + k->c2 * (g[i] * g[i]);
     ZF_EACH_OF_4(i) m[i] = m[i] + k->c1 * g[i];
-    ZF_EACH_OF_4(i) x->v[i] = v_flush(v[i], k->size, k->exp_avg_sq_floor);
+    ZF_EACH_OF_4(i) x->v[i] = moments == ZF_MOMENTS_8BIT ? v[i] : v_flush(v[i], k->size, k->exp_avg_sq_floor);
     ZF_EACH_OF_4(i) x->m[i] = v_flush(m[i], k->size, k->exp_avg_floor);
 }
 
@@ -275,16 +274,16 @@ ZF_V static __attribute__((noinline)) void v_plainly(const zf_adam_args *a, cons
     else zf_adam_into_block(a, at, n, ZF_ISA);
 }
 
-/* Starts a group, finishes the one two before it. */
+/* Starts a group, takes the roots of the one before, finishes the one before that. */
 ZF_V_INLINE void v_turn(const zf_adam_args *a, const zf_adam_args *given, const v_call *k, const zf_dithers *d,
-                        v_pending *ring, size_t turn, size_t begin, int moments, int starts, int finishes) {
-    v_pending *last = ring + (turn - 2) % ZF_RING;
-    const size_t at = begin + turn * ZF_GROUP, done = at - 2 * ZF_GROUP;
+                        v_pending *now, v_pending *before, v_pending *last, size_t at, int moments, int starts,
+                        int finishes) {
+    const size_t done = at - 2 * ZF_GROUP;
     vf p[4], quotient[4];
     if (finishes) v_divide(k, quotient, last);
     if (starts) v_prefetch_group(a, at, moments);
-    if (starts) v_start(a, k, ring + turn % ZF_RING, at, moments);
-    v_root(ring + (turn - 1) % ZF_RING);
+    if (starts) v_start(a, k, now, at, moments);
+    v_root(before);
     if (!finishes) return;
     if (!v_weights(a, k, p, quotient, done, moments)) {
         v_plainly(given, d, done, ZF_GROUP);
@@ -294,17 +293,19 @@ ZF_V_INLINE void v_turn(const zf_adam_args *a, const zf_adam_args *given, const 
     if (a->out_type != ZF_NONE) v_copy(a, k, p, done, zf_order(moments));
 }
 
-ZF_V_INLINE void v_groups(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end,
-                         int moments) {
-    const size_t count = (end - begin) / ZF_GROUP;
-    v_pending ring[ZF_RING];
+ZF_V_INLINE void v_groups(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin,
+                          size_t end, int moments) {
+    v_pending x[3], *now = x, *before = x + 1, *last = x + 2, *free;
     v_call k;
     v_prepare(&k, a, d);
-    memset(ring, 0, sizeof ring); /* the first turns take roots of nothing */
+    memset(x, 0, sizeof x); /* the first turn takes roots of nothing */
     ZF_IN_MEMORY(k);
-    for (size_t turn = 0; turn < 2; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 1, 0);
-    for (size_t turn = 2; turn < count; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 1, 1);
-    for (size_t turn = count; turn < count + 2; turn++) v_turn(a, given, &k, d, ring, turn, begin, moments, 0, 1);
+    for (size_t at = begin; at < end + 2 * ZF_GROUP; at += ZF_GROUP) {
+        if (at < begin + 2 * ZF_GROUP) v_turn(a, given, &k, d, now, before, last, at, moments, 1, 0);
+        else if (at >= end) v_turn(a, given, &k, d, now, before, last, at, moments, 0, 1);
+        else v_turn(a, given, &k, d, now, before, last, at, moments, 1, 1);
+        free = last, last = before, before = now, now = free;
+    }
 }
 
 #include "_codes_vectors.h"

@@ -14,7 +14,10 @@ ZF_INLINE int zf_ordinary(const zf_adam_args *a) { return a->beta1 >= 0x1p-46f &
 #define v_block ZF_OF_SET(v_block)
 #define v_prepare_codes ZF_OF_SET(v_prepare_codes)
 #define v_load_codes ZF_OF_SET(v_load_codes)
-#define v_start_block ZF_OF_SET(v_start_block)
+#define v_opened ZF_OF_SET(v_opened)
+#define v_close ZF_OF_SET(v_close)
+#define v_open ZF_OF_SET(v_open)
+#define v_start_codes ZF_OF_SET(v_start_codes)
 #define v_scale_beside_zeros ZF_OF_SET(v_scale_beside_zeros)
 #define v_pack_block ZF_OF_SET(v_pack_block)
 #define v_pack_exp_avg_sq ZF_OF_SET(v_pack_exp_avg_sq)
@@ -65,22 +68,37 @@ ZF_V_INLINE void v_load_codes(const v_codes *k, vf *m, vf *v, const uint8_t *exp
     ZF_EACH_OF_4(i) m[i] = m[i] * (vf)(((((vu)bits[i] >> 1) + k->root) & k->exponent) | k->significand);
 }
 
-ZF_V_INLINE void v_start_block(const zf_adam_args *a, const v_codes *k, v_block *x, size_t at) {
-    const uint8_t *exp_avg = (const uint8_t *)a->state.exp_avg + at, *exp_avg_sq = (const uint8_t *)a->state.exp_avg_sq + at;
+/* How the exp_avg_sq of a block was packed, and the range of the new one so far. */
+typedef struct {
+    v_bits shift;
+    vh base;
+    int zeros;
+    vu large, small;
+} v_opened;
+
+ZF_V_INLINE void v_open(const zf_adam_args *a, v_opened *o, v_block *x, size_t at) {
+    const uint8_t *exp_avg_sq = (const uint8_t *)a->state.exp_avg_sq + at;
     const zf_scale s = zf_scale_of(a->state.exp_avg_sq_scale[at / ZF_SHARED]);
-    const v_bits shift = v_number(ZF_MIN_SHIFT - 16 + s.choice);
-    const vh base = v_set_16((uint16_t)(s.base >> 16));
-    const int zeros = v_any_byte(exp_avg_sq, 0);
-    vu large = v_set(0), small = v_set(0xffffffff);
-    x->infinite = v_any_byte(exp_avg_sq, ZF_INFINITE);
-    for (int i = 0; i < ZF_GROUPS; i++) {
-        vf m[4], v[4];
-        v_load_codes(k, m, v, exp_avg + ZF_GROUP * i, exp_avg_sq + ZF_GROUP * i, shift, base, zeros);
-        v_add_grad(a, &k->call, &x->group[i], m, v, at + ZF_GROUP * i, ZF_MOMENTS_8BIT);
-        ZF_EACH_OF_4(j) large = v_max_u32(large, (vu)x->group[i].v[j]);
-        ZF_EACH_OF_4(j) small = v_min_u32(small, (vu)x->group[i].v[j]);
-    }
-    v_range(large, small, x->range);
+    o->shift = v_number(ZF_MIN_SHIFT - 16 + s.choice), o->base = v_set_16((uint16_t)(s.base >> 16));
+    o->zeros = v_any_byte(exp_avg_sq, 0), x->infinite = v_any_byte(exp_avg_sq, ZF_INFINITE);
+    o->large = v_set(0), o->small = v_set(0xffffffff);
+}
+
+/* Flushes exp_avg_sq, if one of the block is below its floor. */
+ZF_V_INLINE void v_close(const v_codes *k, const v_opened *o, v_block *x) {
+    v_range(o->large, o->small, x->range);
+    if (x->range[1] >= ZF_FLOOR_EXP_AVG_SQ) return;
+    for (int i = 0; i < ZF_GROUPS; i++)
+        ZF_EACH_OF_4(j) x->group[i].v[j] = v_flush(x->group[i].v[j], k->call.size, k->call.exp_avg_sq_floor);
+}
+
+ZF_V_INLINE void v_start_codes(const zf_adam_args *a, const v_codes *k, v_opened *o, v_pending *x, size_t at) {
+    vf m[4], v[4];
+    v_load_codes(k, m, v, (const uint8_t *)a->state.exp_avg + at, (const uint8_t *)a->state.exp_avg_sq + at, o->shift,
+                 o->base, o->zeros);
+    v_add_grad(a, &k->call, x, m, v, at, ZF_MOMENTS_8BIT);
+    ZF_EACH_OF_4(i) o->large = v_max_u32(o->large, (vu)x->v[i]);
+    ZF_EACH_OF_4(i) o->small = v_min_u32(o->small, (vu)x->v[i]);
 }
 
 /* ---- packing -------------------------------------------------------------------------------------------- */
@@ -157,18 +175,22 @@ ZF_V_INLINE void v_pack_block(const zf_adam_args *a, const v_codes *k, v_block *
 
 /* Starts a block, finishes the one two before it. */
 ZF_V_INLINE void v_turn_block(const zf_adam_args *a, const zf_adam_args *given, const v_codes *k, const zf_dithers *d,
-                              v_block *ring, size_t turn, size_t begin, int starts, int finishes) {
-    v_block *last = ring + (turn - 2) % 4, *before = ring + (turn - 1) % 4;
-    const size_t at = begin + turn * ZF_SHARED, done = at - 2 * ZF_SHARED;
+                              v_block *now, v_block *before, v_block *last, size_t at,
+                              int starts, int finishes) {
+    const size_t done = at - 2 * ZF_SHARED;
     vf p[ZF_GROUPS][4], quotient[4];
+    v_opened o;
     int ordered = 1;
-    if (starts) v_start_block(a, k, ring + turn % 4, at);
+    if (starts) v_open(a, &o, now, at);
     for (int i = 0; i < ZF_GROUPS; i++) {
+        const size_t group = ZF_GROUP * i;
+        if (starts) v_prefetch_group(a, at + group, ZF_MOMENTS_8BIT);
+        if (finishes) v_divide(&k->call, quotient, &last->group[i]);
+        if (starts) v_start_codes(a, k, &o, &now->group[i], at + group);
         v_root(&before->group[i]);
-        if (!finishes) continue;
-        v_divide(&k->call, quotient, &last->group[i]);
-        ordered &= v_weights(a, &k->call, p[i], quotient, done + ZF_GROUP * i, ZF_MOMENTS_8BIT);
+        if (finishes) ordered &= v_weights(a, &k->call, p[i], quotient, done + group, ZF_MOMENTS_8BIT);
     }
+    if (starts) v_close(k, &o, now);
     if (!finishes) return;
     if (last->infinite || last->range[0] > ZF_LIMIT || !ordered) {
         v_plainly(given, d, done, ZF_SHARED);
@@ -182,16 +204,15 @@ ZF_V_INLINE void v_turn_block(const zf_adam_args *a, const zf_adam_args *given, 
 }
 
 ZF_V_INLINE void v_blocks(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end) {
-    const size_t count = (end - begin) / ZF_SHARED;
-    v_block ring[4];
+    v_block x[3], *now = x, *before = x + 1, *last = x + 2, *free;
     v_codes k;
     v_prepare_codes(&k, a, d);
-    memset(ring, 0, sizeof ring);
+    memset(x, 0, sizeof x); /* the first turn takes roots of nothing */
     ZF_IN_MEMORY(k);
-    for (size_t turn = 0; turn < 2; turn++) v_turn_block(a, given, &k, d, ring, turn, begin, 1, 0);
-    for (size_t turn = 2; turn < count; turn++) {
-        for (int i = 0; i < ZF_GROUPS; i++) v_prefetch_group(a, begin + turn * ZF_SHARED + i * ZF_GROUP, ZF_MOMENTS_8BIT);
-        v_turn_block(a, given, &k, d, ring, turn, begin, 1, 1);
+    for (size_t at = begin; at < end + 2 * ZF_SHARED; at += ZF_SHARED) {
+        if (at < begin + 2 * ZF_SHARED) v_turn_block(a, given, &k, d, now, before, last, at, 1, 0);
+        else if (at >= end) v_turn_block(a, given, &k, d, now, before, last, at, 0, 1);
+        else v_turn_block(a, given, &k, d, now, before, last, at, 1, 1);
+        free = last, last = before, before = now, now = free;
     }
-    for (size_t turn = count; turn < count + 2; turn++) v_turn_block(a, given, &k, d, ring, turn, begin, 0, 1);
 }

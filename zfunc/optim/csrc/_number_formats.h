@@ -11,6 +11,8 @@
 #include <string.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 enum { ZF_BASELINE = 0, ZF_AVX2 = 1, ZF_AVX512 = 2, ZF_NUM_ISA = 3 }; /* instruction sets */

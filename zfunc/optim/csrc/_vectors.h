@@ -32,7 +32,6 @@
 #define v_flush_16 ZF_OF_SET(v_flush_16)             /* the same of bfloat16 */
 #define v_unless_equal ZF_OF_SET(v_unless_equal)     /* x, but 0 where a and b are the same */
 #define v_ordered ZF_OF_SET(v_ordered)               /* whether no lane of both is NaN */
-#define v_any_below ZF_OF_SET(v_any_below)           /* whether an unsigned lane is below the floor */
 #define v_any_byte ZF_OF_SET(v_any_byte)             /* whether a byte of ZF_SHARED in memory is this one */
 #define v_halves ZF_OF_SET(v_halves)                 /* lower halves of the lanes of one, upper halves of the other */
 #define v_zip ZF_OF_SET(v_zip)                       /* lower and upper halves, in order, to two vectors */

@@ -3,9 +3,11 @@
 #undef ZF_SET
 #undef ZF_LANES
 #undef ZF_V
+#undef ZF_ISA
 #define ZF_SET avx2
 #define ZF_LANES 8
 #define ZF_V __attribute__((target("avx2,f16c")))
+#define ZF_ISA ZF_AVX2
 #include "_vectors.h"
 
 typedef __m128i v_bits;
@@ -23,9 +25,6 @@ ZF_V_INLINE int v_ordered(const vf *x) {
     const __m256 second = _mm256_cmp_ps((__m256)x[2], (__m256)x[3], _CMP_UNORD_Q);
     return !_mm256_movemask_ps(_mm256_or_ps(first, second));
 }
-ZF_V_INLINE int v_any_below(vu x, vu floor) {
-    return _mm256_movemask_epi8((__m256i)(v_max_u32(x, floor) == x)) != -1;
-}
 ZF_V_INLINE int v_any_byte(const uint8_t *from, uint8_t byte) {
     const __m256i all = _mm256_set1_epi8((char)byte);
     const __m256i first = _mm256_cmpeq_epi8((__m256i)v_load(from), all);
@@ -34,7 +33,7 @@ ZF_V_INLINE int v_any_byte(const uint8_t *from, uint8_t byte) {
 
 ZF_V_INLINE vu v_halves(vu low, vu high) { return (vu)_mm256_blend_epi16((__m256i)low, (__m256i)high, 0xaa); }
 
-static inline __attribute__((always_inline)) ZF_V __m256i v_ordered_halves(__m256i x) {
+ZF_V_INLINE __m256i v_ordered_halves(__m256i x) {
     return _mm256_permute4x64_epi64(x, 0xd8);
 }
 ZF_V_INLINE void v_zip(vh low, vh high, vu *first, vu *second) {
