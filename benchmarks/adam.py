@@ -5,9 +5,10 @@ and a 16-bit copy comes out. The contenders take turns inside every repeat, so a
 alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
 move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments (26 if the master is
 split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
-elsewhere: the same bytes again.
+elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
+    python -m benchmarks.adam --sizes 1Mi,64Mi --threads 2 --isa all --only skeleton,zfunc
     python -m benchmarks.adam --from benchmarks/results/adam-....json --plot docs/adam.svg
 """
 
@@ -24,8 +25,8 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, write
-from zfunc.optim.compact import QuantizedMoment, SplitMaster
-from zfunc.optim.host_adam import adam_update_
+from zfunc.optim.compact import QuantizedMoment, SplitMaster, named_state
+from zfunc.optim.host_adam import host_adam_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
@@ -101,21 +102,23 @@ def zfunc_step(
     *,
     into: tuple[Any, Any, Any] | None = None,
     idle: bool = False,
+    isa: int = -1,
 ) -> Callable[[], None]:
     grad = torch.zeros_like(memory.grad) if idle else memory.grad
     out = None if isinstance(state[0], SplitMaster) else memory.out
 
     def run() -> None:
-        adam_update_(
-            *state,
+        host_adam_(
+            named_state(*state),
             grad,
             out=out,
-            into=into,
+            into=None if into is None else named_state(*into),
             step=STEP,
             lr=LR,
             weight_decay=DECAY,
             grad_scale=SCALE,
             threads=threads,
+            isa=isa,
         )
 
     return run
@@ -147,7 +150,8 @@ def with_optimizer(memory: Memory, optimizer: Any, *, idle: bool = False) -> Cal
     return run
 
 
-def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
+def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str, Contender]:
+    """All of them; the updates of zfunc also on the instruction sets `isas`."""
     m = memory
     fp32 = (m.master, m.exp_avg, m.exp_avg_sq)
     states = {
@@ -156,7 +160,7 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
         "16bit": (m.split, *m.bf16),
         "8bit": (m.split, *m.codes),
     }
-    halves = (m.split.high, m.split.low)
+    halves, sets = (m.split.high, m.split.low), cpu_adam.instruction_sets()
 
     def torch_adamw(**kind: bool) -> Any:
         return torch.optim.AdamW([m.master], lr=LR, weight_decay=DECAY, **kind)
@@ -174,6 +178,11 @@ def contenders(memory: Memory, threads: int) -> dict[str, Contender]:
         **{
             f"zfunc {name}, decayed": Contender(zfunc_step(m, states[name], threads, idle=True), idle=True)
             for name in ("fp32", "fp32-split", "16bit")  # 8 bits hold no denormal number
+        },
+        **{
+            f"zfunc {name} on {isa}": Contender(zfunc_step(m, state, threads, isa=sets.index(isa)))
+            for isa in isas
+            for name, state in states.items()
         },
         "torch fused": Contender(with_optimizer(m, torch_adamw(fused=True))),
         "torch fused, decayed": Contender(with_optimizer(m, torch_adamw(fused=True), idle=True), idle=True),
@@ -218,7 +227,7 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
     rows = []
     for name in seconds:
         in_place = name.removesuffix(", into")
-        kind = in_place.removeprefix("zfunc ").removesuffix(", decayed")
+        kind = in_place.removeprefix("zfunc ").removesuffix(", decayed").split(" on ")[0]
         theirs = ratio("deepspeed", name) if "deepspeed" in seconds else None
         rows.append(
             {
@@ -318,6 +327,9 @@ def main() -> None:
     parser.add_argument("--threads", help="comma separated (default: 1, 2, 4, ... and all)")
     parser.add_argument("--repeats", type=int, default=11, help="fewer from 64 Mi elements on")
     parser.add_argument("--only", help="comma separated words; contenders without any of them are left out")
+    parser.add_argument(
+        "--isa", choices=("best", "all"), default="best", help="the instruction sets of zfunc"
+    )
     parser.add_argument("--json", metavar="PATH", help="a file, or a folder to write machine and results to")
     parser.add_argument(
         "--from", dest="given", nargs="+", metavar="JSON", help="results to show and plot, not to measure"
@@ -330,13 +342,14 @@ def main() -> None:
         results["rows"] = [row for x in kept for row in x["results"]["rows"]]
     else:
         machine, kind = describe(), cpu_adam.instruction_set()
+        others = tuple(x for x in cpu_adam.instruction_sets() if x != kind)
         print(f"{machine}, {kind}", flush=True)
         rows = []
         for threads in map(int, (options.threads or thread_counts()).split(",")):
             torch.set_num_threads(threads)
             for n in map(size, options.sizes.split(",")):
                 memory = Memory(n)
-                table = contenders(memory, threads)
+                table = contenders(memory, threads, others if options.isa == "all" else ())
                 if options.only:
                     words = [YARDSTICK, *options.only.split(",")]
                     table = {name: x for name, x in table.items() if any(word in name for word in words)}

@@ -111,9 +111,13 @@ def host_adam_(
     out: Tensor | None = None,
     into: Mapping[str, Tensor] | None = None,
     threads: int | None = None,
+    isa: int = -1,
     **arguments: Any,
 ) -> None:
-    """`adam_update_` with the state by the names in `zfunc.core.optimizer_state`, and `checked_arguments`."""
+    """`adam_update_` with the state by the names in `zfunc.core.optimizer_state`, and `checked_arguments`.
+
+    `isa`: one of the kernel's instruction sets, -1 for the best one here. It changes no bit.
+    """
     state_format = adam_format(state)
     spans = update_spans(state_format, state, grad, out, into)
     step, factors, decay = checked_arguments(**arguments)
@@ -130,6 +134,7 @@ def host_adam_(
         KERNEL_DECAYS[decay],
         *factors,
         checked_threads(threads),
+        isa,
         into=_addresses(spans, INTO) if into is not None else (),
     )
 
