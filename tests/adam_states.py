@@ -45,6 +45,13 @@ def placed(x: Tensor, offset: int) -> Tensor:
     return store[offset : offset + x.numel()]
 
 
+def around(x: Tensor) -> Tensor:
+    """What lies before and after a buffer in its storage, as bytes."""
+    storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
+    start = x.storage_offset() * x.element_size()
+    return torch.cat([storage[:start], storage[start + x.nbytes :]])
+
+
 def on(state: State, change: Any) -> State:
     """The same kind of state with every buffer changed."""
 

@@ -167,7 +167,7 @@ def test_a_flag_or_the_file_chooses_the_optimizer() -> None:
         manifest = json.loads(next(Path(name, "checkpoints").glob("step-*/manifest.json")).read_text())
         settings = config(name)["settings"]
         found[name] = manifest["moments"], settings["optimizer"], settings["lr"], settings["weight_decay"]
-    assert found == {"sgd": ("weights-fp32", "sgd", 0.1, 0.0), "lion": ("lion-8bit", "lion", 4e-4, 1.0)}
+    assert found == {"sgd": ("weights-fp32", "sgd", 0.1, 0.0), "lion": ("lion-8bit", "lion", 1e-3, 0.4)}
     with pytest.raises(
         ValueError, match="--optimizer: got sgd, and .* says optimizer.type Lion, expected one of them"
     ):

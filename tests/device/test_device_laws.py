@@ -199,6 +199,24 @@ def test_a_default_device_of_the_callers_changes_nothing(device: str, tmp_path: 
         assert torch.equal(weights_of(program, state), expected)
 
 
+def test_groups_of_optimizers_have_the_hosts_bits_on_the_device(device: str) -> None:
+    members = (
+        ("huge.*", zfunc.SGD(0.1, momentum=0.9)),
+        ("*.bias", zfunc.Adagrad(0.1)),
+        ("back.*", zfunc.Lion(1e-3)),
+    )
+    optimizer, ends = zfunc.groups(*members, zfunc.AdamW(1e-2)), list[Tensor]()
+    for share in (1.0, 0.5, 0.0):
+        segments, data = MODELS["odd sizes"]()
+        settings: dict[str, Any] = {"precision": "bf16", "moments": "8bit", "bucket_size": 300}
+        program = zfunc.compile(segments, optimizer=optimizer, device=device, offload_ratio=share, **settings)
+        state = zfunc.init(program, seed=1)
+        for i in range(3):
+            state, _ = zfunc.train_step(program, state, data(i))
+        ends.append(weights_of(program, state))
+    assert all(torch.equal(x, ends[0]) for x in ends)
+
+
 def test_the_device_is_picked_and_named(device: str) -> None:
     assert accelerator.device_types() == ("cpu", device)
     assert accelerator.pick_device() == torch.device(device, 0)

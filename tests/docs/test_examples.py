@@ -99,6 +99,13 @@ PRINTS: dict[str, list[str]] = {
         r"^on the device +(first loss \d\.\d+  last \d\.\d+)  same bits: True$\n"
         r"parameters on the host +\1  same bits: True$\nactivations too +\1  same bits: True$",
     ],
+    "09_groups.py": [
+        r"^only the head: first loss (\d\.\d+)  last \d\.\d+, moved: head\.weight, head\.bias$",
+        r"^rates at step 5: 0\.0051 0\.0064 0\.0080 0\.0100$",
+        r"^layer by layer: first loss \d\.\d+  last 0\.\d+$",
+        r"^bucket 0  lion-16bit  layer0\.0\.weight .*$\nbucket 1  sgd-16bit ",
+        r"^bucket 4  lion-16bit  head\.weight to head\.weight$\ntwo optimizers: first loss \d\.\d+  last \d\.\d+$",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have

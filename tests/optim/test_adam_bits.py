@@ -18,6 +18,7 @@ from adam_states import (
     TYPES,
     State,
     any_bytes,
+    around,
     assert_same,
     buffers,
     copied,
@@ -54,13 +55,6 @@ every_decay = pytest.mark.parametrize("decay", DECAYS)
 def stale(state: State) -> State:
     """Buffers of the same kind that hold bits no result has."""
     return on(state, lambda x: torch.full((x.nbytes,), 0xA5, dtype=torch.uint8).view(x.dtype))
-
-
-def around(x: Tensor) -> Tensor:
-    """What lies before and after a buffer in its storage, as bytes."""
-    storage = torch.tensor([], dtype=torch.uint8).set_(x.untyped_storage())
-    start = x.storage_offset() * x.element_size()
-    return torch.cat([storage[:start], storage[start + x.nbytes :]])
 
 
 def unchanged(got: Any, expected: Any) -> bool:

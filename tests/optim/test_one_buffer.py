@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from adam_states import TYPES, array, assert_same, gradient, random_bytes
+from adam_states import TYPES, around, array, assert_same, gradient, placed, random_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -80,8 +80,13 @@ def check(
     out: torch.dtype | None = None,
     threads: tuple[int, ...] = (1,),
     group: int = 0,
+    offset: int = 0,
+    device: str = "cpu",
 ) -> State:
-    """One step by kernel, in place and into other buffers, and in torch operations; returns the new state."""
+    """One step by kernel, in place and into other buffers, and in torch operations; returns the new state.
+
+    Buffers of the kernel begin `offset` elements into their storage, which it leaves as it is around them.
+    """
     decision = StepDecision(False, scale, step, optimizer.factors(step))
     arguments = optimizer._arguments(decision, group)
     kind = None if out is None else NAMES[out]
@@ -98,14 +103,17 @@ def check(
         return None if out is None else torch.zeros(grad.numel(), dtype=out)
 
     for isa, team in itertools.product(range(len(cpu_adam.instruction_sets())), threads):
-        mine, into = clone(state), clone(state, torch.empty_like)
+        mine, into = (clone(state, lambda x: placed(x, offset)) for _ in range(2))
+        outside = [around(x) for x in (*mine.values(), *into.values())]
         for target in (into, None):
             copied = copies()
             host_one_buffer_(mine, grad, out=copied, into=target, threads=team, isa=isa, **arguments)
             assert_expected(target or mine, copied)
-    mine, copied = clone(state), copies()
-    optimizer.device_update(mine, grad, decision, group=group, out=copied)
-    assert_expected(mine, copied)
+        assert all(map(torch.equal, outside, (around(x) for x in (*mine.values(), *into.values()))))
+    mine, copied = clone(state, lambda x: x.to(device, copy=True)), copies()
+    there = None if copied is None else copied.to(device)
+    optimizer.device_update(mine, grad.to(device), decision, group=group, out=there)
+    assert_expected(mine, there)
     assert_same([grad], [before])
     return expected
 
@@ -134,6 +142,26 @@ def test_new_state_and_copies_that_bypass_the_caches(name: str, moments: Moments
         out=torch.bfloat16,
         threads=(2,),
     )
+
+
+@every_optimizer
+@every_format
+def test_buffers_may_begin_anywhere_and_nothing_around_them_changes(name: str, moments: Moments) -> None:
+    optimizer = of(name, moments)
+    for n, offset in ((55, 1), (129, 3), (300_001, 16)):
+        state, grad = fresh(n, optimizer.state_format()), gradient(n, torch.float16)
+        check(optimizer, state, grad, out=torch.bfloat16, threads=(3,), offset=offset)
+
+
+@pytest.mark.gpu
+@every_optimizer
+@every_format
+def test_a_gpu_has_the_bits_of_the_reference(name: str, moments: Moments) -> None:
+    optimizer = of(name, moments)
+    for n, grad in itertools.product((1, 129, 40_001), TYPES):
+        check(
+            optimizer, fresh(n, optimizer.state_format()), gradient(n, grad), out=torch.float16, device="cuda"
+        )
 
 
 @every_optimizer

@@ -73,7 +73,7 @@ _names = ", ".join
 OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets them
     "adamw": {"lr": 4e-3, "weight_decay": 0.1},
     "sgd": {"lr": 0.1, "weight_decay": 1e-4},
-    "lion": {"lr": 4e-4, "weight_decay": 1.0},
+    "lion": {"lr": 1e-3, "weight_decay": 0.4},
     "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
 }
 OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
