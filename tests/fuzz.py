@@ -43,6 +43,9 @@ SETTINGS: dict[str, list[Any]] = {
     "activations_on": ["device", "device", "host", "host,device", "disk"],
     "state_on": ["host", "host", "disk"],
     "disk_ratio": [1.0, 0.5],
+    "grads_on": ["host", "disk"],
+    "commit_every": [1, 2],
+    "state_slots": [3, 1],
     "accumulate": ["auto", "auto", "horizontal", "vertical", 2],
     "weight_slots": [2, 1, 3],
     "persistent_params": [0, 0, 20, 100],
@@ -80,7 +83,9 @@ def case(seed: int) -> Case:
     if settings["state_on"] == "disk":
         settings["offload_ratio"], settings["speculate"], settings["delay_from"] = 1.0, 0, None
     else:
-        settings["disk_ratio"] = 1.0
+        settings |= {
+            name: SETTINGS[name][0] for name in ("disk_ratio", "grads_on", "commit_every", "state_slots")
+        }
         settings["params_on"] = settings["params_on"].replace("disk", "host")
     if settings["params_on"] != "device":
         settings["speculate"], settings["stage"] = 0, 3
@@ -125,6 +130,8 @@ def _run_in(folder: str, given: Case) -> None:
             "activations_on": "device",
             "state_on": "host",
             "disk_ratio": 1.0,
+            "grads_on": "host",
+            "commit_every": 1,
             "swap": (),
             "stage": min(settings["stage"], 2),
         },

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import zfunc
 from zfunc.core.layout import Span
+from zfunc.core.spec import PARAMS
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import split_batch
 from zfunc.engine.state import State
@@ -230,8 +231,11 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
 
 
 def _joined(kept: Values) -> dict[str, Any]:
-    """What is kept beside fp32 moments, as the reference has it: the halves of a split master are one."""
-    arrays = {kind: x.numpy(force=True) for kind, x in kept.items() if kind != "master_high"}
+    """What is kept beside fp32 moments, as the reference has it: the halves of a split master are one.
+
+    Parameters on the disk, which lie there beside it, are left out.
+    """
+    arrays = {kind: x.numpy(force=True) for kind, x in kept.items() if kind not in ("master_high", PARAMS)}
     if "master_high" in kept:
         high, moment = kept["master_high"].view(torch.int16).numpy(force=True), arrays["exp_avg_sq"]
         arrays["master"] = join(high.view("uint16"), arrays.pop("master_low"), moment)
