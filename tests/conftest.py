@@ -13,6 +13,7 @@ from bad_disks import small_disk  # noqa: F401
 from device_fixtures import controls, device, pytest_configure, pytest_generate_tests  # noqa: F401
 from hypothesis import settings
 from shared_traces import share_traces
+from small_trainings import at_step  # noqa: F401
 
 settings.register_profile("zfunc", deadline=None, derandomize=True)
 settings.load_profile("zfunc")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import zfunc
 from zfunc.cli.main import main
 
 TINY = ("--num-layers", "1", "--hidden-size", "16", "--num-attention-heads", "2", "--seq-length", "16")
@@ -75,3 +76,32 @@ def checkpoints(run: str | Path) -> list[str]:
 def files(run: str | Path) -> dict[Path, bytes]:
     """All there are below a folder, to compare."""
     return {x: x.read_bytes() for x in Path(run).rglob("*") if x.is_file()}
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Let something happen once: when the step with this number is asked for, or made but not recorded yet."""
+    train_step = zfunc.train_step
+
+    def at(number: int, happen: Callable[[], Any], *, made: bool = False) -> None:
+        def once(batches: int) -> None:
+            if batches == number:
+                monkeypatch.setattr("zfunc.train.loop.train_step", train_step)
+                happen()
+
+        def step(program: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
+            if not made:
+                once(state.batches + 1)
+            result = train_step(program, state, *args, **kwargs)
+            if made:
+                once(result[0].batches)
+            return result
+
+        monkeypatch.setattr("zfunc.train.loop.train_step", step)
+
+    return at
+
+
+def fail() -> None:
+    """What may happen there."""
+    raise ValueError("got this in the middle")

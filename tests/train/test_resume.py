@@ -16,6 +16,7 @@ from small_trainings import (
     TEXT,
     checkpoints,
     config,
+    fail,
     files,
     losses,
     measured,
@@ -25,7 +26,6 @@ from small_trainings import (
     wait_for_rows,
 )
 
-import zfunc
 from zfunc.engine import save_load
 from zfunc.errors import CheckpointError
 from zfunc.runtime.rendezvous import fresh_store
@@ -50,27 +50,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("data.txt").write_text(TEXT)
         assert train("--out", "run", "--save-every", 5) == 0
     return folder / "run"
-
-
-@pytest.fixture
-def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
-    """Let something happen once, when the step with this number is asked for."""
-    train_step = zfunc.train_step
-
-    def at(number: int, happen: Callable[[], Any]) -> None:
-        def step(program: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            if state.batches + 1 == number:
-                monkeypatch.setattr("zfunc.train.loop.train_step", train_step)
-                happen()
-            return train_step(program, state, *args, **kwargs)
-
-        monkeypatch.setattr("zfunc.train.loop.train_step", step)
-
-    return at
-
-
-def fail() -> None:
-    raise ValueError("got this in the middle")
 
 
 def send(number: int) -> Callable[[], None]:

@@ -2,15 +2,13 @@
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import small_trainings
-from small_trainings import config, files, losses, measured, rows, summary
+from small_trainings import config, fail, files, losses, measured, rows, summary
 
-import zfunc
 from zfunc.cli.main import main
 
 JOB = ("--steps", "8", "--eval-every", "4", "--no-sample")
@@ -41,34 +39,12 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.fixture
-def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], Any]], None]:
-    """Let something happen once, when the step with this number has been made, before it is recorded."""
-    train_step = zfunc.train_step
-
-    def after(number: int, happen: Callable[[], Any]) -> None:
-        def step(program: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-            result = train_step(program, state, *args, **kwargs)
-            if result[0].batches == number:
-                monkeypatch.setattr("zfunc.train.loop.train_step", train_step)
-                happen()
-            return result
-
-        monkeypatch.setattr("zfunc.train.loop.train_step", step)
-
-    return after
-
-
-def fail() -> None:
-    raise ValueError("got this in the middle")
-
-
 @pytest.mark.parametrize("name", SETTINGS)
 def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
-    name: str, after_step: Any, in_memory: Path, capsys: pytest.CaptureFixture[str]
+    name: str, at_step: Any, in_memory: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     more = (*DISK, *SETTINGS[name], "--out", "run")
-    after_step(5, fail)
+    at_step(5, made=True, happen=fail)
     assert train(*more) == 1
     assert train(*more, "--resume", "auto") == 0
     at = {"each step": 5, "every third, everything": 3, "deferred": 4}[name]
@@ -88,9 +64,9 @@ def test_a_failed_run_resumes_from_its_last_commit_to_the_bit(
     assert files(".") == before
 
 
-def test_a_signal_commits_the_step_it_ended(after_step: Any, in_memory: Path, capsys: Any) -> None:
+def test_a_signal_commits_the_step_it_ended(at_step: Any, in_memory: Path, capsys: Any) -> None:
     more = (*DISK, "--commit-every", 100, "--disk-ratio", 0.5, "--out", "run")
-    after_step(3, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    at_step(3, made=True, happen=lambda: os.kill(os.getpid(), signal.SIGTERM))
     assert train(*more) == 0
     assert f"saved {Path('one').absolute()} in" in capsys.readouterr().out
     assert (rows("run")[-1]["saved"], summary("run")["checkpoint"]) == ("one", "one")
@@ -98,15 +74,15 @@ def test_a_signal_commits_the_step_it_ended(after_step: Any, in_memory: Path, ca
     assert measured("run") == measured(in_memory)
 
 
-def test_a_run_moves_between_the_disk_and_memory(after_step: Any, in_memory: Path, capsys: Any) -> None:
+def test_a_run_moves_between_the_disk_and_memory(at_step: Any, in_memory: Path, capsys: Any) -> None:
     """The run's config names its swap space; another run may start from either."""
-    after_step(3, fail)
+    at_step(3, made=True, happen=fail)
     assert train(*DISK, "--commit-every", 3, "--out", "run") == 1
     assert train("--resume", "run", "--out", "new") == 0
     assert losses("new") == losses(in_memory)[3:]
     elsewhere = ("--state-on", "disk", "--swap", "third")
     Path("third").mkdir()
-    after_step(5, fail)
+    at_step(5, made=True, happen=fail)
     assert train(*elsewhere, "--out", "run", "--resume", "auto") == 1
     assert Path(config("run")["resumed_from"]).name == "one"
     assert train("--out", "run", "--resume", "auto") == 0
