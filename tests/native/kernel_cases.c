@@ -5,6 +5,7 @@
  * `kernel_cases describe` prints what the numbers in a case stand for, the instruction sets this CPU runs among
  * them: names are declared here or in the kernel, and nowhere else. */
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "_adam_kernel.h"
 

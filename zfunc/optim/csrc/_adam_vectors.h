@@ -310,8 +310,8 @@ ZF_V_INLINE void v_groups(const zf_adam_args *a, const zf_adam_args *given, cons
 
 #include "_codes_vectors.h"
 
-ZF_V_INLINE void v_range_of(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end,
-                            int moments) {
+ZF_V_INLINE void v_range_of(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin,
+                            size_t end, int moments) {
     if (moments == ZF_MOMENTS_8BIT) v_blocks(a, given, d, begin, end);
     else v_groups(a, given, d, begin, end, moments);
 }

@@ -114,8 +114,9 @@ ZF_V_INLINE zf_scale v_scale_beside_zeros(v_block *x, int *reaches) {
 }
 
 /* Packs exp_avg_sq of a group; returns the inverses of exp_avg's units, as the upper halves of floats. */
-ZF_V_INLINE void v_pack_exp_avg_sq(const zf_adam_args *a, const v_codes *k, const vf *v, size_t at, vh *inverse, v_bits shift,
-                                   v_bits shift_half, vh base, vh half_base, const uint32_t *dither, int zeros) {
+ZF_V_INLINE void v_pack_exp_avg_sq(const zf_adam_args *a, const v_codes *k, const vf *v, size_t at, vh *inverse,
+                                   v_bits shift, v_bits shift_half, vh base, vh half_base, const uint32_t *dither,
+                                   int zeros) {
     vu u[4];
     vh q[2];
     ZF_EACH_OF_4(i) u[i] = (vu)v[i] + v_load(dither + ZF_LANES * i);
@@ -203,7 +204,8 @@ ZF_V_INLINE void v_turn_block(const zf_adam_args *a, const zf_adam_args *given, 
     v_pack_block(a, k, last, done);
 }
 
-ZF_V_INLINE void v_blocks(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin, size_t end) {
+ZF_V_INLINE void v_blocks(const zf_adam_args *a, const zf_adam_args *given, const zf_dithers *d, size_t begin,
+                          size_t end) {
     v_block x[3], *now = x, *before = x + 1, *last = x + 2, *free;
     v_codes k;
     v_prepare_codes(&k, a, d);

@@ -71,7 +71,8 @@ ZF_V_INLINE vh v_sign_to_byte(vh x) { return (x & 0x7f) | (x >> 5 & 0x80); }
 enum { ZF_DECODED = 12 };
 ZF_V_INLINE void v_decode(vf *m, const uint8_t *codes) {
     const int16x4_t both = vreinterpret_s16_u8(vld1_u8(codes)), number = vdup_n_s16((int16_t)0x9fc0);
-    const int16x4_t even = vand_s16(vshr_n_s16(vshl_n_s16(both, 8), 2), number), odd = vand_s16(vshr_n_s16(both, 2), number);
+    const int16x4_t even = vand_s16(vshr_n_s16(vshl_n_s16(both, 8), 2), number);
+    const int16x4_t odd = vand_s16(vshr_n_s16(both, 2), number);
     m[0] = (vf)vcvt_f32_f16(vreinterpret_f16_s16(even));
     m[1] = (vf)vcvt_f32_f16(vreinterpret_f16_s16(odd));
 }
