@@ -44,7 +44,7 @@ ADDED = {"tokens.bin": ("--vocab-size", "256")}
 
 MEASURED = "here.toml"  # that zfunc calibrate wrote: a plan for it is a plan of the small job
 SHRUNK = ("train", "calibrate", "torchrun", "plan")  # commands that take a machine's time and memory
-UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp")
+UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp", "mkdir")
 
 _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
 _FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \d+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
@@ -71,6 +71,10 @@ OUTPUTS = {
     "plan-40b": None,
     "draw-40b": None,
     "train-40b": r"^plan:|most:|^step +\d*0/|^all|^  (loss|held out  |speed)",
+    "plan-desktop": f"{_FITS}|needed|^  disk .* GiB|{_TIME}|^the disk|^  (commits|space|wear)",
+    "train-desktop": r"^plan:|most:|^step +\d*0/|^all",
+    "resume-desktop": r"^resum|^run|^step|^all",
+    "export-desktop": None,
 }
 """The lines of an output that the page shows: those with a match, or all."""
 
@@ -137,7 +141,7 @@ def form(line: str) -> str:
 def shown(name: str, output: str) -> str:
     """An output as the page shows it."""
     output = re.sub(r"/\S*/(?=torch/lib/)", ".../", output)
-    output = re.sub(r"/\S*/(?=runs/)", "", output)
+    output = re.sub(r"/\S*/(?=runs/|swap\b)", "", output)
     keep, lines = OUTPUTS[name], [""]
     for line in output.rstrip().splitlines():
         new = line if not line or keep is None or re.search(keep, line) else "..."

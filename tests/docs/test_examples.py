@@ -106,6 +106,13 @@ PRINTS: dict[str, list[str]] = {
         r"^bucket 0  lion-16bit  layer0\.0\.weight .*$\nbucket 1  sgd-16bit ",
         r"^bucket 4  lion-16bit  head\.weight to head\.weight$\ntwo optimizers: first loss \d\.\d+  last \d\.\d+$",
     ],
+    "10_state_on_disk.py": [
+        r"^in memory +\d+ +0 +0 +0$\nstate on the disk +\d+ +[1-9]\d+ +[1-9]\d+ +[1-9]\d+$\neverything ",
+        r"^read .*\n.*\n.*\nwrite .*\nhost ",
+        r"^InjectedFault: page_out\[5\]: .*\nthe last commit is of step 2: training goes on from there$",
+        r"^in memory +(first loss \d\.\d+  last \d\.\d+)  same bits: True$\n"
+        r"state on the disk +\1  same bits: True$\neverything +\1  same bits: True$",
+    ],
 }
 ALONE = {"03_write_a_schedule.py"}  # says what has been imported
 NEEDS = {"07_finetune_hf.py": "transformers"}  # what `make test` need not have
