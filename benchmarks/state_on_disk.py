@@ -1,35 +1,48 @@
-"""Optimizer state, parameters and waiting gradients on the disk: how little memory it takes, with the same losses.
+"""Optimizer state, parameters and waiting gradients on the disk: within the memory that was planned, to the bit.
 
 A GPT with random weights is trained in a process of its own each time: in memory under `--limit-gib`, which has to
-end for want of memory; on the disk under the same limit; and in memory without one, where the losses have to be
-those of the disk to the bit. The kernel sets the limit: RLIMIT_DATA, which bounds all private memory that a process
-can write to, so whatever holds state, parameters and gradients. Reported are the peak of resident memory during
-steps, and during `init`, over what the process had before and what the plan allocates; what the page cache holds of
-the files on the disk; and how much of the last step's update has a transfer beside it, as measured.
+end for want of memory; on the disk under the same limit; and in memory without one, where losses and weights have
+to be those of the disk to the bit. The kernel sets the limit: RLIMIT_DATA, which bounds all private memory that a
+process can write to, so whatever holds state, parameters and gradients.
+
+The peak of resident memory, of `init` and of the steps, has to be within the plan's and what such a process takes
+anyway: Python, torch, threads, the plan itself. That is what the same training of as many layers takes beside its
+plan where they are narrow. Printed as well: how much of the files the page cache holds, and how much of the last
+step's update has a transfer beside it, as measured.
 
     python -m benchmarks.state_on_disk
     python -m benchmarks.state_on_disk --num-layers 48 --hidden-size 1600 --num-attention-heads 25 \\
-        --vocab-size 50257 --bucket-size 20000000 --limit-gib 5 --in-memory-steps 0
+        --vocab-size 50257 --bucket-size 20000000 --limit-gib 3.5
+    python -m benchmarks.state_on_disk --num-layers 6 --params-on host --limit-gib 0 --draw docs/disk.svg
 """
 
 import argparse
+import hashlib
 import multiprocessing
 import os
 import resource
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from attrs import evolve
 
 import zfunc
 from benchmarks.large import GIB, config_of
 from benchmarks.machine import write
 from benchmarks.streaming import batch_of
+from zfunc.core.graph import Tier
+from zfunc.core.memory_model import Peak
 from zfunc.core.timeline import Timeline
+from zfunc.engine.init import initial_memory
+from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
+from zfunc.engine.state import State
+from zfunc.engine.weights import parameter_weights
 from zfunc.models.gpt import gpt_segments
 from zfunc.viz.timeline_svg import svg
 
@@ -42,17 +55,17 @@ def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps
     """Train in this process, on the disk if there is a `folder`, with at most `limit` bytes of private memory."""
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    disk = {"state_on": "disk", "params_on": "disk", "grads_on": "disk", "swap": [folder]}
+    disk = {"state_on": "disk", "params_on": args.params_on, "grads_on": "disk", "swap": [folder]}
     program = zfunc.compile(
         gpt_segments(config_of(args, tied=True)),
         optimizer=zfunc.AdamW(lr=1e-4, moments=args.moments),
         clip_norm=1.0,
         bucket_size=args.bucket_size,
         device="cpu",
-        **(disk if folder is not None else {}),
+        **(disk if folder is not None else {"params_on": "host"}),
     )
-    memory = specialize(program, batch_of(args, 0)).memory
-    before, begun = of_process("VmRSS"), time.monotonic()
+    planned = specialize(program, batch_of(args, 0)).memory
+    begun = time.monotonic()
     state = zfunc.init(program)
     at_init = of_process("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
@@ -66,7 +79,7 @@ def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps
         cached = max(cached, in_page_cache(folder)) if folder is not None else 0
         if metrics.timeline is not None:
             accompanied = share_of_update(metrics.timeline)
-            drawn = svg(metrics.timeline, plan=metrics.plan, title="One step with its state on the disk")
+            drawn = svg(updates(metrics.timeline), title="The updates of a step, its state on the disk")
         if time.monotonic() - begun > 60 * args.minutes:
             break
     peak = of_process("VmHWM")
@@ -75,14 +88,37 @@ def train(args: argparse.Namespace, folder: str | None, limit: int | None, steps
     return {
         "parameters": program.layout.num_trainable,
         "losses": losses,
+        "weights": digest(program, state),
         "seconds": seconds,
-        "before_bytes": before,
-        "planned_bytes": {tier: peak.nbytes for tier, peak in memory.items()},
-        "init_peak_bytes": at_init,
-        "peak_bytes": peak,
+        "disk_bytes": planned["disk"].nbytes,
+        "planned_bytes": {
+            "init": max(in_memory(initial_memory(program)), in_memory(planned)),
+            "steps": in_memory(planned),
+        },
+        "peak_bytes": {"init": at_init, "steps": peak},
         "page_cache_bytes": cached,
         "update_accompanied_by_transfers": accompanied,
     }
+
+
+def in_memory(peaks: Mapping[Tier, Peak]) -> int:
+    """The bytes of all tiers but the disk: on a CPU they are one memory."""
+    return sum(peak.nbytes for tier, peak in peaks.items() if tier != "disk")
+
+
+def digest(program: Program, state: State) -> str:
+    """Of the fp32 weights, which after two steps depend on the moments too."""
+    weights = parameter_weights(state.buffers, program.layout, program.ranks)  # a bucket at a time
+    digests = {name: hashlib.sha256(values.numpy()).hexdigest() for name, values in weights}
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def narrow(args: argparse.Namespace) -> argparse.Namespace:
+    """The same training of as many narrow layers, and about as many buckets."""
+    width = 256  # of less, torch has other kernels
+    size = args.bucket_size * width**2 // args.hidden_size**2
+    changed = {"hidden_size": width, "num_attention_heads": 4, "vocab_size": 256, "bucket_size": size}
+    return argparse.Namespace(**{**vars(args), **changed, "draw": None})
 
 
 def of_process(name: str) -> int:
@@ -102,6 +138,13 @@ def in_page_cache(folder: str) -> int:
     if len(said) != len(ours):
         raise SystemExit(f"fincore: got {len(said)} figures for {len(ours)} files")
     return sum(map(int, said))
+
+
+def updates(timeline: Timeline) -> Timeline:
+    """A step from its decision on: what went before does not touch the state."""
+    (start,) = (e.start for e in timeline.events if e.op == "decide")
+    later = (evolve(e, start=e.start - start, end=e.end - start) for e in timeline.events if e.start >= start)
+    return Timeline(tuple(later), timeline.source)
 
 
 def share_of_update(timeline: Timeline) -> float:
@@ -139,20 +182,44 @@ def refusal(args: argparse.Namespace, limit: int) -> str:
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    limit = round(args.limit_gib * GIB)
-    print(f"in memory, at most {limit:,} bytes of it")
-    refused = refusal(args, limit)
-    print(f"  {refused}\non the disk, at most {limit:,} bytes of memory")
+    limit, refused = round(args.limit_gib * GIB) or None, None
+    if limit is not None:
+        print(f"in memory, at most {limit:,} bytes of it")
+        refused = refusal(args, limit)
+        print(f"  {refused}")
+    print("on the disk, of narrow layers")
+    with tempfile.TemporaryDirectory(prefix=".state-on-disk-", dir=args.folder) as folder:
+        thin = in_process(narrow(args), folder, limit, args.steps)
+    print(f"on the disk, {'no limit' if limit is None else f'at most {limit:,} bytes of memory'}")
     with tempfile.TemporaryDirectory(prefix=".state-on-disk-", dir=args.folder) as folder:
         on_disk = in_process(args, folder, limit, args.steps)
-    results: dict[str, Any] = {"limit_bytes": limit, "refused_in_memory": refused, "on_disk": on_disk}
+    anyway = {when: thin["peak_bytes"][when] - thin["planned_bytes"][when] for when in thin["peak_bytes"]}
+    of_plan = {
+        when: peak / (anyway[when] + on_disk["planned_bytes"][when])
+        for when, peak in on_disk["peak_bytes"].items()
+    }
+    results: dict[str, Any] = {
+        "limit_bytes": limit,
+        "refused_in_memory": refused,
+        "anyway_bytes": anyway,
+        "peak_of_planned_and_anyway": of_plan,
+        "on_disk": on_disk,
+    }
     if args.in_memory_steps:
         print("in memory, without a limit")
         results["in_memory"] = in_process(args, None, None, args.in_memory_steps)
-        got, expected = on_disk["losses"], results["in_memory"]["losses"]
-        if got[: len(expected)] != expected:
-            raise SystemExit(f"losses differ: on the disk {got}, in memory {expected}")
     return results
+
+
+def check(r: dict[str, Any]) -> None:
+    """End with an error unless the bits are equal, and memory within the plan."""
+    own, whole = r["on_disk"], r.get("in_memory")
+    if whole and own["losses"][: len(whole["losses"])] != whole["losses"]:
+        raise SystemExit(f"losses differ: on the disk {own['losses']}, in memory {whole['losses']}")
+    if whole and len(own["losses"]) == len(whole["losses"]) and own["weights"] != whole["weights"]:
+        raise SystemExit(f"weights differ: on the disk {own['weights']}, in memory {whole['weights']}")
+    if over := [when for when, ratio in r["peak_of_planned_and_anyway"].items() if ratio > 1]:
+        raise SystemExit(f"resident memory in {', '.join(over)}: got more than planned")
 
 
 def main() -> None:
@@ -164,36 +231,51 @@ def main() -> None:
     p.add_argument("--vocab-size", type=int, default=2048)
     p.add_argument("--batch-size", type=int, default=1)
     p.add_argument("--moments", default="8bit")
+    p.add_argument("--params-on", default="disk", help="where a state on the disk has its parameters")
     p.add_argument("--bucket-size", type=int, default=5_000_000)
     p.add_argument("--steps", type=int, default=10)
     p.add_argument(
         "--minutes", type=float, default=60.0, help="after which no training begins a further step"
     )
-    p.add_argument("--in-memory-steps", type=int, default=10, help="whose losses are compared; 0 for none")
     p.add_argument(
-        "--limit-gib", type=float, default=1.0, help="of the memory that a process alone can write to"
+        "--in-memory-steps",
+        type=int,
+        default=10,
+        help="whose losses are compared, and the weights after as many as --steps; 0 for none",
+    )
+    p.add_argument(
+        "--limit-gib",
+        type=float,
+        default=1.0,
+        help="of the memory that a process alone can write to; 0 for no limit",
     )
     p.add_argument("--folder", type=Path, default=Path(), help="on the drive")
-    p.add_argument("--draw", metavar="SVG", help="a picture of the last step on the disk, as measured")
+    p.add_argument("--draw", metavar="SVG", help="a picture of the last updates on the disk, as measured")
     p.add_argument("--json", help="a file, or a folder for a file named after the hardware and the date")
     args = p.parse_args()
     args.folder = args.folder.absolute()
     r = measure(args)
     own = r["on_disk"]
-    room = own["before_bytes"] + sum(n for tier, n in own["planned_bytes"].items() if tier != "disk")
-    print(f"{own['parameters']:,} parameters, {own['planned_bytes']['disk']:,} bytes on the disk:")
-    print(f"  before and planned: {room:,} bytes of memory")
-    for what in ("init_peak_bytes", "peak_bytes"):
-        print(f"  {what}: {own[what]:,} resident, {own[what] / room:.3f} of it")
+    print(f"{own['parameters']:,} parameters, {own['disk_bytes']:,} bytes on the disk:")
+    for when, ratio in r["peak_of_planned_and_anyway"].items():
+        peak, planned = own["peak_bytes"][when], own["planned_bytes"][when]
+        print(
+            f"  {when}: {peak:,} bytes resident, {ratio:.3f} of {planned:,} planned and "
+            f"{r['anyway_bytes'][when]:,} anyway"
+        )
     print(f"  the page cache holds {own['page_cache_bytes']:,} bytes of the files on the disk")
     print(f"  {own['update_accompanied_by_transfers']:.3f} of the update has a transfer beside it")
+    arguments = {name: x for name, x in vars(args).items() if name not in PATHS}
+    name = f"state-on-disk-{args.num_layers}x{args.hidden_size}"
+    write(args.json, name, {"arguments": arguments, **r})
+    check(r)
     if "in_memory" in r:
         whole = r["in_memory"]
+        equal = "losses and weights" if len(whole["losses"]) == len(own["losses"]) else "losses"
         print(
-            f"  losses equal to the bit in {len(whole['losses'])} steps; in memory {whole['peak_bytes']:,} bytes"
+            f"  {equal} equal to the bit after {len(whole['losses'])} steps; in memory "
+            f"{whole['peak_bytes']['steps']:,} bytes"
         )
-    arguments = {name: x for name, x in vars(args).items() if name not in PATHS}
-    write(args.json, f"state-on-disk-{args.num_layers}x{args.hidden_size}", {"arguments": arguments, **r})
 
 
 if __name__ == "__main__":
