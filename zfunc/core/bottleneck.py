@@ -99,15 +99,25 @@ def critical_path_of(plan: Plan, timeline: Timeline) -> tuple[Link, ...]:
     return tuple(reversed(chain))
 
 
+def bound_seconds(chain: Iterable[Link]) -> dict[Bound, float]:
+    """The seconds of the step that each kind of operation bounds, or "waiting"."""
+    seconds: dict[Bound, float] = {}
+    for link in chain:
+        seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran
+        seconds["waiting"] = seconds.get("waiting", 0.0) + link.idle
+    return seconds
+
+
 def bound_by(chain: Iterable[Link]) -> dict[Bound, float]:
     """The share of the step that each kind of operation bounds, or "waiting", the largest first.
 
     Shares add up to 1; there are none for a chain that took no time.
     """
-    seconds: dict[Bound, float] = {}
-    for link in chain:
-        seconds[link.event.kind] = seconds.get(link.event.kind, 0.0) + link.ran
-        seconds["waiting"] = seconds.get("waiting", 0.0) + link.idle
+    return largest_shares(bound_seconds(chain))
+
+
+def largest_shares(seconds: dict[Bound, float]) -> dict[Bound, float]:
+    """Each of `bound_seconds` as a share of all, the largest first."""
     total = sum(seconds.values())
     largest = sorted(seconds.items(), key=lambda item: -item[1])
     return {bound: part / total for bound, part in largest if part}

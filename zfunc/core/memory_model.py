@@ -7,9 +7,10 @@ wherever its operation may run.
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Mapping
 from itertools import accumulate
 
-from attrs import frozen
+from attrs import field, frozen
 
 from zfunc.core.graph import TIERS, Graph, Tier
 from zfunc.core.layout import round_up
@@ -17,14 +18,19 @@ from zfunc.core.plan import Plan
 from zfunc.core.spec import ALLOCATION
 
 
+Moment = tuple[int, int]  # of a lane: its number, and how many of its operations have started
+
+
 @frozen
 class Peak:
-    """The peak of a tier: `kept` bytes all the time, and `transient` bytes at operation `op` ("" if none)."""
+    """The peak of a tier: `kept` bytes all the time, and `transient` bytes at operation `op` ("" if none), which
+    has just started at `moment`."""
 
     tier: Tier
     kept: int
     transient: int
     op: str
+    moment: Moment = field(default=(0, 0), eq=False, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -44,8 +50,7 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     """
     always = persistent_bytes(plan.graph)
     at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
-    transient = {tier: (highest.nbytes, highest.op) for tier, highest in at.items()}
-    return {tier: Peak(tier, always[tier], *transient.get(tier, (0, ""))) for tier in TIERS}
+    return {tier: Peak(tier, always[tier], *at.get(tier, (0, ""))) for tier in TIERS}
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
@@ -68,8 +73,10 @@ def _kept_buffers(graph: Graph) -> Counter[tuple[Tier, str]]:
     return nbytes
 
 
-def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
+def peak_breakdown(plan: Plan, moments: Mapping[Tier, Moment] | None = None) -> dict[Tier, dict[str, int]]:
     """The peak of every tier by buffer, the largest first, in bytes; the sum is `Peak.nbytes`.
+
+    `moments` are those of the peaks, if these are known.
 
     >>> from zfunc.core.graph import Graph, Op, Region
     >>> from zfunc.core.plan import build
@@ -78,19 +85,17 @@ def peak_breakdown(plan: Plan) -> dict[Tier, dict[str, int]]:
     >>> peak_breakdown(build(Graph(ops), {"gpu": [0, 1]}))["device"]
     {'y': 512, 'workspace': 100, 'x': 8}
     """
-    parts: dict[Tier, dict[str, int]] = {tier: {} for tier in TIERS}
-
-    def count(tier: Tier, buffer: str, nbytes: int) -> None:
-        parts[tier][buffer] = parts[tier].get(buffer, 0) + nbytes
-
+    if moments is None:
+        moments = {tier: peak.moment for tier, peak in peak_memory(plan).items()}
+    parts: dict[Tier, Counter[str]] = {tier: Counter() for tier in TIERS}
     for (tier, buffer), size in _kept_buffers(plan.graph).items():
-        count(tier, buffer, size)
-    at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
+        parts[tier][buffer] += size
     known = _known(plan)
     for life in _lifetimes(plan):
-        start, stop = _span(plan, known, at[life.tier].lane, life)
-        if start <= at[life.tier].moment < stop:
-            count(life.tier, life.buffer, life.nbytes)
+        lane, moment = moments[life.tier]
+        start, stop = _span(plan, known, lane, life)
+        if start <= moment < stop:
+            parts[life.tier][life.buffer] += life.nbytes
     return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
 
 
@@ -123,16 +128,6 @@ class _Lifetime:
     last: tuple[tuple[int, int], ...]
 
 
-@frozen
-class _Highest:
-    """The most bytes alive at a moment of the lane that gives the smallest bound; `op` has just started then."""
-
-    nbytes: int
-    lane: int
-    moment: int
-    op: str
-
-
 def _lifetimes(plan: Plan) -> list[_Lifetime]:
     place, regions = plan.place, plan.graph.regions
     transient = [not r.kept for r in regions]
@@ -154,15 +149,15 @@ def _lifetimes(plan: Plan) -> list[_Lifetime]:
     ]
 
 
-def _highest(plan: Plan, alive: list[list[int]]) -> _Highest:
-    """The smallest of the bounds of the lanes."""
-    bounds: list[_Highest] = []
+def _highest(plan: Plan, alive: list[list[int]]) -> tuple[int, str, Moment]:
+    """The most bytes alive at a moment of the lane that gives the smallest bound, and the operation there."""
+    bounds: list[tuple[int, str, Moment]] = []
     for n, lane in enumerate(plan.lanes):
         if lane.ops:
             nbytes = max(alive[n])
             moment = alive[n].index(nbytes)
-            bounds.append(_Highest(nbytes, n, moment, plan.graph.ops[lane.ops[max(0, moment - 1)]].name))
-    return min(bounds, key=lambda bound: (bound.nbytes, bound.op))
+            bounds.append((nbytes, plan.graph.ops[lane.ops[max(0, moment - 1)]].name, (n, moment)))
+    return min(bounds)
 
 
 def _known(plan: Plan) -> list[list[list[int]]]:

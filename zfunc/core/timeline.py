@@ -51,7 +51,12 @@ class Timeline:
 
     def busy(self, lane: str) -> float:
         """The share of the step, 0 to 1, in which `lane` ran an operation."""
-        return sum(e.seconds for e in self.on(lane)) / self.seconds if self.seconds else 0.0
+        return self.busy_seconds.get(lane, 0.0) / self.seconds if self.seconds else 0.0
+
+    @cached_property
+    def busy_seconds(self) -> dict[str, float]:
+        """The seconds in which each lane ran an operation."""
+        return {lane: sum(e.seconds for e in self.on(lane)) for lane in self.lanes}
 
     def seconds_of(self, kind: Kind) -> float:
         """The seconds spent on operations of `kind`, summed over the lanes."""

@@ -437,9 +437,22 @@ def _min_cut(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         by_name = lambda primals, tangents: pure(primals, tangents)  # noqa: E731  # the partitioner's names
         module = make_fx(by_name, tracing_mode="fake")(primals, tangents)
         number_draws(module.graph, joint.forward_draws)
+    import torch._functorch.config as partitioning
     from functorch.compile import min_cut_rematerialization_partition
 
-    return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
+    # The pass that merges equal nodes imports the lowerings of a compiler, which takes a second.
+    with partitioning.patch(cse=partitioning.cse and _has_equal_nodes(module)):
+        return min_cut_rematerialization_partition(module, None, num_fwd_outputs=joint.num_out)
+
+
+def _has_equal_nodes(module: GraphModule) -> bool:
+    """Whether two nodes call the same function with the same arguments."""
+    calls = [
+        (node.target, *tree_leaves((node.args, node.kwargs)))
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    ]
+    return len(set(calls)) < len(calls)
 
 
 def _mutates(target: Any) -> bool:

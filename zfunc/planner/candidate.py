@@ -4,14 +4,15 @@ Equal specs, settings and hardware give equal steps on every rank. The costs of 
 torch is needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
+from typing import TypeVar
 
 from attrs import evolve, frozen
 
 from zfunc.core.graph import Graph, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, peak_memory
+from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
@@ -23,9 +24,36 @@ from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
 
 
+Key = TypeVar("Key")
+Amount = TypeVar("Amount", int, float)
+
+
+def extrapolated(small: Mapping[Key, Amount], large: Mapping[Key, Amount], more: int) -> dict[Key, Amount]:
+    """The amounts of `small`, and `more` times by how much those of `large` exceed them.
+
+    >>> extrapolated({"a": 3, "b": 1}, {"a": 5, "b": 1}, 10)
+    {'a': 23, 'b': 1}
+    """
+    keys = dict.fromkeys([*small, *large])
+    return {key: (few := small.get(key, 0)) + more * (large.get(key, 0) - few) for key in keys}
+
+
+@frozen(eq=False)
+class Repetition:
+    """A step of many micro-batches that is the `small` one and, `more` times, what the `large` one adds to it.
+
+    `moments` are those of the peaks in both.
+    """
+
+    small: "PlannedStep"
+    large: "PlannedStep"
+    more: int
+    moments: tuple[dict[Tier, Moment], dict[Tier, Moment]]
+
+
 @frozen(eq=False)
 class PlannedStep:
-    """The step of `settings` on `hardware`, and its simulated time; with the plan, the peaks, or both."""
+    """The step of `settings` on `hardware`, and its simulated time; with the plan, or what it is a repetition of."""
 
     settings: StepSettings
     spec: StepSpec
@@ -33,6 +61,7 @@ class PlannedStep:
     seconds: float
     _peaks: dict[Tier, Peak] | None = None
     _simulated: tuple[Plan, Timeline] | None = None
+    _repetition: Repetition | None = None
 
     @property
     def plan(self) -> Plan:
@@ -55,6 +84,28 @@ class PlannedStep:
     def peaks(self) -> dict[Tier, Peak]:
         """The peak of every tier."""
         return peak_memory(self.plan) if self._peaks is None else self._peaks
+
+    @cached_property
+    def held(self) -> dict[Tier, dict[str, int]]:
+        """Bytes of each tier's peak by buffer, the largest first."""
+        if (of := self._repetition) is None:
+            return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
+        small, large = (
+            peak_breakdown(step.plan, at) for step, at in zip((of.small, of.large), of.moments, strict=True)
+        )
+        parts = {tier: extrapolated(small[tier], large[tier], of.more) for tier in small}
+        return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
+
+    def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
+        """What `measure` sums over the operations of a step that was simulated, or over their seconds."""
+        if (of := self._repetition) is None:
+            return measure(self)
+        return extrapolated(measure(of.small), measure(of.large), of.more)
+
+    @property
+    def summary(self) -> "PlannedStep":
+        """The same without the operations: these are made again where they are asked for."""
+        return PlannedStep(self.settings, self.spec, self.hardware, self.seconds, self.peaks)
 
     @cached_property
     def lacking(self) -> dict[Tier, int]:

@@ -12,6 +12,7 @@ from attrs import evolve, field, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc.core.dtypes import PRECISIONS
+from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.settings import StepSettings
 from zfunc.core.spec import StepSpec
@@ -22,7 +23,7 @@ from zfunc.engine.specialize import split_batch, traced_spec
 from zfunc.engine.step_spec import make_spec
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO
-from zfunc.planner.candidate import PlannedStep, simulate_choice
+from zfunc.planner.candidate import PlannedStep
 from zfunc.planner.profile import Profile
 from zfunc.planner.profile_toml import load_profile
 from zfunc.planner.search import SearchResult, search
@@ -64,6 +65,7 @@ class CostModel:
     world: int = 1  # ranks
     _costs: dict[tuple[Any, ...], StepSpec] = field(factory=dict[tuple[Any, ...], StepSpec])
     _estimates: dict[StepSettings, Estimate] = field(factory=dict[StepSettings, Estimate])
+    _graphs: dict[StepSettings, dict[int, Graph]] = field(factory=dict[StepSettings, dict[int, Graph]])
     _programs: dict[tuple[Any, ...], Program] = field(factory=dict[tuple[Any, ...], Program])
 
     @property
@@ -79,12 +81,13 @@ class CostModel:
 
     def step(self, settings: StepSettings) -> PlannedStep:
         """The step of these settings. Raises ValueError for settings that cannot work."""
-        return simulate_choice(self.spec(settings), settings, self.hardware(settings))
+        return self.estimate(settings).exact_step
 
     def estimate(self, settings: StepSettings) -> Estimate:
         """The same, of many micro-batches from a few; kept, for who asks again."""
         if settings not in self._estimates:
-            self._estimates[settings] = Estimate(self.spec(settings), settings, self.hardware(settings))
+            spec, graphs = self.spec(settings), self._graphs.setdefault(evolve(settings, schedule=""), {})
+            self._estimates[settings] = Estimate(spec, settings, self.hardware(settings), graphs)
         return self._estimates[settings]
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:

@@ -55,11 +55,7 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
         return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
 
     plain, commits = bytes_of(graph(commit=False)), bytes_of(graph(commit=True))
-    busiest = max(
-        sum(step.hardware.seconds(op) for op in step.plan.graph if op.kind == kind)
-        for kind in KINDS
-        if kind not in DRIVES
-    )
+    busiest = max(step.total(_seconds_of_others).values())
     every = step.settings.commit_every
     written = plain["write"] + (commits["write"] - plain["write"]) / every
     planned = commits if step.spec.commit else plain
@@ -75,3 +71,12 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
         None if endurance is None else int(endurance / written),
         written / capacity if capacity else None,
     )
+
+
+def _seconds_of_others(step: PlannedStep) -> dict[Kind, float]:
+    """The seconds of all operations of each kind but those of the drives."""
+    return {
+        kind: sum(step.hardware.seconds(op) for op in step.plan.graph if op.kind == kind)
+        for kind in KINDS
+        if kind not in DRIVES
+    }

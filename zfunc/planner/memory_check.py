@@ -9,7 +9,6 @@ from typing import Any
 from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.settings import StepSettings
 from zfunc.engine.offload_ratio import share_on_host
 from zfunc.engine.program import Program
@@ -57,7 +56,7 @@ def _shortage(model: CostModel, settings: StepSettings, settable: Collection[str
     """What does not fit, and what would help: each change planned."""
     step = model.step(settings)
     tier = max(step.lacking, key=lambda name: step.lacking[name])
-    peak = [*peak_breakdown(step.plan)[tier].items()][:LARGEST]
+    peak = [*step.held[tier].items()][:LARGEST]
     parts = ", ".join(f"{buffer} {format_bytes(nbytes)}" for buffer, nbytes in peak)
     suggestions = suggest(settings, step, rows=model.rows, replan=model.estimate, settable=settable)
     effects = "; ".join(map(_effect, suggestions)) or "no single change that was tried helps"

@@ -15,10 +15,9 @@ from attrs import asdict, evolve, fields, frozen
 from torch.utils._pytree import tree_leaves
 
 from zfunc import schedules
-from zfunc.core.bottleneck import bound_by, bounds_in_words, critical_path_of
+from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critical_path_of, largest_shares
 from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import peak_breakdown
 from zfunc.core.plan import Plan
 from zfunc.core.settings import StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
@@ -94,8 +93,12 @@ class Planned:
 
         For "host": that its updates read and write in host memory.
         """
-        ops = self.plan.graph.ops
-        return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
+
+        def moved(step: PlannedStep) -> dict[Kind, int]:
+            ops = step.plan.graph.ops
+            return {bus: sum(op.nbytes for op in ops if op.kind == bus) for bus in BUSES}
+
+        return self.step.total(moved)
 
     @cached_property
     def disk(self) -> DiskTraffic | None:
@@ -105,22 +108,30 @@ class Planned:
     @property
     def lanes(self) -> dict[str, float]:
         """The share of the step in which each lane is busy, 0 to 1."""
-        return {lane: self.timeline.busy(lane) for lane in self.timeline.lanes}
+        busy = self.step.total(lambda step: step.timeline.busy_seconds)
+        return {lane: seconds / self.step_seconds if self.step_seconds else 0.0 for lane, seconds in busy.items()}
+
+    @property
+    def bounds(self) -> dict[Bound, float]:
+        """Shares of the step's critical path, the largest first."""
+        return largest_shares(
+            self.step.total(lambda step: bound_seconds(critical_path_of(step.plan, step.timeline)))
+        )
 
     @property
     def bound(self) -> str:
         """Shares of the step's critical path: "compute 71%, d2h 20%, host 9%"."""
-        return bounds_in_words(bound_by(critical_path_of(self.plan, self.timeline)))
+        return bounds_in_words(self.bounds)
 
     @property
     def advice(self) -> tuple[str, ...]:
         """What to change to make it fit, or to make it faster."""
         return tuple(map(str, self.suggestions))
 
-    @cached_property
+    @property
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
-        return peak_breakdown(self.plan)
+        return self.step.held
 
     @property
     def plan(self) -> Plan:

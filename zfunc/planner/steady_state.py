@@ -15,18 +15,26 @@ a single group. A schedule that compares plans compares those of the few.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 from attrs import evolve, field, frozen
 
-from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Op, Tier
+from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Op, Tier, label
 from zfunc.core.hardware import Hardware
-from zfunc.core.memory_model import Peak, persistent_bytes, transient_bytes
+from zfunc.core.memory_model import Moment, Peak, persistent_bytes, transient_bytes
 from zfunc.core.settings import StepSettings
 from zfunc.core.simulator import Speeds
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Event
-from zfunc.planner.candidate import PlannedStep, operations_of, simulate_choice, with_settings
+from zfunc.planner.candidate import (
+    Amount,
+    Key,
+    PlannedStep,
+    Repetition,
+    extrapolated,
+    operations_of,
+    simulate_choice,
+    with_settings,
+)
 
 FEW = (3, 6)  # micro-batches after which a step may have settled
 LINEAR = 2  # micro-batches after which each adds the same operations
@@ -34,8 +42,6 @@ WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
 MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
 NEAR = 5e-3  # the same, where a pass may be too short among a few micro-batches to show
-Key = TypeVar("Key")
-Amount = TypeVar("Amount", int, float)
 
 
 @frozen(eq=False)
@@ -51,6 +57,11 @@ class Estimate:
     hardware: Hardware
     graphs: dict[int, Graph] = field(factory=dict[int, Graph])
 
+    @property
+    def exact_step(self) -> PlannedStep:
+        """The step of `simulate_choice`, from a few micro-batches where that is `CLOSE`."""
+        return self._simulated(self.spec.micro_batches) if self._is_one_group else self.step
+
     @cached_property
     def step(self) -> PlannedStep:
         """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
@@ -65,9 +76,10 @@ class Estimate:
                 seconds = small.seconds + more * (
                     max(period, _busiest(small, large)) if self._is_one_group else period
                 )
-                peaks = _peaks(small, large, insertions, more, self.kept)
+                peaks, moments = _peaks(small, large, insertions, more, self.kept)
                 spec = with_settings(self.spec, self.settings)
-                return PlannedStep(self.settings, spec, self.hardware, seconds, peaks)
+                repetition = Repetition(small, large, more, moments)
+                return PlannedStep(self.settings, spec, self.hardware, seconds, peaks, None, repetition)
         return self._simulated(self.spec.micro_batches)
 
     @cached_property
@@ -123,8 +135,7 @@ class Estimate:
         if total < WORTH * few:
             return measure(self._graph(total))
         one, two = (measure(self._graph(n)) for n in (few, few + period))
-        more = (total - few) // period
-        return {key: amount + more * (two[key] - amount) for key, amount in one.items()}
+        return extrapolated(one, two, (total - few) // period)
 
 
 @frozen
@@ -275,19 +286,29 @@ def _later(positions: int, insertions: list[_Insertion]) -> Iterator[int]:
 
 def _peaks(
     small: PlannedStep, large: PlannedStep, insertions: Insertions, more: int, kept: dict[Tier, int]
-) -> dict[Tier, Peak]:
-    """The peaks with `more` insertions. The bytes at every moment grow by as many with each of them."""
+) -> tuple[dict[Tier, Peak], tuple[dict[Tier, Moment], dict[Tier, Moment]]]:
+    """The peaks with `more` insertions, and their moments in both steps. The bytes at every moment grow by as many
+    with each insertion."""
     few, many = transient_bytes(small.plan), transient_bytes(large.plan)
     peaks: dict[Tier, Peak] = {}
+    moments: dict[Tier, tuple[Moment, Moment]] = {}
     for tier in TIERS:
-        bounds = [(0, "")] if tier not in few else []
+        bounds = [(0, "", (0, 0), (0, 0))] if tier not in few else []
         for n, lane in enumerate(small.plan.lanes if tier in few else ()):
             if lane.ops:
                 now, then = few[tier][n], many[tier][n]
-                later = _later(len(now), insertions[n])
+                later = [*_later(len(now), insertions[n])]
                 alive = [nbytes + more * (then[i] - nbytes) for i, nbytes in zip(later, now, strict=True)]
                 highest = max(alive)
-                op = lane.ops[max(0, alive.index(highest) - 1)]
-                bounds.append((highest, small.plan.graph.ops[op].name))
-        peaks[tier] = Peak(tier, kept[tier], *min(bounds))
-    return peaks
+                at = alive.index(highest)
+                op = _started(small, n, at)
+                moved = [a + more * (b - a) for a, b in zip(op.index, _started(large, n, later[at]).index, strict=True)]
+                bounds.append((highest, label(op.verb, tuple(moved)), (n, at), (n, later[at])))
+        nbytes, name, *moments[tier] = min(bounds)
+        peaks[tier] = Peak(tier, kept[tier], nbytes, name)
+    return peaks, tuple({tier: at[k] for tier, at in moments.items()} for k in range(2))
+
+
+def _started(step: PlannedStep, lane: int, moment: int) -> Op:
+    """The operation of a lane that has just started at a moment."""
+    return step.plan.graph.ops[step.plan.lanes[lane].ops[max(0, moment - 1)]]

@@ -241,7 +241,7 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
 def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
     """Changes of the updates on the host, where these may take long enough."""
     postponed = settings.delayed or settings.defer
-    if step.spec.barrier and not postponed and _after_decision(step) < WORTH * step.seconds:
+    if step.spec.barrier and not postponed and step.total(_after_decision)["decide"] < WORTH * step.seconds:
         return
     alone = {"speculate": 0} if settings.speculate else {}
     if step.spec.barrier and not postponed:
@@ -253,9 +253,9 @@ def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict
         yield {"delay_from": 1, **alone}
 
 
-def _after_decision(step: PlannedStep) -> float:
+def _after_decision(step: PlannedStep) -> dict[str, float]:
     """The seconds after the decision: with a barrier no update comes before, and nothing else after."""
-    return step.seconds - next(e.end for e in step.timeline.events if e.op == "decide")
+    return {e.op: step.seconds - e.end for e in step.timeline.events if e.op == "decide"}
 
 
 def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
