@@ -72,7 +72,7 @@ def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     vertical = settings.accumulate == "vertical"
     spec = many(max(MANY, settings.micro_batches) + (0 if vertical else 3), **fields)
     estimate, full = Estimate(spec, settings, on), simulate_choice(spec, settings, on)
-    few = estimate.step
+    few = estimate._estimated()
     assert few.seconds == pytest.approx(full.seconds, rel=NEAR if vertical else 1e-9)
     assert few.peaks == full.peaks
     assert few.held == full.held
@@ -85,4 +85,5 @@ def test_a_few_micro_batches_say_what_all_do(name: str) -> None:
     assert (few.lacking, few.spec) == (full.lacking, full.spec)
     assert few.plan == full.plan
     assert (few._simulated is None) == settles
+    assert (estimate.step.seconds, estimate.step.peaks) == (few.seconds, few.peaks)
     assert estimate.exact_step.seconds == pytest.approx(full.seconds, rel=1e-9)

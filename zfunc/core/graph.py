@@ -32,7 +32,7 @@ def label(name: str, index: tuple[int, ...]) -> str:
 def _tuple(items: Any) -> tuple[Any, ...]:
     """An iterable as a tuple; `Graph` checks its items."""
     if type(items) is tuple:  # nearly always
-        return cast("tuple[Any, ...]", items)
+        return items  # pyright: ignore[reportUnknownVariableType]
     if isinstance(items, str) or not isinstance(items, Iterable):
         raise TypeError(f"Op, Region: got {items!r:.200}, expected a tuple: pass (x,) for a single item")
     return tuple(cast("Iterable[Any]", items))
@@ -122,16 +122,17 @@ class Op:
     nbytes: int = 0
     workspace: int = 0
     launches: int = 0
+    name: str = field(init=False, eq=False, repr=False)
+    """Verb and index, unique in a graph: `adam[3]`."""
 
-    @cached_property
-    def name(self) -> str:
-        """Verb and index, unique in a graph: `adam[3]`."""
+    @name.default  # pyright: ignore
+    def _name(self) -> str:
         return label(self.verb, self.index)
 
     def __str__(self) -> str:
         return self.name
 
-    @cached_property
+    @property
     def regions(self) -> tuple[Region, ...]:
         """The regions read or written, each once."""
         return tuple(dict.fromkeys(self.reads + self.writes))
@@ -185,36 +186,46 @@ class Graph:
 
     ops: tuple[Op, ...] = field(converter=tuple)
 
-    @ops.validator  # pyright: ignore
-    def _check(self, _: object, ops: tuple[Any, ...]) -> None:
+    _numbered: tuple[tuple[Region, ...], tuple[Access, ...]] = field(init=False, eq=False, repr=False)
+
+    @_numbered.default  # pyright: ignore
+    def _check(self) -> tuple[tuple[Region, ...], tuple[Access, ...]]:
+        """Check the operations, and number their regions."""
         seen: set[str] = set()
-        declared: dict[Region, Region] = {}
-        checked = set[int]()  # by id: most operations share the objects of their regions
-        for op in ops:
-            if not isinstance(op, Op):
+        words: set[str] = set()
+        number: dict[Region, int] = {}
+        known: dict[int, int] = {}  # by id: most operations share the objects of their regions
+        regions: list[Region] = []
+        accesses: list[Access] = []
+        for op in self.ops:
+            if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise TypeError(
                     f"recipe: got {op!r:.200} among the operations, expected only zfunc.core.graph.Op: yield one"
                 )
-            _check_name("operation", op.verb, op.index)
+            _check_name("operation", op.verb, op.index, words)
             if op.name in seen:
                 raise ValueError(f"two operations are named {op.name}: give each its own index")
             seen.add(op.name)
             for r in op.reads + op.writes:
-                if id(r) in checked:
+                if id(r) in known:
                     continue
-                checked.add(id(r))
                 if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
                     raise TypeError(
                         f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
                         "pass one"
                     )
-                if (first := declared.setdefault(r, r)) is r:
-                    _check_name("region", r.buffer, r.index)
-                elif (now := _declaration(r)) != (before := _declaration(first)):
+                n = known[id(r)] = number.setdefault(r, len(regions))
+                if n == len(regions):
+                    _check_name("region", r.buffer, r.index, words)
+                    regions.append(r)
+                elif (now := _declaration(r)) != (before := _declaration(regions[n])):
                     raise ValueError(
                         f"{op.name} declares {r} as {now}, an earlier operation as {before} (bytes, tier, "
                         "lifetime, dtype, role): declare a region the same way everywhere"
                     )
+            reads = dict.fromkeys([known[id(r)] for r in op.reads])
+            accesses.append(Access(tuple(reads), tuple(dict.fromkeys([known[id(r)] for r in op.writes]))))
+        return tuple(regions), tuple(accesses)
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -227,7 +238,7 @@ class Graph:
         """The position of each operation, by name."""
         return {op.name: i for i, op in enumerate(self.ops)}
 
-    @cached_property
+    @property
     def regions(self) -> tuple[Region, ...]:
         """All regions of all operations, in order of first appearance."""
         return self._numbered[0]
@@ -236,20 +247,6 @@ class Graph:
     def accesses(self) -> tuple[Access, ...]:
         """What each operation reads and writes, as positions in `regions`: numbers are faster keys than regions."""
         return self._numbered[1]
-
-    @cached_property
-    def _numbered(self) -> tuple[tuple[Region, ...], tuple[Access, ...]]:
-        number: dict[Region, int] = {}
-        known: dict[int, int] = {}  # by id
-
-        def numbers(regions: tuple[Region, ...]) -> tuple[int, ...]:
-            for r in regions:
-                if id(r) not in known:
-                    known[id(r)] = number.setdefault(r, len(number))
-            return tuple(dict.fromkeys([known[id(r)] for r in regions]))
-
-        accesses = tuple(Access(numbers(op.reads), numbers(op.writes)) for op in self.ops)
-        return tuple(number), accesses
 
     @cached_property
     def conflicts(self) -> tuple[Conflict, ...]:
@@ -269,10 +266,11 @@ class Graph:
         return tuple(map(tuple, before))
 
 
-def _check_name(what: str, name: Any, index: tuple[Any, ...]) -> None:
-    """Raise for a name or an index that a plan's text cannot hold."""
-    if not isinstance(name, str) or name.split() != [name] or "[" in name:
+def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -> None:
+    """Raise for a name or an index that a plan's text cannot hold. `words` are names that it can."""
+    if not isinstance(name, str) or (name not in words and (name.split() != [name] or "[" in name)):
         raise ValueError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
+    words.add(name)
     if not {*map(type, index)} <= {int}:
         raise TypeError(
             f"{what} {name}: got the index {index!r:.200}, expected integers: pass a tuple of int"

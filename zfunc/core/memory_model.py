@@ -17,7 +17,6 @@ from zfunc.core.layout import round_up
 from zfunc.core.plan import Plan
 from zfunc.core.spec import ALLOCATION
 
-
 Moment = tuple[int, int]  # of a lane: its number, and how many of its operations have started
 
 

@@ -106,8 +106,10 @@ class Plan:
         Raises PlanError for a deadlock.
         """
         clocks: dict[int, Clock] = {}
+        last = _no_clocks(self)
         for op in topological_order(self, self.waits):
-            clocks[op] = _tick(self, op, self.waits[op], clocks)
+            lane, position = self.place[op]
+            clocks[op] = last[lane] = _tick(last[lane], lane, position, self.waits[op], clocks)
         return clocks
 
     @property
@@ -152,9 +154,11 @@ def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:
         raise PlanError(problem)
     clocks: dict[int, Clock] = {}
     waits: list[tuple[int, ...]] = [()] * len(graph)
+    last = _no_clocks(order)
     for op in topological_order(order, graph.predecessors):
-        waits[op] = _waits_of(op, clocks, order)
-        clocks[op] = _tick(order, op, waits[op], clocks)
+        lane, position = order.place[op]
+        waits[op] = _waits_of(op, last[lane], clocks, order)
+        clocks[op] = last[lane] = _tick(last[lane], lane, position, waits[op], clocks)
     return Plan(graph, order.lanes, tuple(waits))
 
 
@@ -216,16 +220,18 @@ def _in_graph_order(plan: Plan) -> bool:
     return all(a < b for lane in plan.lanes for a, b in pairwise(lane.ops))
 
 
-def _waits_of(op: int, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
-    """The dependencies of `op` on other lanes that no other wait and no lane order implies."""
-    place, (lane, _) = order.place, order.place[op]
-    known = _clock_before(order, op, clocks)
-    # lane -> position of the last operation needed from it and not known to be done
+def _waits_of(op: int, known: Clock, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, ...]:
+    """The dependencies of `op` on other lanes that no other wait and no lane order implies.
+
+    `known` is the clock of the operation before it on its lane.
+    """
+    place = order.place
+    # lane -> position of the last operation needed from it and not known to be done; its own lane's are known
     latest: dict[int, int] = {}
     for n in order.graph.predecessors[op]:
         if n in place:
             other, p = place[n]
-            if other != lane and p > known[other] and p > latest.get(other, -1):
+            if p > known[other] and p > latest.get(other, -1):
                 latest[other] = p
     needed = {other: order.lanes[other].ops[p] for other, p in sorted(latest.items())}
     if len(needed) < 2:
@@ -238,19 +244,19 @@ def _waits_of(op: int, clocks: Mapping[int, Clock], order: Plan) -> tuple[int, .
     )
 
 
-def _clock_before(plan: Plan, op: int, clocks: Mapping[int, Clock]) -> Clock:
-    """The clock of the operation before `op` on its lane."""
-    lane, position = plan.place[op]
-    return clocks[plan.lanes[lane].ops[position - 1]] if position else (-1,) * len(plan.lanes)
+def _no_clocks(plan: Plan) -> list[Clock]:
+    """The clock of each lane before its first operation."""
+    return [(-1,) * len(plan.lanes)] * len(plan.lanes)
 
 
-def _tick(plan: Plan, op: int, waits: Sequence[int], clocks: Mapping[int, Clock]) -> Clock:
-    lane, position = plan.place[op]
-    clock = _clock_before(plan, op, clocks)
+def _tick(
+    before: Clock, lane: int, position: int, waits: Sequence[int], clocks: Mapping[int, Clock]
+) -> Clock:
+    """The clock of an operation; `before` is that of the one before it on its lane."""
     for n in waits:
         if n in clocks:
-            clock = tuple(map(max, clock, clocks[n]))
-    return (*clock[:lane], position, *clock[lane + 1 :])
+            before = tuple(map(max, before, clocks[n]))
+    return (*before[:lane], position, *before[lane + 1 :])
 
 
 def _deadlock(plan: Plan, needs: Sequence[Sequence[int]], pending: Mapping[int, int]) -> str:

@@ -27,7 +27,7 @@ def _once(
 
     @wraps(make)
     def made(self: "Regions", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        key = make, args, *kwargs.values()
+        key = (make, *args, *kwargs.values())
         found = self.made.get(key)
         if found is None:
             found = self.made[key] = make(self, *args, **kwargs)
@@ -143,10 +143,12 @@ class Regions:
         index = m % self.spec.group_size, s
         return Region("disk_act", index, nbytes, "disk", "program", "uint8", "act")
 
+    @_once
     def _activation_room(self, k: int) -> Region:
         """Empty; it keeps forward from running ahead of the copies to the host."""
         return Region("act_room", (k % ACTIVATION_SLOTS,))
 
+    @_once
     def _activation_slot(self, k: int) -> Region:
         """What backward of a segment needs, back on the device."""
         largest = self._most_stashed()
@@ -212,6 +214,7 @@ class Regions:
         sent = [b for b in spec.offloaded if not spec.off_device(b)]
         return StagingSlots({b: layout.buckets[b].numel for b in sent}, sent, spec.host_slots)
 
+    @_once
     def _grad_slot(self, k: int) -> Region:
         """The flat gradient of a bucket on the device: slot `k`, or in stage 1 the buffer of bucket `k`."""
         numel = self.spec.layout.buckets[k].numel if self.spec.stage == 1 else self.gradient_slots().numels[k]
@@ -223,12 +226,14 @@ class Regions:
         nbytes = slot.numel // self.spec.world * FP32
         return Region("sum_slot", slot.key, nbytes, "device", "program", "fp32", "grad_shard")
 
+    @_once
     def _host_slot(self, k: int) -> Region:
         summed, numel = self.spec.sums_on_device, self.landing_slots().numels[k] // self.spec.world
         nbytes = numel * (FP32 if summed else self.spec.element_bytes)
         dtype: RegionDtype = "fp32" if summed else "compute"
         return self._staging("host_slot", k, nbytes, "pinned", role="grad_shard", dtype=dtype)
 
+    @_once
     def _param_slot(self, b: int) -> Region:
         """The new parameters of a bucket, before their copy to the device.
 
@@ -242,7 +247,6 @@ class Regions:
         nbytes = slots.numels[k] // self.spec.world * self.spec.element_bytes
         return self._staging("param_slot", k, nbytes, "pinned", role="copy")
 
-    @_once
     def _staging(
         self, buffer: str, k: int, nbytes: int, tier: Tier, *, role: Role, dtype: RegionDtype = "compute"
     ) -> Region:
@@ -323,9 +327,11 @@ class Regions:
     def _high_half(self, b: int) -> Region:
         return next(r for r in self._state(b) if r.buffer == HIGH_HALF)
 
+    @_once
     def _squares(self, b: int) -> Region:
         return self._staging("squares", b, SUM_PARTS * FP64, "device", role="squares", dtype="fp64")
 
+    @_once
     def _host_squares(self, b: int) -> Region:
         return self._staging("host_squares", b, SUM_PARTS * FP64, "pinned", role="squares", dtype="fp64")
 

@@ -304,10 +304,10 @@ class StepSpec:
 
     def spilled(self, b: int) -> bool:
         """Whether the gradient of bucket `b` waits on the disk. A sum that the host makes waits in memory."""
-        whole = self.num_deliveries(self.layout.buckets[b]) == 1 or (
-            self.sums_on_device and len(self.layout.buckets[b].deliveries) == 1
-        )
-        return self.grads_on == "disk" and self.barrier and whole and b not in self.resident
+        if self.grads_on != "disk" or not self.barrier or b in self.resident:
+            return False
+        one_segment = len(self.layout.buckets[b].deliveries) == 1
+        return self.num_deliveries(self.layout.buckets[b]) == 1 or (self.sums_on_device and one_segment)
 
     def sharded(self, b: int) -> bool:
         """Whether each rank keeps only its slice of the parameters of bucket `b`."""
@@ -319,6 +319,8 @@ class StepSpec:
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
+        if self.params_on == "device" and self.stage < 3:
+            return False  # asked often
         return self.off_device(b) or self.sharded(b)
 
     def stashed(self, s: int) -> bool:

@@ -4,13 +4,15 @@ Equal specs, settings and hardware give equal steps on every rank. The costs of 
 torch is needed.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from typing import TypeVar
 
 from attrs import evolve, frozen
 
-from zfunc.core.graph import Graph, Tier
+from zfunc.core.graph import KINDS, Graph, Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan
@@ -22,7 +24,6 @@ from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
-
 
 Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
@@ -36,6 +37,18 @@ def extrapolated(small: Mapping[Key, Amount], large: Mapping[Key, Amount], more:
     """
     keys = dict.fromkeys([*small, *large])
     return {key: (few := small.get(key, 0)) + more * (large.get(key, 0) - few) for key in keys}
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @frozen(eq=False)
@@ -53,7 +66,7 @@ class Repetition:
 
 @frozen(eq=False)
 class PlannedStep:
-    """The step of `settings` on `hardware`, and its simulated time; with the plan, or what it is a repetition of."""
+    """The step of `settings` on `hardware`, and its simulated time; with the plan, or what it repeats."""
 
     settings: StepSettings
     spec: StepSpec
@@ -77,8 +90,8 @@ class PlannedStep:
     def _full(self) -> tuple[Plan, Timeline]:
         if self._simulated is not None:
             return self._simulated
-        plan = verified_plan(self.spec, self.settings, self.hardware)
-        return plan, simulate(plan, self.hardware)
+        full = simulate_operations(operations_of(self.spec), self.spec, self.settings, self.hardware)
+        return full.plan, full.timeline
 
     @cached_property
     def peaks(self) -> dict[Tier, Peak]:
@@ -89,7 +102,8 @@ class PlannedStep:
     def held(self) -> dict[Tier, dict[str, int]]:
         """Bytes of each tier's peak by buffer, the largest first."""
         if (of := self._repetition) is None:
-            return peak_breakdown(self.plan, {tier: peak.moment for tier, peak in self.peaks.items()})
+            known = {tier: peak.moment for tier, peak in self.peaks.items()} if self._simulated else None
+            return peak_breakdown(self.plan, known)
         small, large = (
             peak_breakdown(step.plan, at) for step, at in zip((of.small, of.large), of.moments, strict=True)
         )
@@ -101,6 +115,11 @@ class PlannedStep:
         if (of := self._repetition) is None:
             return measure(self)
         return extrapolated(measure(of.small), measure(of.large), of.more)
+
+    @cached_property
+    def work(self) -> dict[Kind, float]:
+        """The seconds of all operations of each kind."""
+        return self.total(lambda step: work_of(step.plan.graph, step.hardware))
 
     @property
     def summary(self) -> "PlannedStep":
@@ -129,30 +148,32 @@ def with_settings(spec: StepSpec, settings: StepSettings) -> StepSpec:
     return evolve(spec, **in_buckets(layout, settings))
 
 
-def operations_of(spec: StepSpec, settings: StepSettings) -> Graph:
-    """The operations of the step."""
-    spec = with_settings(spec, settings)
+def operations_of(spec: StepSpec) -> Graph:
+    """The operations of the step of a spec with its settings in it."""
     return Graph(recipe_of(spec)(spec))
 
 
-def simulate_choice(
-    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
-) -> PlannedStep:
-    """The step of `spec` with `settings` on `hardware`. `graph` is that of `operations_of`, if that exists.
+def work_of(graph: Graph, hardware: Hardware) -> dict[Kind, float]:
+    """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
+    seconds = dict.fromkeys(KINDS, 0.0)
+    for op in graph:
+        seconds[op.kind] += hardware.seconds(op)
+    return seconds
 
-    Raises PlanError for a schedule whose plan is wrong.
-    """
-    plan = verified_plan(spec, settings, hardware, graph)
-    timeline = simulate(plan, hardware)
+
+def simulate_choice(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> PlannedStep:
+    """The step of `spec` with `settings` on `hardware`. Raises PlanError for a schedule whose plan is wrong."""
     spec = with_settings(spec, settings)
+    return simulate_operations(operations_of(spec), spec, settings, hardware)
+
+
+def simulate_operations(
+    graph: Graph, spec: StepSpec, settings: StepSettings, hardware: Hardware
+) -> PlannedStep:
+    """The same of these operations, which are those of `spec`."""
+    plan = verify(make_schedule(settings.schedule, hardware)(graph))
+    timeline = simulate(plan, hardware)
     return PlannedStep(settings, spec, hardware, timeline.seconds, simulated=(plan, timeline))
-
-
-def verified_plan(
-    spec: StepSpec, settings: StepSettings, hardware: Hardware, graph: Graph | None = None
-) -> Plan:
-    """The plan of the step. Raises PlanError for a schedule whose plan is wrong."""
-    return verify(make_schedule(settings.schedule, hardware)(graph or operations_of(spec, settings)))
 
 
 def gains_and_costs(new: PlannedStep, old: PlannedStep) -> str:

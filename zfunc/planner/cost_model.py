@@ -86,9 +86,17 @@ class CostModel:
     def estimate(self, settings: StepSettings) -> Estimate:
         """The same, of many micro-batches from a few; kept, for who asks again."""
         if settings not in self._estimates:
-            spec, graphs = self.spec(settings), self._graphs.setdefault(evolve(settings, schedule=""), {})
-            self._estimates[settings] = Estimate(spec, settings, self.hardware(settings), graphs)
+            graphs = self._graphs_of(evolve(settings, schedule=""))
+            self._estimates[settings] = Estimate(
+                self.spec(settings), settings, self.hardware(settings), graphs
+            )
         return self._estimates[settings]
+
+    def _graphs_of(self, unscheduled: StepSettings) -> dict[int, Graph]:
+        """Where an estimate keeps its operations: until the next one with others, but for the first one's."""
+        for other in [] if unscheduled in self._graphs else [*self._graphs][1:]:
+            self._graphs.pop(other).clear()
+        return self._graphs.setdefault(unscheduled, {})
 
     def search(self, settings: StepSettings, space: SearchSpace) -> SearchResult:
         """The best settings in `space`, from these on."""

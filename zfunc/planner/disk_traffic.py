@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from attrs import evolve, frozen
 
-from zfunc.core.graph import KINDS, Graph, Kind
+from zfunc.core.graph import Graph, Kind
 from zfunc.planner.candidate import PlannedStep, operations_of
 
 DRIVES: tuple[Kind, ...] = ("read", "write")
@@ -49,13 +49,13 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
         return None
 
     def graph(*, commit: bool) -> Graph:
-        return operations_of(evolve(step.spec, commit=commit and step.spec.swaps), step.settings)
+        return operations_of(evolve(step.spec, commit=commit and step.spec.swaps))
 
     def bytes_of(graph: Graph) -> dict[Kind, int]:
         return {kind: sum(op.nbytes for op in graph if op.kind == kind) for kind in DRIVES}
 
     plain, commits = bytes_of(graph(commit=False)), bytes_of(graph(commit=True))
-    busiest = max(step.total(_seconds_of_others).values())
+    busiest = max(seconds for kind, seconds in step.work.items() if kind not in DRIVES)
     every = step.settings.commit_every
     written = plain["write"] + (commits["write"] - plain["write"]) / every
     planned = commits if step.spec.commit else plain
@@ -71,12 +71,3 @@ def disk_traffic(step: PlannedStep, endurance: float | None) -> DiskTraffic | No
         None if endurance is None else int(endurance / written),
         written / capacity if capacity else None,
     )
-
-
-def _seconds_of_others(step: PlannedStep) -> dict[Kind, float]:
-    """The seconds of all operations of each kind but those of the drives."""
-    return {
-        kind: sum(step.hardware.seconds(op) for op in step.plan.graph if op.kind == kind)
-        for kind in KINDS
-        if kind not in DRIVES
-    }

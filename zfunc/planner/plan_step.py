@@ -4,9 +4,7 @@ The plan is the one that `zfunc.compile` makes of the same settings, traced with
 hardware. Nothing is allocated and no GPU is used, whatever the size of the model and the number of ranks.
 """
 
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any
@@ -25,7 +23,7 @@ from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep
+from zfunc.planner.candidate import PlannedStep, uncollected
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.disk_traffic import DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
@@ -109,7 +107,9 @@ class Planned:
     def lanes(self) -> dict[str, float]:
         """The share of the step in which each lane is busy, 0 to 1."""
         busy = self.step.total(lambda step: step.timeline.busy_seconds)
-        return {lane: seconds / self.step_seconds if self.step_seconds else 0.0 for lane, seconds in busy.items()}
+        return {
+            lane: seconds / self.step_seconds if self.step_seconds else 0.0 for lane, seconds in busy.items()
+        }
 
     @property
     def bounds(self) -> dict[Bound, float]:
@@ -195,19 +195,7 @@ def plan(
     return plan_settings(model, settings, advice=advice)
 
 
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@_uncollected()
+@uncollected()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO

@@ -125,7 +125,7 @@ class _Walk:
             self._simulate(estimate)
 
     def _simulate(self, estimate: Estimate) -> PlannedStep:
-        settings, step = estimate.settings, estimate.step.summary  # all operations of a search are too many
+        settings, step = estimate.settings, estimate.step
         self.seen[settings] = step
         self._record(step, f"{_change(settings, self.best.settings)}: {gains_and_costs(step, self.best)}")
         if _better(step, self.best):

@@ -252,10 +252,14 @@ def _down_to_full(best: PlannedStep, name: str, memory: Tier, tiers: tuple[Tier,
     if capacity is None:
         return (1.0, 0.5, 0.0)
     plain = evolve(best.spec, commit=False)  # with a ratio of 0 there is nothing to commit
-    kept = (
-        Estimate(plain, evolve(best.settings, **{name: ratio}), best.hardware).kept for ratio in (0.0, 1.0)
-    )
-    most, least = (sum(of[tier] for tier in tiers) for of in kept)
+
+    def kept(ratio: float) -> int:
+        if getattr(best.settings, name) == ratio and plain == best.spec:
+            return sum(best.peaks[tier].kept for tier in tiers)
+        other = Estimate(plain, evolve(best.settings, **{name: ratio}), best.hardware)
+        return sum(other.kept[tier] for tier in tiers)
+
+    most, least = kept(0.0), kept(1.0)
     free = capacity - sum(best.memory[tier] - best.peaks[tier].kept for tier in tiers) - least
     lowest = min(1.0, max(0.0, 1.0 - free / (most - least))) if most > least else 1.0
     percent = math.ceil(lowest * 100)

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 
 from attrs import evolve, field, frozen
 
-from zfunc.core.graph import KINDS, TIERS, Graph, Kind, Op, Tier, label
+from zfunc.core.graph import TIERS, Graph, Kind, Op, Tier, label
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Moment, Peak, persistent_bytes, transient_bytes
 from zfunc.core.settings import StepSettings
@@ -32,12 +32,12 @@ from zfunc.planner.candidate import (
     Repetition,
     extrapolated,
     operations_of,
-    simulate_choice,
+    simulate_operations,
     with_settings,
+    work_of,
 )
 
 FEW = (3, 6)  # micro-batches after which a step may have settled
-LINEAR = 2  # micro-batches after which each adds the same operations
 WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
 MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
@@ -60,11 +60,15 @@ class Estimate:
     @property
     def exact_step(self) -> PlannedStep:
         """The step of `simulate_choice`, from a few micro-batches where that is `CLOSE`."""
-        return self._simulated(self.spec.micro_batches) if self._is_one_group else self.step
+        return self._simulated(self.spec.micro_batches) if self._is_one_group else self._estimated()
 
     @cached_property
     def step(self) -> PlannedStep:
-        """The step of `simulate_choice`, from a few micro-batches where it settles. Raises PlanError likewise."""
+        """The step of `simulate_choice`, from a few micro-batches where it settles, without its operations: those
+        of all candidates are too many to keep. Raises PlanError likewise."""
+        return self._estimated().summary
+
+    def _estimated(self) -> PlannedStep:
         for few in self._few:
             small, large = (self._simulated(n) for n in (few, few + self._period))
             insertions = (
@@ -77,9 +81,8 @@ class Estimate:
                     max(period, _busiest(small, large)) if self._is_one_group else period
                 )
                 peaks, moments = _peaks(small, large, insertions, more, self.kept)
-                spec = with_settings(self.spec, self.settings)
-                repetition = Repetition(small, large, more, moments)
-                return PlannedStep(self.settings, spec, self.hardware, seconds, peaks, None, repetition)
+                of = Repetition(small, large, more, moments)
+                return PlannedStep(self.settings, self._spec, self.hardware, seconds, peaks, None, of)
         return self._simulated(self.spec.micro_batches)
 
     @cached_property
@@ -90,14 +93,7 @@ class Estimate:
     @cached_property
     def work(self) -> dict[Kind, float]:
         """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
-
-        def seconds(graph: Graph) -> dict[Kind, float]:
-            total = dict.fromkeys(KINDS, 0.0)
-            for op in graph:
-                total[op.kind] += self.hardware.seconds(op)
-            return total
-
-        return self._sum(seconds)
+        return self._sum(lambda graph: work_of(graph, self.hardware))
 
     @property
     def _is_one_group(self) -> bool:
@@ -112,26 +108,30 @@ class Estimate:
     def _few(self) -> Iterator[int]:
         """The numbers of micro-batches, a part of all of them, after which the step may have settled."""
         total, period = self.spec.micro_batches, self._period
-        for few in FEW[1:] if self._is_one_group else FEW:
+        for few in FEW[self._is_one_group :]:
             if total >= WORTH * few * period:
                 yield few * period + total % period
 
+    @cached_property
+    def _spec(self) -> StepSpec:
+        return with_settings(self.spec, self.settings)
+
+    def _of(self, micro_batches: int) -> StepSpec:
+        return evolve(self._spec, micro_batches=micro_batches)
+
     def _graph(self, micro_batches: int) -> Graph:
         if micro_batches not in self.graphs:
-            self.graphs[micro_batches] = operations_of(self._of(micro_batches), self.settings)
+            self.graphs[micro_batches] = operations_of(self._of(micro_batches))
         return self.graphs[micro_batches]
 
     def _simulated(self, micro_batches: int) -> PlannedStep:
-        spec, graph = self._of(micro_batches), self._graph(micro_batches)
-        return simulate_choice(spec, self.settings, self.hardware, graph)
-
-    def _of(self, micro_batches: int) -> StepSpec:
-        return evolve(self.spec, micro_batches=micro_batches)
+        graph, spec = self._graph(micro_batches), self._of(micro_batches)
+        return simulate_operations(graph, spec, self.settings, self.hardware)
 
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """What `measure` sums over the operations of all micro-batches."""
         total, period = self.spec.micro_batches, self._period
-        few = (LINEAR if self._is_one_group else FEW[0]) * period + total % period
+        few = FEW[self._is_one_group] * period + total % period
         if total < WORTH * few:
             return measure(self._graph(total))
         one, two = (measure(self._graph(n)) for n in (few, few + period))
@@ -301,9 +301,9 @@ def _peaks(
                 alive = [nbytes + more * (then[i] - nbytes) for i, nbytes in zip(later, now, strict=True)]
                 highest = max(alive)
                 at = alive.index(highest)
-                op = _started(small, n, at)
-                moved = [a + more * (b - a) for a, b in zip(op.index, _started(large, n, later[at]).index, strict=True)]
-                bounds.append((highest, label(op.verb, tuple(moved)), (n, at), (n, later[at])))
+                op, moved = _started(small, n, at), _started(large, n, later[at])
+                index = [a + more * (b - a) for a, b in zip(op.index, moved.index, strict=True)]
+                bounds.append((highest, label(op.verb, tuple(index)), (n, at), (n, later[at])))
         nbytes, name, *moments[tier] = min(bounds)
         peaks[tier] = Peak(tier, kept[tier], nbytes, name)
     return peaks, tuple({tier: at[k] for tier, at in moments.items()} for k in range(2))

@@ -223,19 +223,28 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         yield {"recompute": "min-cut"}
     fewer = [n for n in _divisors(rows) if n < settings.micro_batches]
     yield from ({"micro_batches": n} for n in fewer[-1:])
+    if settings.group_size < settings.micro_batches:
+        yield {"accumulate": "vertical"}
+    cuts = cuts_of(step, settings.bucket_size)
+    yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
+    enough = step.seconds * (1 - WORTH)
+    if step.work["compute"] >= enough:
+        return  # the others take no arithmetic from a device that does not wait
     yield from _less_moved(settings)
     yield from _changed_updates(settings, step)
     yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
-    yield from ({"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule)
-    cuts = cuts_of(step, settings.bucket_size)
-    yield from ({"bucket_size": x} for x in (25_000_000, 200_000_000) if cuts_of(step, x) != cuts)
-    slots = ("grad_slots", "host_slots", *(("weight_slots",) if settings.streams else ()))
-    yield from ({name: getattr(settings, name) + 1} for name in slots)
+    if max(step.work.values()) < enough:  # these do the same work
+        yield from (
+            {"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule
+        )
+        yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
     if settings.state_on == DISK:
         yield from ({"disk_ratio": x} for x in disk_ratios_that_fit(step) if x < settings.disk_ratio)
         yield {"state_slots": settings.state_slots + 1}
-    if settings.streams and not settings.persistent_params and (most := most_persistent(step)):
-        yield {"persistent_params": most}
+    if settings.streams:
+        yield {"weight_slots": settings.weight_slots + 1}
+        if not settings.persistent_params and (most := most_persistent(step)):
+            yield {"persistent_params": most}
 
 
 def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
@@ -260,8 +269,6 @@ def _after_decision(step: PlannedStep) -> dict[str, float]:
 
 def _less_moved(settings: StepSettings) -> Iterator[dict[str, Any]]:
     """Changes after which fewer bytes cross a bus."""
-    if settings.group_size < settings.micro_batches:
-        yield {"accumulate": "vertical"}
     yield from (
         {x: "host"} for x in ("params_on", "grads_on", "activations_on") if getattr(settings, x) == DISK
     )
