@@ -5,15 +5,18 @@ a graph made anew, because what a graph derives it keeps.
 
     python -m benchmarks.plan --sizes 1000,100000 --repeats 3 --json benchmarks/results
 
-With --many instead: `zfunc plan` of 50 layers with 52 micro-batches in each order, parameters and activations on
-the device and on the host, with its advice; and a search of all settings. Candidates are planned from a few
-micro-batches, and, for the ratio, all of them in full.
+With --many instead: `zfunc plan` of 50 layers with 52 micro-batches, its imports and advice included, with
+parameters on the device and on the host, in each order. Then, in one process, the same with activations there too,
+and a search of all settings. Steps are planned from a few micro-batches, and, for the ratio, all of them in full.
 
     python -m benchmarks.plan --many
 """
 
 import argparse
 import math
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from math import log
@@ -35,12 +38,24 @@ from zfunc.core.simulator import simulate
 from zfunc.core.spec import SegmentCost, StepSpec
 from zfunc.core.verifier import verify
 from zfunc.planner import steady_state
+from zfunc.planner.suggestions import as_flag
 from zfunc.runtime.executor import Executor, RunOptions, prepare_plan
 
 SIZES = "1000,3000,10000,30000,100000"
 TARGET_OPS, TARGET_SECONDS = 100_000, 5.0
 OPS_A_SEGMENT = 9
 TARGET_ISSUE = 50e-6  # seconds an operation
+MANY = {  # flags of `zfunc plan`
+    **{"num_layers": 50, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 1024},
+    **{"vocab_size": 50257, "batch_size": 52, "micro_batches": 52},
+}
+COMMANDS = (
+    {},
+    {"accumulate": "vertical"},
+    {"params_on": "host", "accumulate": "horizontal"},
+    {"params_on": "host"},
+)
+TARGET_COMMAND = 10.0  # seconds
 CPU = torch.device("cpu")
 EXECUTOR = Executor(CPU)
 CHECKED = ("emit", "conflicts", "build", "verify")  # what the target counts
@@ -123,19 +138,34 @@ def judge(row: dict[str, Any]) -> str:
     return f"{made}; {issued}"
 
 
+def run_command(words: list[str]) -> float:
+    """CPU seconds of the command, user and system, from its start to its end."""
+
+    def spent() -> float:
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return used.ru_utime + used.ru_stime
+
+    before = spent()
+    subprocess.run([sys.executable, "-m", "zfunc", "plan", *words], stdout=subprocess.DEVNULL, check=False)
+    return spent() - before
+
+
+def measure_commands(repeats: int) -> dict[str, float]:
+    """The CPU seconds of each of the commands, the best of the repeats."""
+    seconds: dict[str, float] = {}
+    for changes in COMMANDS:
+        name = " ".join(as_flag(*item) for item in changes.items()) or "as it is"
+        words = " ".join(as_flag(*item) for item in (MANY | changes).items()).split()
+        seconds[name] = min(run_command(words) for _ in range(repeats))
+        verdict = "within" if seconds[name] <= TARGET_COMMAND else "NOT within"
+        print(f"{name:>44}{seconds[name]:>8.1f} s, {verdict} {TARGET_COMMAND:g}", flush=True)
+    return seconds
+
+
 def plan_many(**changes: Any) -> float:
-    """CPU seconds of `zfunc plan` for 50 layers with 52 micro-batches, once torch is loaded."""
+    """CPU seconds of planning 50 layers with 52 micro-batches, once torch is loaded."""
     start = time.process_time()
-    settings = PlanSettings(
-        num_layers=50,
-        hidden_size=4096,
-        num_attention_heads=32,
-        seq_length=1024,
-        vocab_size=50257,
-        batch_size=52,
-        micro_batches=52,
-        **changes,
-    )
+    settings = PlanSettings(**{**MANY, **changes})
     plan_text(plan_model(settings))
     return time.process_time() - start
 
@@ -169,7 +199,8 @@ def main() -> None:
     parser.add_argument("--many", action="store_true", help="50 layers with 52 micro-batches")
     options = parser.parse_args()
     if options.many:
-        write(options.json, "plan_many", {"seconds": measure_many()})
+        commands = measure_commands(options.repeats)
+        write(options.json, "plan_many", {"commands": commands, "seconds": measure_many()})
         return
     rows = [best(int(size), options.repeats) for size in options.sizes.split(",")]
     growth = report(rows)

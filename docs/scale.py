@@ -15,7 +15,6 @@ from markdown_table import table
 
 import zfunc
 from zfunc.cli.commands.plan import PlannedModel, PlanSettings, plan_model
-from zfunc.core.bottleneck import bound_by, critical_path_of
 from zfunc.core.graph import Graph
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan, build
@@ -176,7 +175,7 @@ def per_gpu(step: Planned, world: int) -> float:
 
 def shares(step: Planned) -> dict[str, float]:
     """The shares of the critical path, by kind."""
-    return dict(bound_by(critical_path_of(step.plan, step.timeline)))
+    return dict(step.bounds)
 
 
 def gain(now: Planned, before: Planned) -> str:

@@ -49,7 +49,7 @@ def peak_memory(plan: Plan) -> dict[Tier, Peak]:
     """
     always = persistent_bytes(plan.graph)
     at = {tier: _highest(plan, alive) for tier, alive in transient_bytes(plan).items()}
-    return {tier: Peak(tier, always[tier], *at.get(tier, (0, ""))) for tier in TIERS}
+    return {tier: Peak(tier, always[tier], *at.get(tier, (0, "", (0, 0)))) for tier in TIERS}
 
 
 def persistent_bytes(graph: Graph) -> dict[Tier, int]:
