@@ -104,11 +104,11 @@ def test_settings_are_what_the_recipe_gets(ratio: float, way: dict[str, Any], re
     assert (step.shadows, step.delayed, step.defer) == tuple(
         way.get(x, 0) for x in ("speculate", "delay_from", "defer")
     )
-    assert operations_of(model(barrier=True), settings) == Graph(tuple(recipe(step)))
+    assert operations_of(with_settings(model(barrier=True), settings)) == Graph(tuple(recipe(step)))
 
 
 def test_persistent_bytes_are_those_of_the_memory_model() -> None:
-    graph = operations_of(model(), START)
+    graph = operations_of(with_settings(model(), START))
     peaks = peak_memory(simulate_choice(model(), START, BALANCED).plan)
     assert persistent_bytes(graph) == {tier: peak.kept for tier, peak in peaks.items()}
 
