@@ -14,6 +14,7 @@ from zfunc.runtime.numa_placement import first_touches
 from zfunc.runtime.thread_budget import default_numa_slots, default_threads
 
 _CGROUP = Path("/sys/fs/cgroup")
+LEAST_GIVEN_BACK = 1 << 20  # bytes
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
@@ -65,7 +66,7 @@ def alloc_host(
     return tensor
 
 
-def give_back_freed(least: int = 1 << 20) -> None:
+def give_back_freed(least: int = LEAST_GIVEN_BACK) -> None:
     """Let this process give blocks of at least so many bytes back to the system whenever they are freed.
 
     glibc's own threshold grows to 32 MiB with the blocks that are freed, and it keeps twice as much free memory: up
