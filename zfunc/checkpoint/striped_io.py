@@ -15,14 +15,15 @@ from zfunc.core.extents import BLOCK, SUMMED, cut_in_shares, whole_blocks
 from zfunc.errors import CheckpointError
 from zfunc.runtime.direct_io import DirectFile
 
-BATCH = 16 << 20  # bytes that a thread transfers, and then or before sums
+BATCH = 16 << 20  # bytes that a thread sums and transfers at a time
 
 
 @frozen
 class Stripe:
     """Bytes `start` to `stop` of a buffer, which file number `file` has from `place` on.
 
-    Every SUMMED of them has a checksum, and the rest; `first` is the number of the first among the buffer's.
+    Each SUMMED bytes of them, and the remainder, have a checksum; `first` is the index of their first one among the
+    buffer's.
     """
 
     file: int
@@ -33,12 +34,12 @@ class Stripe:
 
     @property
     def last(self) -> int:
-        """Behind its last checksum."""
+        """The index behind that of its last checksum."""
         return self.first + num_chunks(self.stop - self.start, SUMMED)
 
 
 def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[Stripe, ...]:
-    """The stripes of a buffer behind what files have, which end at `ends`; these are moved behind it."""
+    """Append the stripes of a buffer to files that end at `ends`, which this advances."""
     stripes: list[Stripe] = []
     first = 0
     for n, (start, stop) in enumerate(cut_in_shares(nbytes, shares)):
@@ -50,7 +51,7 @@ def lay_stripes(nbytes: int, shares: Sequence[int], ends: list[int]) -> tuple[St
 
 
 def num_checksums(stripes: Sequence[Stripe]) -> int:
-    """Of a buffer."""
+    """The number of checksums of a buffer in these stripes."""
     return stripes[-1].last if stripes else 0
 
 

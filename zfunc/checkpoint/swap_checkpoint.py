@@ -133,10 +133,8 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
             slices += frozen_slices(layout, bucket, kept_in, rank, header.world)
         for x in slices:
             by_kind = pieces.setdefault(x.parameter, {})
-            (stripes, _), item = (
-                header.stripes.get(x.bucket, ({}, {})),
-                DTYPES[dtypes[x.bucket][x.kind]].nbytes,
-            )
+            stripes, _ = header.stripes.get(x.bucket, ({}, {}))  # both generations are cut alike
+            item = DTYPES[dtypes[x.bucket][x.kind]].nbytes
             parts = _cut_at_stripes(x, stripes.get(x.kind, ()), item, len(shards))
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)
         shards += _shards(header, commit, dtypes)

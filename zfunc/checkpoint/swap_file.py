@@ -31,10 +31,9 @@ from zfunc.errors import CheckpointError
 VERSION = 2
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
 _HEADER = struct.Struct("<8sQI")  # magic, bytes and CRC-32 of the JSON that follows
-_RECORD = struct.Struct(
-    "<8sQQQI"
-)  # magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
-Read = Callable[[int, int], bytes]  # so many bytes from an offset of a file
+# magic, number, bytes of JSON and of checksums, CRC-32 of all but this field
+_RECORD = struct.Struct("<8sQQQI")
+Read = Callable[[int, int], bytes]  # from an offset of a file, so many bytes
 Stripes = Mapping[str, tuple[Stripe, ...]]  # of a bucket's buffers, by name
 SWAP_FILE = re.compile("rank-[0-9]{5,}-of-[0-9]{5,}-folder-[0-9]+[.]swap")
 _HEADER_MAGIC, _RECORD_MAGIC = b"zf-swap\n", b"zf-done\n"

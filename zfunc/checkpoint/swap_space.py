@@ -52,9 +52,7 @@ class _Bucket:
     stripes: tuple[Stripes, Stripes]  # of the generations
     committed: int
     checksums: tuple[dict[str, list[int]], ...]  # of the generations' buffers
-    written: set[str] = field(
-        factory=set[str]
-    )  # since the last commit: buffers that are in the other generation
+    written: set[str] = field(factory=set[str])  # buffers whose newest bytes are in the other generation
     lost: set[str] = field(factory=set[str])  # buffers of which a write has failed
 
     @property
@@ -80,9 +78,8 @@ class SwapSpace:
     header: SwapHeader
     _files: list[DirectFile]
     _locks: list[int]
-    _records: dict[
-        int, CommitRecord
-    ]  # those in the files, by number: the last commit and, until a write, the one before
+    # those in the files, by number: the last commit and, until a write, the one before
+    _records: dict[int, CommitRecord]
     _buckets: dict[int, _Bucket] = field(init=False)
     _lost: str = ""  # why nothing can be read or written any more, or ""
     _lock: Lock = field(factory=Lock)
@@ -211,8 +208,10 @@ class SwapSpace:
         self._lost = self._lost or why
 
     def close(self) -> None:
-        """Close the files and release the locks; what was written since the last commit is gone. A second call does
-        nothing."""
+        """Close the files and release the locks; what was written since the last commit is gone.
+
+        A second call does nothing.
+        """
         self.lose("it is closed")
         self._close()
 

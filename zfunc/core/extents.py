@@ -59,7 +59,7 @@ class ExtentPart:
 class Extent:
     """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
 
-    Extents of the same buffers are equal: what moves is not written down.
+    `moved` is not compared, because the header of a swap space does not have it.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes

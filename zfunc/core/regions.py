@@ -83,7 +83,7 @@ class Regions:
     def _extent(self, b: int) -> Region:
         """This rank's state of a bucket on the disk, or its frozen parameters: before a commit, and after it."""
         nbytes = 2 * self.spec.extent(b).nbytes
-        if b == self.spec.first_on_disk:  # which every plan has
+        if b == self.spec.first_on_disk:  # it is in every plan
             nbytes += self.spec.swap_records
         return Region("extent", (b,), nbytes, "disk", "state", "uint8", "state")
 

@@ -344,8 +344,8 @@ class StepSettings:
         (),
         _swap,
         "offload",
-        "folder for the state on the disk; once for each drive",
-        "What is there is a checkpoint: training goes on from it with `zfunc.load`.",
+        "folder for what lives on the disk; once for each drive",
+        "A state there is a checkpoint: training goes on from it with `zfunc.load`.",
         note=" (default: none)",
         metavar="FOLDER",
     )

@@ -225,7 +225,7 @@ class StepSpec:
 
     @cached_property
     def swap_records(self) -> int:
-        """Bytes of a swap space beside its extents, at most: what its header says of them, and two records."""
+        """Bytes of a swap space in one folder beside its extents, at most: its header and two records."""
         spans = (*self.layout.spans, *self.layout.frozen)
         header = BLOCK + sum(6 * len(x.name) + 24 * len(x.shape) + 64 for x in spans)
         header += sum(160 + 64 * len(extent.parts) for extent in self._extents)

@@ -41,10 +41,10 @@ def commit(op: Op, mem: Memory, step: StepContext) -> None:
     if op.touches("norm") and not decision.skip and not math.isfinite(mem[op.read("norm")]):
         return  # the step will be refused, with its state
     swap = next(mem[r] for r in op.reads if r.buffer == "extent").swap
-    said: Any = mem[op.read("position")](decision)
-    if said is not None:
-        commit_on_all(step.ranks, swap, said)
-    mem[op.write("committed")] = said
+    metadata: Any = mem[op.read("position")](decision)
+    if metadata is not None:
+        commit_on_all(step.ranks, swap, metadata)
+    mem[op.write("committed")] = metadata
 
 
 def page_in_weights(op: Op, mem: Memory, step: StepContext) -> None:

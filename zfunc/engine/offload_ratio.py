@@ -74,12 +74,12 @@ def first_that_fits(ways: Iterable[Callable[[], Program]], example: tuple[Any, A
                 raise
             continue
         peaks = specialize(program, example).memory
-        fits = [_needed(program, peaks) <= _room(program)[1], _fits_host(program, peaks)]
+        tiers = {"device": _needed(program, peaks) <= _room(program)[1], "host": _fits_host(program, peaks)}
         program.ranks.agree("compile")
-        of_ranks = program.ranks.texts("".join("ny"[x] for x in fits))
-        if all(x == "yy" for x in of_ranks):
+        of_ranks = program.ranks.texts(" ".join(tier for tier, fits in tiers.items() if fits))
+        if all(x == "device host" for x in of_ranks):
             return program
-        if on_device is None and (make is last or all(x[0] == "y" for x in of_ranks)):
+        if on_device is None and (make is last or all("device" in x for x in of_ranks)):
             on_device = program
     assert on_device is not None
     return on_device

@@ -100,9 +100,8 @@ class ProgramCache:
     facts: dict[int, tuple[str, CapturedFacts]] = field(factory=dict)  # Python values that traces depend on
     overflowed: bool = False  # more shapes have come than are cached
     staging: dict[Region, Any] | None = None
-    activations: dict[Region, ActivationSlot | SpilledBytes] = field(
-        factory=dict
-    )  # of the largest batch so far
+    # of the largest batch so far
+    activations: dict[Region, ActivationSlot | SpilledBytes] = field(factory=dict)
     graphs: DeviceGraphs | None = None
     graphs_of: Any = None  # the shapes and the weights that they are for
     swap: SwapSpace | None = None  # of its last State
