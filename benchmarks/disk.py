@@ -30,7 +30,8 @@ from attrs import define, field
 from benchmarks.machine import describe, ratios, write
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent
-from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, drive_shares, file_system_of
+from zfunc.runtime.direct_io import REQUEST, THREADS, DirectFile, file_system_of
+from zfunc.runtime.drive_speed import drive_shares
 from zfunc.runtime.host_pages import map_pages
 
 EXTENT = 128 << 20  # bytes of a transfer: a bucket's

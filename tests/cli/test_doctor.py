@@ -19,7 +19,7 @@ from zfunc.cli.main import main
 from zfunc.planner import bandwidth
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
-from zfunc.runtime import direct_io
+from zfunc.runtime import drive_speed
 from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import choose_threads
 
@@ -39,8 +39,8 @@ def problems(checks: Iterable[Check]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "MEASURED", 2 << 20)
-    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
+    monkeypatch.setattr(drive_speed, "MEASURED", 2 << 20)
+    monkeypatch.setattr(drive_speed, "CHUNK", 1 << 20)
 
 
 # --- on this machine -------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ def test_drives_on_which_state_should_not_live(tmp_path: Path, monkeypatch: pyte
     a.mkdir()
     b.mkdir()
     monkeypatch.chdir(a)
-    monkeypatch.setattr(machine, "measure", lambda folder: direct_io.DriveSpeeds(5.12e9, 2e9))
+    monkeypatch.setattr(machine, "measure", lambda folder: drive_speed.DriveSpeeds(5.12e9, 2e9))
     monkeypatch.setattr(machine, "file_system_of", lambda folder: "ext4")
     (here,) = machine.drives(())
     assert here.value.startswith("reads 5.1 GB/s, writes 2.0 GB/s, past the page cache; ext4, ")

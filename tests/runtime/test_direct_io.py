@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from zfunc.errors import AbandonedCalls, DiskError
-from zfunc.runtime import blocking_calls, direct_io
-from zfunc.runtime.direct_io import ALIGNED, DirectFile, DriveSpeeds, drive_shares, file_system_of, measure
+from zfunc.runtime import blocking_calls, direct_io, drive_speed
+from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of
+from zfunc.runtime.drive_speed import DriveSpeeds, drive_shares, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
 PAGES = 40
@@ -514,8 +515,8 @@ def test_a_file_system_that_refuses_is_told_of_once(
 
 
 def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct_io, "MEASURED", 4 << 20)
-    monkeypatch.setattr(direct_io, "CHUNK", 1 << 20)
+    monkeypatch.setattr(drive_speed, "MEASURED", 4 << 20)
+    monkeypatch.setattr(drive_speed, "CHUNK", 1 << 20)
     assert min(measure(tmp_path)) > 1e6
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(
@@ -528,7 +529,7 @@ def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyt
         turns.append(transfer.__name__)
         return {"read": 3.0, "write": 2.0}[turns[-1]]
 
-    monkeypatch.setattr(direct_io, "_speed", speed)
+    monkeypatch.setattr(drive_speed, "_speed", speed)
     assert measure(tmp_path) == (3.0, 2.0)
     assert turns == ["write", "write", "read"]  # first into a file that has nothing yet
 
@@ -550,8 +551,8 @@ def test_drives_share_in_proportion_to_their_speed(
     """And folders on one drive in equal parts, whatever its speed is."""
     speeds = {tmp_path: DriveSpeeds(6.0, 3.0), small_disk: DriveSpeeds(2.0, 2.0)}
     measured: list[Path] = []
-    monkeypatch.setattr(direct_io, "_speeds", {})
-    monkeypatch.setattr(direct_io, "measure", lambda folder: measured.append(folder) or speeds[folder])
+    monkeypatch.setattr(drive_speed, "_speeds", {})
+    monkeypatch.setattr(drive_speed, "measure", lambda folder: measured.append(folder) or speeds[folder])
     assert drive_shares([tmp_path, tmp_path]) == (1, 1)
     assert drive_shares([small_disk]) == (1,)
     assert not measured

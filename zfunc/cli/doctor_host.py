@@ -19,7 +19,8 @@ from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.planner.bandwidth import Bandwidth
 from zfunc.runtime import cpu_topology as topology
 from zfunc.runtime.cpu_topology import ROOT, NumaNode
-from zfunc.runtime.direct_io import file_system_of, is_direct, measure
+from zfunc.runtime.direct_io import file_system_of
+from zfunc.runtime.drive_speed import is_direct, measure
 from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.numa_placement import NumaSlot
 from zfunc.runtime.thread_budget import ThreadBudget

@@ -24,7 +24,8 @@ from zfunc.core.graph import Region
 from zfunc.core.optimizer_state import HIGH_HALF
 from zfunc.core.spec import FROZEN, PARAMS, StepSpec
 from zfunc.errors import CheckpointError, DiskError
-from zfunc.runtime.direct_io import DirectFile, drive_shares
+from zfunc.runtime.direct_io import DirectFile
+from zfunc.runtime.drive_speed import drive_shares
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 

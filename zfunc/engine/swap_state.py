@@ -23,7 +23,7 @@ from zfunc.engine.state import Buffers, State
 from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.direct_io import drive_shares
+from zfunc.runtime.drive_speed import drive_shares
 from zfunc.runtime.host_memory import alloc_host
 
 

@@ -12,7 +12,8 @@
     host_memory         how much memory is free; allocates and pins host buffers
     host_pages          maps huge pages, and touches them first
     blocking_calls      reads and writes on threads; an interrupt does not wait for a drive that hangs
-    direct_io           files read and written past the page cache, and how fast a drive is
+    direct_io           files read and written past the page cache
+    drive_speed         how fast drives are, and the share of each of several in a buffer
     torch_dtypes        torch's names for `core.dtypes`
     collectives         the ranks that train together, their collectives, and noticing that one failed
     failure_detection   which ranks are missing, once a collective has failed

@@ -20,8 +20,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 from attrs import define, field, frozen
 
@@ -38,8 +37,6 @@ REQUEST = 8 << 20  # bytes of one call: with 1 MiB they take twice the processor
 MOST_PIECES = 1024  # areas of memory in one call: Linux's IOV_MAX
 THREADS = 2  # for each drive and direction
 MOST_RETRIES, PAUSE = 1000, 1e-3  # calls in a row that move less than a page, and the seconds between them
-MEASURED, CHUNK = 512 << 20, 64 << 20  # bytes of the file that `measure` makes, and of a transfer of it
-SECONDS = 0.25  # that it reads, and that it writes, at most
 
 Memory = memoryview | Sequence[memoryview]
 Direction = Literal["read", "write", "sync"]
@@ -53,13 +50,6 @@ _ADVICE = {
     errno.ENOENT: "name a folder that exists",
     errno.EIO: "look for errors of the drive (dmesg, smartctl), and use another",
 }
-
-
-class DriveSpeeds(NamedTuple):
-    """Of long transfers, in B/s."""
-
-    read: float
-    write: float
 
 
 @frozen
@@ -106,7 +96,7 @@ class DirectFile:
         """
         if nbytes <= 0 or nbytes % ALIGNED:
             raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
-        with _explained(path, f"reserving {format_bytes(nbytes)}"):
+        with explain_errors(path, f"reserving {format_bytes(nbytes)}"):
             fd = open_reserved(path, nbytes, os.O_RDWR, named=named)
             try:
                 return cls._of(path, fd, threads)
@@ -118,7 +108,7 @@ class DirectFile:
     @classmethod
     def open(cls, path: Path, *, threads: int = THREADS) -> "DirectFile":
         """An existing file. Raises DiskError if it is no regular file of whole pages, or cannot be written."""
-        with _explained(path, "opening it"):
+        with explain_errors(path, "opening it"):
             # Without O_NONBLOCK opening a pipe could block.
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
             return cls._of(path, fd, threads)
@@ -177,7 +167,7 @@ class DirectFile:
 
     def _sync(self) -> None:
         doing = "waiting until it is on the drive"
-        with self._in_use(), _explained(self.path, doing):
+        with self._in_use(), explain_errors(self.path, doing):
             self._call_each("sync", self._sync_data, [self._fd], doing)
             if not self.direct:  # pages are clean now, and can be dropped
                 os.posix_fadvise(self._fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
@@ -273,7 +263,7 @@ class DirectFile:
             end = request.offset + request.nbytes
             with (
                 self._in_use(begun=True),
-                _explained(self.path, f"{_DOING[direction]} bytes {request.offset} to {end}{of_what}"),
+                explain_errors(self.path, f"{_DOING[direction]} bytes {request.offset} to {end}{of_what}"),
             ):
                 self._make(direction, request)
 
@@ -367,64 +357,8 @@ def file_system_of(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> s
     return kind
 
 
-def measure(folder: Path) -> DriveSpeeds:
-    """How fast the drive of `folder` is, in about a second. Raises DiskError without room for MEASURED bytes."""
-    with (
-        _explained(folder, "measuring its drive"),
-        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
-    ):
-        file = DirectFile.create(Path(temporary) / "measured", MEASURED)
-        with closing(file), pages_for(CHUNK) as pages, memoryview(pages) as data:
-            pages[:] = os.urandom(1 << 20) * (CHUNK >> 20)  # some drives compress
-            file.sync()
-            _speed(file, file.write, data)  # the first time file systems also note that there is something
-            write = _speed(file, file.write, data)
-            return DriveSpeeds(_speed(file, file.read, data), write)
-
-
-def drive_shares(folders: Sequence[Path]) -> tuple[int, ...]:
-    """What each folder should have of 1,000 bytes that are read and written, so that all drives take as long.
-
-    Drives are measured if there are several; folders on one share its speed. Raises as `measure`.
-    """
-    drives = [folder.stat().st_dev for folder in folders]
-    if len(set(drives)) < 2:
-        return (1,) * len(folders)
-    speeds = [_drive_speed(x, drive) / drives.count(drive) for x, drive in zip(folders, drives, strict=True)]
-    return tuple(max(1, round(1000 * x / sum(speeds))) for x in speeds)
-
-
-_speeds: dict[int, float] = {}  # of drives by device: a process measures each once
-
-
-def _drive_speed(folder: Path, device: int) -> float:
-    """Bytes a second that are read and written again."""
-    if device not in _speeds:
-        read, write = measure(folder)
-        _speeds[device] = 1 / (1 / read + 1 / write)
-    return _speeds[device]
-
-
-def is_direct(folder: Path) -> bool:
-    """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
-    with (
-        _explained(folder, "trying O_DIRECT"),
-        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
-        closing(DirectFile.create(Path(temporary) / "page", ALIGNED)) as file,
-    ):
-        return file.direct
-
-
-def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:
-    start, offset = time.perf_counter(), 0
-    while offset < file.nbytes and (not offset or time.perf_counter() - start < SECONDS):
-        transfer(data, offset)
-        offset += data.nbytes
-    file.sync()
-    return offset / (time.perf_counter() - start)
-
-
-def _explained(path: Path, doing: str) -> Any:
+def explain_errors(path: Path, doing: str) -> Any:
+    """A context in which an OSError is raised as a DiskError, with what to do."""
     return explain_os_errors(DiskError, path, doing, _ADVICE)
 
 
