@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from table import FROZEN, SCHEDULES, TIED_THREE, spec
 
+from zfunc.core.extents import BLOCK
 from zfunc.core.graph import Graph
+from zfunc.core.layout import Parameter
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.recipes import checkpoint, flush_recipe, recipe_of
 from zfunc.core.spec import StepSpec
@@ -64,6 +66,18 @@ def test_a_state_is_read_before_its_update_and_written_after_it(places: tuple[An
         assert all(at["commit"] > i for name, i in at.items() if name.startswith("page_out"))
     read = {op.index[1] for op in ops if op.verb == "page_in_weights"}
     assert read == {b for b in everything(job) if job.on_disk(b)}
+
+
+def test_reading_parameters_moves_what_a_bucket_has_whatever_its_page_has_room_for() -> None:
+    """Buckets of one class of size share pages."""
+    sizes = {"first": 3000, "second": 5000, "last": 5000}
+    job = spec(
+        [[Parameter(name, (numel,))] for name, numel in sizes.items()],
+        **{"params_on": "disk", "paged": {0, 1, 2}, "bucket_size": 5000, "state_format": "16bit"},
+    )
+    ops = [op for op in recipe_of(job)(job) if op.verb == "page_in_weights"]
+    assert {op.writes[0].index[0] for op in ops} == {0}
+    assert {op.index[1]: op.nbytes for op in ops} == {0: 2 * BLOCK, 1: 3 * BLOCK, 2: 3 * BLOCK}
 
 
 def test_a_slot_less_is_less_memory_and_one_is_enough() -> None:

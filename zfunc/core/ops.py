@@ -8,6 +8,7 @@ from collections import Counter
 
 from attrs import define, field, frozen
 
+from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
 from zfunc.core.regions import FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
@@ -434,7 +435,10 @@ class OpBuilder(Regions):
         into = self._weight_page(self.progress.weight_pages.slot(b))
         self.progress.pages[b] += 1
         index = (self.progress.pages[b] - 1, b)
-        return Op("page_in_weights", index, "read", (self._extent(b),), (into,), nbytes=into.nbytes)
+        nbytes = whole_blocks(
+            self._shard_bytes(b, self.spec.element_bytes)
+        )  # the page may have room for more
+        return Op("page_in_weights", index, "read", (self._extent(b),), (into,), nbytes=nbytes)
 
     def spill(self, b: int) -> Op:
         """Write the gradient of bucket `b` to the disk, where it waits for its update."""
