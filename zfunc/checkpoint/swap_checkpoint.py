@@ -138,9 +138,8 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
             parts = _cut_at_stripes(x, stripes.get(x.kind, ()), item, len(shards))
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)
         shards += _shards(header, commit, dtypes)
-    metadata = commits[0].metadata
-    names = ("position", "optimizer", "extra")
-    position, optimizer, extra = JsonNode({"extra": {}, **metadata}, where).fields(*names)
+    metadata = JsonNode(commits[0].metadata, where)
+    position, optimizer, extra = metadata.fields("position", "optimizer", "extra")
     return Manifest(
         world=len(headers),
         state_format=stored,
