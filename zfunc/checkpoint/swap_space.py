@@ -176,7 +176,7 @@ class SwapSpace:
                 if not path.exists():
                     raise CheckpointError(
                         f"{path}: got none, expected a file of the swap space: name all of its folders, in "
-                        "their order"
+                        "their order, with as many ranks as it was made with"
                     )
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))

@@ -165,11 +165,11 @@ def restore(path: str | os.PathLike[str], program: Program) -> Restored:
 def _resume_swap(program: Program) -> Restored:
     """The State that the last commit of the program's own swap space is of."""
     ranks, swap = program.ranks, open_swap(program)
+    position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
     buffers = all_or_none(ranks, partial(allocate_state, program, "load", swap))
     all_or_none(ranks, partial(read_memory, buffers, program.layout, ranks))
     gather_frozen(buffers, program.layout, ranks)
     send_parameters(buffers, program.layout, ranks)
-    position, saved, extra = all_or_none(ranks, partial(read_commit, swap))
     folder = swap_folders(program)[0]
     all_or_none(ranks, partial(staging_buffers, program))
     _log_changed_settings(folder, saved, position.step, program)

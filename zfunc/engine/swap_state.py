@@ -176,7 +176,7 @@ def read_commit(swap: SwapSpace) -> tuple[TrainingPosition, dict[str, Any], dict
     where, metadata = swap.header.folders[0], swap.record()
     if metadata is None:
         raise CheckpointError(
-            f"{where}: got a swap space that nothing was committed to: delete it, and start again"
+            f"{where}: got a swap space that nothing was committed to: start again with init, which replaces it"
         )
     position = read_position(JsonNode(metadata["position"], where), swap.header.identity["state_format"])
     return position, dict(metadata["optimizer"]), dict(metadata["extra"])
