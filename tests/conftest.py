@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ logging.getLogger(
     "torch.__trace"
 ).propagate = False  # it formats everything for whoever listens, at any level
 share_traces()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where the tests ignore it: a script starts its background jobs so."""
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, ours)
 
 
 @pytest.fixture

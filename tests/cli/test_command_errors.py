@@ -452,12 +452,8 @@ def test_names_that_are_no_text_are_spelled_out() -> None:
     assert r"got \udcff\x1b[31m, which does not exist" in done.stderr
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_of_a_command_that_only_computes_is_130(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    """Also where the tests themselves ignore it: a script starts its background jobs so."""
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     monkeypatch.setattr("zfunc.train.history.read_history", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    try:
-        assert main(["report", "nowhere"]) == 130
-    finally:
-        signal.signal(signal.SIGINT, ours)
+    assert main(["report", "nowhere"]) == 130
     assert capsys.readouterr().err == "zfunc report: stopped at once\n"

@@ -190,8 +190,9 @@ def test_under_nohup_a_hangup_stays_ignored() -> None:
 
 
 HUNG_UP = """
-import time
+import signal, time
 from zfunc.cli.terminal import interrupts
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
 with interrupts(tell=True) as stop:
     print("begun", flush=True)
     while not stop():

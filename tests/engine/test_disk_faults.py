@@ -152,6 +152,7 @@ def test_a_slow_drive_is_seen_in_the_trace(tmp_path: Path, monkeypatch: pytest.M
     assert 0.05 < longest.end - longest.start < metrics.seconds
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("schedule", ["Overlapped", "Serial"])
 def test_a_drive_that_hangs_is_named_and_an_interrupt_leaves_it(
     schedule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -370,10 +370,11 @@ def test_an_interrupt_leaves_a_drive_that_hangs_and_the_file_is_lost(
 
 
 HANGS = """
-import os, sys, threading
+import os, signal, sys, threading
 from pathlib import Path
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may ignore it
 os.pwritev = os.fdatasync = lambda *_: print("hangs", flush=True) or threading.Event().wait()
 file = DirectFile.create(Path(sys.argv[1]), 4096)
 threading.Thread(target=file.sync, daemon=True).start()
