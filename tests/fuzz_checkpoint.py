@@ -127,7 +127,7 @@ def try_shard(known: Sample, raw: bytes) -> bool:
 
 def json_in(raw: bytes, at: int) -> bytes:
     """The JSON text in a frame that begins there, which ends at its last brace."""
-    start = raw.index(b"{", at)
+    start = raw.index(b'{"', at)
     return raw[start : start + json.JSONDecoder().raw_decode(raw[start:].decode("latin-1"))[1]]
 
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from zfunc.engine.segment import Segment, segment
     from zfunc.engine.train_step import train_step
     from zfunc.errors import (
+        AbandonedCalls,
         CheckpointError,
         DiskError,
         DonatedStateError,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from zfunc.train.deepspeed.convert import from_deepspeed
 
 _HOMES = {
+    "AbandonedCalls": "errors",
     "Adagrad": "optim.adagrad",
     "AdamW": "optim.adamw",
     "CheckpointError": "errors",
@@ -98,6 +100,7 @@ _MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 
 __all__ = [
     "SGD",
+    "AbandonedCalls",
     "Adagrad",
     "AdamW",
     "CheckpointError",

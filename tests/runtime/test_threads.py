@@ -234,7 +234,7 @@ def test_a_sweep_beside_compute_has_the_full_team(monkeypatch: pytest.MonkeyPatc
     kernel = sweeps.cpu_adam
 
     def spied(*given: Any, **into: Any) -> Any:
-        calls.append((threading.current_thread().name, torch.get_num_threads(), given[-1]))
+        calls.append((threading.current_thread().name, torch.get_num_threads(), given[-2]))
         return kernel.adam_update(*given, **into)
 
     monkeypatch.setattr(sweeps, "cpu_adam", Spied(kernel, adam_update=spied))

@@ -45,6 +45,7 @@ class AdamW:
     NumPy scalars and tensors of one element become floats. Raises ValueError or TypeError for values out of range
     and for a learning rate that overflows fp32 in the first step.
 
+    >>> from zfunc import matrices_only
     >>> AdamW(lr=3e-4, weight_decay=0.1, decay=matrices_only).lr_at(1)
     0.0003
     """
