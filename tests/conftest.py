@@ -21,9 +21,8 @@ settings.load_profile("zfunc")
 # These tensors are tiny; teams that spin on a busy machine would take all the time, here and in what tests start.
 torch.set_num_threads(1)
 os.environ["OMP_NUM_THREADS"] = "1"
-logging.getLogger(
-    "torch.__trace"
-).propagate = False  # it formats everything for whoever listens, at any level
+# It formats everything for whoever listens, at any level.
+logging.getLogger("torch.__trace").propagate = False
 share_traces()
 
 

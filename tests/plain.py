@@ -222,9 +222,8 @@ def _assert_updated(program: Program, before: dict[str, Values], state: State, m
         )
         for kind in ("master", "exp_avg_sq"):
             assert (kept[kind] == getattr(result, kind)).all(), f"{kind} of {span.name}"
-    if (
-        program.ranks.world == 1 and program.settings.clip_norm is None
-    ):  # what reached it is what was measured
+    # What reached it is what was measured.
+    if program.ranks.world == 1 and program.settings.clip_norm is None:
         squares = [float(x.double().square().sum()) for _, x in reached(program, state).values()]
         precise = 1e-12 if program.device.type == "cpu" else 1e-6
         assert metrics.grad_norm == pytest.approx(math.sqrt(sum(squares)), rel=precise)

@@ -63,9 +63,8 @@ def imports(module: str) -> Iterator[str]:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = (
-                "zfunc.schedules." if node.level else ""
-            )  # the only folder that a type checker finds elsewhere
+            # The only folder that a type checker finds elsewhere.
+            base = "zfunc.schedules." if node.level else ""
             yield from (f"{base}{node.module}.{alias.name}" for alias in node.names)
 
 

@@ -552,9 +552,8 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
         state = {r for r in update.writes if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
-        deferred = (
-            recipe is DEFERRED and b in spec.offloaded
-        )  # the update before the saved state opens the step
+        # The update before the saved state opens the step.
+        deferred = recipe is DEFERRED and b in spec.offloaded
         assert (order[write.name] < order[update.name]) == (not deferred)
         waits = {r for r in update.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
         assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)

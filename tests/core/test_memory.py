@@ -53,9 +53,8 @@ def held(plan: Plan, ran: dict[int, tuple[int, int]]) -> dict[Tier, int]:
                 alive.append((min(a for a, _ in uses), max(b for _, b in uses), r.nbytes))
         if tier == "device":
             alive += [(*ran[i], op.workspace) for i, op in enumerate(plan.graph)]
-        peaks[tier] = kept + max(
-            (sum(n for a, b, n in alive if a <= t < b) for t, _, _ in alive), default=0
-        )  # a maximum is reached where something begins
+        # A maximum is reached where something begins.
+        peaks[tier] = kept + max((sum(n for a, b, n in alive if a <= t < b) for t, _, _ in alive), default=0)
     return peaks
 
 

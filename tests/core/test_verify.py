@@ -128,9 +128,8 @@ def chain_on(*waits: tuple[int, ...], **lanes: tuple[int, ...]) -> Plan:
 
 READS_FIRST = Graph((Op("use", (), "compute", (Region("y"),)), Op("make", (), "compute", (), (Region("y"),))))
 UNRELATED = Graph((Op("a", (), "h2d"), Op("b", (), "compute")))
-MESSAGES: dict[
-    str, tuple[Plan, list[str], list[str]]
-] = {  # a plan, what is said of it, the lines that are marked
+# A plan, what is said of it, the lines that are marked.
+MESSAGES: dict[str, tuple[Plan, list[str], list[str]]] = {
     "a race": (
         chain_on((), (0,), (), **{"in": (0,), "gpu": (1,), "out": (2,)}),
         [r"race on x: b \(lane gpu\) writes it, c \(lane out\) ", "Let c come after b", "    a\n"],

@@ -70,9 +70,8 @@ STREAMED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-EVERY_SECOND = [
-    pytest.param(*row, marks=pytest.mark.slow if n % 2 else ()) for n, row in enumerate(ROWS)
-]  # the others at night
+# The others at night.
+EVERY_SECOND = [pytest.param(*row, marks=pytest.mark.slow if n % 2 else ()) for n, row in enumerate(ROWS)]
 
 
 def named(row: Any) -> str | None:

@@ -208,9 +208,8 @@ def test_a_gradient_that_is_not_finite_is_never_applied(settings: str) -> None:
         state = zfunc.init(program, seed=1, loss_scale=zfunc.LossScale(scale=2.0, minimum=1.0, hysteresis=1))
         state, _ = steps(program, state, data, 0, 2)
         for i in range(2, 6):
-            if i == 4 or (
-                i == 2 and settings != "fp16"
-            ):  # in fp16 the first one lowers the scale to its minimum
+            # In fp16 the first one lowers the scale to its minimum.
+            if i == 4 or (i == 2 and settings != "fp16"):
                 with pytest.raises(NonFiniteError, match="state is unharmed"):
                     zfunc.train_step(program, state, data(i))
             else:

@@ -227,9 +227,8 @@ def test_it_loads_in_memory_on_two_ranks_and_back(tmp_path: Path, monkeypatch: p
     numbers = NUMBERS["bf16 in 2, 16 bits"]
     program, batch = trained.compiled("frozen below", **on_disk(tmp_path / "one", "everything", **numbers))
     state, _ = trained.steps(program, zfunc.init(program, seed=2), batch, 0, 3)
-    expected = zfunc.evaluate(
-        program, state, batch(9)
-    )  # makes the deferred update, which no step has committed
+    # Makes the deferred update, which no step has committed.
+    expected = zfunc.evaluate(program, state, batch(9))
     zfunc.save(tmp_path / "one", program, state)
     killed(program)
     pair = []

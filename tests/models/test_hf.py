@@ -219,9 +219,8 @@ def test_a_model_in_bf16_trains() -> None:
 
 def test_frozen_parameters_stay_and_dropout_is_for_training_alone() -> None:
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(**GPT2)
-    ).eval()  # as from_pretrained gives it
+    # As from_pretrained gives it.
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**GPT2)).eval()
     model.transformer.h[0].requires_grad_(False)
     program = compiled(zfunc.hf.segments(model))
     state, batch = zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:])

@@ -69,9 +69,8 @@ def test_within_two_ulp_of_float64(decay, step, state):
     for mine, exact, terms, most in cases:
         ulp = np.spacing(terms.astype(np.float32)).astype(np.float64)
         assert (np.abs(mine - exact) / ulp).max() <= most
-    if (
-        state is cancelling
-    ):  # it does, or this would be the same test twice: in ulp of the result no bound holds
+    # It does, or this would be the same test twice: in ulp of the result no bound holds.
+    if state is cancelling:
         ulp = np.spacing(np.abs(m1).astype(np.float32)).astype(np.float64)
         assert (np.abs(got[1] - m1) / ulp).max() > 1e6
 

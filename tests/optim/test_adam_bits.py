@@ -45,9 +45,8 @@ ISAS = range(len(kernel.instruction_sets()))
 SIZES = [0, 1, 15, 55, 63, 64, 65, 127, 128, 129, 1000, 4097]
 STREAMED = 300_001  # elements from which on new state and copy bypass the caches, and a few more
 USUAL: dict[str, Any] = {"step": 3, "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "grad_scale": 0.3}
-every_place = pytest.mark.parametrize(
-    "where", ["host", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)  # the kernel, or torch operations on that device
+# The kernel, or torch operations on that device.
+every_place = pytest.mark.parametrize("where", ["host", "cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 every_format = pytest.mark.parametrize("moments", MOMENTS)
 every_decay = pytest.mark.parametrize("decay", DECAYS)
 

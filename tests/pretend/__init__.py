@@ -72,9 +72,8 @@ def _build() -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "one_at_a_time").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "lock").unlink(
-            missing_ok=True
-        )  # of a build that was killed: torch would wait for it for ever
+        # Of a build that was killed: torch would wait for it for ever.
+        (folder / "lock").unlink(missing_ok=True)
         return cpp_extension.load(
             "pretend_device",
             [str(p) for p in SOURCES],

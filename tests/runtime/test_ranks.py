@@ -46,9 +46,8 @@ def test_any_world_trains_as_one_process_does(results: Path, name: str, world: i
     for (loss, norm, *_), (other_loss, other_norm, *_) in zip(alone["seen"], many["seen"], strict=True):
         assert other_loss == pytest.approx(loss, rel=2e-5)
         assert other_norm == pytest.approx(norm, rel=1e-3)
-    far = (
-        2e-3 if "16" in name else 1e-4
-    )  # bf16 moments round a difference in the last bit up to one of theirs
+    # bf16 moments round a difference in the last bit up to one of theirs.
+    far = 2e-3 if "16" in name else 1e-4
     for key, value in alone["params"].items():
         torch.testing.assert_close(many["params"][key], value, rtol=1e-4, atol=far)
 
@@ -114,9 +113,8 @@ def test_any_world_trains_alike_with_any_recipe(results: Path, recipe: str, worl
 
 
 def test_11_what_reaches_the_optimizer_of_two_ranks_is_the_gradient(results: Path) -> None:
-    for rank in range(
-        2
-    ):  # each row was held against autograd there; what was not equal would have ended the rank
+    # Each row was held against autograd there; what was not equal would have ended the rank.
+    for rank in range(2):
         assert {row[0] for row in json.loads((results / f"gradients-{rank}.json").read_text())} == {
             *GRADIENTS
         }

@@ -57,9 +57,8 @@ def test_the_totals_of_a_budget_over_time() -> None:
     assert slow.end_reason(400, 100.0) == "seconds"
     assert slow.end_reason(10, 1.0, stopping=INTERRUPT) == "interrupt"
     assert budget(None, 100.0).seconds_left(1, 1.0) == 99.0
-    assert (
-        paced([10.0] * 4, steps=1000, seconds=100.0)[3].total == 10
-    )  # one warm step, of a tenth of the time
+    # One warm step, of a tenth of the time.
+    assert paced([10.0] * 4, steps=1000, seconds=100.0)[3].total == 10
     assert budget(7, None).after(1, 1e9).total == 7
     warming = budget(1500, 140.0)
     for step in range(1, WARM_STEPS + 1):

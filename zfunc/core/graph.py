@@ -65,9 +65,8 @@ class Region:
     dtype: RegionDtype | None = field(default=None, eq=False)
     role: Role | None = field(default=None, eq=False)
 
-    def __attrs_post_init__(
-        self,
-    ) -> None:  # one function, because a plan has hundreds of thousands of regions
+    # One function, because a plan has hundreds of thousands of regions.
+    def __attrs_post_init__(self) -> None:
         if self.nbytes < 0:
             raise ValueError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
         if self.tier not in TIERS:

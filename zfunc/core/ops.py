@@ -435,9 +435,8 @@ class OpBuilder(Regions):
         into = self._weight_page(self.progress.weight_pages.slot(b))
         self.progress.pages[b] += 1
         index = (self.progress.pages[b] - 1, b)
-        nbytes = whole_blocks(
-            self._shard_bytes(b, self.spec.element_bytes)
-        )  # the page may have room for more
+        # The page may have room for more.
+        nbytes = whole_blocks(self._shard_bytes(b, self.spec.element_bytes))
         return Op("page_in_weights", index, "read", (self._extent(b),), (into,), nbytes=nbytes)
 
     def spill(self, b: int) -> Op:

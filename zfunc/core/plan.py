@@ -17,9 +17,8 @@ from attrs import field, frozen
 
 from zfunc.core.graph import Graph, Op, Region
 
-Clock = tuple[
-    int, ...
-]  # for each lane, the position of the last operation known to have finished; -1 if none
+# For each lane, the position of the last operation known to have finished; -1 if none.
+Clock = tuple[int, ...]
 
 
 class PlanError(ValueError):

@@ -264,9 +264,8 @@ class Regions:
             buffer = "device_sum" if added else "device_grad"
             return self._staging(buffer, b, nbytes, "device", role="grad_shard", dtype=dtype)
         buffer, tier = ("grad_sum", "host") if added else ("host_grad", "pinned")
-        lifetime = (
-            "state" if self.spec.keeps_gradient else "program"
-        )  # it waits for the next step, or in this one
+        # It waits for the next step, or in this one.
+        lifetime = "state" if self.spec.keeps_gradient else "program"
         return Region(buffer, (b,), nbytes, tier, lifetime, dtype, "grad_shard")
 
     def _waiting_bytes(self, b: int) -> int:

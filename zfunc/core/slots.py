@@ -51,9 +51,8 @@ class SlotAllocator:
     sizes: Mapping[int, int]
     groups: Iterable[Sequence[int]]
     depth: int
-    _by_use: list[list[Slot]] = field(
-        init=False, factory=list[list[Slot]]
-    )  # of each class, the oldest use first
+    # Of each class, the oldest use first.
+    _by_use: list[list[Slot]] = field(init=False, factory=list[list[Slot]])
     _class_of: dict[int, int] = field(init=False, factory=dict[int, int])
     _held: dict[int, Slot] = field(init=False, factory=dict[int, Slot])
 

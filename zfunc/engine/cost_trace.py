@@ -83,9 +83,8 @@ class AllocationTracker(TorchDispatchMode):
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         self.launches += is_launched(func)
         self.random = self.random or is_draw(func, args, kwargs or {})
-        if not any(
-            r.alias_info for r in func._schema.returns
-        ):  # a view, or an argument returned, allocates nothing
+        # A view, or an argument returned, allocates nothing.
+        if not any(r.alias_info for r in func._schema.returns):
             for t in tree_leaves(out):
                 if isinstance(t, Tensor):
                     self._count(t)

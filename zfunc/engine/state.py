@@ -139,9 +139,8 @@ class Buffers:
     """
 
     memory: dict[Region, Any] = field(repr=False)
-    weights: dict[int, Flat] = field(
-        factory=dict[int, Flat], repr=False
-    )  # parameters where they live, by bucket
+    # Parameters where they live, by bucket.
+    weights: dict[int, Flat] = field(factory=dict[int, Flat], repr=False)
     generation: int = 0
     lost: str = ""  # why no State can use it, or ""
     compared: bool = False  # whether the weights have been compared with the other ranks'
@@ -322,9 +321,8 @@ def allocate_regions(
 
 def _allocate_flat(r: Region, ends: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """One allocation for regions like `r`, at these offsets."""
-    on_host = r.tier != "device" or (
-        r.role == "state" and not on_accelerator(device)
-    )  # updated by the host kernel
+    # Updated by the host kernel.
+    on_host = r.tier != "device" or (r.role == "state" and not on_accelerator(device))
     if not on_host:
         return torch.zeros(ends[-1], dtype=dtype, device=device)
     pinned_for = device if r.tier == "pinned" and on_accelerator(device) else None

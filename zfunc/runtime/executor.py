@@ -344,9 +344,8 @@ class Executor:
         previous: IssuedOp | None = None
         item: IssuedOp | None = None
         try:
-            if (
-                n in run.prepared.sweeping and n != run.prepared.main
-            ):  # the caller's thread is not ours to bind
+            # The caller's thread is not ours to bind.
+            if n in run.prepared.sweeping and n != run.prepared.main:
                 bind_default_team()
             with torch.no_grad(), work_on(stream):
                 for item in run.prepared.lanes[n]:
@@ -462,9 +461,8 @@ class Executor:
             event = run.prepared.events.get(item.position)
             if event is not None:
                 event.record(stream)
-            run.flags[
-                item.position
-            ].set()  # after the record, or a waiter would see the event of the last step
+            # After the record, or a waiter would see the event of the last step.
+            run.flags[item.position].set()
 
     def _fail(self, run: RunningStep, error: BaseException) -> None:
         with run.lock:

@@ -89,9 +89,8 @@ def _continue_run(run: Path, folder: Path, settings: TrainSettings) -> ResumePoi
     swap = _first(settings.swap) if settings.state_on != "host" else []
     checkpoint = _newest(run.absolute(), [*swap, *_swap_in_config(run)])
     if checkpoint is not None:
-        origin = (
-            folder if checkpoint.path.parent == folder else checkpoint.path
-        )  # or the one before, if damaged
+        # Or the one before, if damaged.
+        origin = folder if checkpoint.path.parent == folder else checkpoint.path
         over = _over(run, checkpoint, settings)
         line = f"{run}: it ended at step {checkpoint.manifest.position.batches:,}: nothing is left to train"
         return ResumePoint(folder, origin, True, dict(checkpoint.manifest.extra), line if over else "", over)

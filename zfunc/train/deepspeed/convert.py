@@ -143,9 +143,8 @@ def config_extras(settings: TrainSettings) -> ConfigExtras:
     flags = attrs.asdict(settings)
     del flags["offload_ratio"], flags["moments"]
     source = read_config_file(settings.config)
-    decided = resolve_values(source).file.keys() & {
-        key for key, _ in PLACES.values()
-    }  # the settings have them
+    # The settings have them.
+    decided = resolve_values(source).file.keys() & {key for key, _ in PLACES.values()}
     given = {key: value for key, value in flags_by_key(flags).items() if key not in decided}
     values = resolve_values(source, given)
     arguments_in_file = optimizer_arguments(values)

@@ -23,9 +23,8 @@ def name_notes(values: ResolvedValues) -> Iterator[str]:
     for old, new in values.old:
         yield f"{old} is the old name of {new}"
     for name in values.auto:
-        if (
-            name.startswith("scheduler.") or KEYS[name].fate == "ignored"
-        ):  # the scheduler has a line of its own
+        # The scheduler has a line of its own.
+        if name.startswith("scheduler.") or KEYS[name].fate == "ignored":
             continue
         if name in OWN_DEFAULTS and not values.sets(name):
             yield f'{name}: "auto" is zfunc\'s default'
