@@ -110,7 +110,8 @@ def save_swap(
         extents = {
             x.index: Extent.of((s.name, s.nbytes(x.numel // world)) for s in stored) for x in layout.buckets
         }
-        extents |= {x.index: Extent.of([(FROZEN, 4 * x.numel // world)]) for x in layout.frozen_buckets}
+        frozen = {x.index: [(FROZEN, 4 * x.numel // world)] for x in layout.frozen_buckets}
+        extents |= {b: Extent.of(sizes, generations=1) for b, sizes in frozen.items()}
         space = SwapSpace.create(
             folders,
             identity=swap_identity(layout, "fp32"),

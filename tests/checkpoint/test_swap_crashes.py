@@ -20,7 +20,8 @@ from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
 SIZES = {"low": 2 * 4096, "scale": 100, "high": 3 * 4096}
-EXTENTS = {b: Extent.of(SIZES.items()) for b in range(3)}
+EXTENTS = {b: Extent.of(SIZES.items(), generations=1 if b == 1 else 2) for b in range(3)}  # 1: written once
+CHANGING = [b for b, extent in EXTENTS.items() if extent.generations == 2]
 IDENTITY = {"model": "three buckets"}
 
 
@@ -61,7 +62,7 @@ class Training:
 
     def write(self) -> None:
         self.writes += 1
-        chosen = [b for b in EXTENTS if self.number == 0 or self.by.random() < 0.6]
+        chosen = [b for b in CHANGING if self.by.random() < 0.6] if self.number else [*EXTENTS]
         for b in chosen:
             names = list(SIZES)
             halves = [names[: (cut := self.by.randrange(4))], names[cut:]]

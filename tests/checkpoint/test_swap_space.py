@@ -119,6 +119,25 @@ def test_what_was_written_is_read_and_committed_and_found(tmp_path: Path) -> Non
     ]
 
 
+def test_what_is_written_once_has_one_generation(tmp_path: Path) -> None:
+    extents = {0: EXTENTS[0], 7: evolve(EXTENTS[7], generations=1)}
+    twice = filled(tmp_path / "twice")
+    space = filled(tmp_path / "once", extents=extents)
+    assert twice.header.sizes[0] - space.header.sizes[0] == EXTENTS[7].nbytes
+    for salt in (2, 3):
+        write(space, 0, salt)
+        space.commit({"step": salt})
+        with pytest.raises(ValueError, match="bucket 7: got a write after a commit, expected none"):
+            write(space, 7, salt)
+    space.close()
+    twice.close()
+    with pytest.raises(CheckpointError, match="got a swap space of other buckets"):
+        reopen(tmp_path / "twice", extents=extents)
+    space = reopen(tmp_path / "once", extents=extents)
+    assert (read(space, 0), read(space, 7)) == (expected(0, 3), expected(7, 1))
+    space.close()
+
+
 def test_ranks_go_back_to_the_commit_that_all_have(tmp_path: Path) -> None:
     """And the later one is gone, before its extents are overwritten."""
     space = filled(tmp_path)

@@ -133,7 +133,7 @@ def _manifest(headers: Sequence[SwapHeader], commits: Sequence[CommitRecord], wh
             slices += frozen_slices(layout, bucket, kept_in, rank, header.world)
         for x in slices:
             by_kind = pieces.setdefault(x.parameter, {})
-            stripes, _ = header.stripes.get(x.bucket, ({}, {}))  # both generations are cut alike
+            stripes, *_ = header.stripes.get(x.bucket, ({},))  # generations are cut alike
             item = DTYPES[dtypes[x.bucket][x.kind]].nbytes
             parts = _cut_at_stripes(x, stripes.get(x.kind, ()), item, len(shards))
             by_kind[x.kind] = (*by_kind.get(x.kind, ()), *parts)

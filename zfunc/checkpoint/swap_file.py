@@ -3,7 +3,8 @@
 A file holds, each part padded to 4,096 bytes:
 
     header     identity, rank, folders, their shares and extents as JSON, with a checksum
-    extents    of every bucket in two generations: this folder's stripes of all buffers, one after the other
+    extents    of every bucket, in two generations or in one: this folder's stripes of all buffers, one after the
+               other
     2 records  in the first folder's file alone: number and generation of every extent, checksums of their bytes,
                and the metadata of the commit
 
@@ -78,7 +79,8 @@ class SwapHeader:
                 "folders": self.folders,
                 "shares": self.shares,
                 "extents": [
-                    [b, {x.name: x.nbytes for x in extent.parts}] for b, extent in self.extents.items()
+                    [b, extent.generations, {x.name: x.nbytes for x in extent.parts}]
+                    for b, extent in self.extents.items()
                 ],
                 "folder": self.folder,
             }
@@ -95,24 +97,26 @@ class SwapHeader:
         return evolve(self, folder=folder)
 
     @cached_property
-    def _laid(self) -> tuple[dict[int, tuple[Stripes, Stripes]], list[int]]:
+    def _laid(self) -> tuple[dict[int, tuple[Stripes, ...]], list[int]]:
         """The stripes, and where they end in each file."""
         ends = [len(self.of(n).raw) for n in range(len(self.folders))]
 
         def lay(extent: Extent) -> Stripes:
             return {x.name: lay_stripes(x.nbytes, self.shares, ends) for x in extent.parts}
 
-        return {b: (lay(extent), lay(extent)) for b, extent in self.extents.items()}, ends
+        return {
+            b: tuple(lay(extent) for _ in range(extent.generations)) for b, extent in self.extents.items()
+        }, ends
 
     @property
-    def stripes(self) -> Mapping[int, tuple[Stripes, Stripes]]:
-        """Where the files have each bucket's buffers, by name, in either generation."""
+    def stripes(self) -> Mapping[int, tuple[Stripes, ...]]:
+        """Where the files have each bucket's buffers, by name, in each generation."""
         return self._laid[0]
 
     @cached_property
     def num_checksums(self) -> int:
         """Checksums in a record: of all buffers."""
-        return sum(num_checksums(x) for stripes, _ in self.stripes.values() for x in stripes.values())
+        return sum(num_checksums(x) for stripes, *_ in self.stripes.values() for x in stripes.values())
 
     @cached_property
     def record_size(self) -> int:
@@ -134,7 +138,7 @@ class SwapHeader:
         left = iter(record.checksums)
         return {
             b: {name: list(islice(left, num_checksums(x))) for name, x in stripes.items()}
-            for b, (stripes, _) in self.stripes.items()
+            for b, (stripes, *_) in self.stripes.items()
         }
 
 
@@ -201,10 +205,11 @@ def parse_header(raw: bytes, where: str) -> SwapHeader:
 
 def _parse_extent(node: JsonNode) -> tuple[int, Extent]:
     items = node.items()
-    if len(items) != 2:
-        node.refuse("a bucket and its buffers", f"a list of {len(items)}")
-    bucket, buffers = items
-    return bucket.integer(), Extent.of((name, x.integer()) for name, x in buffers.entries().items())
+    if len(items) != 3:
+        node.refuse("a bucket, its generations and its buffers", f"a list of {len(items)}")
+    bucket, generations, buffers = items
+    sizes = [(name, x.integer()) for name, x in buffers.entries().items()]
+    return bucket.integer(), Extent.of(sizes, generations=generations.integer(1, 2))
 
 
 @frozen
@@ -262,4 +267,8 @@ def parse_record(raw: bytes, header: SwapHeader, where: str) -> CommitRecord | N
     generations, metadata = strict_json.parse_json(body[:length], where).fields("generations", "metadata")
     metadata.entries()
     record = CommitRecord(number, generations.integers(1), sums, cast("dict[str, Any]", metadata.value))
-    return record if len(record.generations) == (len(header.extents) if number else 0) else None
+    extents = [*header.extents.values()] if number else []
+    fits = len(record.generations) == len(extents) and all(
+        g < x.generations for g, x in zip(record.generations, extents, strict=True)
+    )
+    return record if fits else None

@@ -1,7 +1,8 @@
 """The optimizer state of one rank in preallocated files, one a folder, which are a checkpoint after every commit.
 
-Nothing here knows what a bucket is for: it has a number, and buffers of a name and a size. Every extent has two
-generations. `write` goes to the one that is not committed, in place until `commit` makes it the committed one:
+Nothing here knows what a bucket is for: it has a number, and buffers of a name and a size. An extent has two
+generations. `write` goes to the one that is not committed, in place until `commit` makes it the committed one; an
+extent of one generation is written before the first commit alone:
 
     first write after a commit   retire the older of the two records, wait until that is on the disk, and write
     commit                       wait until all data is on the disk, write a record, wait until it is on the disk
@@ -49,7 +50,7 @@ class _Bucket:
     """Where a bucket is, which generation of it is committed (-1: none), and what was written since."""
 
     sizes: dict[str, int]  # of its buffers, in bytes
-    stripes: tuple[Stripes, Stripes]  # of the generations
+    stripes: tuple[Stripes, ...]  # of the generations
     committed: int
     checksums: tuple[dict[str, list[int]], ...]  # of the generations' buffers
     written: set[str] = field(factory=set[str])  # buffers whose newest bytes are in the other generation
@@ -255,9 +256,12 @@ class SwapSpace:
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
 
-        What a failed write was to replace is gone, and `commit` refuses until it has been written.
+        What a failed write was to replace is gone, and `commit` refuses until it has been written. Raises ValueError
+        for a bucket of one generation that was committed.
         """
         bucket = self._usable(b, names, data)
+        if bucket.other == len(bucket.stripes):
+            raise ValueError(f"bucket {b}: got a write after a commit, expected none: it has one generation")
         self._retire_older()
         bucket.lost.update(names)
         write_striped(self._files, _buffers(bucket, b, names, data, lambda _: bucket.other))
@@ -310,7 +314,7 @@ class SwapSpace:
         generations = record.generations or [-1] * len(header.extents)
         for (b, extent), g in zip(header.extents.items(), generations, strict=True):
             other = {name: [0] * len(x) for name, x in own[b].items()}
-            checksums = (other, own[b]) if g == 1 else (own[b], other)
+            checksums = tuple(own[b] if n == max(g, 0) else other for n in range(extent.generations))
             sizes = {x.name: x.nbytes for x in extent.parts}
             yield b, _Bucket(sizes, header.stripes[b], g, checksums)
 

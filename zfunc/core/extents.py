@@ -59,7 +59,8 @@ class ExtentPart:
 class Extent:
     """The buffers of one bucket on the disk. The first `moved` of them are moved by every update.
 
-    `moved` is not compared, because the header of a swap space does not have it.
+    `moved` is not compared, because the header of a swap space does not have it. What one commit names and the next
+    one has anew needs two `generations`; what never changes after the first commit, one.
 
     >>> extent = Extent.of([("master_low", 5000), ("exp_avg", 100)], [("master_high", 5000)])
     >>> [x.start for x in extent.parts], extent.nbytes, extent.moved_bytes
@@ -68,18 +69,26 @@ class Extent:
 
     parts: tuple[ExtentPart, ...] = field(converter=tuple)
     moved: int = field(eq=False)
+    generations: int = 2
 
     @classmethod
-    def of(cls, moved: Iterable[tuple[str, int]], others: Iterable[tuple[str, int]] = ()) -> "Extent":
+    def of(
+        cls,
+        moved: Iterable[tuple[str, int]],
+        others: Iterable[tuple[str, int]] = (),
+        *,
+        generations: int = 2,
+    ) -> "Extent":
         """From names and sizes in bytes."""
         moved = list(moved)
         sizes = [*moved, *others]
         starts = accumulate((whole_blocks(nbytes) for _, nbytes in sizes), initial=0)
-        return cls(tuple(ExtentPart(*x, start) for x, start in zip(sizes, starts, strict=False)), len(moved))
+        parts = tuple(ExtentPart(*x, start) for x, start in zip(sizes, starts, strict=False))
+        return cls(parts, len(moved), generations)
 
     @property
     def nbytes(self) -> int:
-        """The size of all parts, in whole blocks."""
+        """The size of all parts of one generation, in whole blocks."""
         return self.parts[-1].stop if self.parts else 0
 
     @property

@@ -81,8 +81,9 @@ class Regions:
 
     @_once
     def _extent(self, b: int) -> Region:
-        """This rank's state of a bucket on the disk, or its frozen parameters: before a commit, and after it."""
-        nbytes = 2 * self.spec.extent(b).nbytes
+        """This rank's state of a bucket on the disk, before a commit and after it, or its frozen parameters."""
+        extent = self.spec.extent(b)
+        nbytes = extent.generations * extent.nbytes
         if b == self.spec.first_on_disk:  # it is in every plan
             nbytes += self.spec.swap_records
         return Region("extent", (b,), nbytes, "disk", "state", "uint8", "state")

@@ -200,7 +200,8 @@ class StepSpec:
         numel = self.layout.weights(b).numel // self.world
         if b >= len(self.layout.buckets):
             frozen_parameters = [(FROZEN, numel * self.element_bytes)]
-            return Extent.of(*((frozen_parameters, ()) if self.on_disk(b) else ((), frozen_parameters)))
+            moved, others = (frozen_parameters, ()) if self.on_disk(b) else ((), frozen_parameters)
+            return Extent.of(moved, others, generations=1)  # the first commit has all of them
         parts = [(x.name, x.nbytes(numel)) for x in self.state_buffers(b)]
         if self.on_disk(b) and not self.sends_high_half(b):
             parts.append((PARAMS, numel * self.element_bytes))

@@ -22,7 +22,8 @@ class DiskTraffic:
     - `needed`, `available`: bytes a second by direction: what hides the planned step's transfers behind the
       busiest other kind of work, and what the hardware has. Directions share the drives, so a step whose `busy`,
       the sum of needed over available, is above 1 waits for them.
-    - `space`: bytes of two generations of the state, and of gradients and activations that wait.
+    - `space`: bytes of two generations of the state, of frozen parameters, and of gradients and activations that
+      wait.
     - `written`: bytes a step on average. `steps`: until the rated endurance is used up; None where it is not known.
     - `drive_writes`: how often an average step writes all of the disk's bytes; None where these are not known.
     """
