@@ -162,9 +162,9 @@ def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(striped_io, "in_parallel", in_any_order)
 
 
-def in_any_order(function: Callable[..., Any], calls: Iterable[tuple[Any, ...]], *, threads: int = 1) -> None:
+def in_any_order(function: Callable[..., Any], *queues: Iterable[tuple[Any, ...]]) -> None:
     """One after another, as a seed says."""
-    calls = list(calls)
+    calls = [call for queue in queues for call in queue]
     ForgetfulFile.drive.by.shuffle(calls)
     for call in calls:
         function(*call)

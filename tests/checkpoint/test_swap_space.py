@@ -22,7 +22,7 @@ from zfunc.checkpoint.striped_io import block_checksum
 from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, parse_record
 from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.core.extents import Extent, whole_blocks
-from zfunc.errors import CheckpointError
+from zfunc.errors import CheckpointError, DiskError
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.direct_io import DirectFile
 from zfunc.runtime.host_pages import map_pages
@@ -472,6 +472,27 @@ def test_a_large_buffer_goes_in_batches_and_what_is_damaged_is_found_in_any(
         CheckpointError, match=f"'low': got other bytes than were written at {begin + 7 * 4096} of .*, 5 "
     ):
         space.read(0, ["low", "high"], into)
+    space.close()
+
+
+def test_after_an_error_on_one_drive_the_others_do_not_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("SUMMED", "BATCH"):
+        monkeypatch.setattr(striped_io, name, 4096)
+    good, bad, written = tmp_path / "good", tmp_path / "bad", list[int]()
+    space = create(good, bad, extents={0: Extent.of([("low", 100 * 4096)])})
+
+    def write(file: DirectFile, _: Any, offset: int, __: str = "") -> None:
+        if file.path.parent == bad:
+            raise DiskError("the drive is gone")
+        sleep(0.005)
+        written.append(offset)
+
+    with monkeypatch.context() as patched, pytest.raises(DiskError, match="gone"):
+        patched.setattr(DirectFile, "write", write)
+        space.write(0, ["low"], [pages(bytes(100 * 4096))])
+    assert len(written) < 10  # of 50
     space.close()
 
 

@@ -3,7 +3,6 @@
 The invariant: an interrupt waits for calls under way for `LEAVE_AFTER` seconds at most, a second one for none.
 """
 
-import math
 import threading
 import time
 from collections import deque
@@ -29,11 +28,9 @@ class DaemonThreads:
         for n in range(count):
             threading.Thread(target=_work, args=(self._tasks,), name=f"{name} {n}", daemon=True).start()
 
-    def submit(self, function: Callable[..., Any], *args: Any) -> "Future[None]":
-        """Make a call when a thread is free."""
-        future = Future[None]()
+    def submit(self, future: "Future[None]", function: Callable[..., Any], *args: Any) -> None:
+        """Make a call when a thread is free, unless `future`, which gets its result, is cancelled before."""
         self._tasks.put((future, function, args))
-        return future
 
     def close(self) -> None:
         """Let the threads end after the calls that were submitted."""
@@ -44,63 +41,68 @@ class DaemonThreads:
 def call_each(
     threads: DaemonThreads,
     function: Callable[[T], Any],
-    items: Iterable[T],
-    *,
+    *queues: Iterable[T],
     tell: Callable[[float], Any] = lambda _: None,
 ) -> None:
-    """Call `function` with each item. After an error or an interrupt no further call begins.
+    """Call `function` with each item; every queue has an equal share of the threads for itself.
 
-    It is raised when those under way have ended; an interrupt as AbandonedCalls if they do not in LEAVE_AFTER
-    seconds, or before a second interrupt. `tell` is called with the seconds that calls have taken, every SLOW.
+    After an error or an interrupt no further call begins. It is raised when those under way have ended; an
+    interrupt as AbandonedCalls if they do not in LEAVE_AFTER seconds, or before a second interrupt. `tell` is
+    called with the seconds that calls have taken, every SLOW.
     """
-    left, futures, interrupt = deque(items), list[Future[None]](), None
-    began, until = time.monotonic(), math.inf
+    left = [deque(items) for items in queues]
+    share = threads.count // len(left)
+    workers = [(Future[None](), own) for own in left for _ in range(min(share, len(own)))]
+    futures = [future for future, _ in workers]
     try:
-        for _ in range(min(threads.count, len(left))):
-            futures.append(threads.submit(_call_next, function, left))
-    except BaseException as error:
-        interrupt = error
-    pending = set(futures)
-    while True:
-        if interrupt is not None and until == math.inf:
-            left.clear()
-            until = time.monotonic() + LEAVE_AFTER
-            pending = {x for x in pending if not x.cancel()}
-        if not pending or time.monotonic() >= until:
-            break
-        try:
-            pending = wait(pending, min(SLOW, until - time.monotonic())).not_done
-            if pending and interrupt is None:
-                tell(time.monotonic() - began)
-        except BaseException as error:
-            if interrupt is not None:
-                until = 0.0
-            interrupt = error
-    try:
-        if pending:
-            raise AbandonedCalls(
-                f"interrupted while {len(pending)} reads or writes were under way, which have not ended"
-            ) from interrupt
-        if interrupt is not None:
-            raise interrupt
+        _begin_and_wait(threads, function, left, workers, tell)
         while futures:
             futures.pop(0).result()
+    except BaseException as error:
+        # Also from between any two lines of `_begin_and_wait`. What was not submitted can be cancelled.
+        if under_way := sum(not x.cancel() and not x.done() for x in futures):
+            raise AbandonedCalls(
+                f"interrupted while {under_way} reads or writes were under way, which have not ended"
+            ) from error
+        raise
     finally:  # an error that refers to this frame would keep the caller's memory until garbage is collected
-        interrupt = None
+        workers.clear()
         futures.clear()
 
 
-def _call_next(function: Callable[[T], Any], left: deque[T]) -> None:
-    """Call it with items that no other thread takes."""
+def _begin_and_wait(
+    threads: DaemonThreads,
+    function: Callable[[T], Any],
+    left: list[deque[T]],
+    workers: "list[tuple[Future[None], deque[T]]]",
+    tell: Callable[[float], Any],
+) -> None:
+    """Return when all calls have ended. After an interrupt those under way have LEAVE_AFTER seconds for that."""
+    began, pending = time.monotonic(), {future for future, _ in workers}
     try:
-        while left:
+        for future, own in workers:
+            threads.submit(future, _call_next, function, own, left)
+        while pending := wait(pending, SLOW).not_done:
+            tell(time.monotonic() - began)
+    except BaseException:
+        for own in left:
+            own.clear()
+        wait([future for future, _ in workers if not future.cancel()], LEAVE_AFTER)
+        raise
+
+
+def _call_next(function: Callable[[T], Any], own: deque[T], left: list[deque[T]]) -> None:
+    """Call it with items of `own` that no other thread takes. An error ends the calls with all that are left."""
+    try:
+        while own:
             try:
-                item = left.popleft()
+                item = own.popleft()
             except IndexError:
                 return
             function(item)
     except BaseException:
-        left.clear()
+        for others in left:
+            others.clear()
         raise
 
 
