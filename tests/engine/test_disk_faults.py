@@ -9,7 +9,7 @@ import mmap
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import cache, partial
@@ -29,6 +29,8 @@ from threaded_ranks import ThreadedRanks
 
 import zfunc
 from zfunc.engine import compile as compiling
+from zfunc.engine import program as engine_program
+from zfunc.engine import state as engine_state
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
@@ -329,13 +331,17 @@ def test_numbers_that_are_not_finite_end_as_in_memory(name: str, placed: str, tm
 # --- ranks ---------------------------------------------------------------------------------------------
 
 
-def of_two(folder: Path) -> list[Program]:
+def of_two(
+    folder: Path,
+    where: str = "state beside streamed parameters",
+    numbers: str = "bf16 in 2, 16 bits",
+) -> list[Program]:
     """The programs of two ranks, which are threads."""
     programs = []
     with pytest.MonkeyPatch.context() as patched:
         for ranks in ThreadedRanks.all(2):
             patched.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-            placed = on_disk(folder, "state beside streamed parameters", **NUMBERS["bf16 in 2, 16 bits"])
+            placed = on_disk(folder, where, **NUMBERS[numbers])
             programs.append(
                 trained.compiled("frozen below", **{**placed, "stage": 3, "schedule": "Serial"})[0]
             )
@@ -355,6 +361,47 @@ def on_both(function: Callable[..., Any], *of_each: Any) -> list[Any]:
 
     with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as threads:
         return list(threads.map(one, range(2), *of_each))
+
+
+@pytest.mark.parametrize("where", ["everything", "everything, one slot"])
+def test_a_drive_without_room_on_one_rank_is_said_on_all(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For gradients, before the first commit and after it, and for activations in the first step."""
+    programs, batch = of_two(tmp_path, where, "fp32, clipped"), trained.MODELS["frozen below"]()[1]
+    full, spill = set[int](), engine_program.spill_files
+
+    def limited(regions: Iterable[Any], folders: Sequence[str]) -> Any:
+        regions = [*regions]
+        if regions and threading.get_ident() in full:
+            raise zfunc.DiskError("no room")
+        return spill(regions, folders)
+
+    def without_room(function: Callable[..., Any], *of_each: Any) -> None:
+        def attempt(rank: int, *own: Any) -> Any:
+            if rank:
+                full.add(threading.get_ident())
+            return function(rank, *own)
+
+        errors = on_both(attempt, *of_each)
+        full.clear()
+        assert [str(x) for x in errors] == ["rank 1: DiskError: no room", "no room"]
+
+    def begin(_: int, program: Program) -> State:
+        return zfunc.init(program, seed=2)
+
+    def step(rank: int, program: Program, state: State) -> Any:
+        return zfunc.train_step(program, state, rows_of(batch(0), rank, 2))
+
+    for module in (engine_program, engine_state):
+        monkeypatch.setattr(module, "spill_files", limited)
+    without_room(begin, programs)
+    deferred = programs[0].spec.deferred
+    states = on_both(begin if deferred else lambda _, x: zfunc.load(tmp_path, x), programs)
+    without_room(step, programs, states)
+    losses = [x[1].loss for x in on_both(step, programs, states)]
+    assert losses[0] == losses[1]
+    on_both(lambda _, program: close_swap(program), programs)
 
 
 def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(

@@ -6,6 +6,7 @@ Initial values depend on the seed, the segments and `params`, never on the layou
 import math
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 
 from attrs import evolve
 from torch import Tensor
@@ -17,7 +18,14 @@ from zfunc.core.layout import Layout, Span
 from zfunc.core.memory_model import Peak, peak_memory
 from zfunc.core.regions import Regions
 from zfunc.engine.disk_memory import extents_of
-from zfunc.engine.program import Program, check_memory, check_program, on_compute_stream, staging_buffers
+from zfunc.engine.program import (
+    Program,
+    allocate_on_all,
+    check_memory,
+    check_program,
+    on_compute_stream,
+    staging_buffers,
+)
 from zfunc.engine.segment import Segment
 from zfunc.engine.state import Buffers, State, allocate, refuse_inference_mode
 from zfunc.engine.swap_state import commit_state, create_swap
@@ -53,7 +61,7 @@ def init(
     with on_compute_stream(program):
         state = _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
         commit_state(program, state)
-        staging_buffers(program)  # after the initial values are gone
+        allocate_on_all(program, partial(staging_buffers, program))  # after the initial values are gone
         return state
 
 
@@ -119,7 +127,8 @@ def allocate_state(program: Program, action: str, swap: SwapSpace | None = None)
     swap = swap or create_swap(program)
     if swap is not None:
         give_back_freed()
-    return allocate(program.spec, program.dtype, program.device, swap, program.settings.swap)
+    make = partial(allocate, program.spec, program.dtype, program.device, swap, program.settings.swap)
+    return allocate_on_all(program, make)
 
 
 def _shapes(layout: Layout) -> dict[str, tuple[int, ...]]:

@@ -8,13 +8,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from attrs import define, evolve, field, frozen
 from torch import Tensor
 
 from zfunc.checkpoint.swap_space import SwapSpace
+from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.graph import Graph, Region, Role, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
@@ -38,6 +39,7 @@ from zfunc.runtime.host_memory import available_host_bytes
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import of_type
 
+Made = TypeVar("Made")
 _identities = itertools.count(1)
 
 
@@ -165,6 +167,11 @@ def rescheduled(program: Program, schedule: Schedule) -> Program:
     )
 
 
+def allocate_on_all(program: Program, allocate: Callable[[], Made]) -> Made:
+    """`allocate()`. Where drives have a part of it, one that is full raises on every rank: a collective."""
+    return all_or_none(program.ranks, allocate) if program.spec.uses_disk else allocate()
+
+
 def staging_buffers(program: Program) -> dict[Region, Any]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
@@ -186,14 +193,25 @@ def _as_it_is(x: Tensor) -> Tensor:
 
 
 def activation_slots(program: Program, shaped: ShapedProgram) -> dict[Region, ActivationSlot | SpilledBytes]:
-    """The memory of activations on the host or the disk, and on their way; allocated anew for a larger batch."""
+    """The memory of activations on the host or the disk, and on their way; allocated anew for a larger batch.
+
+    A collective where some are on the disk: ranks that make one step need new ones together.
+    """
     slots = program.cache.activations
     if regions := _new_activation_slots(program, shaped):
+
+        def allocate() -> None:
+            in_memory = (r for r in regions if r.tier != "disk")
+            memory = allocate_regions(in_memory, program.dtype, program.device)
+            slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
+            slots.update(spill_files((r for r in regions if r.tier == "disk"), program.settings.swap))
+
         slots.clear()  # before the new ones are allocated
-        in_memory = (r for r in regions if r.tier != "disk")
-        memory = allocate_regions(in_memory, program.dtype, program.device)
-        slots.update((r, ActivationSlot(flat)) for r, flat in memory.items())
-        slots.update(spill_files((r for r in regions if r.tier == "disk"), program.settings.swap))
+        try:
+            allocate_on_all(program, allocate)
+        except BaseException:
+            slots.clear()  # on every rank
+            raise
     return slots
 
 

@@ -146,8 +146,8 @@ def _train_step(
     # The graphs' pool counts as free wherever it is not in use, and their buffer comes with the first of them.
     allocated["device"] -= sum(shaped.spec.graph_bytes) - (graphs.buffer_bytes if graphs else 0)
     check_memory(program, shaped.memory, allocated=allocated, action="train_step")
-    activations = activation_slots(program, shaped)
     check_ranks_agree(program, shaped, state, batch)
+    activations = activation_slots(program, shaped)
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)
     step, mem = step_context(program, shaped, state, number), state_memory(program, state)
