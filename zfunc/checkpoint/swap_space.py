@@ -256,8 +256,8 @@ class SwapSpace:
     def write(self, b: int, names: Sequence[str], data: Sequence[memoryview]) -> None:
         """Write buffers of a bucket where they do not overwrite a commit. As for `read`, in whole blocks.
 
-        What a failed write was to replace is gone, and `commit` refuses until it has been written. Raises ValueError
-        for a bucket of one generation that was committed.
+        What a failed write was to replace is gone, and `commit` refuses until it has been written. Raises
+        ValueError for a bucket of one generation that was committed.
         """
         bucket = self._usable(b, names, data)
         if bucket.other == len(bucket.stripes):

@@ -453,20 +453,22 @@ class StepSettings:
             "disk_ratio": self.disk_ratio != 1.0,
         }
         for name in (x for x, needed in needs.items() if needed and self.state_on not in (DISK, AUTO)):
+            expected = "state_on='disk'" + (" or activations_on='disk'" if name == "swap" else "")
             raise ValueError(
-                f"{name}: got {getattr(self, name)!r} with state_on={self.state_on!r}, expected state_on='disk': "
-                f"pass it, or leave {name} out"
+                f"{name}: got {getattr(self, name)!r} with state_on={self.state_on!r}, expected {expected}: pass "
+                f"that, or leave {name} out"
             )
         excluded = {
             "offload_ratio": (self.offload_ratio != 1.0, "disk_ratio keeps a part of the state on the host"),
             "speculate": (bool(self.speculate), "a shadow of the state would be on the disk, too"),
             "delay_from": (self.delayed, "pass defer, which hides the host with the plain result"),
         }
+        on_disk = next((x for x in ("state_on", "params_on", "grads_on") if getattr(self, x) == DISK), None)
         for name, (given, instead) in excluded.items():
-            if given and DISK in (self.state_on, self.params_on, self.grads_on):
+            if given and on_disk is not None:
                 raise ValueError(
-                    f"state_on: got {self.state_on!r} with {name}={getattr(self, name)!r}, expected one of the "
-                    f"two: leave {name} out; {instead}"
+                    f"{on_disk}: got 'disk' with {name}={getattr(self, name)!r}, expected one of the two: leave "
+                    f"{name} out; {instead}"
                 )
 
     @property

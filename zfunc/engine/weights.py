@@ -24,7 +24,9 @@ def bucket_weights(buffers: Buffers, bucket: Bucket, ranks: RankGroup) -> Tensor
     Those of a frozen bucket are its parameters. Read only: on one rank the result may be the master itself.
     """
     state = buffers.state(bucket.index)
-    if state and FROZEN not in state:
+    if FROZEN in state:
+        shard = state[FROZEN].float()
+    elif state:
         shard = master_weights(state, 0, bucket.numel // ranks.world)
     else:
         shard = buffers.parameters(bucket.index).flat.float().cpu()
