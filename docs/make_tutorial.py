@@ -47,7 +47,7 @@ SHRUNK = ("train", "calibrate", "torchrun", "plan")  # commands that take a mach
 UNCHANGED = ("draw", "doctor", "top", "report", "export", "tail", "cp", "mkdir")
 
 _FITS, _TIME = r"^plan |^ {11}|^it |^  (device|pinned|host) .* GiB", r"^a step|^  bound"
-_FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \d+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
+_FOUND, _ADVICE = r"^found|^  [a-z_]+ \S+ instead|^as options|^  \S+ --|^  --[a-z-]+ \S+ --", r"^to |^  --"
 
 OUTPUTS = {
     "plan-v100": None,

@@ -220,7 +220,10 @@ def test_what_is_asked_for_is_planned_and_told(args: list[str], words: str, caps
     ("args", "room_for"),
     [
         ("", {"host": 12e6}),
-        ("--params-on auto --activations-on host", {"device": 2e6, "host": 12e6}),
+        (
+            "--params-on auto --activations-on host --recompute all,min-cut",
+            {"device": 2e6, "host": 12e6},
+        ),
     ],
     ids=["on the device", "anywhere"],
 )

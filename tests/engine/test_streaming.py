@@ -19,7 +19,7 @@ from threaded_ranks import ThreadedRanks
 import zfunc
 from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
-from zfunc.core.settings import TIERS_OF, StepSettings
+from zfunc.core.settings import CHOICES, StepSettings
 from zfunc.engine import compile as compiling
 from zfunc.engine import offload_ratio
 from zfunc.engine.cost_trace import AllocationTracker
@@ -238,7 +238,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
             segments, device="cpu", example=batch(0), precision="bf16", **settings
         ).settings
         folders = (tmp_path.name,) if chosen.swap == (str(tmp_path),) else ()
-        return *(getattr(chosen, name) for name in TIERS_OF if settings.get(name) == "auto"), *folders
+        return *(getattr(chosen, name) for name in CHOICES if settings.get(name) == "auto"), *folders
 
     program, batch = trained.compiled("pairs", precision="bf16")
     segments = program.segments
@@ -251,6 +251,8 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     assert free(enough, **with_disk) == ("host", "host", "device")
     assert free(1, **with_disk) == ("disk", "disk", "disk", tmp_path.name)
     assert free(1, state_on="auto", disk_ratio=0.5) == ("host",)
+    assert free(1 << 40, recompute="auto") == ("min-cut",)
+    assert free(1, recompute="auto") == ("all",)
     with pytest.raises(ValueError, match="got 'auto' without an example, expected one"):
         zfunc.compile(segments, device="cpu", params_on="auto")
 

@@ -49,6 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "for this hardware": {"schedule": "CriticalPath", "micro_batches": 2},
     "searched": {"schedule": "auto", "clip_norm": 1.0},
     "ratio alone": {"offload_ratio": "auto", "clip_norm": 1.0},
+    "recomputation alone": {"recompute": "auto"},
 }
 
 

@@ -1,4 +1,4 @@
-"""The search over schedules, buckets, slots, ratio and recipe; advice; the largest of a family. No torch here."""
+"""The search over the settings of a step; advice; the largest of a family. No torch here."""
 
 import re
 import time
@@ -60,8 +60,9 @@ def always(spec: StepSpec) -> Callable[[StepSettings], StepSpec]:
     return lambda _: spec
 
 
+COMPUTING = evolve(BALANCED, flops=COMPUTE // 100)
 START = StepSettings(bucket_size=1 << 18)
-SPACE = SearchSpace(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19))
+SPACE = SearchSpace(bucket_sizes=(1 << 16, 1 << 17, 1 << 18, 1 << 19), recompute=())
 
 
 def with_room(**memory: int) -> Hardware:
@@ -230,6 +231,24 @@ def test_what_does_not_fit_moves_to_the_host_and_no_more_than_that() -> None:
         assert plain.fits or moved
 
 
+def test_as_much_is_kept_as_fits() -> None:
+    """All where there is room, nothing where there is none, the residuals of the last segments in between."""
+    all_of_them = [evolve(SETUP, recompute=x) for x in SearchSpace().recompute]
+    fixed = {x.recompute: simulate_choice(recomputing(x), x, COMPUTING) for x in all_of_them}
+    only, found = SearchSpace.only(recompute=tuple(fixed)), set[str]()
+    for step in fixed.values():
+        for start in ("all", "none"):
+            room = evolve(COMPUTING, memory={"device": step.memory["device"]})
+            best = search(recomputing, room, evolve(SETUP, recompute=start), only).step
+            fitting = [x.seconds for x in fixed.values() if x.memory["device"] <= step.memory["device"]]
+            assert best.fits
+            assert best.seconds <= min(fitting) * (1 + WORTH)
+            found.add(best.settings.recompute)
+    assert found == set(fixed)
+    host_bound = evolve(COMPUTING, rates={**COMPUTING.rates, "host": 1e5})
+    assert search(recomputing, host_bound, SETUP, only).reasons == (), "what gains nothing takes no memory"
+
+
 def test_parameters_persist_as_far_as_there_is_room() -> None:
     """Of equal sizes all or none; none where all have room, since then nothing has to be streamed."""
     spec, on_host = model(9), evolve(START, params_on="host")
@@ -299,24 +318,32 @@ def test_fifty_layers_take_less_than_ten_seconds() -> None:
 # --- advice ------------------------------------------------------------------------------------------------
 
 
+KEPT = {"all": (0, 3.0), "min-cut": (1 << 20, 2.25), "none": (3 << 20, 2.0)}  # bytes; FLOPs of a forward's
+
+
+def recomputing(settings: StepSettings) -> StepSpec:
+    """The spec of settings: micro-batches cut its activations, what is kept is not computed again."""
+    step = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
+    parts, count = settings.micro_batches, step.num_segments
+    modes = [settings.recompute_of(s, count) for s in range(count)]
+    costs = [
+        evolve(
+            cost,
+            input_bytes=cost.input_bytes // parts,
+            residual_bytes=KEPT[mode][0] // parts,
+            flops=cost.flops // parts,
+            backward_flops=int(KEPT[mode][1] * cost.flops) // parts,
+        )
+        for cost, mode in zip(step.costs, modes, strict=True)
+    ]
+    return evolve(step, costs=costs, recompute=[mode == "all" for mode in modes])
+
+
 def replanning(on: Hardware) -> tuple[PlannedStep, Callable[[StepSettings], Estimate]]:
-    """A step, and how it is planned again: micro-batches cut its activations, recomputing is all or nothing."""
+    """A step, and how it is planned again."""
 
     def replan(settings: StepSettings) -> Estimate:
-        step = model(barrier=True, micro_batches=settings.micro_batches, state_format=settings.moments)
-        keeps = settings.recompute != "all"
-        parts = settings.micro_batches
-        costs = [
-            evolve(
-                cost,
-                input_bytes=cost.input_bytes // parts,
-                residual_bytes=(1 << 20) // parts if keeps else 0,
-                flops=cost.flops // parts,
-                backward_flops=(2 if keeps else 3) * cost.flops // parts,
-            )
-            for cost in step.costs
-        ]
-        return Estimate(evolve(step, costs=costs, recompute=[not keeps] * len(costs)), settings, on)
+        return Estimate(recomputing(settings), settings, on)
 
     return replan(SETUP).step, replan
 
@@ -422,9 +449,9 @@ def test_the_largest_fits_and_one_more_does_not(most: int) -> None:
     for tier in ("device", "host"):
         between = fits[tier] + (one_more[tier] - fits[tier]) // 2
         on = with_room(**{tier: between + (fits["pinned"] if tier == "host" else 0)})
-        assert max_layers(family(1), START, on) == most
+        assert max_layers(always(family(1)), START, on) == most
 
 
 def test_a_family_without_end_is_refused() -> None:
     with pytest.raises(ValueError, match=f"--max: {MOST} layers fit, and more are not tried"):
-        max_layers(family(1), START, with_room(host=1 << 50))
+        max_layers(always(family(1)), START, with_room(host=1 << 50))

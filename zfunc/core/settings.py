@@ -34,12 +34,14 @@ Place = Literal["device", "host"]
 PLACES: tuple[Place, ...] = get_args(Place)
 DISK: Literal["disk"] = "disk"
 HOST_OR_DISK: tuple[Literal["host", "disk"], ...] = ("host", DISK)
-TIERS_OF = {  # the settings that may be "auto", and what they may be, the nearest first
+TIERS_OF = {  # where things may be, the nearest first
     "state_on": HOST_OR_DISK,
     "params_on": (*PLACES, DISK),
     "grads_on": HOST_OR_DISK,
     "activations_on": (*PLACES, DISK),
 }
+# The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
+CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all")}
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
@@ -173,11 +175,13 @@ class StepSettings:
     )
     recompute: str = _setting(
         "all",
-        SeveralOf(RECOMPUTE),
+        SeveralOf((*RECOMPUTE, AUTO)),
         "how it runs",
         f"what backward recomputes of forward: {_names(RECOMPUTE)}",
         "With all, a segment keeps only its input; with none, all that autograd keeps; with min-cut, the residuals "
-        f"that are cheapest to keep. {SHARES}",
+        f"that are cheapest to keep. {SHARES} "
+        '"auto", with `example`: min-cut if it fits, else all; `zfunc.plan` tries shares of the segments, too.',
+        typed=SeveralOf(RECOMPUTE),
     )
     compile_segments: bool = _setting(
         False, truth, "how it runs", "compile the blocks with torch.compile", note="; needs a compiler"
@@ -536,7 +540,8 @@ class StepSettings:
 
     def placed(self, world: int, *, disk: bool) -> "Iterator[StepSettings]":
         """The settings with every place that is "auto" as near as can be, then further away, what moves fewest
-        bytes first: activations, gradients, parameters, the state; without those that other settings exclude.
+        bytes first: activations, gradients, parameters, the state; without those that other settings exclude. With
+        `recompute` "auto", as little as can be is recomputed in each place.
 
         Nothing goes to the disk without `disk`. Parameters that leave the devices of several ranks do so in slices:
         stage 3.
@@ -545,7 +550,7 @@ class StepSettings:
             name: [x for x in tiers if disk or x != DISK]
             if getattr(self, name) == AUTO
             else [getattr(self, name)]
-            for name, tiers in TIERS_OF.items()
+            for name, tiers in CHOICES.items()
         }
         for places in product(*choices.values()):
             changes: dict[str, Any] = dict(zip(choices, places, strict=True))
@@ -561,8 +566,8 @@ class StepSettings:
 
     @property
     def automatic(self) -> list[str]:
-        """The names of the places that are "auto"."""
-        return [name for name in TIERS_OF if getattr(self, name) == AUTO]
+        """The names of the settings in CHOICES that are "auto"."""
+        return [name for name in CHOICES if getattr(self, name) == AUTO]
 
     @property
     def needs_folders(self) -> bool:

@@ -132,7 +132,7 @@ def compile(
         ways = settings.placed(ranks.world, disk=bool(settings.swap))
         program = first_that_fits((partial(make, way) for way in ways), example)
         chosen = ", ".join(f"{name}={getattr(program.settings, name)!r}" for name in settings.automatic)
-        log.info("places chosen where the settings say auto: %s", chosen)
+        log.info("chosen where the settings say auto: %s", chosen)
         return program
     optimizer = with_moments(optimizer, settings)
     if settings.deterministic:

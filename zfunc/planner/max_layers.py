@@ -1,7 +1,7 @@
 """The largest model of a family that fits: any number of equal middle segments between a first and a last one."""
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from attrs import evolve
 
@@ -14,18 +14,18 @@ from zfunc.planner.steady_state import Estimate
 MOST = 400  # middle segments that are planned; each adds operations and time
 
 
-def max_layers(spec: StepSpec, settings: StepSettings, hardware: Hardware) -> int:
-    """How many middle segments fit under `settings`; `spec` is of a model with one. 0 where not even that fits.
+def max_layers(
+    spec_of: Callable[[StepSettings], StepSpec], settings: StepSettings, hardware: Hardware
+) -> int:
+    """How many middle segments fit under `settings`; `spec_of` is the spec of a model with one. 0 where not even
+    that fits.
 
     The step of as many was planned and fits; that of one more does not. Raises ValueError if more than MOST fit.
     """
-    if "," in settings.recompute:
-        raise ValueError(
-            f"--max: got recompute {settings.recompute!r}, expected one for all segments: leave the others out"
-        )
+    by_mode = {x: spec_of(evolve(settings, recompute=x)) for x in settings.recompute.split(",")}
 
     def too_many(count: int) -> bool:
-        longer = Estimate(with_layers(spec, count), settings, hardware)
+        longer = Estimate(_in_shares(by_mode, settings, count), settings, hardware)
         # What is kept, whatever the plan, is enough to know where that does not fit.
         return bool(hardware.lacking(longer.kept)) or not longer.step.fits
 
@@ -51,6 +51,17 @@ def with_layers(spec: StepSpec, count: int) -> StepSpec:
         layout=_with_copies(spec.layout, count, spec.slot_numel, spec.world),
         costs=(first, *[middle] * count, last),
         recompute=(spec.recompute[0], *[spec.recompute[1]] * count, spec.recompute[2]),
+    )
+
+
+def _in_shares(by_mode: Mapping[str, StepSpec], settings: StepSettings, count: int) -> StepSpec:
+    """The spec with `count` middle segments, of which each recomputes what the settings say of its share."""
+    specs = {mode: with_layers(spec, count) for mode, spec in by_mode.items()}
+    shares = [specs[settings.recompute_of(s, count + 2)] for s in range(count + 2)]
+    return evolve(
+        shares[0],
+        costs=[x.costs[s] for s, x in enumerate(shares)],
+        recompute=[x.recompute[s] for s, x in enumerate(shares)],
     )
 
 

@@ -34,7 +34,7 @@ from zfunc.schedules import make_schedule
 
 BUSES: tuple[Kind, ...] = ("d2h", "h2d", "network", "host", "read", "write")
 # Settings that a search does not vary: only these are worth a suggestion after one.
-UNSEARCHED = ("precision", "micro_batches", "recompute", "moments", "stage", "delay_from", "speculate")
+UNSEARCHED = ("precision", "micro_batches", "moments", "stage", "delay_from", "speculate")
 
 
 @frozen(eq=False)
@@ -175,9 +175,10 @@ def plan(
 
     The settings of the step are as in `zfunc.compile`: `settings`, by name, or both, of which names win. Also,
     `schedule="auto"` searches for the fastest step that fits, varying schedule, bucket size, slots, ratio,
-    speculation, deferral, where parameters and activations live, and the order of micro-batches. `precision="auto"`
-    is bf16 where the profile has it, else fp16; fp32 where the device is the host. `offload_ratio` and
-    the places of "auto" are the fastest that fit; the disk is one where the host is full.
+    speculation, deferral, where parameters and activations live, what each share of the segments recomputes, and
+    the order of micro-batches. `precision="auto"` is bf16 where the profile has it, else fp16; fp32 where the
+    device is the host. `offload_ratio`, `recompute` and the places of "auto" are the fastest that fit; the disk is
+    one where the host is full.
 
     {settings}
 

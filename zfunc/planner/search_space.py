@@ -24,6 +24,7 @@ SEARCHED = (
     "delay_from",
     "params_on",
     "activations_on",
+    "recompute",
     "stage",
     "accumulate",
     "weight_slots",
@@ -40,6 +41,7 @@ SEARCHED = (
 class SearchSpace:
     """The values to try. `speculate` is in shares of the buckets; `offload_ratios` of None are those that fit.
 
+    Shares of `recompute` and `activations_on` keep most in the last segments, whose backward comes first.
     `accumulate` and `stages` are tried where there are several micro-batches and ranks. `persistent` parameters are
     as many as there is room for. State, parameters, gradients and activations move to the disk, alone or together,
     only where a step does not fit the host; `disk_ratios` of None are those that fit.
@@ -54,7 +56,12 @@ class SearchSpace:
     defer: tuple[bool, ...] = (False, True)
     delay: tuple[bool, ...] = (False,)
     params_on: tuple[str, ...] = (*PLACES, DISK)
-    activations_on: tuple[str, ...] = ("device", "host,device", "host", "disk,host", "disk")
+    activations_on: tuple[str, ...] = (
+        *("device", "host,device", "host,host,host,device", "host", "disk,host", "disk"),
+    )
+    recompute: tuple[str, ...] = (
+        *("none", "min-cut", "all,min-cut,min-cut,min-cut", "all,min-cut", "all,all,all,min-cut", "all"),
+    )
     stages: tuple[Literal[2, 3], ...] = (2, 3)
     accumulate: tuple[str | int, ...] = ("horizontal", "vertical", 2, 4, 8)
     weight_slots: tuple[int, ...] = (1, 2, 3, 4)
@@ -140,6 +147,15 @@ def _state_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterato
     if best.settings.state_on == DISK:
         for count in _beside(space.state_slots, best.settings.state_slots):
             yield evolve(best.settings, state_slots=count)
+
+
+def _recompute(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
+    """What is recomputed, with what is kept instead where activations are now, and elsewhere."""
+    now = best.settings.activations_on
+    for activations_on in dict.fromkeys((now, *_worth_trying(best, space.activations_on, now))):
+        for recompute in space.recompute:
+            if max(activations_on.count(","), recompute.count(",")) < best.spec.num_segments:
+                yield from _possible(best.settings, activations_on=activations_on, recompute=recompute)
 
 
 def _stages(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
@@ -305,7 +321,7 @@ def _delay(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[Step
 
 
 COORDINATES: tuple[Callable[[PlannedStep, SearchSpace, bool], Iterator[StepSettings]], ...] = (
-    *(_schedules, _delay, _places, _tiers, _stages, _accumulate, _defer, _speculate, _ratios),
+    *(_schedules, _delay, _places, _tiers, _stages, _accumulate, _defer, _speculate, _recompute, _ratios),
     *(_buckets, _host_slots, _grad_slots, _weight_slots, _persistent, _disk_ratios, _state_slots),
 )
 

@@ -150,6 +150,9 @@ TRAIN = {
         place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the nearest that fits")
         for place in TIERS_OF
     },
+    "recompute": STEP["recompute"].offering(
+        (*STEP["recompute"].words, AUTO), f". {AUTO}: min-cut if it fits, else all"
+    ),
     "dropout": Option("model", "probability of dropping an activation", probability),
     "optimizer": OPTIMIZER,
     "lr": Option(

@@ -24,7 +24,7 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import DISK, TIERS_OF, StepSettings
+from zfunc.core.settings import CHOICES, DISK, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import shortage_text, uncollected
 from zfunc.planner.disk_traffic import DRIVES
@@ -64,11 +64,11 @@ PLAN = {
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering(
         (*schedules.__all__, AUTO),
-        f"; {AUTO} searches for all settings that change no number, but precision, recompute and micro-batches",
+        f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
     ),
     **{
-        place: STEP[place].offering((*STEP[place].words, AUTO), f". {AUTO}: the fastest that fits")
-        for place in TIERS_OF
+        name: STEP[name].offering((*STEP[name].words, AUTO), f". {AUTO}: the fastest that fits")
+        for name in CHOICES
     },
     "offload_ratio": evolve(OFFLOAD_RATIO, help=f"{OFFLOAD_RATIO.help}. {AUTO}: the fastest"),
     "hardware": HARDWARE,
@@ -145,7 +145,7 @@ def plan_model(settings: PlanSettings) -> PlannedModel:
     if settings.max:
         one = cost_model(evolve(settings, num_layers=1))
         placed = map(search_start, step.placed(settings.world, disk=True))
-        most = max(max_layers(one.spec(x), x, one.hardware(x)) for x in placed)
+        most = max(max_layers(one.spec, x, one.hardware(x)) for x in placed)
         settings = evolve(settings, num_layers=max(1, most))
     planned = plan_settings(cost_model(settings), step)
     return PlannedModel(settings, planned, num_parameters(gpt_config(settings)))
