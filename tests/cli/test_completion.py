@@ -33,7 +33,7 @@ ASKED = {
     "zfunc plan --json --schedule a": {"auto"},
     "zfunc train --precision ": {"auto", *PRECISIONS},
     "zfunc train --steps 5 --moments ": set(MOMENTS),
-    "zfunc calibrate --recompute ": set(RECOMPUTE),
+    "zfunc calibrate --recompute ": {"auto", *RECOMPUTE},
     "zfunc train --device ": set(DEVICES),
     "zfunc train --stage ": {"1", "2", "3"},
     "zfunc plan --params-on ": {*PLACES, "disk", "auto"},
