@@ -85,6 +85,7 @@ WATCHED: dict[str, list[list[str]]] = {
     "checkpoint/swap_file": [
         ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_checkpoint.py"]
     ],
+    "checkpoint/swap_folders": [["tests/checkpoint/test_swap_space.py"]],
     "checkpoint/swap_space": [
         ["tests/checkpoint/test_swap_space.py", "tests/checkpoint/test_swap_faults.py"],
         ["tests/checkpoint/test_swap_crashes.py", "-k", "killed_anywhere or power_cut"],

@@ -7,9 +7,9 @@ from typing import get_args
 import pytest
 from saved import MODEL, assert_complete, save_swap
 
-from zfunc.checkpoint import swap_space
+from zfunc.checkpoint import swap_folders, swap_space
 from zfunc.checkpoint.directory import locate_checkpoint, open_checkpoint
-from zfunc.checkpoint.swap_file import swap_file_name
+from zfunc.checkpoint.swap_file import read_header, swap_file_name
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import AdamFormat
 from zfunc.errors import CheckpointError
@@ -22,7 +22,7 @@ FROZEN = [
 
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(swap_folders, "IN_MEMORY", ())
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         folder.mkdir()
@@ -53,7 +53,7 @@ def test_files_that_are_no_commit_of_all_ranks_are_refused(folders: list[Path]) 
     os.close(lock)
     os.close(held)
     whole = paths[1].read_bytes()
-    header = swap_space.read_header(lambda offset, n: whole[offset : offset + n], "it")
+    header = read_header(lambda offset, n: whole[offset : offset + n], "it")
     paths[1].write_bytes(whole[: header.record_at(1)] + bytes(4096) + whole[header.record_at(1) + 4096 :])
     with pytest.raises(
         CheckpointError, match="a: got no commit that all ranks have, expected one: resume from a ch"

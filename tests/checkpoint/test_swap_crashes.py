@@ -15,7 +15,7 @@ import pytest
 from attrs import define, field
 from forgetful_drive import Drive, ForgetfulFile, Killed
 
-from zfunc.checkpoint import striped_io, swap_space
+from zfunc.checkpoint import striped_io, swap_folders, swap_space
 from zfunc.core.extents import Extent, whole_blocks
 from zfunc.errors import CheckpointError
 
@@ -104,12 +104,12 @@ class Training:
         self.spaces = []
         for rank in range(self.world):
             self.spaces.append(space := self.open(rank))
-            assert set(space.records()) <= set(self.committed)
+            assert set(space._records) <= set(self.committed)
             self.check(rank, space, self.committed[space.number])
         self.number = min(space.number for space in self.spaces)
         assert self.commits <= self.number <= self.commits + 1
         for rank, space in enumerate(self.spaces):
-            if space.number > self.number or (len(space.records()) > 1 and self.by.random() < 0.1):
+            if space.number > self.number or (len(space._records) > 1 and self.by.random() < 0.1):
                 space.close()
                 before, drive.left = (drive.snapshot(), drive.left), 1 << 60
                 with closing(self.open(rank, at=space.number - 1)) as older:
@@ -158,7 +158,8 @@ def simulate(module: ModuleType, tmp_path: Path, kills: int, seed: int) -> int:
 
 @pytest.fixture(autouse=True)
 def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_space, "DirectFile", ForgetfulFile)
+    for module in (swap_folders, swap_space):
+        monkeypatch.setattr(module, "DirectFile", ForgetfulFile)
     monkeypatch.setattr(striped_io, "in_parallel", in_any_order)
 
 

@@ -14,14 +14,14 @@ import pytest
 from bad_disks import FAULTS, once
 from test_swap_crashes import CHANGING, EXTENTS, SIZES, Training
 
-from zfunc.checkpoint import swap_space
+from zfunc.checkpoint import swap_folders, swap_space
 from zfunc.errors import CheckpointError
 from zfunc.runtime.host_pages import map_pages
 
 
 @pytest.fixture(autouse=True)
 def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(swap_folders, "IN_MEMORY", ())
 
 
 def in_pages(data: bytes) -> memoryview:
@@ -74,9 +74,9 @@ import os, random, sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
 from test_swap_crashes import CHANGING, EXTENTS, SIZES, Training, content
-from test_swap_faults import in_pages, swap_space
+from test_swap_faults import in_pages, swap_folders, swap_space
 from zfunc.optim import kernel_loader  # not in every child
-swap_space.IN_MEMORY = ()
+swap_folders.IN_MEMORY = ()
 folders = [Path(x) for x in sys.argv[3:]]
 for line in sys.stdin:
     if child := os.fork():

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from zfunc.checkpoint import striped_io, swap_file, swap_space
+from zfunc.checkpoint import durable_files as disk
+from zfunc.checkpoint import striped_io, swap_file, swap_folders, swap_space
 from zfunc.checkpoint.striped_io import block_checksum
 from zfunc.checkpoint.swap_file import CommitRecord, SwapHeader, parse_header, parse_record
 from zfunc.checkpoint.swap_space import SwapSpace
@@ -35,7 +36,7 @@ IDENTITY = {"layout": "two buckets", "state_format": "16bit"}
 @pytest.fixture(autouse=True)
 def any_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder of the tests may be in memory."""
-    monkeypatch.setattr(swap_space, "IN_MEMORY", ())
+    monkeypatch.setattr(swap_folders, "IN_MEMORY", ())
 
 
 def create(*folders: Path, **changed: Any) -> SwapSpace:
@@ -71,6 +72,11 @@ def read(space: SwapSpace, b: int, *names: str) -> list[bytes]:
     return [bytes(x[: SIZES[b][n]]) for n, x in zip(names, into, strict=True)]
 
 
+def records(space: SwapSpace) -> dict[int, Any]:
+    """What the commits that `open` can go back to say, by number."""
+    return {n: x.metadata for n, x in space._records.items()}
+
+
 def expected(b: int, salt: int, *names: str) -> list[bytes]:
     return [content(b, n, salt, SIZES[b][n]) for n in names or SIZES[b]]
 
@@ -102,9 +108,9 @@ def test_what_was_written_is_read_and_committed_and_found(tmp_path: Path) -> Non
     write(space, 0, 4)
     space.commit({"step": 4, "scale": 0.5})
     space.commit({"step": 5})  # nothing but the counters
-    assert space.records() == {2: {"step": 4, "scale": 0.5}, 3: {"step": 5}}
+    assert records(space) == {2: {"step": 4, "scale": 0.5}, 3: {"step": 5}}
     write(space, 7, 6, "low")
-    assert (read(space, 7), space.records()) == (
+    assert (read(space, 7), records(space)) == (
         [*expected(7, 6, "low"), *expected(7, 1, "high")],
         {3: {"step": 5}},
     )
@@ -145,7 +151,7 @@ def test_ranks_go_back_to_the_commit_that_all_have(tmp_path: Path) -> None:
     space.commit({"step": 2})
     space.close()
     space = reopen(tmp_path, at=1)
-    assert (read(space, 0), space.records()) == (expected(0, 1), {1: {"step": 1}})
+    assert (read(space, 0), records(space)) == (expected(0, 1), {1: {"step": 1}})
     space.close()
     with pytest.raises(CheckpointError, match=r"folder-0.swap: got no commit 2, expected one of 1: "):
         reopen(tmp_path, at=2)
@@ -192,7 +198,7 @@ def test_a_folder_that_cannot_be_a_swap_space_is_refused_in_one_line(
     (tmp_path / "file").write_text("mine")
     (full := tmp_path / "full").mkdir()
     with monkeypatch.context() as patched:
-        patched.setattr(swap_space, "IN_MEMORY", ("tmpfs",))
+        patched.setattr(swap_folders, "IN_MEMORY", ("tmpfs",))
         assert_refused("disk: got a folder in memory (tmpfs), expected one on a drive", small_disk)
     assert_refused("'No space left on device'", small_disk, full)  # a record alone is larger
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
@@ -303,13 +309,23 @@ def test_what_was_killed_while_it_named_its_files_makes_room(
     assert (left, sum(len(os.listdir(x)) for x in folders)) == (2, 2)
 
 
-def test_what_a_killed_process_left_unfinished_is_replaced(tmp_path: Path) -> None:
-    left = tmp_path / "unfinished-rank-00000-of-00001-folder-0.swap-0a1b2c3d"
-    left.write_bytes(b"half")
-    other = tmp_path / "unfinished-rank-00001-of-00002-folder-0.swap-0a1b2c3d"
-    other.write_bytes(b"another rank's")
-    create(tmp_path).close()
-    assert (left.exists(), other.exists()) == (False, True)
+def test_what_a_killed_process_left_unfinished_is_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of any rank, world and folder; not what a process holds, nor what has another name or is no file."""
+    left = [f"unfinished-{swap_file.swap_file_name(*x)}-0a1b2c3d" for x in ((0, 1, 0), (1, 2, 0), (9, 16, 3))]
+    held = "unfinished-rank-00001-of-00002-folder-0.swap-0a1b2c3e"
+    mine = ["unfinished-rank-00001-of-00002-folder-0.swap", f"{held}.old", "unfinished-model.swap-0a1b2c3d"]
+    for name in (*left, held, *mine):
+        (tmp_path / name).write_bytes(b"half")
+    (tmp_path / f"{held[:-1]}f").symlink_to(tmp_path / mine[0])
+    lock = disk.lock(tmp_path / held)
+    with caplog.at_level(logging.WARNING, "zfunc"):
+        create(tmp_path).close()
+    expected = {held, f"{held[:-1]}f", *mine, swap_file.swap_file_name(0, 1, 0)}
+    assert {*os.listdir(tmp_path)} == expected
+    assert caplog.text.count("is deleted: its process ended before it was complete") == len(left)
+    disk.unlock(lock)
 
 
 @pytest.mark.parametrize(

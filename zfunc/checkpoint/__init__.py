@@ -14,6 +14,7 @@
     writer             a checkpoint being written
     striped_io         buffers on several drives at once, with checksums
     swap_file          the format of a swap space's files: header, records of commits, extents
+    swap_folders       what a swap space finds in its folders: refused, or deleted
     swap_space         the optimizer state of a rank on its drives, a checkpoint after every commit
     swap_checkpoint    a swap space of all ranks, read as a checkpoint
     export             the weights alone, as one safetensors file

@@ -28,6 +28,7 @@ from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.striped_io import Stripe, lay_stripes, num_checksums
 from zfunc.core.extents import BLOCK, Extent, record_bytes, whole_blocks
 from zfunc.errors import CheckpointError
+from zfunc.runtime.direct_io import DirectFile, pages_for
 
 VERSION = 2
 HEADER_LIMIT = 64 << 20  # bytes: 100,000 parameters
@@ -157,6 +158,18 @@ def frame_record(number: int, text: bytes, checksums: Sequence[int]) -> bytes:
     body = text + sums.tobytes()
     raw = head + zlib.crc32(body, zlib.crc32(head)).to_bytes(4, "little") + body
     return raw.ljust(whole_blocks(len(raw)), b"\0")
+
+
+def reader_of(file: DirectFile) -> Read:
+    """What reads a file's header and records."""
+
+    def read(offset: int, nbytes: int) -> bytes:
+        with pages_for(nbytes) as pages:
+            with memoryview(pages) as view:
+                file.read([view], offset, "the header and records")
+            return pages[:]
+
+    return read
 
 
 def read_header(read: Read, where: str) -> SwapHeader:

@@ -11,12 +11,10 @@ So the extents of every record in the files are whole, at any moment at which th
 fails; and if a step has begun to write, there is no record but the last.
 """
 
-import logging
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,21 +26,27 @@ from zfunc.checkpoint.manifest import check_plain
 from zfunc.checkpoint.parallel_io import in_parallel
 from zfunc.checkpoint.striped_io import StripedBuffer, read_striped, write_striped
 from zfunc.checkpoint.swap_file import (
-    SWAP_FILE,
     CommitRecord,
     Stripes,
     SwapHeader,
     read_header,
     read_records,
+    reader_of,
     swap_file_name,
+)
+from zfunc.checkpoint.swap_folders import (
+    check_folders,
+    delete_uncommitted,
+    delete_unfinished,
+    refuse_others,
+    tell_shared_drives,
+    unfinished_name,
 )
 from zfunc.core.extents import BLOCK, Extent, whole_blocks
 from zfunc.errors import CheckpointError, did_you_mean
-from zfunc.runtime.direct_io import DirectFile, file_system_of, pages_for
+from zfunc.runtime.direct_io import DirectFile, pages_for
 
-IN_MEMORY = ("tmpfs", "ramfs")  # file systems in the memory that swapping is to save
 _GO_ON = "go on from the last commit: open the swap space again"
-log = logging.getLogger("zfunc")
 
 
 @define(eq=False)
@@ -115,7 +119,7 @@ class SwapSpace:
         """
         check_plain(identity, "identity")
         check_folders(folders)
-        _tell_shared_drives(folders)
+        tell_shared_drives(folders)
         names = tuple(str(x.absolute()) for x in folders)
         header = SwapHeader(
             identity, run, rank, world, names, tuple(shares) or (1,) * len(folders), dict(extents)
@@ -126,22 +130,25 @@ class SwapSpace:
         try:
             for folder in folders:
                 with disk.locked(folder):  # against the other ranks
-                    _delete_uncommitted(folder, run)
+                    delete_uncommitted(folder, run)
             for n, path in enumerate(paths):
-                _refuse_others(path, run)
-                _delete_unfinished(path)
-                unfinished = path.with_name(f"{disk.UNFINISHED}{path.name}-{os.urandom(4).hex()}")
-                with disk.os_errors_as(unfinished, f"reserving {header.sizes[n]} bytes for a swap space"):
-                    files.append(DirectFile.create(unfinished, header.sizes[n]))
-                made.append(unfinished)
-                locks.append(_lock_file(unfinished))
+                refuse_others(path, run)
+                unfinished = unfinished_name(path)
+                with disk.locked(
+                    path.parent
+                ):  # until it has a lock of its own, others take it for a dead one's
+                    delete_unfinished(path.parent)
+                    with disk.os_errors_as(unfinished, f"reserving {header.sizes[n]} bytes for a swap space"):
+                        files.append(DirectFile.create(unfinished, header.sizes[n]))
+                    made.append(unfinished)
+                    locks.append(_lock_file(unfinished))
                 _write(files[n], header.of(n).raw, 0, "the header")
             first = CommitRecord(0, (), [0] * header.num_checksums, {})
             _write(files[0], first.raw(header.record_size), header.record_at(0), "the first record")
             for n, path in enumerate(paths):  # the first says that nothing was committed: before the others
                 files[n].sync()
                 with disk.locked(path.parent), disk.os_errors_as(path, "naming a swap space"):
-                    _refuse_others(path, run)
+                    refuse_others(path, run)
                     os.rename(made[n], path)
                 made[n] = files[n].path = path
                 disk.sync(path.parent)
@@ -182,7 +189,7 @@ class SwapSpace:
                 with disk.os_errors_as(path, "opening a swap space"):
                     locks.append(_lock_file(path))
                     files.append(DirectFile.open(path))
-            headers = [_header_of(file) for file in files]
+            headers = [read_header(reader_of(file), str(file.path)) for file in files]
             for n, (file, header) in enumerate(zip(files, headers, strict=True)):
                 _check_header(
                     file.path, header, headers[0].of(n), identity, extents, (rank, world, len(folders))
@@ -190,7 +197,7 @@ class SwapSpace:
             for file in files:  # what a killed process wrote may still be in a cache
                 file.sync()
             header = headers[0]
-            records = read_records(partial(_read, files[0]), header, str(paths[0]))
+            records = read_records(reader_of(files[0]), header, str(paths[0]))
             if at is not None:
                 if at not in records:
                     raise CheckpointError(
@@ -224,10 +231,6 @@ class SwapSpace:
     def record(self) -> Mapping[str, Any] | None:
         """What the caller of the last commit said, or None before the first."""
         return self._records[self.number].metadata if self.number else None
-
-    def records(self) -> dict[int, Mapping[str, Any]]:
-        """What the callers of the commits said that `open` can go back to, by number: one or two, ascending."""
-        return {n: self._records[n].metadata for n in sorted(self._records)}
 
     def is_written(self, b: int) -> bool:
         """Whether a bucket has anything to read, committed or not."""
@@ -298,7 +301,7 @@ class SwapSpace:
             at, what = self.header.record_at(new.number), f"the record of commit {new.number}"
             _write(self._files[0], raw, at, what)
             self._files[0].sync()
-            if _read(self._files[0], at, len(raw)) != raw:  # everything hangs on it
+            if reader_of(self._files[0])(at, len(raw)) != raw:  # everything hangs on it
                 raise CheckpointError(
                     f"{self._files[0].path}: {what}: got other bytes than were written: check this disk, and "
                     "resume from a checkpoint"
@@ -373,35 +376,6 @@ def _buffers(
     ]
 
 
-def check_folders(folders: Sequence[Path]) -> None:
-    """Raise CheckpointError, in one line, for a folder that is missing, in memory or given twice."""
-    if not folders:
-        raise CheckpointError("swap: got no folder, expected one for each drive")
-    real = dict[Path, Path]()
-    for folder in folders:
-        if not folder.is_dir():
-            got = "something else" if os.path.lexists(folder) else "none"
-            raise CheckpointError(
-                f"{folder}: got {got}, expected a folder: mount the drive, and make the folder"
-            )
-        if (other := real.setdefault(folder.resolve(), folder)) is not folder:
-            raise CheckpointError(
-                f"{folder}: got the folder {other} twice, expected one for each drive: name it once"
-            )
-        if (kind := file_system_of(folder)) in IN_MEMORY:
-            raise CheckpointError(
-                f"{folder}: got a folder in memory ({kind}), expected one on a drive, because swapping is to save "
-                "memory: name another folder"
-            )
-
-
-def _tell_shared_drives(folders: Sequence[Path]) -> None:
-    devices = dict[int, Path]()
-    for folder in folders:
-        if (other := devices.setdefault(folder.stat().st_dev, folder)) is not folder:
-            log.warning("swap: %s and %s are on one drive, whose speed they share", other, folder)
-
-
 def _retire(file: DirectFile, header: SwapHeader, record: CommitRecord) -> None:
     """Make a record invalid, and wait until that is on the disk."""
     _write(file, bytes(BLOCK), header.record_at(record.number), f"the record of commit {record.number}")
@@ -440,60 +414,6 @@ def _check_header(
         )
 
 
-def _refuse_others(path: Path, run: str) -> None:
-    """Refuse a folder that has a swap space of another run, or this file."""
-    for other in _swap_files(path.parent):
-        if _header_at(other).run != run or other == path:
-            raise CheckpointError(
-                f"{other}: got the swap space of another run, expected none: resume that run, name another folder, "
-                "or delete its .swap files if its state is not wanted"
-            )
-
-
-def _delete_uncommitted(folder: Path, run: str) -> None:
-    """Delete the spaces of other runs that ended before anything was committed: there is no state in them."""
-    for first in _swap_files(folder):
-        with suppress(BlockingIOError):
-            fd = disk.lock(first, wait=False)
-            try:
-                header = _header_at(first)
-                if header.folder == 0 and header.run != run and not max(_records_at(first, header)):
-                    rest = [
-                        Path(x) / swap_file_name(header.rank, header.world, n)
-                        for n, x in enumerate(header.folders)
-                    ][1:]
-                    for path in [*(x for x in rest if x.exists() and _header_at(x).run == header.run), first]:
-                        log.warning("swap: %s is deleted: nothing was committed to it", path)
-                        with disk.os_errors_as(path, "deleting it"):
-                            path.unlink()
-            finally:
-                disk.unlock(fd)
-
-
-def _swap_files(folder: Path) -> list[Path]:
-    with disk.os_errors_as(folder, "looking for swap spaces"):
-        return [folder / x for x in sorted(os.listdir(folder)) if SWAP_FILE.fullmatch(x)]
-
-
-def _header_at(path: Path) -> SwapHeader:
-    with disk.os_errors_as(path, "opening it"), closing(DirectFile.open(path)) as file:
-        return _header_of(file)
-
-
-def _records_at(path: Path, header: SwapHeader) -> dict[int, CommitRecord]:
-    with disk.os_errors_as(path, "opening it"), closing(DirectFile.open(path)) as file:
-        return read_records(partial(_read, file), header, str(path))
-
-
-def _delete_unfinished(path: Path) -> None:
-    """Delete what a killed process left of this file: it has a name that no other program gives, and no lock."""
-    for left in path.parent.glob(f"{disk.UNFINISHED}{path.name}-*"):
-        with suppress(BlockingIOError):
-            fd = disk.lock(left, wait=False)
-            left.unlink(missing_ok=True)
-            disk.unlock(fd)
-
-
 def _lock_file(path: Path) -> int:
     try:
         return disk.lock(path, wait=False)
@@ -502,17 +422,6 @@ def _lock_file(path: Path) -> int:
             f"{path}: got a swap space that another process uses, expected it free: wait until that has ended, or "
             "name another folder"
         ) from error
-
-
-def _header_of(file: DirectFile) -> SwapHeader:
-    return read_header(partial(_read, file), str(file.path))
-
-
-def _read(file: DirectFile, offset: int, nbytes: int) -> bytes:
-    with pages_for(nbytes) as pages:
-        with memoryview(pages) as view:
-            file.read([view], offset, "the header and records")
-        return pages[:]
 
 
 def _write(file: DirectFile, data: bytes, offset: int, what: str) -> None:

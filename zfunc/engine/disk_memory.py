@@ -17,7 +17,8 @@ from zfunc.checkpoint.striped_io import (
     read_striped,
     write_striped,
 )
-from zfunc.checkpoint.swap_space import SwapSpace, check_folders
+from zfunc.checkpoint.swap_folders import check_folders
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import as_bytes
 from zfunc.core.extents import BLOCK, Extent
 from zfunc.core.graph import Region

@@ -13,7 +13,8 @@ from zfunc.checkpoint.manifest import TrainingPosition
 from zfunc.checkpoint.manifest_json import position_fields, read_position
 from zfunc.checkpoint.strict_json import JsonNode
 from zfunc.checkpoint.swap_checkpoint import swap_identity
-from zfunc.checkpoint.swap_space import SwapSpace, check_folders
+from zfunc.checkpoint.swap_folders import check_folders
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.layout import Bucket, Layout
 from zfunc.core.spec import FROZEN
