@@ -149,10 +149,12 @@ def _state_slots(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterato
             yield evolve(best.settings, state_slots=count)
 
 
-def _recompute(best: PlannedStep, space: SearchSpace, _first: bool) -> Iterator[StepSettings]:
-    """What is recomputed, with what is kept instead where activations are now, and elsewhere."""
+def _recompute(best: PlannedStep, space: SearchSpace, first: bool) -> Iterator[StepSettings]:
+    """What is recomputed, with what is kept instead where activations are now, and in the first round elsewhere."""
     now = best.settings.activations_on
-    for activations_on in dict.fromkeys((now, *_worth_trying(best, space.activations_on, now))):
+    for activations_on in dict.fromkeys(
+        (now, *(_worth_trying(best, space.activations_on, now) if first else ()))
+    ):
         for recompute in space.recompute:
             if max(activations_on.count(","), recompute.count(",")) < best.spec.num_segments:
                 yield from _possible(best.settings, activations_on=activations_on, recompute=recompute)
