@@ -88,7 +88,7 @@ def check(
     Buffers of the kernel begin `offset` elements into their storage, which it leaves as it is around them.
     """
     decision = StepDecision(False, scale, step, optimizer.factors(step))
-    arguments = optimizer._arguments(decision, group)
+    arguments = optimizer.arguments(decision, group)
     kind = None if out is None else NAMES[out]
     new, copy = reference_one_buffer_update(arrays(state), array(grad), out=kind, **arguments)
     expected = tensors(new, arguments["state_format"])

@@ -114,6 +114,15 @@ def weight_buffers(name: str) -> tuple[str, ...]:
     return (*masters, "exp_avg_sq") if name == "fp32-split" else masters
 
 
+def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
+    """The buffers of a format beside those of the weights, any that a checkpoint may have.
+
+    >>> [x.name for x in moment_buffers("sgd-8bit")]
+    ['momentum_buffer', 'momentum_buffer_scale']
+    """
+    return tuple(x for x in stored_buffers(name) if not x.name.startswith("master"))
+
+
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
     """The state of parameters `start` (a multiple of 64) to `stop`, as slices of the buffers by name."""
     return {

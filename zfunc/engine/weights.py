@@ -69,12 +69,12 @@ def put_weights(buffers: Buffers, layout: Layout, span: Span, value: Tensor, ran
         if first >= last:
             continue
         own = slice(piece.at + first - piece.start, piece.at + last - piece.start)
-        kept = {name: (state[name], values) for name, values in initial.items()}
+        kept = [(state[name], values) for name, values in initial.items()]
         if copy is not None:
-            kept[PARAMS] = copy, part
+            kept.append((copy, part))
         if params is not None and views is None:
-            kept["slice"] = params.flat, new
-        for into, values in kept.values():
+            kept.append((params.flat, new))
+        for into, values in kept:
             into[own].copy_(values[first - start : last - start])
 
 

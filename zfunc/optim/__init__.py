@@ -1,6 +1,7 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
+    elementwise           what all of zfunc's own have in common but `groups`
     adamw                 `AdamW`, as a value
     sgd                   `SGD`
     lion                  `Lion`

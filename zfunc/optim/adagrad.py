@@ -6,20 +6,16 @@ from typing import Any
 import attrs
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.argument_checks import checked_eps, checked_finite
+from zfunc.optim.argument_checks import checked_eps
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
+    at_least_0,
     decay_all,
     lr_setting,
-    weight_decay_setting,
 )
-
-
-def _at_least_0(name: str) -> Any:
-    return lambda value: checked_finite(name, value, minimum=0.0)  # pyright: ignore
 
 
 @attrs.frozen
@@ -38,10 +34,10 @@ class Adagrad(OneBufferOptimizer):
     """
 
     lr: LearningRate = attrs.field(default=1e-2, converter=lr_setting)
-    lr_decay: float = attrs.field(default=0.0, kw_only=True, converter=_at_least_0("lr_decay"))
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=weight_decay_setting)
+    lr_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("lr_decay"))
+    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
     initial_accumulator_value: float = attrs.field(
-        default=0.0, kw_only=True, converter=_at_least_0("initial_accumulator_value")
+        default=0.0, kw_only=True, converter=at_least_0("initial_accumulator_value")
     )
     eps: float = attrs.field(default=1e-10, kw_only=True, converter=checked_eps)
     decay: Decay = attrs.field(default=decay_all, kw_only=True)
@@ -60,10 +56,6 @@ class Adagrad(OneBufferOptimizer):
     def rule(self) -> Rule:
         """The update that the kernel makes."""
         return "adagrad"
-
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate of step `step`, counted from 1, before `lr_decay`."""
-        return {"lr": self.lr_at(step)}
 
     def describe(self) -> dict[str, Any]:
         """The settings that are constant over all steps."""

@@ -13,21 +13,24 @@ from zfunc.optim.adam_reference import coefficients
 from zfunc.optim.argument_checks import check_factors, checked_eps, refuse
 from zfunc.optim.compact import convert_moments
 from zfunc.optim.device_adam import device_adam_, workspace
+from zfunc.optim.elementwise import ElementwiseOptimizer
 from zfunc.optim.host_adam import host_adam_
 from zfunc.optim.optimizer_settings import (
     Betas,
+    Decay,
+    LearningRate,
+    at_least_0,
     betas_at_step,
     betas_setting,
     check_moments_and_decay,
     decay_all,
     lr_at_step,
     lr_setting,
-    weight_decay_setting,
 )
 
 
 @attrs.frozen
-class AdamW:
+class AdamW(ElementwiseOptimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019); `decoupled=False` is Adam with L2.
 
     `lr` and `betas` are values or pure functions of the step, counted from 1. `decay(name, shape)` says whether
@@ -50,14 +53,17 @@ class AdamW:
     0.0003
     """
 
-    lr: float | Callable[[int], float] = attrs.field(default=1e-3, converter=lr_setting)
+    host_kernel = staticmethod(host_adam_)
+    device_kernel = staticmethod(device_adam_)
+
+    lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
     betas: Betas | Callable[[int], Betas] = attrs.field(
         default=(0.9, 0.999), kw_only=True, converter=betas_setting
     )
     eps: float = attrs.field(default=1e-8, kw_only=True, converter=checked_eps)
-    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=weight_decay_setting)
+    weight_decay: float = attrs.field(default=0.01, kw_only=True, converter=at_least_0("weight_decay"))
     decoupled: bool = attrs.field(default=True, kw_only=True)
-    decay: Callable[[str, tuple[int, ...]], bool] = attrs.field(default=decay_all, kw_only=True)
+    decay: Decay = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
     split_master: bool = attrs.field(default=False, kw_only=True, repr=False)
 
@@ -78,10 +84,6 @@ class AdamW:
             self._check_factors(step, lr, self.betas_at(step))
         return lr
 
-    def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """0 for a parameter with weight decay, 1 for one without."""
-        return int(not self.decay(name, shape))
-
     def state_format(self, group: int = 0) -> AdamFormat:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
         del group
@@ -99,31 +101,6 @@ class AdamW:
         """The settings that are constant over all steps."""
         return {name: getattr(self, name) for name in ("eps", "weight_decay", "decoupled", "moments")}
 
-    def host_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """The update by the compiled kernel (`zfunc.optim.host_adam`)."""
-        host_adam_(state, grad, out=out, into=into, **self._arguments(decision, group))
-
-    def device_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        out: Tensor | None = None,
-    ) -> None:
-        """The same update, to the bit, in torch operations (`zfunc.optim.device_adam`)."""
-        device_adam_(state, grad, out=out, **self._arguments(decision, group))
-
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
         return workspace(numel, self.state_format())
@@ -134,7 +111,8 @@ class AdamW:
         """From any format of Adam's (`zfunc.optim.compact.convert_moments`); CheckpointError for another."""
         return convert_moments(state, state_format, self.state_format(group), step)
 
-    def _arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+        """What both kernels take besides tensors."""
         return {
             "step": decision.number,
             "lr": decision.factors["lr"],

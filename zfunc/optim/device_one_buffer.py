@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zfunc.core.layout import round_up
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, state_slice
+from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, state_slice
 from zfunc.optim.adam_reference import EXP_AVG_FLOOR, GRAD_FLOOR
 from zfunc.optim.argument_checks import checked_step, update_spans
 from zfunc.optim.compact_reference import BLOCK, MIN_SHIFT, NUM_SHIFTS
@@ -161,4 +161,4 @@ def _pack_(
 
 def _own(state_format: str, parts: dict[str, Tensor]) -> list[Tensor]:
     """The buffer and its scale."""
-    return [parts[x.name] for x in STATE_FORMATS[state_format] if not x.name.startswith("master")]
+    return [parts[x.name] for x in moment_buffers(state_format)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS
+from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, moment_buffers
 from zfunc.optim.argument_checks import INTO, Span, checked_step, checked_threads, update_spans
 from zfunc.optim.compact_reference import EXP_AVG, first_dither
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
@@ -63,7 +63,7 @@ def host_one_buffer_(
 
 def buffer_type(state_format: str) -> int:
     """What the kernel calls the type of the buffer in this format."""
-    own = [x for x in STATE_FORMATS[state_format] if not x.name.startswith("master")]
+    own = moment_buffers(state_format)
     if len(own) == 2:
         return cpu_adam.BUFFER_SIGNED if has_sign(state_format) else cpu_adam.BUFFER_UNSIGNED
     kinds = {"fp32": cpu_adam.BUFFER_FP32, "bf16": cpu_adam.BUFFER_BF16}

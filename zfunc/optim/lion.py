@@ -12,11 +12,11 @@ from zfunc.optim.optimizer_settings import (
     Betas,
     Decay,
     LearningRate,
+    at_least_0,
     betas_at_step,
     betas_setting,
     decay_all,
     lr_setting,
-    weight_decay_setting,
 )
 
 
@@ -43,7 +43,7 @@ class Lion(OneBufferOptimizer):
     betas: Betas | Callable[[int], Betas] = attrs.field(
         default=(0.9, 0.99), kw_only=True, converter=betas_setting
     )
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=weight_decay_setting)
+    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
     decay: Decay = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 

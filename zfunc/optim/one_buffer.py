@@ -3,8 +3,8 @@
 Their files have their settings and factors; `one_buffer_reference` defines their updates.
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from attrs import evolve
@@ -16,20 +16,22 @@ from zfunc.errors import CheckpointError
 from zfunc.optim.argument_checks import checked_finite
 from zfunc.optim.compact import as_array, as_tensor
 from zfunc.optim.device_one_buffer import device_one_buffer_, one_buffer_workspace
+from zfunc.optim.elementwise import ElementwiseOptimizer
 from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, pack_one_buffer, unpack_one_buffer
 from zfunc.optim.optimizer_settings import LearningRate, check_moments_and_decay, lr_at_step
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 
 
-class OneBufferOptimizer(ABC):
+class OneBufferOptimizer(ElementwiseOptimizer):
     """The methods of `zfunc.optim.base.Optimizer`; fields, rule and factors are each optimizer's own."""
 
+    host_kernel = staticmethod(host_one_buffer_)
+    device_kernel = staticmethod(device_one_buffer_)
     decoupled: ClassVar[bool] = False  # whether weight decay is
 
     lr: LearningRate
     weight_decay: float
-    decay: Callable[[str, tuple[int, ...]], bool]
     moments: Moments
 
     @property
@@ -48,9 +50,9 @@ class OneBufferOptimizer(ABC):
     ) -> RuleFactors:
         """The scalars of step `step`, whose `factors` these are."""
 
-    @abstractmethod
     def factors(self, step: int) -> dict[str, Any]:
-        """What depends on the step, counted from 1."""
+        """What depends on the step, counted from 1: the learning rate."""
+        return {"lr": self.lr_at(step)}
 
     def check_settings(self) -> None:
         """Check what the fields do not check themselves; a schedule's values are checked at each step."""
@@ -61,10 +63,6 @@ class OneBufferOptimizer(ABC):
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
         return lr_at_step(self.lr, step)
-
-    def group(self, name: str, shape: tuple[int, ...]) -> int:
-        """0 for a parameter with weight decay, 1 for one without."""
-        return int(not self.decay(name, shape))
 
     def state_format(self, group: int = 0) -> str:
         """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
@@ -78,31 +76,6 @@ class OneBufferOptimizer(ABC):
         """
         del split_master
         return evolve(self, moments=moments)  # pyright: ignore
-
-    def host_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        out: Tensor | None = None,
-        into: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        """The update by the compiled kernel (`zfunc.optim.host_one_buffer`)."""
-        host_one_buffer_(state, grad, out=out, into=into, **self._arguments(decision, group))
-
-    def device_update(
-        self,
-        state: Mapping[str, Tensor],
-        grad: Tensor,
-        decision: StepDecision,
-        *,
-        group: int,
-        out: Tensor | None = None,
-    ) -> None:
-        """The same update, to the bit, in torch operations (`zfunc.optim.device_one_buffer`)."""
-        device_one_buffer_(state, grad, out=out, **self._arguments(decision, group))
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
@@ -122,7 +95,8 @@ class OneBufferOptimizer(ABC):
         packed = pack_one_buffer(*unpack_one_buffer(arrays, state_format), state_format=wanted, step=step)
         return {x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in stored_buffers(wanted)}
 
-    def _arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+        """What both kernels take besides tensors."""
         weight_decay = 0.0 if group else self.weight_decay
         return {
             "state_format": self.state_format(group),

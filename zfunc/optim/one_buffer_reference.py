@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from zfunc.core.dtypes import Dtype
-from zfunc.core.optimizer_state import HIGH_HALF, stored_buffers
+from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, stored_buffers
 from zfunc.optim.adam_reference import (
     EXP_AVG_FLOOR,
     GRAD_FLOOR,
@@ -116,9 +116,8 @@ def reference_one_buffer_update(
 
 def unpack_one_buffer(state: Mapping[str, Array], state_format: str) -> tuple[Array, Array]:
     """The float32 weights and buffer of a state; exact. Without a buffer it is 0."""
-    names = [x.name for x in stored_buffers(state_format)]
     master = state["master"] if "master" in state else join(state[HIGH_HALF], state["master_low"])
-    own = [state[name] for name in names if not name.startswith("master")]
+    own = [state[x.name] for x in moment_buffers(state_format)]
     if not own:
         return master, np.zeros_like(master)
     if len(own) == 1:
@@ -130,7 +129,7 @@ def pack_one_buffer(master: Array, buffer: Array, *, state_format: str, step: in
     """A state of float32 weights and buffer [n], rounded as step `step` does."""
     kinds = stored_buffers(state_format)
     values = [master] if kinds[0].name == "master" else [*split(master)]
-    own = kinds[len(values) :]
+    own = moment_buffers(state_format)
     spread = dither(master.size, step, EXP_AVG)
     if len(own) == 2:
         values += pack_floats(buffer, spread, signed=has_sign(state_format))

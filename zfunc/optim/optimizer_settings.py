@@ -46,9 +46,9 @@ def betas_setting(betas: Any) -> Any:
     return betas if _is_schedule(betas) else checked_betas(betas)
 
 
-def weight_decay_setting(weight_decay: Any) -> float:
-    """A weight decay of at least 0."""
-    return checked_finite("weight_decay", weight_decay, minimum=0.0)
+def at_least_0(name: str) -> Callable[[Any], float]:
+    """The converter of a field with this name to a finite number of at least 0."""
+    return lambda value: checked_finite(name, value, minimum=0.0)
 
 
 def lr_at_step(lr: LearningRate, step: int) -> float:

@@ -6,20 +6,16 @@ from typing import Any
 import attrs
 
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.argument_checks import checked_finite, refuse
+from zfunc.optim.argument_checks import refuse
 from zfunc.optim.one_buffer import OneBufferOptimizer
 from zfunc.optim.one_buffer_reference import Rule, RuleFactors, rule_factors
 from zfunc.optim.optimizer_settings import (
     Decay,
     LearningRate,
+    at_least_0,
     decay_all,
     lr_setting,
-    weight_decay_setting,
 )
-
-
-def _share(name: str) -> Any:
-    return lambda value: checked_finite(name, value, minimum=0.0)  # pyright: ignore
 
 
 @attrs.frozen
@@ -40,10 +36,10 @@ class SGD(OneBufferOptimizer):
     """
 
     lr: LearningRate = attrs.field(default=1e-3, converter=lr_setting)
-    momentum: float = attrs.field(default=0.0, kw_only=True, converter=_share("momentum"))
-    dampening: float = attrs.field(default=0.0, kw_only=True, converter=_share("dampening"))
+    momentum: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("momentum"))
+    dampening: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("dampening"))
     nesterov: bool = attrs.field(default=False, kw_only=True)
-    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=weight_decay_setting)
+    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
     decay: Decay = attrs.field(default=decay_all, kw_only=True)
     moments: Moments = attrs.field(default="fp32", kw_only=True)
 
@@ -68,10 +64,6 @@ class SGD(OneBufferOptimizer):
     def rule(self) -> Rule:
         """The update that the kernel makes."""
         return "nesterov" if self.nesterov else "sgd"
-
-    def factors(self, step: int) -> dict[str, Any]:
-        """The learning rate of step `step`, counted from 1."""
-        return {"lr": self.lr_at(step)}
 
     def describe(self) -> dict[str, Any]:
         """The settings that are constant over all steps."""

@@ -1,0 +1,55 @@
+"""What optimizers have in common whose update is element-wise: a kernel on the host, its twin on the device.
+
+Parameters with weight decay are a group, those without are another.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.optim.optimizer_settings import Decay
+
+
+class ElementwiseOptimizer(ABC):
+    """Methods of `zfunc.optim.base.Optimizer`; both kernels take the arguments that `arguments` returns."""
+
+    host_kernel: ClassVar[Callable[..., None]]  # a staticmethod
+    device_kernel: ClassVar[Callable[..., None]]  # the same update, to the bit, in torch operations
+
+    decay: Decay
+
+    @abstractmethod
+    def arguments(self, decision: StepDecision, group: int) -> dict[str, Any]:
+        """What both kernels take besides tensors."""
+
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """0 for a parameter with weight decay, 1 for one without."""
+        return int(not self.decay(name, shape))
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The update by the compiled kernel."""
+        self.host_kernel(state, grad, out=out, into=into, **self.arguments(decision, group))
+
+    def device_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        out: Tensor | None = None,
+    ) -> None:
+        """The same update, to the bit, in torch operations on the tensors' device."""
+        self.device_kernel(state, grad, out=out, **self.arguments(decision, group))
