@@ -5,8 +5,10 @@ import os
 import random
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from time import sleep
 from typing import Any
@@ -19,6 +21,8 @@ from test_streaming import SETTINGS, reference, same, trainings
 from threaded_ranks import ThreadedRanks
 
 import zfunc
+from zfunc.checkpoint.swap_checkpoint import open_swap_checkpoint
+from zfunc.checkpoint.swap_space import SwapSpace
 from zfunc.engine import compile as compiling
 from zfunc.engine.program import Program
 from zfunc.runtime.direct_io import DirectFile
@@ -192,6 +196,63 @@ def live(pipe: int, last: int, chosen: dict[str, Any]) -> None:
         state, seen = trained.steps(program, state, batch, number, number + 1)
         os.write(pipe, f"{number} {seen}\n".encode())
     os.write(pipe, b"end\n")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_killed_before_any_call_of_a_commit_goes_on_from_a_whole_step(tmp_path: Path) -> None:
+    """By SIGKILL. Each life comes one call further, and does not tell of its last step."""
+    numbers = NUMBERS["bf16 in 2, 16 bits"]
+    chosen, last = on_disk(tmp_path, "everything", **numbers), 7
+    program, batch = trained.compiled("frozen below", **numbers)
+    _, expected = trained.steps(program, zfunc.init(program, seed=2), batch, 0, last)
+    program, _ = trained.compiled("frozen below", **chosen)
+    trained.steps(program, zfunc.init(program, seed=2), batch, 0, 1)  # what it traces is for all lives
+    killed(program)
+    at, lives, grown = 1, 0, set[int]()
+    while not (told := one_life(lives, last, chosen)).endswith("end\n"):
+        now = at + told.count("\n")
+        assert told == "".join(f"{n} {expected[n : n + 1]}\n" for n in range(at, now))
+        at = open_swap_checkpoint(tmp_path).manifest.position.batches
+        grown.add(at - now)
+        lives += 1
+    assert grown == {0, 1}  # its last step was committed or not
+    assert lives > 6
+
+
+def one_life(at: int, last: int, chosen: dict[str, Any]) -> str:
+    """What a process says of its steps that is killed before that call of its commits."""
+    source, pipe = os.pipe()
+    if not (child := os.fork()):
+        die_in_a_commit(at)
+        try:
+            live(pipe, last, chosen)
+        except BaseException as error:
+            os.write(pipe, f"{error!r}\n".encode())
+        finally:
+            os._exit(0)
+    os.close(pipe)
+    with open(source) as lines:
+        os.waitpid(child, 0)
+        return lines.read()
+
+
+def die_in_a_commit(at: int) -> None:
+    """SIGKILL for this process before so many calls that its commits make of the system."""
+    left, commit, inside = iter(range(at, -1, -1)), SwapSpace.commit, threading.Event()
+
+    def watched(call: Callable[..., Any], *of: Any) -> Any:
+        if inside.is_set() and not next(left):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*of)
+
+    def within(self: SwapSpace, record: Any) -> None:
+        inside.set()
+        commit(self, record)
+        inside.clear()
+
+    SwapSpace.commit = within
+    for name in ("pwritev", "preadv", "fdatasync"):
+        setattr(os, name, partial(watched, getattr(os, name)))
 
 
 @pytest.mark.slow
