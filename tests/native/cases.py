@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from zfunc.core.optimizer_state import moment_buffers
 from zfunc.optim.adam_reference import Array, coefficients, reference_update, round_to, to_float32
 from zfunc.optim.compact_reference import (
     BLOCK,
@@ -18,11 +19,19 @@ from zfunc.optim.compact_reference import (
     pack,
     reference_compact_update,
 )
+from zfunc.optim.one_buffer_reference import (
+    Rule,
+    has_sign,
+    pack_one_buffer,
+    reference_one_buffer_update,
+    rule_factors,
+)
 
 from .stream import Buffer, Case
 
 DECAYS = {"none": (0.0, True), "decoupled": (0.1, True), "l2": (0.1, False)}
 DTYPES = {"fp32": np.float32, "bf16": np.uint16, "fp16": np.float16}
+STORED = {"fp32": "fp32", "16bit": "bf16"}  # a buffer without a scale
 State = Sequence[Array]  # master, exp_avg, exp_avg_sq: [n] fp32
 
 
@@ -84,6 +93,81 @@ def adam_case(
         decay,
         dither=(first_dither(step, EXP_AVG), first_dither(step, EXP_AVG_SQ)),
         factors=coefficients(betas=(0.9, 0.999), eps=1e-8, **setting),
+    )
+
+
+RULES: tuple[tuple[Rule, str], ...] = (  # with the kind of their state's formats
+    ("sgd", "weights"),
+    ("sgd", "sgd"),
+    ("nesterov", "sgd"),
+    ("lion", "lion"),
+    ("adagrad", "adagrad"),
+)
+
+
+def one_buffer_case(
+    state: tuple[Array, Array],
+    grad: Array,
+    kind: str,
+    rule: Rule,
+    state_format: str,
+    *,
+    out: str = "none",
+    decay: str = "none",
+    step: int = 3,
+    scale: float = 0.3,
+    into: bool = False,
+) -> Case:
+    """One step of SGD, Lion or Adagrad from fp32 weights and buffer, which are packed first."""
+    weight_decay, decoupled = DECAYS[decay]
+    lr = 0.01
+    factors = rule_factors(
+        grad_scale=scale,
+        rate=lr,
+        decay=lr * weight_decay if decoupled else weight_decay,
+        keep=0.9,
+        add=0.25,
+        look_keep=0.95,
+        look_add=0.05,
+        eps=1e-10,
+        initial=0.1,
+    )
+    with np.errstate(all="ignore"):
+        before = pack_one_buffer(*state, state_format=state_format, step=step - 1)
+        after, copy = reference_one_buffer_update(
+            before,
+            grad,
+            state_format=state_format,
+            rule=rule,
+            factors=factors,
+            step=step,
+            decoupled=decoupled,
+            out=None if out == "none" else out,
+        )
+    own = [x.name for x in moment_buffers(state_format)]
+    roles = {
+        "master_high": "master",
+        "master_low": "low",
+        **dict(zip(own, ("buffer", "scale"), strict=False)),
+    }
+    buffers = [
+        Buffer(roles.get(name, name), old, after[name], BLOCK if name.endswith("scale") else 1)
+        for name, old in before.items()
+    ]
+    kept = "signed" if has_sign(state_format) else "unsigned"
+    buffer = kept if len(own) == 2 else STORED[state_format.partition("-")[2]] if own else "none"
+    copies = () if copy is None else (Buffer("out", stale(grad.size, out), copy),)
+    return Case(
+        f"{state_format}, grad {kind}, out {out}, decay {decay}, scale {scale}, into {into}",
+        rule,
+        grad.size,
+        (*(apart(buffers) if into else buffers), Buffer("grad", grad, grad), *copies),
+        f"buffer-{buffer}",
+        kind,
+        out,
+        decay,
+        dither=(first_dither(step, EXP_AVG), 0),
+        factors=factors,
     )
 
 

@@ -7,12 +7,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 
-#include "_adam_kernel.h"
+#include "_one_buffer_kernel.h"
 
 #define ROLES(each)                                                                                           \
     each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_sq_scale)                                \
     each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_sq_scale)      \
-    each(grad) each(out) each(acc)
+    each(buffer) each(scale) each(into_buffer) each(into_scale) each(grad) each(out) each(acc)
 #define AS_ENUM(name) ROLE_##name,
 #define AS_TEXT(name) #name,
 enum { ROLES(AS_ENUM) NUM_ROLES };
@@ -22,7 +22,7 @@ typedef struct {
     uint32_t op, isa, threads, num_buffers, num_calls;
     int32_t moments, grad_type, out_type, decay_mode, first;
     uint32_t dither[2];
-    double factor[10]; /* adam_reference.Coefficients, in that order */
+    double factor[10]; /* adam_reference.Coefficients or one_buffer_reference.RuleFactors, in that order */
 } header;
 
 typedef struct {
@@ -98,6 +98,43 @@ static double run_adam(const zf_case *c, size_t begin, size_t n) {
     return 0;
 }
 
+/* SGD, Lion and Adagrad: the op is the rule. */
+static double run_one(const zf_case *c, size_t begin, size_t n) {
+    const double *f = c->h.factor;
+    const zf_one_state state = {.master = at(c, ROLE_master, begin),
+                                .low = at(c, ROLE_low, begin),
+                                .buffer = at(c, ROLE_buffer, begin),
+                                .scale = at(c, ROLE_scale, begin)};
+    const zf_one_state into = {.master = at(c, ROLE_into_master, begin),
+                               .low = at(c, ROLE_into_low, begin),
+                               .buffer = at(c, ROLE_into_buffer, begin),
+                               .scale = at(c, ROLE_into_scale, begin)};
+    zf_one_args args = {
+        .state = state,
+        .into = into.master ? into : state,
+        .grad = at(c, ROLE_grad, begin),
+        .out = at(c, ROLE_out, begin),
+        .rule = (int)c->h.op,
+        .buffer_type = c->h.moments,
+        .grad_type = c->h.grad_type,
+        .out_type = c->h.out_type,
+        .decay_mode = c->h.decay_mode,
+        .dither = c->h.dither[0],
+        .grad_scale = (float)f[0],
+        .grad_floor = (float)f[1],
+        .rate = (float)f[2],
+        .decay = (float)f[3],
+        .keep = (float)f[4],
+        .add = (float)f[5],
+        .look_keep = (float)f[6],
+        .look_add = (float)f[7],
+        .eps = (float)f[8],
+        .initial = (float)f[9],
+    };
+    zf_one(&args, n, (int)c->h.threads, (int)c->h.isa);
+    return 0;
+}
+
 static double run_sum(const zf_case *c, size_t begin, size_t n) {
     zf_sum_args args = {.acc = at(c, ROLE_acc, begin),
                         .grad = at(c, ROLE_grad, begin),
@@ -137,7 +174,10 @@ static double run_race(const zf_case *c, size_t begin, size_t n) {
 static const struct {
     const char *name;
     double (*run)(const zf_case *, size_t begin, size_t n); /* a sum, or 0 */
-} ops[] = {{"adam", run_adam}, {"sum", run_sum}, {"skeleton", run_skeleton}, {"race", run_race}};
+} ops[] = {[ZF_SGD] = {"sgd", run_one},   [ZF_NESTEROV] = {"nesterov", run_one},
+           [ZF_LION] = {"lion", run_one}, [ZF_ADAGRAD] = {"adagrad", run_one},
+           {"adam", run_adam},            {"sum", run_sum},
+           {"skeleton", run_skeleton},    {"race", run_race}};
 
 enum { NUM_OPS = sizeof ops / sizeof *ops };
 
@@ -151,6 +191,9 @@ static void describe(void) {
     printf("decay none %d\ndecay decoupled %d\ndecay l2 %d\n", ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2);
     printf("moments fp32 %d\nmoments 16bit %d\n", ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT);
     printf("moments 8bit %d\nmoments fp32-split %d\n", ZF_MOMENTS_8BIT, ZF_MOMENTS_FP32_SPLIT);
+    printf("moments buffer-none %d\nmoments buffer-fp32 %d\n", ZF_BUFFER_NONE, ZF_BUFFER_FP32);
+    printf("moments buffer-bf16 %d\n", ZF_BUFFER_BF16);
+    printf("moments buffer-signed %d\nmoments buffer-unsigned %d\n", ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED);
 }
 
 /* ---- the stream ------------------------------------------------------------------------------------- */

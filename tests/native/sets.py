@@ -13,7 +13,17 @@ import numpy as np
 from zfunc.optim.adam_reference import Array, round_to
 from zfunc.optim.compact_reference import BLOCK, Compact, split
 
-from .cases import DECAYS, DTYPES, adam_case, random_grad, random_state, skeleton_case, sum_case
+from .cases import (
+    DECAYS,
+    DTYPES,
+    RULES,
+    adam_case,
+    one_buffer_case,
+    random_grad,
+    random_state,
+    skeleton_case,
+    sum_case,
+)
 from .stream import Case
 
 MOMENTS = "fp32", "fp32-split", "16bit", "8bit"
@@ -35,6 +45,27 @@ def types(sizes: Sequence[int]) -> Iterator[Case]:
         for n in (sizes[i % len(sizes)], sizes[(i // 3 + 4) % len(sizes)]):
             state, values = random_state(n, i), random_grad(n, grad, i)
             yield adam_case(state, values, grad, moments=moments, out=out, decay=decay, step=1 + i % 3)
+
+
+def one_buffer(sizes: Sequence[int]) -> Iterator[Case]:
+    """SGD, Lion and Adagrad: every format with every kind of decay, in place and elsewhere; types in turn."""
+    kinds = itertools.product(RULES, ("fp32", "16bit", "8bit"), DECAYS, (False, True))
+    for i, ((rule, kind), moments, decay, apart) in enumerate(kinds):
+        for n in (sizes[i % len(sizes)], sizes[(i // 3 + 1) % len(sizes)]):
+            grad, out = TYPES[(i + n) % 3], OUTS[(i // 2 + n) % 4]
+            p, m, v = random_state(n, i)
+            case = one_buffer_case(
+                (p, v if rule == "adagrad" else m),
+                random_grad(n, grad, i),
+                grad,
+                rule,
+                f"{kind}-{moments}",
+                out=out,
+                decay=decay,
+                step=1 + i % 3,
+                into=apart,
+            )
+            yield case._replace(offset=i % 4, threads=1 + 2 * (n > 4096))
 
 
 def every_size(sizes: Sequence[int]) -> Iterator[Case]:
@@ -108,6 +139,19 @@ def special(scales: Sequence[float]) -> Iterator[Case]:
             yield adam_case((p, *small(m, v)), grad, kind, moments=moments, out=out, decay=decay, scale=scale)
 
 
+def special_one_buffer() -> Iterator[Case]:
+    """The same of weights, buffer and gradient of SGD, Lion and Adagrad."""
+    rows = np.array(list(itertools.product(EXTREMES, EXTREMES, EXTREMES)), np.float32)
+    p, m, g = np.random.default_rng(0).permutation(rows).T.copy()
+    kinds = itertools.product(RULES, ("fp32", "16bit", "8bit"), DECAYS)
+    for i, ((rule, kind), moments, decay) in enumerate(kinds):
+        grad, out = TYPES[i % 3], OUTS[1 + i // 3 % 3]
+        with np.errstate(all="ignore"):
+            buffer, values = np.abs(m) if rule == "adagrad" else m, round_to(g, grad)
+        for held in (buffer, small(buffer)[0]):
+            yield one_buffer_case((p, held), values, grad, rule, f"{kind}-{moments}", out=out, decay=decay)
+
+
 def small(*moments: Array) -> list[Array]:
     """The same moments with what is not finite gone: an 8-bit block with one such element has no other."""
     return [np.nan_to_num(x, nan=2.0**-110, posinf=2.0**-90, neginf=-3.0) for x in moments]
@@ -143,6 +187,7 @@ def full(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(shared(32_768 + 3), special((1.0, 0.0, -0.5, 2.0**-16, 2.0**80))))
     yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
     yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
+    yield from on(isas, itertools.chain(one_buffer((*SIZES, 262_144 + 67)), special_one_buffer()))
 
 
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
@@ -150,13 +195,14 @@ def reduced(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
     yield from on(isas, itertools.chain(sums((0, 55, 65_537), TYPES), skeletons((1, 129)), special((-0.5,))))
     yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
+    yield from on(isas, one_buffer((0, 1, 63, 129)))
     yield from threads(isas[-1:])
 
 
 def threads(isas: Sequence[str]) -> Iterator[Case]:
     """What several threads work on."""
     yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
-    yield from on(isas, shared_into(262_144 + 67))
+    yield from on(isas, itertools.chain(shared_into(262_144 + 67), one_buffer((262_144 + 67,))))
 
 
 SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from zfunc.optim.adam_reference import Array, Coefficients, reference_square_sum
+from zfunc.optim.one_buffer_reference import RuleFactors
 
 from .variants import Variant
 
@@ -50,7 +51,7 @@ class Case(NamedTuple):
     decay: str = "none"
     first: bool = False
     dither: tuple[int, int] = (0, 0)
-    factors: Coefficients = Coefficients(*[0.0] * 10)
+    factors: Coefficients | RuleFactors = Coefficients(*[0.0] * 10)
     summed: Array | None = None  # [n] fp32 whose squares every call returns the sum of
     isa: str = "baseline"
     threads: int = 1

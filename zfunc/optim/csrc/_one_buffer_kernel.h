@@ -147,11 +147,11 @@ ZF_INLINE void zf_one_unpack(const zf_one_args *a, float *m, size_t at, size_t n
 }
 
 ZF_INLINE void zf_one_pack(const zf_one_args *a, const uint32_t *dither, const float *m, size_t at, size_t n) {
+    if (a->buffer_type == ZF_BUFFER_NONE) return;
     uint8_t near[4 * ZF_BLOCK] __attribute__((aligned(64)));
     const size_t width = zf_one_width(a->buffer_type);
     char *far = (char *)a->into.buffer + width * at;
     void *to = a->stream_state ? (void *)near : (void *)far;
-    if (a->buffer_type == ZF_BUFFER_NONE) return;
     if (a->buffer_type == ZF_BUFFER_FP32) {
         zf_store(far, m, n * sizeof(float), a->stream_state);
         return;
