@@ -5,7 +5,8 @@ and a 16-bit copy comes out. The contenders take turns inside every repeat, so a
 alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
 move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments (26 if the master is
 split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
-elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that.
+elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that. SGD with
+momentum, Lion and Adagrad have skeletons of one buffer less.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --sizes 1Mi,64Mi --threads 2 --isa all --only skeleton,zfunc
@@ -25,8 +26,12 @@ from attrs import frozen
 from torch import Tensor
 
 from benchmarks.machine import describe, write
+from zfunc import SGD, Adagrad, Lion
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import MOMENTS, STATE_FORMATS
 from zfunc.optim.compact import QuantizedMoment, SplitMaster, named_state
 from zfunc.optim.host_adam import host_adam_
+from zfunc.optim.host_one_buffer import host_one_buffer_
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.runtime.host_memory import alloc_host
 from zfunc.runtime.thread_budget import default_threads
@@ -43,6 +48,7 @@ class Contender:
 
     run: Callable[[], object]
     idle: bool = False
+    skeleton: str = ""  # the one of its own bytes
 
 
 class Memory:
@@ -124,6 +130,19 @@ def zfunc_step(
     return run
 
 
+def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[], None]:
+    """The step of SGD, Lion or Adagrad, with the first buffers of Adam's state in the same format."""
+    m, moments = memory, optimizer.moments
+    codes = m.codes[0], m.codes[1].scales
+    buffers = {"fp32": (m.exp_avg,), "16bit": m.bf16[:1], "8bit": codes}[moments]
+    weights = (m.master,) if moments == "fp32" else (m.split.high, m.split.low)
+    names = (x.name for x in STATE_FORMATS[optimizer.state_format()])
+    state = dict(zip(names, (*weights, *buffers), strict=True))
+    arguments = optimizer.arguments(StepDecision(False, SCALE, STEP, optimizer.factors(STEP)), 0)
+    out = m.out if moments == "fp32" else None
+    return lambda: host_one_buffer_(state, m.grad, out=out, threads=threads, **arguments)
+
+
 def skeleton(
     memory: Memory, tensors: tuple[Tensor, ...], out: Tensor | None, threads: int
 ) -> Callable[[], None]:
@@ -170,19 +189,39 @@ def contenders(memory: Memory, threads: int, isas: tuple[str, ...]) -> dict[str,
         "skeleton fp32-split": Contender(skeleton(m, (*halves, m.exp_avg, m.exp_avg_sq), None, threads)),
         "skeleton 16bit": Contender(skeleton(m, (*halves, *m.bf16), None, threads)),
         "skeleton 8bit": Contender(skeleton(m, (*halves, m.codes[0], m.codes[1].codes), None, threads)),
-        **{f"zfunc {name}": Contender(zfunc_step(m, state, threads)) for name, state in states.items()},
+        "skeleton one buffer, fp32": Contender(skeleton(m, (m.master, m.exp_avg), m.out, threads)),
+        "skeleton one buffer, 16bit": Contender(skeleton(m, (*halves, m.bf16[0]), None, threads)),
+        "skeleton one buffer, 8bit": Contender(skeleton(m, (*halves, m.codes[0]), None, threads)),
         **{
-            f"zfunc {name}, into": Contender(zfunc_step(m, state, threads, into=m.elsewhere(name)))
+            f"zfunc {name}": Contender(zfunc_step(m, state, threads), skeleton=f"skeleton {name}")
             for name, state in states.items()
         },
         **{
-            f"zfunc {name}, decayed": Contender(zfunc_step(m, states[name], threads, idle=True), idle=True)
+            f"zfunc {name}, into": Contender(
+                zfunc_step(m, state, threads, into=m.elsewhere(name)), skeleton=f"skeleton {name}"
+            )
+            for name, state in states.items()
+        },
+        **{
+            f"zfunc {name}, decayed": Contender(
+                zfunc_step(m, states[name], threads, idle=True), idle=True, skeleton=f"skeleton {name}"
+            )
             for name in ("fp32", "fp32-split", "16bit")  # 8 bits hold no denormal number
         },
         **{
-            f"zfunc {name} on {isa}": Contender(zfunc_step(m, state, threads, isa=sets.index(isa)))
+            f"zfunc {name} on {isa}": Contender(
+                zfunc_step(m, state, threads, isa=sets.index(isa)), skeleton=f"skeleton {name}"
+            )
             for isa in isas
             for name, state in states.items()
+        },
+        **{
+            f"zfunc {type(rule).__name__} {moments}": Contender(
+                one_buffer_step(m, rule.with_moments(moments, split_master=False), threads),
+                skeleton=f"skeleton one buffer, {moments}",
+            )
+            for rule in (SGD(LR, momentum=0.9, weight_decay=DECAY), Lion(LR, weight_decay=DECAY), Adagrad(LR))
+            for moments in MOMENTS
         },
         "torch fused": Contender(with_optimizer(m, torch_adamw(fused=True))),
         "torch fused, decayed": Contender(with_optimizer(m, torch_adamw(fused=True), idle=True), idle=True),
@@ -212,7 +251,9 @@ def measure(memory: Memory, table: dict[str, Contender], repeats: int) -> dict[s
     return seconds
 
 
-def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+def summary(
+    n: int, threads: int, table: dict[str, Contender], seconds: dict[str, list[float]]
+) -> list[dict[str, Any]]:
     """Times over the yardstick's, over its own skeleton's and over its like's in place; and others' over each."""
 
     def ratio(name: str, base: str) -> float | None:
@@ -227,7 +268,6 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
     rows = []
     for name in seconds:
         in_place = name.removesuffix(", into")
-        kind = in_place.removeprefix("zfunc ").removesuffix(", decayed").split(" on ")[0]
         theirs = ratio("deepspeed", name) if "deepspeed" in seconds else None
         rows.append(
             {
@@ -236,7 +276,7 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
                 "name": name,
                 "times_skeleton": ratio(name, YARDSTICK),
                 "spread": spread(name),
-                "times_own_skeleton": ratio(name, f"skeleton {kind}") if name.startswith("zfunc") else None,
+                "times_own_skeleton": ratio(name, table[name].skeleton),
                 "times_in_place": ratio(name, in_place) if in_place != name else None,
                 "faster_than_deepspeed": theirs,
                 "faster_than_torch_fused": ratio("torch fused", name) if "torch fused" in seconds else None,
@@ -247,7 +287,7 @@ def summary(n: int, threads: int, seconds: dict[str, list[float]]) -> list[dict[
 
 def show(rows: list[dict[str, Any]]) -> None:
     print(
-        f"{'elements':>10} {'threads':>7}  {'contender':<24}{'x skeleton':>11}{'from':>7}{'to':>7}{'x own':>7}"
+        f"{'elements':>10} {'threads':>7}  {'contender':<28}{'x skeleton':>11}{'from':>7}{'to':>7}{'x own':>7}"
         f"{'x in place':>12}{'DeepSpeed / it':>16}{'fused / it':>12}"
     )
     for row in rows:
@@ -256,7 +296,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         told = [row.get(key) for key in keys]  # older results lack some
         own, in_place, deepspeed, fused = (f"{x:.2f}" if x is not None else "" for x in told)
         print(
-            f"{row['elements']:>10} {row['threads']:>7}  {row['name']:<24}{row['times_skeleton']:>11.2f}{low:>7.2f}"
+            f"{row['elements']:>10} {row['threads']:>7}  {row['name']:<28}{row['times_skeleton']:>11.2f}{low:>7.2f}"
             f"{high:>7.2f}{own:>7}{in_place:>12}{deepspeed:>16}{fused:>12}"
         )
 
@@ -354,7 +394,7 @@ def main() -> None:
                     words = [YARDSTICK, *options.only.split(",")]
                     table = {name: x for name, x in table.items() if any(word in name for word in words)}
                 repeats = options.repeats if n < 64 << 20 else max(3, options.repeats // 2)
-                rows += summary(n, threads, measure(memory, table, repeats))
+                rows += summary(n, threads, table, measure(memory, table, repeats))
                 print(f"measured: {n >> 20} Mi elements on {threads} threads", flush=True)
         results = {"instruction_set": kind, "repeats": options.repeats, "rows": rows}
     if options.json:
