@@ -5,8 +5,8 @@ and a 16-bit copy comes out. The contenders take turns inside every repeat, so a
 alike; a ratio is the median over repeats of the ratios within one repeat. The yardsticks are skeletons: loops that
 move the bytes of such a step, each once, without arithmetic: 28 a parameter with fp32 moments (26 if the master is
 split, which needs no copy), 18 with 16 bits, 14 with 8. "into" leaves the old state as it is and writes the new one
-elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that. SGD with
-momentum, Lion and Adagrad have skeletons of one buffer less.
+elsewhere: the same bytes again. "on" another instruction set than this CPU's best: for CPUs that lack that. SGD
+with momentum, Lion and Adagrad have skeletons of one buffer less.
 
     python -m benchmarks.adam --sizes 1Mi,16Mi --threads 1,2 --json benchmarks/results
     python -m benchmarks.adam --sizes 1Mi,64Mi --threads 2 --isa all --only skeleton,zfunc
