@@ -32,9 +32,14 @@ SETTINGS: dict[str, dict[str, Any]] = {
         **{**TIED, "clip_norm": 0.5, "micro_batches": 3, "stage": 3, "params_on": "host"},
         **{"activations_on": "host", "defer": True},
     },
-    "moments in 16 bits": {
-        **{"model": "tied GPT", "precision": "fp32", "moments": "16bit"},
-        **{"stage": 1, "clip_norm": 0.5},
+    "several optimizers in 16 bits": {
+        **{"model": "tied GPT", "precision": "fp32", "stage": 1, "clip_norm": 0.5},
+        "optimizer": zfunc.groups(
+            ("*.bias", zfunc.SGD(0.1, momentum=0.9, moments="16bit")),
+            ("*.ln_*", zfunc.Adagrad(1e-2, moments="16bit")),
+            ("block0.*", zfunc.Lion(1e-4, weight_decay=1.0, moments="16bit")),
+            zfunc.AdamW(1e-3, weight_decay=0.1, moments="16bit"),
+        ),
     },
 }
 RECIPES: dict[str, dict[str, Any]] = {

@@ -18,14 +18,15 @@ def compiled(
     betas: Any = (0.9, 0.999),
     moments: Any = "fp32",
     split_master: bool = False,
+    optimizer: Any = None,
     **settings: Any,
 ) -> tuple[Program, Callable[[int], Batch]]:
     """One of MODELS on the CPU, in buckets that make several of it, and its batches by number."""
     segments, batch = MODELS[model]()
     state = {"moments": moments, "split_master": split_master}
-    optimizer = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, **state)
+    adamw = zfunc.AdamW(lr, betas=betas, weight_decay=0.1, decay=zfunc.matrices_only, **state)
     return zfunc.compile(
-        segments, optimizer=optimizer, **{"bucket_size": 3000, "device": "cpu", **settings}
+        segments, optimizer=optimizer or adamw, **{"bucket_size": 3000, "device": "cpu", **settings}
     ), batch
 
 
