@@ -7,6 +7,9 @@ STAMP := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 NATIVE := zfunc/_cpu_adam.pyx $(wildcard zfunc/optim/csrc/*.h) setup.py pyproject.toml constraints.txt
 
+# Tests and linters start hundreds of processes, and each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test gpu gpu-toy lint pretend bench pictures docs scale nightly soak fuzz mutants wheel sanitize aarch64 clean
 
 train: $(STAMP)

@@ -240,21 +240,23 @@ def every_graph(test: Callable[..., None] | None = None, **others: tuple[Any, An
     """A law of graphs: for each of the table, and for any. `others` that the test takes are pairs: their value with
     the table's graphs, and a strategy for the value with any graph.
     """
-    rows = [pytest.param(*row) for row in product(RECIPES, SPECS)]
-    return _law(lambda *row: [("none", graph_of(*row))], rows, "graph", graphs, test, others)
+    return _law(
+        graph_of, [pytest.param(*row) for row in product(RECIPES, SPECS)], "graph", graphs, test, others
+    )
 
 
 def every_plan(test: Callable[..., None] | None = None, **others: tuple[Any, Any]) -> Any:
-    """So for plans: for each graph under a third of the schedules, `in_pairs`; a case each takes minutes."""
-
-    def under(recipe: str, name: str, third: int) -> Iterator[tuple[str, Plan]]:
-        return ((schedule, plan_of(recipe, name, schedule)) for schedule in [*SCHEDULES][third::3])
-
-    return _law(under, in_pairs(RECIPES, SPECS, range(3)), "plan", plans, test, others)
+    """So for plans: for each graph under a third of the schedules, `in_pairs`."""
+    rows = [
+        pytest.param(*row.values[:2], schedule, marks=row.marks)
+        for row in in_pairs(RECIPES, SPECS, range(3))
+        for schedule in [*SCHEDULES][row.values[2] :: 3]
+    ]
+    return _law(plan_of, rows, "plan", plans, test, others)
 
 
 def _law(
-    values: Callable[..., Iterable[tuple[str, Any]]],
+    value_of: Callable[..., Any],
     rows: list[Any],
     argument: str,
     strategy: Callable[[], st.SearchStrategy[Any]],
@@ -262,22 +264,33 @@ def _law(
     others: dict[str, tuple[Any, Any]],
 ) -> Any:
     if test is None:
-        return partial(_law, values, rows, argument, strategy, others=others)
+        return partial(_law, value_of, rows, argument, strategy, others=others)
     fixed = {name: value for name, (value, _) in others.items()}
     of_any = given(**{argument: strategy()}, **{name: some for name, (_, some) in others.items()})(test)
 
-    rows = [pytest.param(row.values, marks=row.marks, id="-".join(map(str, row.values))) for row in rows]
+    # A case a recipe: most rows take less than pytest does for a case.
+    cases = {(row.values[0], bool(row.marks)): row.marks for row in rows}
 
-    @pytest.mark.parametrize("row", [*rows, pytest.param(None, id="any")])
-    def law(row: tuple[Any, ...] | None) -> None:
-        if row is None:
+    @pytest.mark.parametrize(
+        "case",
+        [
+            *(
+                pytest.param(case, marks=marks, id=f"{case[0]}{', others' * case[1]}")
+                for case, marks in cases.items()
+            ),
+            pytest.param(None, id="any"),
+        ],
+    )
+    def law(case: tuple[str, bool] | None) -> None:
+        if case is None:
             return of_any()
-        for schedule, value in values(*row):
-            try:
-                test(**{argument: value}, **fixed)
-            except BaseException as error:
-                error.add_note(f"under the schedule {schedule!r}")
-                raise
+        for row in rows:
+            if (row.values[0], bool(row.marks)) == case:
+                try:
+                    test(**{argument: value_of(*row.values)}, **fixed)
+                except BaseException as error:
+                    error.add_note(f"of the row {row.values}")
+                    raise
 
     law.__name__, law.__doc__, law.__module__ = test.__name__, test.__doc__, test.__module__
     return law
