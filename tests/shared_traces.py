@@ -4,6 +4,8 @@ Only those of the library's models, of torch's modules and of small_models: a te
 change what that does between two programs, and traces it for each of them, as a user's program does.
 """
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 from attrs import evolve
@@ -11,19 +13,23 @@ from torch.utils._pytree import tree_flatten
 
 from zfunc.core.settings import StepSettings
 from zfunc.engine import compile as compiling
-from zfunc.engine import program, specialize
+from zfunc.engine import program, specialize, vjp
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _trace_one = compiling._calls, specialize._trace_one
-_segments: dict[Any, list[tuple[Segment, CompiledSegment]]] = {}
+_calls, _scalar, _trace_one = compiling._calls, compiling._scalar, specialize._trace_one
+_functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
+_shared: set[Callable[..., Any]] = set()
+_losses: dict[Callable[..., Any], Callable[..., Any]] = {}
+_passes: dict[Any, vjp.SegmentVJP] = {}
 _traces: dict[Any, tuple[Any, Any]] = {}
 
 
 def share_traces() -> None:
     """From now on, in this process."""
-    compiling._calls, specialize._trace_one = _shared_calls, _shared_trace
+    compiling._calls, compiling._scalar = _shared_calls, _shared_loss
+    compiling.make_vjp, specialize._trace_one = _shared_vjp, _shared_trace
 
 
 def _shareable(segment: Segment) -> bool:
@@ -34,34 +40,45 @@ def _shareable(segment: Segment) -> bool:
 def _shared_calls(
     segments: Any, layout: Any, settings: StepSettings, device: Any
 ) -> tuple[CompiledSegment, ...]:
-    calls = _calls(segments, layout, settings, device)
-    how, last = (
-        (
-            settings.recompute,
-            settings.compile_segments,
-            settings.device_graphs,
-            settings.deterministic,
-            settings.moves,
-            device,
-        ),
-        len(calls) - 1,
-    )
-    return tuple(
-        _earliest(segment, call, (*how, s > layout.first_trainable, s == last))
-        for s, (segment, call) in enumerate(zip(segments, calls, strict=True))
-    )
+    way = settings.compile_segments, settings.device_graphs, settings.deterministic, device
+    return _calls([_with_earliest(x, way) for x in segments], layout, settings, device)
 
 
-def _earliest(segment: Segment, call: CompiledSegment, way: tuple[Any, ...]) -> CompiledSegment:
-    """`call` with what was traced for the first such segment."""
+def _with_earliest(segment: Segment, way: tuple[Any, ...]) -> Segment:
+    """`segment` with the function of the first such segment."""
     if not _shareable(segment):
-        return call
-    alike = _segments.setdefault((segment.name, tuple(segment.short), way), [])
-    for other, known in alike:
+        return segment
+    alike = _functions.setdefault((segment.name, segment.short, way), [])
+    for other, function in alike:
         if segment.like(other):
-            return evolve(call, passes=known.passes, plain=known.plain)
-    alike.append((segment, call))
-    return call
+            return evolve(segment, function=function)
+
+    @wraps(segment.function)
+    def function(*args: Any) -> Any:
+        return segment.function(*args)
+
+    alike.append((segment, function))
+    _shared.add(function)
+    return evolve(segment, function=function)
+
+
+def _shared_loss(segment: Segment) -> Callable[..., Any]:
+    if segment.function not in _shared:
+        return _scalar(segment)
+    if segment.function not in _losses:
+        _losses[segment.function] = _scalar(segment)
+        _shared.add(_losses[segment.function])
+    return _losses[segment.function]
+
+
+def _shared_vjp(function: Callable[..., Any], *, moving: bool = False, **how: Any) -> vjp.SegmentVJP:
+    """Of a function that is shared, what is moved shares the trace of what stays."""
+    if function not in _shared:
+        return vjp.make_vjp(function, moving=moving, **how)
+    key = function, moving, *sorted(how.items())
+    if key not in _passes:
+        _passes[key] = vjp._moving(_shared_vjp(function, **how)) if moving else vjp.make_vjp(function, **how)
+    return _passes[key]
 
 
 def _shared_trace(owner: program.Program, s: int, inputs: tuple[Any, ...], of_accelerator: bool) -> Any:

@@ -92,37 +92,42 @@ def pairs() -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
     """Hand-made segments that pass on a tuple with whole numbers and a view of a weight; three share one weight."""
     w, v = Parameter("a.w", (8, 8)), Parameter("c.v", (8, 8))
 
-    def first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(x @ p["w"]), (x[:, 0] > 0).long()
-
-    def second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        x, sign = xs
-        return torch.tanh(x @ p["w"] + p["table"][sign]), sign, p["table"].t()
-
-    def third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (torch.tanh(xs[0] @ p["v"]), *xs[1:])
-
-    def last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
-        x, sign, table = xs
-        return (((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()).square().mean()
-
     def initial(name: str) -> Callable[[int], dict[str, Tensor]]:
         return lambda seed: {name: torch.randn(8, 8, generator=torch.Generator().manual_seed(seed)) / 3}
 
     segments = [
-        zfunc.Segment("a", first, (w,), ("w",), initial=initial("a.w")),
+        zfunc.Segment("a", _first, (w,), ("w",), initial=initial("a.w")),
         zfunc.Segment(
             "b",
-            second,
+            _second,
             (w, Parameter("b.table", (2, 8))),
             ("w", "table"),
             initial=lambda _: {"b.table": torch.zeros(2, 8)},
             shared={"a.w"},
         ),
-        zfunc.Segment("c", third, (v,), ("v",), initial=initial("c.v")),
-        zfunc.Segment("d", last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
+        zfunc.Segment("c", _third, (v,), ("v",), initial=initial("c.v")),
+        zfunc.Segment("d", _last, (w,), ("w",), initial=lambda _: {}, shared={"a.w"}),
     ]
     return segments, regression()
+
+
+# Of the module, so that the programs of a process share what is traced of them (shared_traces).
+def _first(p: dict[str, Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.tanh(x @ p["w"]), (x[:, 0] > 0).long()
+
+
+def _second(p: dict[str, Tensor], xs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    x, sign = xs
+    return torch.tanh(x @ p["w"] + p["table"][sign]), sign, p["table"].t()
+
+
+def _third(p: dict[str, Tensor], xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return (torch.tanh(xs[0] @ p["v"]), *xs[1:])
+
+
+def _last(p: dict[str, Tensor], xs: tuple[Tensor, Tensor, Tensor], targets: Tensor) -> Tensor:
+    x, sign, table = xs
+    return (((x + table[:, sign].t()) @ p["w"]).sum(-1).float() - targets.float()).square().mean()
 
 
 def rows_of(batch: Any, rank: int, world: int) -> Any:

@@ -85,20 +85,26 @@ def trainings(model: str, world: int, monkeypatch: pytest.MonkeyPatch, **setting
     programs = []
     for ranks in ThreadedRanks.all(world):
         monkeypatch.setattr(compiling, "_ranks", lambda group, ranks=ranks: ranks)
-        program, batch = trained.compiled(model, **{"bucket_size": 3000, **settings})
+        program, whole = trained.compiled(model, **{"bucket_size": 3000, **settings})
         programs.append(program)
+
+    def batch(i: int, rank: int) -> Any:
+        """The rank's rows, in micro-batches of one shape: a segment is traced once for each precision."""
+        rows = 2 * world * programs[0].settings.micro_batches
+        return rows_of(tuple(x[:rows] for x in whole(i)), rank, world)
+
     for rank, program in enumerate(programs):  # traced here: two threads must not trace at a time
-        specialize(program, rows_of(batch(0), rank, world))
+        specialize(program, batch(0, rank))
 
     def one(rank: int) -> Result:
         program, losses = programs[rank], []
         state = zfunc.init(program, seed=2)
         for i in range(STEPS):
-            state, metrics = zfunc.train_step(program, state, rows_of(batch(i), rank, world))
+            state, metrics = zfunc.train_step(program, state, batch(i, rank))
             losses += metrics.loss, metrics.grad_norm
         return (
             losses,
-            zfunc.evaluate(program, state, rows_of(batch(9), rank, world)),
+            zfunc.evaluate(program, state, batch(9, rank)),
             zfunc.params(program, state),
         )
 
