@@ -115,7 +115,7 @@ def test_too_little_memory_is_predicted_and_happens_where_the_plan_says(
     controls.set_capacity(0, others + peak.nbytes + rounding - BLOCK)
     with pytest.raises(OutOfMemory, match=rf"bytes of device memory, .*the peak is at {re.escape(peak.op)}"):
         zfunc.train_step(program, state, batch)
-    monkeypatch.setattr("zfunc.engine.train_step.check_memory", lambda *a, **k: None)
+    monkeypatch.setattr("zfunc.engine.train_step.memory_shortage", lambda *a, **k: "")
     controls.set_capacity(0, used - BLOCK)
     with pytest.raises(ExecutionError, match="out of memory") as failure:
         zfunc.train_step(program, state, batch)

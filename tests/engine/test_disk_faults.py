@@ -404,6 +404,45 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
     on_both(lambda _, program: close_swap(program), programs)
 
 
+def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And then they go on together."""
+    programs, batch = of_two(tmp_path), trained.MODELS["frozen below"]()[1]
+    short = set[int]()
+    monkeypatch.setattr(
+        engine_program, "available_host_bytes", lambda: 0 if threading.get_ident() in short else 1 << 60
+    )
+
+    def init(_: int, program: Program) -> State:
+        return zfunc.init(program, seed=2)
+
+    def step(rank: int, program: Program, state: State) -> State:
+        return zfunc.train_step(program, state, rows_of(batch(state.batches), rank, 2))[0]
+
+    def load(_: int, program: Program) -> State:
+        return zfunc.load(tmp_path, program)
+
+    def after_a_refusal(function: Callable[..., State], *of_each: Any) -> list[State]:
+        def attempt(rank: int, *own: Any) -> Any:
+            if rank:
+                short.add(threading.get_ident())
+            return function(rank, *own)
+
+        errors = on_both(attempt, *of_each)
+        assert all(isinstance(x, zfunc.OutOfMemory) for x in errors)
+        at = "train_step" if function is step else function.__name__
+        assert str(errors[1]).startswith(f"{at}: needs ")
+        assert str(errors[0]) == f"rank 1: {errors[1]}"
+        short.clear()
+        return on_both(function, *of_each)
+
+    states = after_a_refusal(init, programs)
+    states = after_a_refusal(step, programs, states)
+    on_both(lambda _, program: close_swap(program), programs)
+    states = after_a_refusal(load, programs)
+    assert [x.batches for x in after_a_refusal(step, programs, states)] == [1, 1]
+    on_both(lambda _, program: close_swap(program), programs)
+
+
 def test_a_commit_that_one_rank_could_not_make_is_not_built_upon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,7 +57,7 @@ def init(
     of_type("init: loss_scale", loss_scale, LossScale | None, "a zfunc.LossScale or None: pass one")
     params = dict(params or {})
     _check_params(program, params)
-    check_memory(program, initial_memory(program), allocated={}, action="init")
+    check_memory(program, initial_memory(program), action="init")
     with on_compute_stream(program):
         state = _initialized(program, allocate_state(program, "init"), seed, params, loss_scale)
         commit_state(program, state)
@@ -119,11 +119,11 @@ def _fill(
 
 
 def allocate_state(program: Program, action: str, swap: SwapSpace | None = None) -> Buffers:
-    """Zeroed buffers for a State, if a step fits too. Raises OutOfMemory before any allocation.
+    """Zeroed buffers for a State, if a step fits too. A collective. Raises OutOfMemory before any allocation.
 
     If its state is on the disk, it is in a new swap space, unless one is passed.
     """
-    check_memory(program, peak_memory(program.plan), allocated={}, action=action)
+    check_memory(program, peak_memory(program.plan), action=action)
     swap = swap or create_swap(program)
     if swap is not None:
         give_back_freed()

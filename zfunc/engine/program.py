@@ -30,7 +30,6 @@ from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
-from zfunc.errors import OutOfMemory
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
 from zfunc.runtime.collectives import RankGroup
@@ -271,10 +270,15 @@ def lock_staging(program: Program, action: str, refusal: str, *, patience: float
         program.cache.busy.release()
 
 
-def check_memory(
+def check_memory(program: Program, peaks: dict[Tier, Peak], *, action: str) -> None:
+    """Raise OutOfMemory, on every rank, if the peaks exceed the free memory of one. A collective."""
+    program.ranks.agree(action, shortage=memory_shortage(program, peaks, allocated={}, action=action))
+
+
+def memory_shortage(
     program: Program, peaks: dict[Tier, Peak], *, allocated: dict[Tier, int], action: str
-) -> None:
-    """Raise OutOfMemory if the peaks, less the bytes already `allocated`, exceed the free memory."""
+) -> str:
+    """What is said if the peaks, less the bytes already `allocated`, exceed this rank's free memory; or ""."""
     needed = {tier: peak.nbytes - allocated.get(tier, 0) for tier, peak in peaks.items()}
     host = needed["host"] + needed["pinned"]
     on_cpu = not on_accelerator(program.device)
@@ -285,8 +289,9 @@ def check_memory(
     for memory, required, available in checks:
         if required > available:
             op = peaks["device"].op if memory == "device" or on_cpu else ""
-            raise OutOfMemory(
+            return (
                 f"{action}: needs {required:,} bytes of {memory} memory, {available:,} are free"
                 f"{f' (the peak is at {op})' if op else ''}; nothing was allocated or started. Use more "
                 "micro_batches, a smaller bucket_size, recompute='all', or a smaller model"
             )
+    return ""

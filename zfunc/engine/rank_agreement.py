@@ -13,13 +13,17 @@ from zfunc.engine.state import State
 PIECE = 1 << 20  # elements that the checksum widens at a time
 
 
-def check_ranks_agree(program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any]) -> None:
+def check_ranks_agree(
+    program: Program, shaped: ShapedProgram, state: State, batch: tuple[Any, Any], shortage: str = ""
+) -> None:
     """Raise RankError, on every rank, unless all are about to make the same step. One small collective.
 
-    The weights that every rank has are compared by checksum, once after `init` or `load`.
+    The weights that every rank has are compared by checksum, once after `init` or `load`. If one has not enough
+    memory for the step, which it says in `shortage`, all raise OutOfMemory.
     """
     ranks = program.ranks
-    if ranks.world == 1:
+    if ranks.world == 1 or shortage:
+        ranks.agree("train_step", shortage=shortage)
         return
     facts, weights = _step_facts(program, state, batch), ""
     if not state.buffers.compared:

@@ -26,10 +26,10 @@ from zfunc.engine.program import (
     Program,
     activation_slots,
     allocated_for,
-    check_memory,
     check_state,
     graphs_for,
     lock_staging,
+    memory_shortage,
 )
 from zfunc.engine.rank_agreement import check_ranks_agree
 from zfunc.engine.save_load import begin_save
@@ -145,8 +145,8 @@ def _train_step(
     allocated = allocated_for(program, shaped)
     # The graphs' pool counts as free wherever it is not in use, and their buffer comes with the first of them.
     allocated["device"] -= sum(shaped.spec.graph_bytes) - (graphs.buffer_bytes if graphs else 0)
-    check_memory(program, shaped.memory, allocated=allocated, action="train_step")
-    check_ranks_agree(program, shaped, state, batch)
+    shortage = memory_shortage(program, shaped.memory, allocated=allocated, action="train_step")
+    check_ranks_agree(program, shaped, state, batch, shortage)
     activations = activation_slots(program, shaped)
     watch = ranks.watch if ranks.world > 1 else None
     options = evolve(options, faults=faults_at(options.faults, ranks.rank, number), watch=watch)

@@ -28,7 +28,7 @@ from attrs import define, field
 from torch import Tensor
 
 from zfunc.core.layout import Bucket
-from zfunc.errors import RankError
+from zfunc.errors import OutOfMemory, RankError
 from zfunc.runtime.accelerator import on_accelerator
 from zfunc.runtime.failure_detection import FailureDetector, StoreLost, Symptom
 
@@ -178,23 +178,36 @@ class RankGroup:
         return [n for n, _ in sizes.tolist()]
 
     def agree(
-        self, call: str, what: str = "", compared: str = "", text: Callable[[], str] | None = None
+        self,
+        call: str,
+        what: str = "",
+        compared: str = "",
+        text: Callable[[], str] | None = None,
+        *,
+        shortage: str = "",
     ) -> None:
         """Raise RankError, on every rank, unless all are in the same `call` with the same `compared`.
 
         One number is compared; only if it differs are texts exchanged: `text()`, or else `compared`. `what` is what
-        these are about.
+        these are about. A rank that is short of memory says so in `shortage`: all raise OutOfMemory then.
         """
         if self.world == 1:
+            if shortage:
+                raise OutOfMemory(shortage)
             return
         if self.broken:
             raise RankError(
                 f"{call}: got ranks that are out of step, because {self.broken}; start all of them again"
             )
-        digest = hashlib.blake2b(f"{call}\n{compared}".encode()).hexdigest()
+        digest = hashlib.blake2b(f"{call}\n{compared}\n{shortage}".encode()).hexdigest()
         if not self.same(int(digest[:15], 16)):
             self._same_call(call)
+            short = {rank: x for rank, x in zip(self.members, self.texts(shortage), strict=True) if x}
+            for rank, said in short.items():
+                raise OutOfMemory(shortage or f"rank {rank}: {said}")
             self.disagree(what, digest, text() if text else compared)
+        if shortage:  # the same on all
+            raise OutOfMemory(shortage)
 
     def _same_call(self, call: str) -> None:
         """Raise RankError, which says where each rank is, unless all are in the same call."""
