@@ -9,13 +9,13 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from threading import Lock
-from time import perf_counter, sleep
+from threading import Condition
+from time import sleep
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from attrs import evolve
+from attrs import define, evolve, field
 
 from zfunc.checkpoint import durable_files as disk
 from zfunc.checkpoint import striped_io, swap_file, swap_folders, swap_space
@@ -512,37 +512,71 @@ def test_after_an_error_on_one_drive_the_others_do_not_go_on(
     space.close()
 
 
-class ThrottledFile(DirectFile):
-    """A file on a drive of its own rate, which makes one transfer after another."""
+@define(eq=False)
+class Clocks:
+    """Drives that make one transfer after another, each at its rate, in seconds of their own.
 
-    drives: ClassVar[dict[Path, tuple[float, Lock]]] = {}
+    The next transfer to end is the one whose time comes first, and it ends when every drive that has something left
+    to do has begun with it. So no drive waits for another, however long the processors take: one that does is not
+    there within PATIENCE.
+    """
+
+    PATIENCE: ClassVar[float] = 20.0
+    rates: dict[Path, float]
+    left: dict[Path, int] = field(factory=dict)  # bytes that are not under way
+    now: dict[Path, float] = field(factory=dict)  # when each is done with what it had
+    ends: dict[Path, float] = field(factory=dict)  # of what is under way
+    changed: Condition = field(factory=Condition)
+
+    def transfer(self, drive: Path, nbytes: int) -> None:
+        """Return when it has ended."""
+
+        def next_to_end() -> bool:
+            busy = all(x in self.ends for x, left in self.left.items() if left)
+            return busy and self.ends[drive] == min(self.ends.values())
+
+        with self.changed:
+            assert self.changed.wait_for(lambda: drive not in self.ends, self.PATIENCE)
+            self.left[drive] -= nbytes
+            self.ends[drive] = self.now[drive] + nbytes / self.rates[drive]
+            self.changed.notify_all()
+            assert self.changed.wait_for(next_to_end, self.PATIENCE), f"{drive} waits for another"
+            self.now[drive] = self.ends.pop(drive)
+            self.changed.notify_all()
+
+
+class ClockedFile(DirectFile):
+    """A file on one of those drives."""
+
+    clocks: ClassVar[Clocks]
 
     def _transfer(self, direction: Any, memory: Any, offset: int, what: str) -> None:
-        rate, busy = self.drives[self.path.parent]
-        with busy:
-            end = perf_counter() + sum(x.nbytes for x in memory) / rate
-            super()._transfer(direction, memory, offset, what)
-            sleep(max(0, end - perf_counter()))
+        if self.clocks.left:
+            self.clocks.transfer(self.path.parent, sum(x.nbytes for x in memory))
+        super()._transfer(direction, memory, offset, what)
 
 
 def test_the_speed_of_several_drives_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For a bucket, and for one of its buffers: each is striped in proportion to the rates."""
-    monkeypatch.setattr(swap_space, "DirectFile", ThrottledFile)
+    monkeypatch.setattr(swap_space, "DirectFile", ClockedFile)
     for name in ("SUMMED", "BATCH"):
         monkeypatch.setattr(striped_io, name, 1 << 17)
     rates = {tmp_path / "fast": 3e7, tmp_path / "slow": 1e7, tmp_path / "slower": 5e6}
-    ThrottledFile.drives = {x: (rate, Lock()) for x, rate in rates.items()}
+    clocks = ClockedFile.clocks = Clocks(rates)
     sizes = {"low": 4 << 20, "high": 2 << 20}
     space = create(*rates, extents={0: Extent.of(sizes.items())}, shares=[round(x) for x in rates.values()])
     data = {name: pages(np.random.default_rng(0).bytes(n)) for name, n in sizes.items()}
     into = {name: pages(bytes(n)) for name, n in sizes.items()}
     for transfer, memory, names in ((space.write, data, [*sizes]), (space.read, into, ["high"])):
+        stripes = [x for name in names for x in space.header.stripes[0][0][name]]
+        clocks.left = {
+            drive: sum(whole_blocks(x.stop - x.start) for x in stripes if x.file == n)
+            for n, drive in enumerate(rates)
+        }
+        clocks.now = dict.fromkeys(rates, 0.0)
+        transfer(0, names, [memory[x] for x in names])
+        assert not any(clocks.left.values())
         least = sum(sizes[x] for x in names) / sum(rates.values())
-        for _ in range(5):  # until nothing else keeps the processors busy
-            start = perf_counter()
-            transfer(0, names, [memory[x] for x in names])
-            if (seconds := perf_counter() - start) < 1.25 * least:
-                break
-        assert least <= seconds < 1.25 * least  # the fastest alone: 1.5
+        assert least <= max(clocks.now.values()) < 1.02 * least  # the fastest alone: 1.5
     assert into["high"] == data["high"]
     space.close()
