@@ -15,7 +15,8 @@ from contextlib import closing
 from functools import cache, partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ import zfunc
 from zfunc.engine import compile as compiling
 from zfunc.engine import program as engine_program
 from zfunc.engine import state as engine_state
+from zfunc.engine import swap_state
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.engine.stages import STAGES
@@ -402,6 +404,33 @@ def test_a_drive_without_room_on_one_rank_is_said_on_all(
     losses = [x[1].loss for x in on_both(step, programs, states)]
     assert losses[0] == losses[1]
     on_both(lambda _, program: close_swap(program), programs)
+
+
+def test_one_rank_of_each_host_measures_its_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks on two hosts; the others learn the figures of their host. What fails is said on all."""
+    here, learnt, fails = threading.local(), dict[int, Any](), set[int]()
+    (second := tmp_path / "second").mkdir()
+
+    def measured(folders: Sequence[Path]) -> dict[int, float]:
+        if folders and here.rank in fails:
+            raise zfunc.DiskError(f"{folders[0]}: got 'Input/output error'")
+        return {7: 1e9 * (1 + here.rank)} if folders else {}
+
+    def measure(ranks: ThreadedRanks) -> None:
+        here.rank = ranks.rank
+        settings = SimpleNamespace(swap=[tmp_path, second])
+        swap_state.measure_drives(cast("Program", SimpleNamespace(ranks=ranks, settings=settings)))
+
+    monkeypatch.setattr(swap_state, "boot_id", lambda: "first" if here.rank < 2 else "second")
+    monkeypatch.setattr(swap_state, "drive_speeds", measured)
+    monkeypatch.setattr(swap_state, "remember_speeds", lambda x: learnt.update({here.rank: x}))
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(measure, ThreadedRanks.all(4)))
+        assert learnt == {0: {7: 1e9}, 1: {7: 1e9}, 2: {7: 3e9}, 3: {7: 3e9}}
+        fails.add(2)
+        errors = [x.exception() for x in [threads.submit(measure, ranks) for ranks in ThreadedRanks.all(4)]]
+    assert [type(x).__name__ for x in errors] == [*["CheckpointError"] * 2, "DiskError", "CheckpointError"]
+    assert all("got 'Input/output error'" in str(x) for x in errors)
 
 
 def test_memory_that_one_rank_lacks_is_said_on_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

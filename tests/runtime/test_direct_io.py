@@ -535,6 +535,19 @@ def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyt
     assert turns == ["write", "write", "read"]  # first into a file that has nothing yet
 
 
+def test_a_drive_with_little_room_is_measured_with_half_of_it(
+    small_disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And nothing is left of a process that is killed meanwhile: the file has no name."""
+    seen = list[list[str]]()
+    with caplog.at_level(logging.INFO, "zfunc"), pytest.MonkeyPatch.context() as patched:
+        reserve = os.posix_fallocate
+        patched.setattr(os, "posix_fallocate", lambda *x: (seen.append(os.listdir(small_disk)), reserve(*x)))
+        assert min(measure(small_disk)) > 0
+    assert seen == [[]]
+    assert f"{small_disk}: 1.0 MiB are free: its drive is measured with 512.0 KiB" in caplog.text
+
+
 def test_the_file_system_of_a_folder(tmp_path: Path) -> None:
     assert file_system_of(Path("/proc/self")) == "proc"
     (mounts := tmp_path / "mounts").write_text(

@@ -1,5 +1,6 @@
 """A program's swap space: made for a new State, opened again after the end of a process, named by commits."""
 
+import json
 import os
 from collections.abc import Mapping
 from functools import partial
@@ -24,7 +25,8 @@ from zfunc.engine.state import Buffers, State
 from zfunc.engine.training_position import optimizer_settings, position_of
 from zfunc.errors import CheckpointError
 from zfunc.runtime.collectives import RankGroup
-from zfunc.runtime.drive_speed import drive_shares
+from zfunc.runtime.cpu_topology import boot_id
+from zfunc.runtime.drive_speed import drive_shares, drive_speeds, remember_speeds
 from zfunc.runtime.host_memory import alloc_host
 
 
@@ -46,21 +48,38 @@ def create_swap(program: Program) -> SwapSpace | None:
     ranks, former = program.ranks, program.cache.swap
     if not program.spec.swaps:
         if program.spec.uses_disk:
-            all_or_none(ranks, partial(check_folders, _folders(program)))
+            measure_drives(program)
         return None
     if former is not None and not former.number:
         close_swap(program)  # it makes room
+    measure_drives(program)
     run = ranks.texts(os.urandom(8).hex())[0]
 
     def make() -> SwapSpace:
         folders = swap_folders(program)
-        check_folders(folders)
         return SwapSpace.create(folders, run=run, shares=drive_shares(folders), **_contents(program))
 
     swap = all_or_none(ranks, make)
     close_swap(program)
     program.cache.swap = swap
     return swap
+
+
+def measure_drives(program: Program) -> None:
+    """Measure the drives of the program's folders: on each host one rank, for all of its ranks. A collective.
+
+    Raises CheckpointError for folders in which nothing can be.
+    """
+    ranks, folders = program.ranks, _folders(program)
+    all_or_none(ranks, partial(check_folders, folders))
+    if len(folders) < 2:
+        return
+    devices = [folder.stat().st_dev for folder in folders]
+    hosts = ranks.texts(f"{boot_id()} {devices}")
+    first = hosts.index(hosts[ranks.rank])
+    speeds = all_or_none(ranks, partial(drive_speeds, folders if ranks.rank == first else ()))
+    of_hosts = ranks.texts(json.dumps([*speeds.items()]))
+    remember_speeds(dict(json.loads(of_hosts[first])))
 
 
 def open_swap(program: Program) -> SwapSpace:
@@ -70,11 +89,9 @@ def open_swap(program: Program) -> SwapSpace:
     """
     ranks = program.ranks
     close_swap(program)
-    make = partial(
-        SwapSpace.open,
-        swap_folders(program),
-        **_contents(program),
-    )
+    if program.spec.grads_on == "disk" or "disk" in program.spec.activations_on:  # files of this life
+        measure_drives(program)
+    make = partial(SwapSpace.open, swap_folders(program), **_contents(program))
     swap = all_or_none(ranks, make)
     common = min(int(number) for number in ranks.texts(str(swap.number)))
     try:

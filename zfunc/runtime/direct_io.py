@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from attrs import define, field, frozen
 
@@ -66,7 +66,8 @@ class DirectFile:
     """A file of fixed size, read and written past the page cache in requests of 8 MiB on a few threads.
 
     `threads` make the requests of a direction; all files of a drive share them. Where the file system refuses
-    O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once.
+    O_DIRECT (`direct` is False), the page cache is used and asked to drop its pages, which is logged once. One that
+    is not `named` is gone with its process.
 
     Any thread may call. The order of transfers of the same bytes is the callers' business.
     """
@@ -75,6 +76,7 @@ class DirectFile:
     nbytes: int
     direct: bool
     threads: int
+    named: bool
     _fd: int
     _device: int
     _users: int = field(default=0, init=False)
@@ -91,15 +93,15 @@ class DirectFile:
     def create(cls, path: Path, nbytes: int, *, named: bool = True, threads: int = THREADS) -> "DirectFile":
         """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
 
-        One that is not `named` is gone with its process, and has no `sync`. Raises DiskError if the file exists,
-        cannot be made or has no room; nothing is left then.
+        One that is not `named` is gone with its process. Raises DiskError if the file exists, cannot be made or has
+        no room; nothing is left then.
         """
         if nbytes <= 0 or nbytes % ALIGNED:
             raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
         with explain_errors(path, f"reserving {format_bytes(nbytes)}"):
             fd = open_reserved(path, nbytes, os.O_RDWR, named=named)
             try:
-                return cls._of(path, fd, threads)
+                return cls._of(path, fd, threads, named=named)
             except BaseException:
                 with suppress(OSError):
                     path.unlink()
@@ -114,7 +116,7 @@ class DirectFile:
             return cls._of(path, fd, threads)
 
     @classmethod
-    def _of(cls, path: Path, fd: int, threads: int) -> "DirectFile":
+    def _of(cls, path: Path, fd: int, threads: int, *, named: bool = True) -> "DirectFile":
         """The file of `fd`, which is closed if that fails."""
         try:
             status = os.fstat(fd)
@@ -131,7 +133,7 @@ class DirectFile:
             raise
         if not direct:
             _tell_once(path, status.st_dev)
-        return cls(path, status.st_size, direct, threads, fd, status.st_dev)
+        return cls(path, status.st_size, direct, threads, named, fd, status.st_dev)
 
     def read(self, into: Memory, offset: int, what: str = "") -> None:
         """Fill `into`, one area of memory or several in their order, with the bytes from `offset`.
@@ -171,7 +173,7 @@ class DirectFile:
             self._call_each("sync", self._sync_data, [self._fd], doing)
             if not self.direct:  # pages are clean now, and can be dropped
                 os.posix_fadvise(self._fd, 0, self.nbytes, os.POSIX_FADV_DONTNEED)
-            if not os.fstat(self._fd).st_nlink:
+            if self.named and not os.fstat(self._fd).st_nlink:
                 raise DiskError(
                     f"{self.path}: got a file that was deleted or replaced, expected it to stay: name a folder "
                     "that nothing else cleans up"
@@ -213,7 +215,7 @@ class DirectFile:
                     self._close()
 
     def _transfer(self, direction: Direction, memory: Memory, offset: int, what: str) -> None:
-        areas = [memory] if isinstance(memory, memoryview) else memory
+        areas = cast("list[memoryview]", [memory]) if isinstance(memory, memoryview) else memory
         self._check_lost()
         self._check_places(areas, offset, what)
         requests = list(_requests(areas, offset))

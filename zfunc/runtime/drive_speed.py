@@ -1,17 +1,23 @@
-"""How fast drives are past the page cache, and the share of each of several in a buffer."""
+"""How fast drives are past the page cache, and the share of each of several in a buffer.
 
+Files that measure have no name: nothing is left of a process that is killed meanwhile.
+"""
+
+import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, explain_errors, pages_for
+from zfunc.units import format_bytes
 
 MEASURED, CHUNK = 512 << 20, 64 << 20  # bytes of the file that `measure` makes, and of a transfer of it
 SECONDS = 0.25  # that it reads, and that it writes, at most
+
+log = logging.getLogger("zfunc")
 
 
 class DriveSpeeds(NamedTuple):
@@ -22,14 +28,19 @@ class DriveSpeeds(NamedTuple):
 
 
 def measure(folder: Path) -> DriveSpeeds:
-    """How fast the drive of `folder` is, in about a second. Raises DiskError without room for MEASURED bytes."""
-    with (
-        explain_errors(folder, "measuring its drive"),
-        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
-    ):
-        file = DirectFile.create(Path(temporary) / "measured", MEASURED)
-        with closing(file), pages_for(CHUNK) as pages, memoryview(pages) as data:
-            pages[:] = os.urandom(1 << 20) * (CHUNK >> 20)  # some drives compress
+    """How fast the drive of `folder` is, in about a second.
+
+    The file takes MEASURED bytes, or half of what is free if that is less, which is logged. Raises DiskError where
+    none can be made.
+    """
+    with explain_errors(folder, "measuring its drive"):
+        size, chunk = _sizes(folder)
+        with (
+            closing(_unnamed(folder, size)) as file,
+            pages_for(chunk) as pages,
+            memoryview(pages) as data,
+        ):
+            pages[:] = (os.urandom(1 << 20) * -(-chunk >> 20))[:chunk]  # some drives compress
             file.sync()
             _speed(file, file.write, data)  # the first time file systems also note that there is something
             write = _speed(file, file.write, data)
@@ -41,32 +52,55 @@ def drive_shares(folders: Sequence[Path]) -> tuple[int, ...]:
 
     Several drives are measured; folders on one drive share its speed. Raises as `measure`.
     """
-    drives = [folder.stat().st_dev for folder in folders]
-    if len(set(drives)) < 2:
+    if not (of_drives := drive_speeds(folders)):
         return (1,) * len(folders)
-    speeds = [_drive_speed(x, drive) / drives.count(drive) for x, drive in zip(folders, drives, strict=True)]
+    drives = [folder.stat().st_dev for folder in folders]
+    speeds = [of_drives[drive] / drives.count(drive) for drive in drives]
     return tuple(max(1, round(1000 * x / sum(speeds))) for x in speeds)
+
+
+def drive_speeds(folders: Sequence[Path]) -> dict[int, float]:
+    """Bytes a second that are read and written again, by device; none for one drive, which is not measured.
+
+    A process measures each once, unless `remember_speeds` has told it before.
+    """
+    drives = {folder.stat().st_dev: folder for folder in reversed(folders)}
+    if len(drives) < 2:
+        return {}
+    for device in drives.keys() - _speeds.keys():
+        read, write = measure(drives[device])
+        _speeds[device] = 1 / (1 / read + 1 / write)
+    return {device: _speeds[device] for device in drives}
+
+
+def remember_speeds(speeds: Mapping[int, float]) -> None:
+    """Those of `drive_speeds` in another process of this host."""
+    _speeds.update(speeds)
 
 
 def is_direct(folder: Path) -> bool:
     """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
-    with (
-        explain_errors(folder, "trying O_DIRECT"),
-        TemporaryDirectory(dir=folder, prefix=".zfunc-") as temporary,
-        closing(DirectFile.create(Path(temporary) / "page", ALIGNED)) as file,
-    ):
+    with explain_errors(folder, "trying O_DIRECT"), closing(_unnamed(folder, ALIGNED)) as file:
         return file.direct
 
 
-_speeds: dict[int, float] = {}  # of drives by device: a process measures each once
+def _unnamed(folder: Path, nbytes: int) -> DirectFile:
+    return DirectFile.create(folder / f".zfunc-{os.urandom(8).hex()}", nbytes, named=False)
 
 
-def _drive_speed(folder: Path, device: int) -> float:
-    """Bytes a second that are read and written again."""
-    if device not in _speeds:
-        read, write = measure(folder)
-        _speeds[device] = 1 / (1 / read + 1 / write)
-    return _speeds[device]
+def _sizes(folder: Path) -> tuple[int, int]:
+    """Bytes of the file and of a transfer."""
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
+    if free >= 2 * MEASURED:
+        return MEASURED, CHUNK
+    chunk = max(ALIGNED, min(CHUNK, free // 2) // ALIGNED * ALIGNED)
+    size = max(chunk, min(MEASURED, free // 2) // chunk * chunk)
+    log.info("%s: %s are free: its drive is measured with %s", folder, *map(format_bytes, (free, size)))
+    return size, chunk
+
+
+_speeds: dict[int, float] = {}  # of drives by device
 
 
 def _speed(file: DirectFile, transfer: Callable[[memoryview, int], None], data: memoryview) -> float:

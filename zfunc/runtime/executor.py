@@ -102,10 +102,14 @@ class RunningStep:
     lock: threading.Lock = field(factory=threading.Lock)
     one_at_a_time: threading.Lock = field(factory=threading.Lock)  # on the device, in debug mode
     failure: BaseException | None = None
-    running: dict[str, str] = field(factory=dict)  # lane -> operation
-    waiting: dict[str, str] = field(factory=dict)  # lane -> operation that it waits for the device to finish
-    spans: list[tuple[int, float, float]] = field(factory=list)  # position, seconds since the origin
-    timed: dict[int, tuple[torch.Event, torch.Event]] = field(factory=dict)
+    running: dict[str, str] = field(factory=dict[str, str])  # lane -> operation
+    # lane -> operation that it waits for the device to finish
+    waiting: dict[str, str] = field(factory=dict[str, str])
+    # position, seconds since the origin
+    spans: list[tuple[int, float, float]] = field(factory=list[tuple[int, float, float]])
+    timed: dict[int, tuple[torch.Event, torch.Event]] = field(
+        factory=dict[int, tuple[torch.Event, torch.Event]]
+    )
 
 
 @frozen

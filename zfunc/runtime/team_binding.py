@@ -43,7 +43,8 @@ def bind_team(slots: Sequence[NumaSlot]) -> bool:
 
     @ctypes.CFUNCTYPE(None, ctypes.c_void_p)
     def bind(_: Any) -> None:
-        os.sched_setaffinity(0, slots[rank_of()].cpus)  # 0 is the thread that calls
+        rank: int = rank_of()
+        os.sched_setaffinity(0, slots[rank].cpus)  # 0 is the thread that calls
 
     parallel(bind, None, ctypes.c_uint(len(slots)), ctypes.c_uint(0))
     return True
