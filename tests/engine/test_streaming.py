@@ -326,12 +326,17 @@ def test_each_rank_keeps_its_share_of_frozen_parameters(
     params_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the rest of a slice is padding, which has no parameter."""
-    monkeypatch.setattr(compiling, "_ranks", lambda _: ThreadedRanks.all(2)[1])
-    program, _ = trained.compiled("frozen below", stage=3, params_on=params_on)
-    layout, buffers = program.layout, zfunc.init(program).buffers
-    frozen = [x for b, x in buffers.weights.items() if b >= len(layout.buckets)]
-    assert 2 * sum(x.flat.numel() for x in frozen) == layout.frozen_numel > 0
-    assert not any(x.views for x in buffers.weights.values())
+    programs = []
+    for ranks in ThreadedRanks.all(2):
+        monkeypatch.setattr(compiling, "_ranks", lambda _, ranks=ranks: ranks)
+        programs.append(trained.compiled("frozen below", stage=3, params_on=params_on)[0])
+    with ThreadPoolExecutor(2) as threads:
+        states = list(threads.map(zfunc.init, programs))
+    for program, state in zip(programs, states, strict=True):
+        layout, weights = program.layout, state.buffers.weights
+        frozen = [x for b, x in weights.items() if b >= len(layout.buckets)]
+        assert 2 * sum(x.flat.numel() for x in frozen) == layout.frozen_numel > 0
+        assert not any(x.views for x in weights.values())
 
 
 @pytest.mark.parametrize("job", ["", "--tied --micro-batches 2", "--num-layers 1 --micro-batches 4"])
