@@ -1,7 +1,11 @@
 """A run with its state on the disk: its swap space is its checkpoint."""
 
+import errno
 import os
+import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +119,45 @@ def test_bad_swap_spaces_are_one_line(capsys: pytest.CaptureFixture[str], in_mem
         assert message in err
         assert err.count("\n") == 1
     assert files("one") == before
+
+
+FAILURES = {  # the call, its error, whose, and from which number on
+    "no room at the beginning": ("posix_fallocate", errno.ENOSPC, 1, 2),
+    "EIO in a step": ("pwritev", errno.EIO, 1, 60),
+    "EIO in a commit": ("fdatasync", errno.EIO, 0, 14),
+}
+
+
+def torchrun(*more: object, fails: tuple[object, ...] = ("pwritev", 5, 9, 1)) -> tuple[int, str, list[str]]:
+    """The exit code of a training on two ranks, what it printed, and the line of each rank that it ended with."""
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2)
+    failing_drive = Path(__file__).parents[1] / "failing_drive.py"
+    words = (failing_drive, *fails, "train", *small_trainings.ON_DATA, *JOB, "--stage", 3, *more)
+    command = [sys.executable, *map(str, (*launch, *words))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ends = sorted(re.findall(r"^zfunc train: (rank \d: error: .*)", done.stderr, re.M))
+    return done.returncode, done.stdout, ends
+
+
+@pytest.mark.slow  # of threads and of processes: test_disk_faults, test_disk_ranks
+def test_torchrun_ends_with_a_line_of_each_rank_and_resumes_after_a_drive_failed() -> None:
+    names = [f"{kind}-{n}" for n in range(len(FAILURES) + 1) for kind in ("one", "two")]
+    for name in names:
+        Path(name).mkdir()
+    given = ("--state-on", "disk", "--params-on", "disk", "--grads-on", "disk", "--resume", "auto")
+
+    def job(n: int) -> tuple[object, ...]:
+        return (*given, "--out", f"run-{n}", "--swap", f"one-{n}", "--swap", f"two-{n}")
+
+    assert torchrun(*job(0))[::2] == (0, [])
+    for n, failure in enumerate(FAILURES.values(), 1):
+        code, _, ends = torchrun(*job(n), fails=failure)
+        assert (code, [x[:14] for x in ends]) == (1, ["rank 0: error:", "rank 1: error:"]), ends
+        for said in ends:
+            assert re.search(rf"(one|two)-{n}/.*: got '{os.strerror(failure[1])}' while ", said), said
+            assert "use another" in said or "free some space" in said
+        code, out, ends = torchrun(*job(n))
+        assert (code, ends) == (0, []), ends
+        assert ("goes on after step" in out) == (failure[0] != "posix_fallocate")
+        assert losses(f"run-{n}")[-1] == losses("run-0")[-1]
+        assert summary(f"run-{n}")["held_out_bits_per_byte"] == summary("run-0")["held_out_bits_per_byte"]
