@@ -18,8 +18,8 @@ import zfunc
 from zfunc.core.layout import make_layout, resident_buckets
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.spec import ALLOCATION
-from zfunc.engine import offload_ratio as partial
-from zfunc.engine.offload_ratio import share_on_host
+from zfunc.engine import fit_to_memory as partial
+from zfunc.engine.fit_to_memory import share_on_host
 from zfunc.engine.program import Program
 from zfunc.errors import OutOfMemory
 

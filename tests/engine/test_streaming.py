@@ -21,7 +21,7 @@ from benchmarks.streaming import measure, parser
 from zfunc.checkpoint.export import export_weights
 from zfunc.core.settings import CHOICES, StepSettings
 from zfunc.engine import compile as compiling
-from zfunc.engine import offload_ratio
+from zfunc.engine import fit_to_memory
 from zfunc.engine.cost_trace import AllocationTracker
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
@@ -239,7 +239,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     """On a CPU, the host's memory is the device's: there, parameters in bf16 need no copy beside their masters."""
 
     def free(nbytes: int, **settings: Any) -> tuple[str, ...]:
-        monkeypatch.setattr(offload_ratio, "available_host_bytes", lambda: nbytes)
+        monkeypatch.setattr(fit_to_memory, "available_host_bytes", lambda: nbytes)
         chosen = zfunc.compile(
             segments, device="cpu", example=batch(0), precision="bf16", **settings
         ).settings
@@ -249,7 +249,7 @@ def test_automatic_is_the_nearest_place_where_a_step_fits(
     program, batch = trained.compiled("pairs", precision="bf16")
     segments = program.segments
     on_device = sum(peak.nbytes for peak in specialize(program, batch(0)).memory.values())
-    enough = int(on_device / (1 - offload_ratio.HEADROOM)) + 1
+    enough = int(on_device / (1 - fit_to_memory.HEADROOM)) + 1
     assert free(enough, params_on="auto") == ("device",)
     assert free(enough - 2, params_on="auto") == ("host",)
     assert free(1, params_on="auto", activations_on="auto") == ("host", "host")
@@ -267,7 +267,7 @@ def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.Monk
     """The rank with the least of it decides, and parameters on the hosts of several ranks are sliced."""
     every, free = ThreadedRanks.all(2), [1 << 60, 0]
     monkeypatch.setattr(compiling, "_ranks", lambda _: every[0])
-    monkeypatch.setattr(offload_ratio, "_room", lambda program: (0, free[program.ranks.rank]))
+    monkeypatch.setattr(fit_to_memory, "_room", lambda program: (0, free[program.ranks.rank]))
     automatic = StepSettings(precision="bf16", params_on="auto", activations_on="auto").placed(
         len(every), disk=False
     )
@@ -280,7 +280,7 @@ def test_ranks_of_unequal_memory_choose_the_same_places(monkeypatch: pytest.Monk
 
     def choose(rank: int) -> StepSettings:
         ways = [partial(evolve, program, ranks=every[rank]) for program in programs]
-        return offload_ratio.first_that_fits(ways, rows).settings
+        return fit_to_memory.first_that_fits(ways, rows).settings
 
     for room in (*needed, 0):
         free[1] = room

@@ -9,7 +9,7 @@
     cost_trace              FLOPs and bytes of a segment, traced without data
     compile                 segments and settings -> Program
     step_spec               settings -> `StepSpec`; checks of a recipe
-    offload_ratio           how much of the optimizer's state stays on the device
+    fit_to_memory           the offload ratio and the places that fit, where settings are "auto"
     program                 `Program`: the verified plan, staging buffers, checks of memory
     specialize              a program for the shapes of a batch
     disk_memory             what lives on the disk: a state in a slot at a time, spilled gradients

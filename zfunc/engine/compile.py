@@ -20,7 +20,7 @@ from zfunc.core.layout import Layout, Parameter
 from zfunc.core.optimizer_state import Moments
 from zfunc.core.recipes import Recipe, recipe_of
 from zfunc.core.settings import DISK, TIERS_OF, Recompute, StepSettings, settings_with, takes_settings
-from zfunc.engine.offload_ratio import first_that_fits, fit_to_memory, log_offload
+from zfunc.engine.fit_to_memory import first_that_fits, fit_to_memory, log_offload
 from zfunc.engine.program import Program, ProgramCache, make_plan
 from zfunc.engine.segment import Segment, check_memory_apart, gradient_hooks, refuse_hooks
 from zfunc.engine.specialize import specialize

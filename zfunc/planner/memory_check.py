@@ -10,7 +10,7 @@ from attrs import evolve
 
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.settings import StepSettings
-from zfunc.engine.offload_ratio import share_on_host
+from zfunc.engine.fit_to_memory import share_on_host
 from zfunc.engine.program import Program
 from zfunc.engine.specialize import specialize
 from zfunc.errors import OutOfMemory

@@ -1,4 +1,4 @@
-"""What fits on the device: how much of the optimizer state, whether parameters and activations; the log of it."""
+"""The offload ratio and the places that fit device and host, where settings are "auto"; the log of it."""
 
 import logging
 from bisect import bisect_left
