@@ -15,10 +15,11 @@ from zfunc.models.gpt import GPTConfig, modules
 Batch = tuple[Any, Any]
 
 
-def tied_gpt(dropout: float = 0.0) -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
+def tied_gpt(dropout: float = 0.0, num_layers: int = 3) -> tuple[list[zfunc.Segment], Callable[[int], Batch]]:
     """A GPT-2: tied embedding, tokens in, 64 of vocabulary."""
     config = GPTConfig(
-        vocab_size=64, seq_length=16, num_layers=3, hidden_size=32, num_attention_heads=2, dropout=dropout
+        **{"vocab_size": 64, "seq_length": 16, "num_layers": num_layers, "hidden_size": 32},
+        **{"num_attention_heads": 2, "dropout": dropout},
     )
     torch.manual_seed(0)
     tied = {"out.weight": "embed.tok.weight"}

@@ -17,7 +17,7 @@ import pretend
 import torch
 import torch.distributed as dist
 from device_training import compiled, run
-from forked import fork
+from forked import fork, warm
 from zfunc.schedules import make_schedule
 
 import zfunc
@@ -119,7 +119,7 @@ def rank_main(scenario: str, rank: int, folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+    warm()
     pids = []
     for scenario in ("bits", "dies", "gathers", "fails", "late"):
         for rank in range(WORLD):

@@ -141,14 +141,15 @@ def assert_own(model: Any, *, rounding: float, **settings: Any) -> None:
 
 @every_config
 def test_loss_and_every_gradient_are_the_models_own(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert_own(random_model(name), rounding=1e-5)
+    """One of each family by traced passes, the others, whose positions or windows differ, by plain ones."""
+    first = next(x for x in CONFIGS if type(CONFIGS[x]()) is type(CONFIGS[name]()))
+    assert_own(random_model(name), rounding=1e-5, recompute="all" if name == first else "none")
     assert "cannot be traced" not in caplog.text
 
 
-@pytest.mark.parametrize("recompute", ["none", "min-cut"])
-@pytest.mark.parametrize("name", ["Qwen2", "Gemma 2"])
-def test_gradients_do_not_depend_on_recomputation(name: str, recompute: Any) -> None:
-    assert_own(random_model(name), rounding=1e-4, recompute=recompute)
+@pytest.mark.parametrize("name", ["Gemma 2", pytest.param("Qwen2", marks=pytest.mark.slow)])
+def test_gradients_do_not_depend_on_recomputation(name: str) -> None:
+    assert_own(random_model(name), rounding=1e-4, recompute="min-cut")
 
 
 def test_a_layer_with_a_config_of_its_own_keeps_its_window() -> None:
@@ -267,8 +268,8 @@ def test_meta_models_get_real_constants_and_initial_values(name: str) -> None:
     assert not torch.equal(table, next(iter(cut[0].initial(4).values())))
     assert 0.018 < float(table[1:].std()) < 0.022  # initializer_range
     program = compiled(cut)
-    _, metrics = zfunc.train_step(program, zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:]))
-    assert 3 < metrics.loss < 6
+    loss = zfunc.evaluate(program, zfunc.init(program), (tokens()[:, :-1], tokens()[:, 1:]))
+    assert 3 < loss < 6
 
 
 def test_unsupported_models_are_refused_with_what_to_do() -> None:
