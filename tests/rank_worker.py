@@ -21,7 +21,7 @@ from zfunc.engine.program import Program, rescheduled
 from zfunc.optim.loss_scale import LossScale
 from zfunc.runtime.executor import Jitter
 
-STEPS = {"fp32": 25}  # of the first setting; FEWER of the others
+STEPS = {"fp32": 12}  # of the first setting; FEWER of the others
 FEWER = 6
 TIED = {"model": "pairs", "precision": "fp32", "bucket_size": 40}
 SETTINGS: dict[str, dict[str, Any]] = {

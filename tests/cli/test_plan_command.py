@@ -259,11 +259,12 @@ def test_what_was_found_can_be_typed_wherever_a_line_ends(
     best = attrs.evolve(model.planned.step.settings, schedule=schedule, offload_ratio=0.0, speculate=3)
     planned = attrs.evolve(model.planned, step=attrs.evolve(model.planned.step, settings=best))
     searched = attrs.evolve(model, settings=attrs.evolve(model.settings, schedule="auto"), planned=planned)
+    parser = make_parser(COMMANDS)[1]["train"]
     for width in range(40, 130):
         monkeypatch.setattr("zfunc.cli.commands.plan.WIDTH", width)
         paragraph = next(x for x in plan_text(searched).split("\n\n") if x.startswith("as options of"))
         lead, _, options = paragraph.partition(":")
-        typed = make_parser(COMMANDS)[1]["train"].parse_args(options.split())
+        typed = parser.parse_args(options.split())
         assert (typed.schedule, typed.host_slots, typed.offload_ratio) == (schedule, 2, "0")
         assert (typed.speculate, typed.bucket_size) == (3, 50_000_000)
         assert ("which orders for round numbers" in " ".join(lead.split())) == (schedule == "CriticalPath")

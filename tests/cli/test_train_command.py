@@ -128,7 +128,7 @@ def test_a_kill_leaves_every_step_readable_and_a_run_that_goes_on() -> None:
 
 def test_on_a_terminal_there_is_a_panel() -> None:
     ours, theirs = pty.openpty()
-    running = start("--steps", 150, "--out", "run", stdin=theirs, stdout=theirs, stderr=theirs)
+    running = start("--steps", 60, "--out", "run", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = b"".join(_read(ours)).decode()
     assert running.wait(timeout=60) == 0

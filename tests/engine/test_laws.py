@@ -255,7 +255,7 @@ def from_layout(layout: list[list[tuple[str, tuple[int, ...], bool]]]) -> list[z
     st.sampled_from(["fp32", "bf16", "fp16"]),
     st.integers(0, 5),
 )
-@examples(max_examples=20)
+@examples(max_examples=10)
 def test_2_and_10_on_any_layout(
     layout: Any, bucket_size: int, micro_batches: int, clip: float | None, precision: Any, seed: int
 ) -> None:

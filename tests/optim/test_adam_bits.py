@@ -126,7 +126,7 @@ def test_step_after_step(moments: str, where: str) -> None:
     [*(("fp32", x, x) for x in TYPES), *((x, torch.bfloat16, torch.float16) for x in MOMENTS if x != "fp32")],
 )
 def test_many_elements_on_many_threads(moments: str, grad: torch.dtype, out: torch.dtype, where: str) -> None:
-    n = (1 << 20) + 1
+    n = STREAMED
     state = fresh(n, moments)
     assert all(x.data_ptr() % 64 == 0 for x in buffers(copied(state)))  # else nothing would bypass the caches
     check(state, gradient(n, grad), where, out=out, threads=(1, 2, 3, 4), **DECAYS["decoupled"])

@@ -123,8 +123,9 @@ def check(
 def test_sizes_types_and_threads(name: str, moments: Moments) -> None:
     optimizer = of(name, moments)
     for i, n in enumerate([0, 1, 15, 63, 64, 65, 127, 128, 129, 1000, 40_001]):
-        for grad, out in itertools.product(TYPES, [None, *TYPES]):
-            if n > 1000 and out not in (None, grad):
+        for k, (grad, out) in enumerate(itertools.product(TYPES, [None, *TYPES])):
+            pairs = (i + k // 4 + k) % 2 == 0  # each two of size, gradient and copy meet
+            if (n > 1000 and out not in (None, grad)) or not pairs:
                 continue
             threads = (1, 2, 3) if n > 1000 else (1,)
             state = fresh(n, optimizer.state_format())
