@@ -81,6 +81,36 @@ cdef extern from "_one_buffer_kernel.h" nogil:
     int ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16, ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
     void zf_one(zf_one_args *args, size_t n, int threads, int isa)
 
+cdef extern from "_adafactor_kernel.h" nogil:
+    ctypedef struct zf_weights:
+        void *master
+        int16_t *low
+    ctypedef struct zf_factor_args:
+        const void *grad
+        int grad_type
+        size_t rows, columns
+        float grad_scale, grad_floor
+        float *row_largest
+        float *column_largest
+        const double *row_unit
+        const double *column_unit
+        double *row_sum
+        double *column_sum
+        const float *left
+        const float *right
+        float limit
+        double *direction_squares
+        double *weight_squares
+        zf_weights weights
+        zf_weights into
+        void *out
+        int out_type, decays
+        float rate, decay
+    void zf_largest(zf_factor_args *args, size_t n, int threads, int isa)
+    void zf_factor_sums(zf_factor_args *args, size_t n, int threads, int isa)
+    void zf_factor_squares(zf_factor_args *args, size_t n, int threads, int isa)
+    void zf_factored(zf_factor_args *args, size_t n, int threads, int isa)
+
 
 NONE, FP32, BF16, FP16 = ZF_NONE, ZF_FP32, ZF_BF16, ZF_FP16
 NO_DECAY, DECOUPLED, L2 = ZF_NO_DECAY, ZF_DECOUPLED, ZF_L2
@@ -230,6 +260,106 @@ def one_buffer_update(
     args.eps, args.initial = <float>eps, <float>initial
     with nogil:
         zf_one(&args, n, threads, use)
+
+
+cdef zf_factor_args factor_args(matrix):
+    cdef zf_factor_args args
+    cdef uintptr_t grad = matrix[0]
+    args.grad, args.grad_type = <const void *>grad, matrix[1]
+    args.rows, args.columns = matrix[2], matrix[3]
+    args.grad_scale, args.grad_floor = <float><double>matrix[4], <float><double>matrix[5]
+    return args
+
+
+cdef zf_weights weights_at(addresses):
+    cdef zf_weights weights
+    cdef uintptr_t master = addresses[0], low = addresses[1]
+    weights.master, weights.low = <void *>master, <int16_t *>low
+    return weights
+
+
+def factor_largest(
+    matrix,                  # IN    (gradient [n], its type, rows, columns, grad_scale, grad_floor), as all below
+    size_t n,                # a multiple of rows * columns: as many matrices
+    uintptr_t rows,          # OUT   [n / columns] fp32, 0 before
+    uintptr_t columns,       # OUT   [n / rows] fp32, 0 before
+    int threads,
+    int isa=-1,
+):
+    """The largest gradient of every row and of every column, by size."""
+    cdef zf_factor_args args = factor_args(matrix)
+    cdef int use = checked_isa(isa)
+    args.row_largest, args.column_largest = <float *>rows, <float *>columns
+    with nogil:
+        zf_largest(&args, n, threads, use)
+
+
+def factor_sums(
+    matrix,
+    size_t n,
+    uintptr_t row_unit,      # IN    [n / columns] double
+    uintptr_t column_unit,   # IN    [n / rows] double
+    uintptr_t rows,          # OUT   [n / columns] double, 0 before
+    uintptr_t columns,       # OUT   [n / rows] double, 0 before
+    int threads,
+    int isa=-1,
+):
+    """The exact sums of the squares of every row and of every column, rounded as their units say."""
+    cdef zf_factor_args args = factor_args(matrix)
+    cdef int use = checked_isa(isa)
+    args.row_unit, args.column_unit = <const double *>row_unit, <const double *>column_unit
+    args.row_sum, args.column_sum = <double *>rows, <double *>columns
+    with nogil:
+        zf_factor_sums(&args, n, threads, use)
+
+
+def factor_squares(
+    matrix,
+    size_t n,
+    uintptr_t left,          # IN    [n / columns] fp32
+    uintptr_t right,         # IN    [n / rows] fp32
+    double limit,            # IN    of their products
+    weights,                 # IN    addresses: [n] fp32, 0; or the halves of a split master
+    uintptr_t direction,     # OUT   [ceil(n / 64)] double
+    uintptr_t of_weights,    # OUT   [ceil(n / 64)] double
+    int threads,
+    int isa=-1,
+):
+    """Sums of squares of every 64 elements: of the direction of an update, and of the weights."""
+    cdef zf_factor_args args = factor_args(matrix)
+    cdef int use = checked_isa(isa)
+    args.left, args.right, args.limit = <const float *>left, <const float *>right, <float>limit
+    args.weights = weights_at(weights)
+    args.direction_squares, args.weight_squares = <double *>direction, <double *>of_weights
+    with nogil:
+        zf_factor_squares(&args, n, threads, use)
+
+
+def factored_update(
+    matrix,
+    size_t n,
+    uintptr_t left,          # IN    [n / columns] fp32
+    uintptr_t right,         # IN    [n / rows] fp32
+    double limit,            # IN    of their products
+    weights,                 # IN    addresses: [n] fp32, 0; or the halves of a split master
+    into,                    # OUT   as `weights`, which they may be
+    uintptr_t out,           # OUT   [n] of out_type, or 0
+    int out_type,            # IN    NONE, FP32, BF16, FP16
+    bint decays,             # IN    whether weights decay
+    double rate,
+    double decay,
+    int threads,
+    int isa=-1,
+):
+    """Move weights along the direction; see adafactor_reference.py for what the sweeps compute together."""
+    cdef zf_factor_args args = factor_args(matrix)
+    cdef int use = checked_isa(isa)
+    args.left, args.right, args.limit = <const float *>left, <const float *>right, <float>limit
+    args.weights, args.into = weights_at(weights), weights_at(into)
+    args.out, args.out_type, args.decays = <void *>out, out_type, decays
+    args.rate, args.decay = <float>rate, <float>decay
+    with nogil:
+        zf_factored(&args, n, threads, use)
 
 
 def accumulate(

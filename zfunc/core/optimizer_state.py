@@ -22,11 +22,16 @@ T = TypeVar("T")
 
 @frozen
 class StateBuffer:
-    """A buffer of the optimizer state: its dtype, and how many parameters share an element."""
+    """A buffer of the optimizer state: its dtype, and how many parameters share an element.
+
+    An optimizer with a `whole` one updates each parameter by itself: its `host_update` and `device_update` get the
+    `shape` of one parameter, and what that has of each buffer.
+    """
 
     name: str
     dtype: Dtype
     shared: int = 1
+    whole: bool = False
 
     def numel(self, parameters: int) -> int:
         """The number of elements for `parameters`."""
@@ -55,6 +60,17 @@ def _of_one_buffer(kind: str, name: str) -> dict[str, tuple[StateBuffer, ...]]:
     }
 
 
+def _of_adafactor() -> dict[str, tuple[StateBuffer, ...]]:
+    """Adafactor's: 4.06 bytes a parameter, or 8 of vectors and small matrices, whose variance is as long as they."""
+    factored = StateBuffer("row_col_variance", "fp32", shared=ALIGNMENT, whole=True)
+    formats: dict[str, tuple[StateBuffer, ...]] = {}
+    for moments in MOMENTS:
+        weights = _MASTER if moments == "fp32" else _SPLIT
+        formats[f"adafactor-{moments}"] = (*weights, factored)
+        formats[f"adafactor-small-{moments}"] = (*weights, StateBuffer("variance", "fp32", whole=True))
+    return formats
+
+
 STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "fp32": (
         StateBuffer("master", "fp32"),
@@ -75,6 +91,7 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     **_of_one_buffer("sgd", "momentum_buffer"),
     **_of_one_buffer("lion", "exp_avg"),
     **_of_one_buffer("adagrad", "sum"),
+    **_of_adafactor(),
 }
 """The formats by name. The first four are Adam's: 12, 12, 8 and 6.03 bytes a parameter. SGD without momentum keeps
 the weights alone: 4 bytes.
@@ -102,6 +119,11 @@ ADAM_FORMATS = (*get_args(AdamFormat), *FORMER_FORMATS)
 def stored_buffers(name: str) -> tuple[StateBuffer, ...]:
     """The buffers of any format that a checkpoint may have."""
     return (STATE_FORMATS if name in STATE_FORMATS else FORMER_FORMATS)[name]
+
+
+def needs_whole_parameters(name: str) -> bool:
+    """Whether an update of this state reads all of a parameter to change any of it."""
+    return any(x.whole for x in STATE_FORMATS[name])
 
 
 def weight_buffers(name: str) -> tuple[str, ...]:

@@ -1,0 +1,189 @@
+"""Adafactor as a value with checked settings. `adafactor_reference` defines an update."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from attrs import evolve
+from torch import Tensor
+
+from zfunc.core.decision import StepDecision
+from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
+from zfunc.errors import CheckpointError
+from zfunc.optim.adafactor_reference import AdafactorFactors, Matrices, adafactor_factors, matrices_of
+from zfunc.optim.argument_checks import checked_finite, refuse
+from zfunc.optim.compact import as_array, as_tensor
+from zfunc.optim.compact_reference import join, split
+from zfunc.optim.device_adafactor import adafactor_workspace, device_adafactor_
+from zfunc.optim.host_adafactor import host_adafactor_
+from zfunc.optim.optimizer_settings import (
+    Decay,
+    LearningRate,
+    at_least_0,
+    check_moments_and_decay,
+    decay_all,
+    lr_at_step,
+    lr_setting,
+)
+from zfunc.runtime.torch_dtypes import TORCH_DTYPES
+from zfunc.values import FLOAT32_MAX
+
+BLOCK = 64  # elements for which a large matrix has room for one mean of a row or column
+FP32_EPS = 2.0**-23
+
+
+def _eps(value: Any) -> tuple[float, float]:
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        refuse(ValueError, "eps", repr(value), "two numbers", "pass such as (1e-7, 1e-3)")
+    first, second = value
+    return (
+        checked_finite("eps[0]", FP32_EPS if first is None else first, minimum=0.0),
+        checked_finite("eps[1]", second, minimum=0.0),
+    )
+
+
+@attrs.frozen
+class Adafactor:
+    """Adafactor (Shazeer & Stern 2018), with the settings and the meaning of `torch.optim.Adafactor`.
+
+    Of a matrix it keeps the means of the squared gradients of every row and column, of a vector all of them. A step
+    is relative to the size (root mean square) of a parameter, but at least `eps[1]`, times min(lr, 1 / sqrt(step));
+    updates whose size is above `d` are scaled down to it. The means decay by 1 - step**beta2_decay. `eps[0]` bounds
+    what small gradients are divided by; None is float32's, 2^-23. Weight decay is decoupled: lr * weight_decay.
+
+    `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
+    applies to a parameter. `moments` is the format of the weights, since what is kept beside them is always fp32, at
+    4.06 bytes a parameter: "fp32" the master, "16bit" and "8bit" its two exact halves, one of which a device that
+    computes in bf16 gets as it is. Vectors and small matrices take 8.
+
+    Raises ValueError or TypeError for values out of range.
+
+    >>> Adafactor(lr=1e-2, moments="16bit").state_format()
+    'adafactor-16bit'
+    """
+
+    lr: LearningRate = attrs.field(default=1e-2, converter=lr_setting)
+    beta2_decay: float = attrs.field(default=-0.8, kw_only=True)
+    eps: tuple[float, float] = attrs.field(default=(None, 1e-3), kw_only=True, converter=_eps)
+    d: float = attrs.field(default=1.0, kw_only=True)
+    weight_decay: float = attrs.field(default=0.0, kw_only=True, converter=at_least_0("weight_decay"))
+    decay: Decay = attrs.field(default=decay_all, kw_only=True)
+    moments: Moments = attrs.field(default="fp32", kw_only=True)
+
+    @beta2_decay.validator  # pyright: ignore
+    def _check_beta2_decay(self, _: object, value: Any) -> None:
+        if checked_finite("beta2_decay", value) > 0:
+            refuse(ValueError, "beta2_decay", repr(value), "a number of at most 0", "pass such as -0.8")
+
+    @d.validator  # pyright: ignore
+    def _check_d(self, _: object, value: Any) -> None:
+        checked_finite("d", value, minimum=1.0)
+
+    def __attrs_post_init__(self) -> None:
+        """Check what the fields do not check themselves; a schedule's values are checked at each step."""
+        check_moments_and_decay(self.moments, self.decay)
+        if not callable(self.lr):
+            self._step_factors(StepDecision(False, 1.0, 1, self.factors(1)), 0)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, counted from 1; TypeError or ValueError where the schedule returns none."""
+        return lr_at_step(self.lr, step)
+
+    def group(self, name: str, shape: tuple[int, ...]) -> int:
+        """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
+        matrices = matrices_of(shape)
+        small = sum(matrices.kept) > -(-matrices.count * matrices.rows * matrices.columns // BLOCK)
+        return int(not self.decay(name, shape)) + 2 * small
+
+    def state_format(self, group: int = 0) -> str:
+        """A row of `zfunc.core.optimizer_state.STATE_FORMATS`."""
+        return f"adafactor-{'small-' if group & 2 else ''}{self.moments}"
+
+    def with_moments(self, moments: Moments, *, split_master: bool) -> "Adafactor":
+        """The same optimizer with its weights in another format."""
+        del split_master
+        return evolve(self, moments=moments)
+
+    def factors(self, step: int) -> dict[str, Any]:
+        """The learning rate of step `step`, counted from 1."""
+        return {"lr": self.lr_at(step)}
+
+    def describe(self) -> dict[str, Any]:
+        """The settings that are constant over all steps."""
+        settings = {
+            name: getattr(self, name) for name in ("beta2_decay", "eps", "d", "weight_decay", "moments")
+        }
+        return {**settings, "eps": [*self.eps]}
+
+    def host_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        shape: tuple[int, ...],
+        out: Tensor | None = None,
+        into: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """The update of one parameter by the compiled kernel (`zfunc.optim.host_adafactor`)."""
+        host_adafactor_(state, grad, out=out, into=into, **self.arguments(decision, group, shape))
+
+    def device_update(
+        self,
+        state: Mapping[str, Tensor],
+        grad: Tensor,
+        decision: StepDecision,
+        *,
+        group: int,
+        shape: tuple[int, ...],
+        out: Tensor | None = None,
+    ) -> None:
+        """The same update, to the bit, in torch operations (`zfunc.optim.device_adafactor`)."""
+        device_adafactor_(state, grad, out=out, **self.arguments(decision, group, shape))
+
+    def device_workspace(self, numel: int) -> int:
+        """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
+        return adafactor_workspace(numel)
+
+    def convert_state(
+        self, state: Mapping[str, Tensor], state_format: str, step: int, *, group: int = 0
+    ) -> dict[str, Tensor]:
+        """From another format of Adafactor's, exactly; CheckpointError for one of another optimizer."""
+        del step
+        wanted = self.state_format(group)
+        if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
+            raise CheckpointError(
+                f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
+                "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
+            )
+        arrays = {name: as_array(x) for name, x in state.items()}
+        p = arrays["master"] if "master" in state else join(arrays[HIGH_HALF], arrays["master_low"])
+        kinds = stored_buffers(wanted)
+        values = [*([p] if len(kinds) == 2 else split(p)), arrays[kinds[-1].name]]
+        return {
+            x.name: as_tensor(value).view(TORCH_DTYPES[x.dtype])
+            for x, value in zip(kinds, values, strict=True)
+        }
+
+    def arguments(self, decision: StepDecision, group: int, shape: tuple[int, ...]) -> dict[str, Any]:
+        """What both kernels take besides tensors."""
+        return {
+            "state_format": self.state_format(group),
+            "matrices": matrices_of(shape),
+            "factors": self._step_factors(decision, group),
+        }
+
+    def _step_factors(self, decision: StepDecision, group: int) -> AdafactorFactors:
+        """The scalars of a step; ValueError for one that float32 cannot hold."""
+        factors = adafactor_factors(
+            step=decision.number,
+            lr=decision.factors["lr"],
+            beta2_decay=self.beta2_decay,
+            eps=self.eps,
+            d=self.d,
+            weight_decay=0.0 if group & 1 else self.weight_decay,
+            grad_scale=checked_finite("grad_scale", decision.grad_scale),
+        )
+        checked_finite("Adafactor's settings (as decay)", factors.decay, minimum=-FLOAT32_MAX)
+        return factors
