@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         UndeclaredAccess,
     )
     from zfunc.optim import lr as lr
+    from zfunc.optim.adafactor import Adafactor
     from zfunc.optim.adagrad import Adagrad
     from zfunc.optim.adamw import AdamW
     from zfunc.optim.groups import groups
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AbandonedCalls": "errors",
+    "Adafactor": "optim.adafactor",
     "Adagrad": "optim.adagrad",
     "AdamW": "optim.adamw",
     "CheckpointError": "errors",
@@ -101,6 +103,7 @@ _MODULES = {"hf": "models.hf", "lr": "optim.lr"}
 __all__ = [
     "SGD",
     "AbandonedCalls",
+    "Adafactor",
     "Adagrad",
     "AdamW",
     "CheckpointError",

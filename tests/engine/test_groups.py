@@ -30,6 +30,7 @@ OPTIMIZERS: dict[str, Any] = {
     "momentum": zfunc.SGD(0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
     "Lion": zfunc.Lion(1e-3, weight_decay=0.1),
     "Adagrad": zfunc.Adagrad(0.1),
+    "Adafactor": zfunc.groups(("huge.*", zfunc.Adafactor(0.1)), zfunc.Adafactor(0.05, weight_decay=0.1)),
     "groups": GROUPS,
     "two AdamW": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), BACKBONE),
 }
@@ -71,7 +72,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         ("two AdamW", "fp32"),
         *(
             pytest.param(name, moments, marks=() if moments == "16bit" else pytest.mark.slow)
-            for name in ("momentum", "Lion", "Adagrad")
+            for name in ("momentum", "Lion", "Adagrad", "Adafactor")
             for moments in ("fp32", "16bit", "8bit")
         ),
     ],

@@ -86,15 +86,19 @@ class Bucket:
         return tuple((first, last) for first, last in edges if first < last)
 
     @cached_property
+    def parts(self) -> tuple[tuple[int, int, Span], ...]:
+        """`(start, stop, span)` of each parameter with the padding behind it, relative to the bucket, which they tile."""
+        starts = [x.start - self.start for x in self.spans]
+        return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
+
+    @cached_property
     def runs(self) -> tuple[tuple[int, int, int], ...]:
         """Maximal `(start, stop, group)` runs of one group, relative to the bucket, that tile it."""
         runs: list[tuple[int, int, int]] = []
-        for span, following in zip(self.spans, (*self.spans[1:], None), strict=True):
-            stop = following.start if following else self.stop
+        for start, stop, span in self.parts:
             if runs and runs[-1][2] == span.group:
-                runs[-1] = (runs[-1][0], stop - self.start, span.group)
-            else:
-                runs.append((span.start - self.start, stop - self.start, span.group))
+                start = runs.pop()[0]
+            runs.append((start, stop, span.group))
         return tuple(runs)
 
 

@@ -347,11 +347,18 @@ class OpBuilder(Regions):
         return super()._waiting(b)
 
     def _sweep_bytes(self, b: int) -> int:
-        """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it."""
+        """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
+
+        One of whole parameters reads the gradient three times before, and the weights once.
+        """
         numel = self.spec.layout.buckets[b].numel // self.spec.world
-        state = sum(x.nbytes(numel) for x in self.spec.state_buffers(b))
+        kinds = self.spec.state_buffers(b)
+        state = sum(x.nbytes(numel) for x in kinds)
+        first = 0
+        if any(x.whole for x in kinds):
+            first = 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
         copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
-        return 2 * state + self._waiting_bytes(b) + copied
+        return first + 2 * state + self._waiting_bytes(b) + copied
 
     def to_device(self, b: int) -> Op:
         """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""

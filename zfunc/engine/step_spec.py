@@ -1,6 +1,6 @@
 """From segments and settings to a `StepSpec`, and the checks of a recipe of your own. Nothing is allocated."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from attrs import evolve
 
@@ -8,6 +8,7 @@ from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
 from zfunc.core.layout import Parameter
+from zfunc.core.optimizer_state import needs_whole_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
@@ -31,6 +32,8 @@ def make_spec(
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for s in segments for p in s.parameters)
     parameters = [[_in_group(p, optimizer) for p in s.parameters] for s in segments]
+    if world > 1:
+        _refuse_whole_parameters(p for own in parameters for p in own)
     settings.check_shares(len(segments))
     layout = lay_out(parameters, settings, world)
     last = len(segments) - 1
@@ -56,6 +59,16 @@ def _in_group(p: Parameter, optimizer: Optimizer) -> Parameter:
     """The parameter with what its optimizer says of it."""
     group = optimizer.group(p.name, p.shape)
     return evolve(p, group=group, state_format=optimizer.state_format(group))
+
+
+def _refuse_whole_parameters(parameters: Iterable[Parameter]) -> None:
+    for p in parameters:
+        if p.trainable and needs_whole_parameters(p.state_format):
+            raise ValueError(
+                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} on several ranks, "
+                "expected one: its update needs sums over whole parameters, of which each rank has a slice. Train "
+                "on one rank, or with such as zfunc.AdamW or zfunc.Lion"
+            )
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:

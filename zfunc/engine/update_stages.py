@@ -3,11 +3,15 @@
 A bucket's state, gradient and decision determine the bits of its update, whichever stage makes it.
 """
 
+from collections.abc import Iterator
+from typing import Any
+
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Role
-from zfunc.core.optimizer_state import HIGH_HALF, state_slice
+from zfunc.core.layout import Bucket
+from zfunc.core.optimizer_state import HIGH_HALF, needs_whole_parameters, state_slice
 from zfunc.core.regions import SHADOW
 from zfunc.core.spec import PARAMS
 from zfunc.engine.stage_context import Memory, StepContext
@@ -83,16 +87,33 @@ def _update(
         copy = state.pop(PARAMS, None)
     update = optimizer.device_update if on_accelerator(grad.device) else optimizer.host_update
     bucket = step.layout.buckets[b]
-    for first, last, group in bucket.runs_within(shard.start, shard.stop):
-        start, stop = first - shard.start, last - shard.start
+    by_parameter = needs_whole_parameters(bucket.state_format)
+    for start, stop, given in _parameters(bucket) if by_parameter else _runs(bucket, shard):
         update(
             state_slice(bucket.state_format, state, start, stop),
             grad[start:stop],
             decision,
-            group=group,
             out=None if copy is None else copy[start:stop],
+            **given,
             **({} if new is None else {"into": state_slice(bucket.state_format, new, start, stop)}),
         )
+    for start, stop, span in bucket.parts if by_parameter else ():
+        end = start + span.stop - span.start  # of the parameter: the padding behind it is written here
+        padding = [] if new is None else [*state_slice(bucket.state_format, new, end, stop).values()]
+        for x in (*padding, *(() if copy is None else (copy[end:stop],))):
+            x.zero_()
+
+
+def _runs(bucket: Bucket, shard: slice) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Of one group each, as elements of this rank's slice, and what the optimizer is told of them."""
+    for start, stop, group in bucket.runs_within(shard.start, shard.stop):
+        yield start - shard.start, stop - shard.start, {"group": group}
+
+
+def _parameters(bucket: Bucket) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """The same of single parameters, on one rank."""
+    for start, _, span in bucket.parts:
+        yield start, start + span.stop - span.start, {"group": span.group, "shape": span.shape}
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:

@@ -8,9 +8,10 @@ from attrs import evolve
 from torch import Tensor
 
 from zfunc.core.decision import StepDecision
+from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
 from zfunc.errors import CheckpointError
-from zfunc.optim.adafactor_reference import AdafactorFactors, Matrices, adafactor_factors, matrices_of
+from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of
 from zfunc.optim.argument_checks import checked_finite, refuse
 from zfunc.optim.compact import as_array, as_tensor
 from zfunc.optim.compact_reference import join, split
@@ -28,7 +29,6 @@ from zfunc.optim.optimizer_settings import (
 from zfunc.runtime.torch_dtypes import TORCH_DTYPES
 from zfunc.values import FLOAT32_MAX
 
-BLOCK = 64  # elements for which a large matrix has room for one mean of a row or column
 FP32_EPS = 2.0**-23
 
 
@@ -92,7 +92,8 @@ class Adafactor:
     def group(self, name: str, shape: tuple[int, ...]) -> int:
         """Whether weight decay does not apply to a parameter, and 2 more for a vector or a small matrix."""
         matrices = matrices_of(shape)
-        small = sum(matrices.kept) > -(-matrices.count * matrices.rows * matrices.columns // BLOCK)
+        room = -(-matrices.count * matrices.rows * matrices.columns // ALIGNMENT)
+        small = not matrices.factored or sum(matrices.kept) > room
         return int(not self.decay(name, shape)) + 2 * small
 
     def state_format(self, group: int = 0) -> str:
@@ -122,12 +123,13 @@ class Adafactor:
         decision: StepDecision,
         *,
         group: int,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None = None,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """The update of one parameter by the compiled kernel (`zfunc.optim.host_adafactor`)."""
-        host_adafactor_(state, grad, out=out, into=into, **self.arguments(decision, group, shape))
+        """The update of one parameter, without a shape a vector, by the kernel (`zfunc.optim.host_adafactor`)."""
+        arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
+        host_adafactor_(state, grad, out=out, into=into, **arguments)
 
     def device_update(
         self,
@@ -136,11 +138,12 @@ class Adafactor:
         decision: StepDecision,
         *,
         group: int,
-        shape: tuple[int, ...],
+        shape: tuple[int, ...] | None = None,
         out: Tensor | None = None,
     ) -> None:
         """The same update, to the bit, in torch operations (`zfunc.optim.device_adafactor`)."""
-        device_adafactor_(state, grad, out=out, **self.arguments(decision, group, shape))
+        arguments = self.arguments(decision, group, (grad.numel(),) if shape is None else shape)
+        device_adafactor_(state, grad, out=out, **arguments)
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""

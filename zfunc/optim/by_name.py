@@ -3,15 +3,16 @@
 from typing import Any
 
 from zfunc.core.optimizer_state import OPTIMIZER_NAMES
+from zfunc.optim.adafactor import Adafactor
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
 from zfunc.optim.lion import Lion
 from zfunc.optim.sgd import SGD
 
-NamedOptimizer = AdamW | SGD | Lion | Adagrad
+NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor
 
 _CLASSES: dict[str, type[NamedOptimizer]] = dict(
-    zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad), strict=True)
+    zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor), strict=True)
 )
 
 

@@ -173,12 +173,15 @@ class GroupedOptimizer:
         decision: StepDecision,
         *,
         group: int,
+        shape: tuple[int, ...] | None = None,
         out: Tensor | None = None,
         into: Mapping[str, Tensor] | None = None,
     ) -> None:
         """The update of the group's optimizer in host memory."""
         n, own = self._of(group)
-        self.optimizers[n].host_update(state, grad, _decision(decision, n), group=own, out=out, into=into)
+        self.optimizers[n].host_update(
+            state, grad, _decision(decision, n), group=own, out=out, into=into, **_given(shape)
+        )
 
     def device_update(
         self,
@@ -187,11 +190,14 @@ class GroupedOptimizer:
         decision: StepDecision,
         *,
         group: int,
+        shape: tuple[int, ...] | None = None,
         out: Tensor | None = None,
     ) -> None:
         """The update of the group's optimizer on the device."""
         n, own = self._of(group)
-        self.optimizers[n].device_update(state, grad, _decision(decision, n), group=own, out=out)
+        self.optimizers[n].device_update(
+            state, grad, _decision(decision, n), group=own, out=out, **_given(shape)
+        )
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""
@@ -214,3 +220,8 @@ def _decision(decision: StepDecision, n: int) -> StepDecision:
     prefix = f"{n}."
     own = {name.removeprefix(prefix): x for name, x in decision.factors.items() if name.startswith(prefix)}
     return evolve(decision, factors=own)
+
+
+def _given(shape: tuple[int, ...] | None) -> dict[str, Any]:
+    """What an optimizer is told that updates whole parameters."""
+    return {} if shape is None else {"shape": shape}

@@ -66,8 +66,8 @@ def host_adafactor_(
         weights = _weights(spans)
         cpu_adam.factor_squares(matrix, n, *direction, weights, *map(_address, squares), *team)
         rate = rate_of(*squares, n, k)
-    new = state if into is None else into
-    new[kind.name].numpy()[:kept] = variance
+    new = (state if into is None else into)[kind.name].numpy()
+    new[:kept], new[kept:] = variance, 0.0
     cpu_adam.factored_update(
         matrix,
         n,
