@@ -203,6 +203,7 @@ def test_groups_of_optimizers_have_the_hosts_bits_on_the_device(device: str) -> 
         ("huge.*", zfunc.SGD(0.1, momentum=0.9)),
         ("*.bias", zfunc.Adagrad(0.1)),
         ("back.*", zfunc.Lion(1e-3)),
+        ("inlet.*", zfunc.Adafactor(1e-2)),
     )
     optimizer, ends = zfunc.groups(*members, zfunc.AdamW(1e-2)), list[Tensor]()
     for share in (1.0, 0.5, 0.0):
