@@ -191,7 +191,10 @@ def test_a_hundred_steps_of_torch(given: dict[str, Any]) -> None:
         follow = torch.optim.Adafactor([theirs], 0.05, **{"eps": (2.0**-23, 1e-3), **given})
         group, scale = optimizer.group("", shape), 10.0 ** -(len(shape) % 3)
         for step in range(1, 101):
-            g = gradient(theirs.numel(), torch.float32, step) * 0.1 * scale + 0.05 * theirs.detach().float().flatten()
+            g = (
+                gradient(theirs.numel(), torch.float32, step) * 0.1 * scale
+                + 0.05 * theirs.detach().float().flatten()
+            )
             decision = StepDecision(False, 1.0, step, optimizer.factors(step))
             optimizer.host_update(state, g, decision, group=group, shape=shape)
             theirs.grad = g.double().view(shape)
@@ -231,6 +234,10 @@ def test_state_of_another_format_is_converted_and_that_of_another_optimizer_is_n
         state, group = fresh(one, shape), one.group("", shape)
         compact = other.convert_state(state, one.state_format(group), 3, group=group)
         assert [*compact] == [x.name for x in STATE_FORMATS[other.state_format(group)]]
-        assert_same(one.convert_state(compact, other.state_format(group), 3, group=group).values(), state.values())
-    with pytest.raises(CheckpointError, match="got optimizer state in the format 'fp32', expected 'adafactor-fp32'"):
+        assert_same(
+            one.convert_state(compact, other.state_format(group), 3, group=group).values(), state.values()
+        )
+    with pytest.raises(
+        CheckpointError, match="got optimizer state in the format 'fp32', expected 'adafactor-fp32'"
+    ):
         one.convert_state({}, "fp32", 3)

@@ -87,7 +87,7 @@ class Bucket:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of each parameter with the padding behind it, relative to the bucket, which they tile."""
+        """`(start, stop, span)` of parameters with the padding behind them, relative to the bucket: they tile it."""
         starts = [x.start - self.start for x in self.spans]
         return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
 

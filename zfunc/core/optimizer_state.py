@@ -61,7 +61,10 @@ def _of_one_buffer(kind: str, name: str) -> dict[str, tuple[StateBuffer, ...]]:
 
 
 def _of_adafactor() -> dict[str, tuple[StateBuffer, ...]]:
-    """Adafactor's: 4.06 bytes a parameter, or 8 of vectors and small matrices, whose variance is as long as they."""
+    """Adafactor's: 4.06 bytes a parameter, or 8 of vectors and small matrices, whose variance is as long as they.
+
+    Each parameter has the means of its rows, then those of its columns, in the elements that are its own.
+    """
     factored = StateBuffer("row_col_variance", "fp32", shared=ALIGNMENT, whole=True)
     formats: dict[str, tuple[StateBuffer, ...]] = {}
     for moments in MOMENTS:

@@ -1,11 +1,12 @@
 """The optimizer: its settings, its state, and its update on the host and on the device, with the same bits.
 
     base                  the `Optimizer` protocol: state by name, factors of a step, an update
-    elementwise           what all of zfunc's own have in common but `groups`
+    elementwise           what AdamW, SGD, Lion and Adagrad have in common
     adamw                 `AdamW`, as a value
     sgd                   `SGD`
     lion                  `Lion`
     adagrad               `Adagrad`
+    adafactor             `Adafactor`
     groups                several of them in one model, by the names of parameters
     by_name               the optimizers by their names on the command line
     one_buffer            what SGD, Lion and Adagrad have in common as values
@@ -17,11 +18,14 @@
     kernel_loader         loads the compiled extension `zfunc._cpu_adam`; `csrc/` has its C
     device_adam           Adam's update in torch operations
     device_one_buffer     that of SGD, Lion and Adagrad
+    host_adafactor        Adafactor's update of a parameter in host memory
+    device_adafactor      the same in torch operations
     device_formats        the compact formats in torch operations
     compact               moments in 16 and 8 bits; master weights split in two halves
     argument_checks       checks of buffers and factors, which the kernel relies on
     adam_reference        the NumPy reference that kernel and device match bit for bit
     one_buffer_reference  that of SGD, Lion and Adagrad
+    adafactor_reference   Adafactor's, with sums that no order changes
     compact_reference     the same for the compact formats
 
 A new optimizer: one file here that follows `base.Optimizer`, its row in `zfunc.core.optimizer_state`, and a kernel

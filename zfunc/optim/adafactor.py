@@ -52,9 +52,9 @@ class Adafactor:
     what small gradients are divided by; None is float32's, 2^-23. Weight decay is decoupled: lr * weight_decay.
 
     `lr` is a value or a pure function of the step, counted from 1; `decay(name, shape)` says whether weight decay
-    applies to a parameter. `moments` is the format of the weights, since what is kept beside them is always fp32, at
-    4.06 bytes a parameter: "fp32" the master, "16bit" and "8bit" its two exact halves, one of which a device that
-    computes in bf16 gets as it is. Vectors and small matrices take 8.
+    applies to a parameter. The state takes 4.06 bytes a parameter, of vectors and small matrices 8. `moments` is
+    the format of the weights alone: "fp32" is the master, "16bit" and "8bit" are its two exact halves, one of which
+    a device that computes in bf16 gets as it is.
 
     Raises ValueError or TypeError for values out of range.
 

@@ -1,10 +1,10 @@
 """Adafactor in NumPy float32: the definition of what kernel and device compute, operation by operation.
 
-Three results need a whole parameter: the means of the squared gradients of each row and column, the size (root mean
-square) of the update, and that of the weights. Sums of float64 depend on their order only where they round, and here
-none does: every term is first rounded to a multiple of one unit, so small that the largest term keeps 52 bits less the
-bits of their number (Demmel & Nguyen, "Fast Reproducible Floating-Point Summation", 2013). So threads, vector units
-and devices may add in any order.
+Three results need a whole parameter: the means of the squared gradients of each row and column, the size (root
+mean square) of the update, and that of the weights. Sums of float64 depend on their order where they round, and
+here none does: every term is first rounded to a multiple of one unit, so small that the largest keeps 52 bits less
+those of the number of terms (Demmel & Nguyen, "Fast Reproducible Floating-Point Summation", 2013). So threads,
+vector units and devices may add in any order.
 """
 
 from math import prod

@@ -16,8 +16,8 @@ from zfunc.core.optimizer_state import Moments
 class Optimizer(Protocol):
     """Settings as a value. An update gets flat slices of the state by the names of the format's buffers.
 
-    They are of parameters of one group that lie side by side. Where a buffer of the format is `whole`, they are of one
-    parameter, and `shape=` is passed too: such an update may read all of it, so it needs a world of 1.
+    They are of parameters of one group, side by side. Where a buffer of the format is `whole` they are of one
+    parameter, and `shape=` is passed too. Such an update may read all of it, so it needs a world of 1.
     """
 
     def group(self, name: str, shape: tuple[int, ...]) -> int:

@@ -1,7 +1,7 @@
 """Adafactor in torch operations, for buckets whose optimizer state stays on the device.
 
-The bits are those of `adafactor_reference` on any device with IEEE arithmetic, by the rules of `device_adam`; its sums
-are exact, so their order, which a device chooses, does not matter.
+The bits are those of `adafactor_reference` on any device with IEEE arithmetic, by the rules of `device_adam`. Its
+sums are exact, so the order in which a device adds does not matter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -122,7 +122,9 @@ def _exact_sum(terms: Tensor) -> Tensor:
 
 
 def _square_sums(x: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(x, (0, -x.numel() % SUMMED)).double().square_().view(-1, SUMMED // 16, 16)
+    padded = (
+        torch.nn.functional.pad(x, (0, -x.numel() % SUMMED)).double().square_().view(-1, SUMMED // 16, 16)
+    )
     lanes = padded[:, 0]
     for i in range(1, SUMMED // 16):
         lanes = lanes + padded[:, i]

@@ -38,7 +38,7 @@ def host_adafactor_(
     """One step of one parameter over 1-D contiguous host buffers, by name, in place or `into` others.
 
     `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights. Threads
-    and instruction set change no bit. Beside its arguments it allocates n / 4 bytes, and 24 for each row and column.
+    and instruction set change no bit. It allocates n / 4 bytes, and 48 for each row and column.
     Raises TypeError or ValueError, with every buffer unchanged, as `zfunc.optim.host_adam.adam_update_` does.
     """
     spans = update_spans(state_format, state, grad, out, into)
@@ -53,9 +53,7 @@ def host_adafactor_(
         lines = count * rows, count * columns
         largest = [np.zeros(x, np.float32) for x in lines]
         cpu_adam.factor_largest(matrix, n, *map(_address, largest), *team)
-        units = [
-            unit_of(x.astype(np.float64) ** 2, y) for x, y in zip(largest, (columns, rows), strict=True)
-        ]
+        units = [unit_of(x.astype(np.float64) ** 2, y) for x, y in zip(largest, (columns, rows), strict=True)]
         sums = [np.zeros(x) for x in lines]
         cpu_adam.factor_sums(matrix, n, *map(_address, units), *map(_address, sums), *team)
         kept = sum(matrices.kept)

@@ -75,7 +75,7 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets 
     "sgd": {"lr": 0.1, "weight_decay": 1e-4},
     "lion": {"lr": 1e-3, "weight_decay": 0.4},
     "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
-    "adafactor": {"lr": 2e-2, "weight_decay": 0.0},
+    "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
 }
 OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
     "adamw": {"betas": (0.9, 0.95)},
