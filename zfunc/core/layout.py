@@ -87,7 +87,7 @@ class Bucket:
 
     @cached_property
     def parts(self) -> tuple[tuple[int, int, Span], ...]:
-        """`(start, stop, span)` of parameters with the padding behind them, relative to the bucket: they tile it."""
+        """`(start, stop, span)` of each parameter, with its padding; relative to the bucket, which they tile."""
         starts = [x.start - self.start for x in self.spans]
         return tuple(zip(starts, [*starts[1:], self.numel], self.spans, strict=True))
 
