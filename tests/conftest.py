@@ -44,9 +44,20 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-LONGEST = ["laws", "ranks", "streaming", "hf", "verify", "plan_command", "saving", "passes", "examples"]
-LONGEST += ["disk", "faults", "train_command", "adam_bits", "gradients", "parity", "saving_ranks", "delayed"]
-LONGEST += ["resume", "search", "graph", "schedules", "deferred", "speculative", "page", "native", "compact"]
+LONGEST = ["laws", "hf", "ranks", "streaming", "plan_command", "passes", "saving", "examples", "adam_bits"]
+LONGEST += ["train_command", "faults", "parity", "saving_ranks", "disk", "verify", "disk_faults", "resume"]
+LONGEST += [
+    "delayed",
+    "one_buffer",
+    "native",
+    "gradients",
+    "fuzz",
+    "search",
+    "graph",
+    "speculative",
+    "deferred",
+]
+LONGEST += ["compact", "page_in_browser", "schedules", "own_optimizer", "finetuning", "page"]
 SLOW = pytest.StashKey[int]()
 
 

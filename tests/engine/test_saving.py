@@ -88,7 +88,7 @@ def test_a_step_that_saves_is_the_step_and_saves_the_state_before_it(
     model, settings = SETTINGS[name]
     program, data = compiled(model, **settings, schedule=schedule)
     plain, expected = steps(program, zfunc.init(program, seed=5), data, 0, 3)
-    jitter = zfunc.Jitter(seed=3, seconds=3e-3)
+    jitter = zfunc.Jitter(seed=3, seconds=1e-3)
     state, seen = steps(program, zfunc.init(program, seed=5), data, 0, 2, jitter=jitter)
     before = {name: x.clone() for name, x in everything(state).items()}
     state, last = steps(program, state, data, 2, 3, save=tmp_path / "a", jitter=jitter)
