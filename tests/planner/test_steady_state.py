@@ -18,7 +18,9 @@ ON = evolve(
     ROUND, handoff=1e-5, memory={"device": 1 << 22}, shared={"host memory": {"host": 1.0, "d2h": 0.3}}
 )
 BUSES = evolve(ON, shared={"host memory": {"host": 1.0, "d2h": 0.3, "h2d": 0.3, "compute": 0.2}})
+SLOW_COPIES = evolve(ON, rates={**ON.rates, "d2h": 1e8})
 CLIPPED = {"barrier": True}
+LARGE_INPUTS = {**CLIPPED, "input_bytes": 1 << 24}  # to copy one takes longer than forward, not than backward
 VERTICAL = {"accumulate": "vertical", "micro_batches": 2 * MANY}
 ON_HOST = {"params_on": "host", "activations_on": "host"}
 ON_DISK = {"params_on": "host", "activations_on": "disk"}
@@ -44,7 +46,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], Hardware, bool]] = {
     "vertical, params": ({**VERTICAL, "params_on": "host"}, CLIPPED, ON, True),
     "vertical, activations": ({**VERTICAL, "activations_on": "disk,host"}, CLIPPED, ON, True),
     "vertical, streamed": ({**VERTICAL, **ON_HOST, "defer": True, "clip_norm": 1.0}, CLIPPED, ON, True),
-    "vertical, on ranks": ({**VERTICAL, **ON_HOST, "stage": 3}, {"world": 2, **CLIPPED}, ON, False),
+    "vertical, on ranks": ({**VERTICAL, **ON_HOST, "stage": 3}, {"world": 2, **CLIPPED}, ON, True),
+    "vertical, half on the device": ({**VERTICAL, "offload_ratio": 0.5}, CLIPPED, ON, True),
+    "vertical, forward waits for copies": ({**VERTICAL, **ON_HOST}, LARGE_INPUTS, ON, True),
+    "vertical, slow gradients": ({**VERTICAL, "params_on": "host"}, CLIPPED, SLOW_COPIES, False),
     "inputs on a shared bus": ({}, {"target_bytes": 10**6}, BUSES, False),
 }
 
@@ -59,7 +64,8 @@ MEASURES = (  # what `zfunc plan` says of a step
 def many(micro_batches: int = MANY, **fields: Any) -> StepSpec:
     """Three layers whose arithmetic takes milliseconds, beside latencies of microseconds."""
     parameters = [[Parameter(f"{s}.up", (512, 512)), Parameter(f"{s}.down", (512, 512))] for s in range(3)]
-    cost = SegmentCost(10**11, 1 << 16, 1 << 18, 1 << 14, 1 << 15, 3 * 10**11)
+    input_bytes = fields.pop("input_bytes", 1 << 16)
+    cost = SegmentCost(10**11, input_bytes, 1 << 18, 1 << 14, 1 << 15, 3 * 10**11)
     layout = make_layout(parameters, bucket_size=1 << 18, world=fields.get("world", 1))
     given = {"recompute": [True] * 3, "target_bytes": 512, **fields}
     return StepSpec(layout, [cost] * 3, micro_batches=micro_batches, **given)

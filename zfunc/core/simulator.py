@@ -14,7 +14,7 @@ resource is overcommitted, all speeds are 1. While nothing runs, a hand-off is p
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from attrs import define, field
 
@@ -24,9 +24,10 @@ from zfunc.core.plan import Plan, topological_order
 from zfunc.core.timeline import Event, Timeline
 
 
-def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
+def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | None = None) -> Timeline:
     """The timeline of `plan` on `hardware`, in seconds. Raises PlanError if the plan deadlocks.
 
+    `alone` are the seconds of each operation of the graph, running alone; without it, they are the hardware's.
     Linear in operations times lanes.
 
     >>> from zfunc.core.graph import Op
@@ -35,7 +36,8 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
     >>> round(simulate(plan).seconds, 6)  # 2e12 FLOPs at 200e12 a second, begun in 10 microseconds
     0.01001
     """
-    run = _Run(plan, hardware, Speeds(hardware))
+    alone = seconds_alone(plan.graph, hardware) if alone is None else alone
+    run = _Run(plan, alone, hardware.handoff, Speeds(hardware))
     for lane in range(len(plan.lanes)):
         run.begin(lane, 0.0)
     run.share(0.0)
@@ -49,6 +51,11 @@ def simulate(plan: Plan, hardware: Hardware = ROUND) -> Timeline:
         for i in lane.ops
     )
     return Timeline(tuple(events), "simulated")
+
+
+def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
+    """How long each operation takes alone."""
+    return [hardware.seconds(op) for op in graph]
 
 
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
@@ -108,7 +115,8 @@ class _Run:
     """The state of a simulation. The `end` of an operation changes only with its speed, so it is exact."""
 
     plan: Plan
-    hardware: Hardware
+    alone: Sequence[float]
+    handoff: float
     speeds: Speeds
     running: list[_Running] = field(factory=list[_Running])
     counts: dict[Kind, int] = field(factory=lambda: dict.fromkeys(KINDS, 0))
@@ -136,8 +144,7 @@ class _Run:
         if not self.idle[lane] or at == len(ops) or self.pending[ops[at]]:
             return
         i = ops[at]
-        op = self.plan.graph.ops[i]
-        seconds = self.hardware.seconds(op)
+        op, seconds = self.plan.graph.ops[i], self.alone[i]
         self.running.append(_Running(i, op.kind, lane, now, seconds, 1.0, now + seconds))
         self.counts[op.kind] += 1
         self.idle[lane] = False
@@ -161,7 +168,7 @@ class _Run:
             self.idle[r.lane] = True
             lanes.append(r.lane)
             if (unlocked := self.unlocks.get(r.op)) is not None:
-                self.handed.append((now + self.hardware.handoff, unlocked))
+                self.handed.append((now + self.handoff, unlocked))
         self.running = running
         while self.handed and self.handed[0][0] <= now:
             for n in self.handed.popleft()[1]:

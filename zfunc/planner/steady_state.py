@@ -5,16 +5,19 @@ nothing else: what is before it runs at the same times, what is after it runs a 
 steps of n and n + 1 show that, those of larger numbers follow; where they do not, the step is simulated in full.
 
 A single group has no such period, because each of its passes gets longer. It has settled once the step gets longer
-by about the work that is new on its busiest lane: then nearly all passes hide what does not grow with them, and
-longer ones hide more. Nothing here knows what the operations do.
+by about as much as if all work that does not grow with it took no time: then nearly all passes hide that work, and
+longer ones hide more. Each further micro-batch takes no less than the last, and no more than that. Nothing here
+knows what the operations do.
 
 The invariant: the result is that of the full simulation, memory to the byte and time within `CLOSE`, or `NEAR` for
 a single group. A schedule that compares plans compares those of the few.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from attrs import evolve, field, frozen
 
@@ -22,7 +25,7 @@ from zfunc.core.graph import TIERS, Graph, Kind, Op, Tier, label
 from zfunc.core.hardware import Hardware
 from zfunc.core.memory_model import Moment, Peak, persistent_bytes, transient_bytes
 from zfunc.core.settings import StepSettings
-from zfunc.core.simulator import Speeds
+from zfunc.core.simulator import Speeds, seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Event
 from zfunc.planner.candidate import (
@@ -37,7 +40,8 @@ from zfunc.planner.candidate import (
     work_of,
 )
 
-FEW = (3, 6)  # micro-batches after which a step may have settled
+FEW = (3, 6)  # groups of micro-batches after which a step may have settled
+FEW_OF_ONE_GROUP = (6, 12)  # micro-batches, the same
 WORTH = 3  # times as many micro-batches as a few: fewer are simulated in full
 MANY = WORTH * FEW[0]
 CLOSE = 1e-5  # of a step's time
@@ -71,15 +75,11 @@ class Estimate:
     def _estimated(self) -> PlannedStep:
         for few in self._few:
             small, large = (self._simulated(n) for n in (few, few + self._period))
-            insertions = (
-                _longer_passes(small, large) if self._is_one_group else _inserted_periods(small, large)
-            )
-            if insertions is not None:
+            settled = _longer_passes(small, large) if self._is_one_group else _inserted_periods(small, large)
+            if settled is not None:
+                insertions, period = settled
                 more = (self.spec.micro_batches - few) // self._period
-                period = large.seconds - small.seconds
-                seconds = small.seconds + more * (
-                    max(period, _busiest(small, large)) if self._is_one_group else period
-                )
+                seconds = small.seconds + more * period
                 peaks, moments = _peaks(small, large, insertions, more, self.kept)
                 of = Repetition(small, large, more, moments)
                 return PlannedStep(self.settings, self._spec, self.hardware, seconds, peaks, None, of)
@@ -108,7 +108,7 @@ class Estimate:
     def _few(self) -> Iterator[int]:
         """The numbers of micro-batches, a part of all of them, after which the step may have settled."""
         total, period = self.spec.micro_batches, self._period
-        for few in FEW[self._is_one_group :]:
+        for few in FEW_OF_ONE_GROUP if self._is_one_group else FEW:
             if total >= WORTH * few * period:
                 yield few * period + total % period
 
@@ -131,7 +131,7 @@ class Estimate:
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """What `measure` sums over the operations of all micro-batches."""
         total, period = self.spec.micro_batches, self._period
-        few = FEW[self._is_one_group] * period + total % period
+        few = (FEW_OF_ONE_GROUP if self._is_one_group else FEW)[0] * period + total % period
         if total < WORTH * few:
             return measure(self._graph(total))
         one, two = (measure(self._graph(n)) for n in (few, few + period))
@@ -149,11 +149,18 @@ class _Insertion:
 Insertions = list[list[_Insertion]]  # of each lane
 
 
+class _Settled(NamedTuple):
+    """What a step gets with one more group of micro-batches, or with one more in a single group; in seconds."""
+
+    insertions: Insertions
+    period: float
+
+
 def _comparable(small: PlannedStep, large: PlannedStep) -> bool:
     return [lane.name for lane in small.plan.lanes] == [lane.name for lane in large.plan.lanes]
 
 
-def _inserted_periods(small: PlannedStep, large: PlannedStep) -> Insertions | None:
+def _inserted_periods(small: PlannedStep, large: PlannedStep) -> _Settled | None:
     """The insertion on each lane that makes the larger step of the smaller one; None unless both have settled."""
     period = large.seconds - small.seconds
     if not _comparable(small, large) or period <= 0:
@@ -174,15 +181,15 @@ def _inserted_periods(small: PlannedStep, large: PlannedStep) -> Insertions | No
             insertions.append([_Insertion(before, count)])
         else:
             return None
-    return insertions
+    return _Settled(insertions, period)
 
 
-def _longer_passes(small: PlannedStep, large: PlannedStep) -> Insertions | None:
-    """The insertions of one more micro-batch of a single group: one into each pass. None unless it has settled."""
+def _longer_passes(small: PlannedStep, large: PlannedStep) -> _Settled | None:
+    """The same of one more micro-batch of a single group, which inserts operations into each pass."""
     if not _comparable(small, large):
         return None
-    period = _busiest(small, large)
-    if abs(large.seconds - small.seconds - period) > NEAR * period:
+    least, most = large.seconds - small.seconds, _longest_period(small, large)
+    if abs(most - least) > 2 * NEAR * most:
         return None
     insertions: Insertions = []
     for few, more in zip(small.plan.lanes, large.plan.lanes, strict=True):
@@ -191,34 +198,34 @@ def _longer_passes(small: PlannedStep, large: PlannedStep) -> Insertions | None:
         if found is None:
             return None
         insertions.append(found)
-    return insertions
+    return _Settled(insertions, (least + most) / 2)
 
 
-def _busiest(small: PlannedStep, large: PlannedStep) -> float:
-    """The most seconds of work by which a lane of the larger step exceeds that of the smaller one."""
+def _longest_period(small: PlannedStep, large: PlannedStep) -> float:
+    """The seconds by which one more micro-batch makes a step longer that has enough of them: what does not grow with
+    the passes takes no time then."""
+    counts = [Counter(op.verb for op in step.plan.graph) for step in (small, large)]
+    grows = {verb for verb in counts[1] if counts[1][verb] > counts[0][verb]}
 
-    def work(step: PlannedStep) -> list[float]:
-        ops = step.plan.graph.ops
-        return [sum(step.hardware.seconds(ops[i]) for i in lane.ops) for lane in step.plan.lanes]
+    def seconds(step: PlannedStep) -> float:
+        alone = seconds_alone(step.plan.graph, step.hardware)
+        growing = [x if op.verb in grows else 0.0 for x, op in zip(alone, step.plan.graph, strict=True)]
+        return simulate(step.plan, step.hardware, growing).seconds
 
-    return max(more - few for few, more in zip(work(small), work(large), strict=True))
+    return seconds(large) - seconds(small)
 
 
 def _additions(few: Sequence[Op], more: Sequence[Op], earlier: int) -> list[_Insertion] | None:
-    """Where a lane has operations with new names; None if the lanes differ in anything else.
+    """Where a lane has operations of one more micro-batch; None if the lanes differ in anything else.
 
-    New ones come last in a pass. They are found `earlier` micro-batches before that, away from both of its ends.
+    The last ones of both correspond, and what is new comes before them in a pass. It is found `earlier` micro-batches
+    before that, away from both ends of the pass.
     """
-    names = {op.name for op in more}
+    names = _names_in_larger(few, more)
     insertions: list[_Insertion] = []
     at = 0
     for op in more:
-        # An operation of the whole pass may have the number of the last micro-batch in its name.
-        if (
-            at < len(few)
-            and few[at].verb == op.verb
-            and (few[at].name == op.name or few[at].name not in names)
-        ):
+        if at < len(few) and names[at] == op.name:
             at += 1
         elif insertions and insertions[-1].at == at:
             insertions[-1] = _Insertion(at, insertions[-1].count + 1)
@@ -234,6 +241,19 @@ def _additions(few: Sequence[Op], more: Sequence[Op], earlier: int) -> list[_Ins
         insertions[n] = _Insertion(first, x.count)
     ends = [0, *(x.at for x in insertions)]
     return insertions if all(a <= b for a, b in pairwise(ends)) else None
+
+
+def _names_in_larger(few: Iterable[Op], more: Iterable[Op]) -> list[str]:
+    """What each operation is called where there is one micro-batch more: that of the last has its number then."""
+    new = {op.name for op in more}.difference(op.name for op in few)
+
+    def name(op: Op) -> str:
+        if not op.index:
+            return op.name
+        later = label(op.verb, (op.index[0] + 1, *op.index[1:]))
+        return later if later in new else op.name
+
+    return [name(op) for op in few]
 
 
 def _lanes(step: PlannedStep) -> list[list[tuple[Op, Event]]]:
