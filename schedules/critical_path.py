@@ -22,7 +22,7 @@ from zfunc.core.graph import Graph, Kind
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan, build
-from zfunc.core.simulator import simulate
+from zfunc.core.simulator import seconds_alone, simulate
 
 from .interleaved import Interleaved
 from .overlapped import Overlapped
@@ -90,7 +90,7 @@ class _ListScheduler:
     unlocks: list[list[int]] = field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.seconds = [self.hardware.seconds(op) for op in self.graph]
+        self.seconds = seconds_alone(self.graph, self.hardware)
         self.ranks = upward_ranks(self.graph, self.seconds, self.hardware.handoff)
         before = [set(needed) for needed in self.graph.predecessors]
         for previous, op in pairwise(_transient_compute(self.graph)):

@@ -1,5 +1,6 @@
 """The size, tier, lifetime and role of every region of a step. `zfunc.core.ops` says which operation uses which."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -27,11 +28,11 @@ def _once(
 
     @wraps(make)
     def made(self: "Regions", *args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-        key = (make, *args, *kwargs.values())
-        found = self.made.get(key)
-        if found is None:
-            found = self.made[key] = make(self, *args, **kwargs)
-        return found
+        known, key = self.made[make], (args, *kwargs.values()) if kwargs else args
+        try:
+            return known[key]
+        except KeyError:
+            return known.setdefault(key, make(self, *args, **kwargs))
 
     return made
 
@@ -41,7 +42,9 @@ class Regions:
     """The regions of one spec."""
 
     spec: StepSpec
-    made: dict[Any, Any] = field(factory=dict[Any, Any], init=False, eq=False, repr=False)
+    made: defaultdict[Any, dict[Any, Any]] = field(
+        factory=lambda: defaultdict[Any, dict[Any, Any]](dict), init=False, eq=False, repr=False
+    )  # by method
 
     @_once
     def _params(self, b: int) -> Region:

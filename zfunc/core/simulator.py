@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import define, field
 
-from zfunc.core.graph import KINDS, Graph, Kind
+from zfunc.core.graph import KINDS, Graph, Kind, Op
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.plan import Plan, topological_order
 from zfunc.core.timeline import Event, Timeline
@@ -55,14 +55,23 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
 
 def seconds_alone(graph: Graph, hardware: Hardware) -> list[float]:
     """How long each operation takes alone."""
-    return [hardware.seconds(op) for op in graph]
+    known: dict[tuple[Kind, int, int, int], float] = {}  # equal work takes equal time
+
+    def seconds(op: Op) -> float:
+        work = op.kind, op.flops, op.nbytes, op.launches
+        found = known.get(work)
+        if found is None:
+            found = known[work] = hardware.seconds(op)
+        return found
+
+    return [seconds(op) for op in graph]
 
 
 def lower_bound(graph: Graph, hardware: Hardware = ROUND) -> float:
     """Seconds of the longest chain of dependencies, which no schedule can beat."""
     end: list[float] = []
-    for op, before in zip(graph, graph.predecessors, strict=True):
-        end.append(max((end[n] for n in before), default=0.0) + hardware.seconds(op))
+    for seconds, before in zip(seconds_alone(graph, hardware), graph.predecessors, strict=True):
+        end.append(max((end[n] for n in before), default=0.0) + seconds)
     return max(end, default=0.0)
 
 

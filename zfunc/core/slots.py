@@ -6,6 +6,7 @@ turns round. What only passes through gets the slots of its class in turn.
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 from attrs import define, field, frozen
 
@@ -71,7 +72,9 @@ class SlotAllocator:
         new = [x for x in items if x not in self._held]
         for item in new:
             slot = self._by_use[self._class_of[item]][0]
-            self._held = {x: s for x, s in self._held.items() if s != slot}
+            before = next((x for x, held in self._held.items() if held is slot), None)
+            if before is not None:
+                del self._held[before]
             self._held[item] = slot
             self._touch(slot)
         return new
@@ -130,8 +133,8 @@ class StagingSlots:
                 self._slots[item], self._fixed[item] = slots, slots[n % count]
 
     def _most_in_a_row(self, items: set[int], order: Sequence[int]) -> int:
-        own = [x in items for x in order]
-        return max([1, *(sum(own[i : i + self.depth]) for i in range(len(own) - self.depth + 1))])
+        sums = [*accumulate((x in items for x in order), initial=0)]
+        return max([1, *(stop - start for start, stop in zip(sums, sums[self.depth :], strict=False))])
 
     def next(self, item: int) -> int:
         """The number of the next slot of an item's class."""

@@ -295,8 +295,12 @@ class StepSpec:
 
     def off_device(self, b: int) -> bool:
         """Whether the parameters of bucket `b`, trainable or frozen, live on the host or on the disk."""
-        off_device = self.params_on != "device" and b not in self.resident
-        return off_device and not self.layout.weights(b).persistent
+        return b in self._off_device
+
+    @cached_property
+    def _off_device(self) -> frozenset[int]:
+        buckets = (*self.layout.buckets, *self.layout.frozen_buckets) if self.params_on != "device" else ()
+        return frozenset(x.index for x in buckets if x.index not in self.resident and not x.persistent)
 
     def on_disk(self, b: int) -> bool:
         """Whether the parameters of bucket `b` live on the disk: with its state, or because they are frozen."""
@@ -320,15 +324,19 @@ class StepSpec:
 
     def streamed(self, b: int) -> bool:
         """Whether the parameters of bucket `b` are whole on the device only while a segment uses them."""
-        if self.params_on == "device" and self.stage < 3:
-            return False  # asked often
-        return self.off_device(b) or self.sharded(b)
+        return b in self._off_device or self.sharded(b)
 
     def stashed(self, s: int) -> bool:
         """Whether what backward of segment `s` needs waits off the device. The last one's follows at once."""
-        waits = self.layout.first_trainable <= s < self.num_segments - 1
-        return waits and in_equal_shares(self.activations_on, s, self.num_segments) != "device"
+        return s in self._stashed
 
     def stashed_on_disk(self, s: int) -> bool:
         """Whether it waits on the disk."""
-        return self.stashed(s) and in_equal_shares(self.activations_on, s, self.num_segments) == "disk"
+        return self._stashed.get(s) == "disk"
+
+    @cached_property
+    def _stashed(self) -> dict[int, str]:
+        """Where what backward needs of each segment waits, if it is not on the device."""
+        segments = range(self.layout.first_trainable, self.num_segments - 1)
+        places = {s: in_equal_shares(self.activations_on, s, self.num_segments) for s in segments}
+        return {s: place for s, place in places.items() if place != "device"}

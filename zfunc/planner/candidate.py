@@ -18,7 +18,7 @@ from zfunc.core.memory_model import Moment, Peak, peak_breakdown, peak_memory
 from zfunc.core.plan import Plan
 from zfunc.core.recipes import recipe_of
 from zfunc.core.settings import StepSettings, in_buckets, lay_out
-from zfunc.core.simulator import simulate
+from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
@@ -110,6 +110,11 @@ class PlannedStep:
         parts = {tier: extrapolated(small[tier], large[tier], of.more) for tier in small}
         return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
 
+    @property
+    def of_few(self) -> "PlannedStep | None":
+        """The step of a few micro-batches that this one was made from, if it was."""
+        return self._repetition and self._repetition.small
+
     def total(self, measure: Callable[["PlannedStep"], dict[Key, Amount]]) -> dict[Key, Amount]:
         """What `measure` sums over the operations of a step that was simulated, or over their seconds."""
         if (of := self._repetition) is None:
@@ -156,8 +161,8 @@ def operations_of(spec: StepSpec) -> Graph:
 def work_of(graph: Graph, hardware: Hardware) -> dict[Kind, float]:
     """The seconds of all operations of each kind: under no schedule is a step faster than the most of them."""
     seconds = dict.fromkeys(KINDS, 0.0)
-    for op in graph:
-        seconds[op.kind] += hardware.seconds(op)
+    for op, alone in zip(graph, seconds_alone(graph, hardware), strict=True):
+        seconds[op.kind] += alone
     return seconds
 
 

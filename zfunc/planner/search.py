@@ -121,6 +121,9 @@ class _Walk:
         elif self.best.fits and least > self.best.seconds * (1 - WORTH):
             outcome = f"{change}: cannot be faster, {lane} alone takes {format_seconds(least)}"
             self.tried.append(TriedChoice(settings, None, {}, outcome))
+        elif self.best.fits and (seconds := estimate.unsettled_seconds) > self.best.seconds * (1 - WORTH):
+            outcome = f"{change}: not faster, {format_seconds(seconds)} as a few micro-batches go"
+            self.tried.append(TriedChoice(settings, None, {}, outcome))
         else:
             self._simulate(estimate)
 

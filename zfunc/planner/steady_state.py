@@ -60,30 +60,60 @@ class Estimate:
     settings: StepSettings
     hardware: Hardware
     graphs: dict[int, Graph] = field(factory=dict[int, Graph])
+    _simulations: dict[int, PlannedStep] = field(factory=dict[int, PlannedStep], init=False)
 
     @property
     def exact_step(self) -> PlannedStep:
         """The step of `simulate_choice`, from a few micro-batches where that is `CLOSE`."""
-        return self._simulated(self.spec.micro_batches) if self._is_one_group else self._estimated()
+        return self._in_full() if self._is_one_group else self._estimated()
 
     @cached_property
     def step(self) -> PlannedStep:
         """The step of `simulate_choice`, from a few micro-batches where it settles, without its operations: those
         of all candidates are too many to keep. Raises PlanError likewise."""
-        return self._estimated().summary
+        return self._few_say.step or self._in_full().summary
+
+    @property
+    def unsettled_seconds(self) -> float:
+        """The least that a step takes that does not settle, if it goes on as a few micro-batches do; else 0."""
+        return self._few_say.unsettled
+
+    def starts_faster(self, than: PlannedStep, gain: float) -> bool:
+        """Whether a few micro-batches take less time than those of another step, by a share of `gain`; True where
+        that is not known."""
+        few, other = next(self._few, None), than.of_few
+        if few is None or other is None or other.spec.micro_batches != few:
+            return True
+        self._simulations[few] = self._simulated(few)
+        return self._simulations[few].seconds <= other.seconds * (1 - gain)
+
+    @cached_property
+    def _few_say(self) -> "_FewSay":
+        found = self._from_few()
+        self._simulations.clear()
+        return evolve(found, step=found.step and found.step.summary)
 
     def _estimated(self) -> PlannedStep:
+        return self._from_few().step or self._in_full()
+
+    def _from_few(self) -> "_FewSay":
+        simulated = self._simulations
+        least: list[float] = []
         for few in self._few:
-            small, large = (self._simulated(n) for n in (few, few + self._period))
+            for n in (few, few + self._period):
+                simulated[n] = simulated.get(n) or self._simulated(n)
+            small, large = simulated[few], simulated[few + self._period]
+            more = (self.spec.micro_batches - few) // self._period
             settled = _longer_passes(small, large) if self._is_one_group else _inserted_periods(small, large)
             if settled is not None:
                 insertions, period = settled
-                more = (self.spec.micro_batches - few) // self._period
                 seconds = small.seconds + more * period
                 peaks, moments = _peaks(small, large, insertions, more, self.kept)
                 of = Repetition(small, large, more, moments)
-                return PlannedStep(self.settings, self._spec, self.hardware, seconds, peaks, None, of)
-        return self._simulated(self.spec.micro_batches)
+                step = PlannedStep(self.settings, self._spec, self.hardware, seconds, peaks, None, of)
+                return _FewSay(step, 0.0)
+            least.append(small.seconds + more * (large.seconds - small.seconds))
+        return _FewSay(None, min(least, default=0.0))
 
     @cached_property
     def kept(self) -> dict[Tier, int]:
@@ -108,9 +138,13 @@ class Estimate:
     def _few(self) -> Iterator[int]:
         """The numbers of micro-batches, a part of all of them, after which the step may have settled."""
         total, period = self.spec.micro_batches, self._period
-        for few in FEW_OF_ONE_GROUP if self._is_one_group else FEW:
+        for few in self._few_groups:
             if total >= WORTH * few * period:
                 yield few * period + total % period
+
+    @property
+    def _few_groups(self) -> tuple[int, ...]:
+        return FEW_OF_ONE_GROUP if self._is_one_group else FEW
 
     @cached_property
     def _spec(self) -> StepSpec:
@@ -124,6 +158,9 @@ class Estimate:
             self.graphs[micro_batches] = operations_of(self._of(micro_batches))
         return self.graphs[micro_batches]
 
+    def _in_full(self) -> PlannedStep:
+        return self._simulated(self.spec.micro_batches)
+
     def _simulated(self, micro_batches: int) -> PlannedStep:
         graph, spec = self._graph(micro_batches), self._of(micro_batches)
         return simulate_operations(graph, spec, self.settings, self.hardware)
@@ -131,11 +168,20 @@ class Estimate:
     def _sum(self, measure: Callable[[Graph], dict[Key, Amount]]) -> dict[Key, Amount]:
         """What `measure` sums over the operations of all micro-batches."""
         total, period = self.spec.micro_batches, self._period
-        few = (FEW_OF_ONE_GROUP if self._is_one_group else FEW)[0] * period + total % period
+        few = self._few_groups[0] * period + total % period
         if total < WORTH * few:
             return measure(self._graph(total))
         one, two = (measure(self._graph(n)) for n in (few, few + period))
         return extrapolated(one, two, (total - few) // period)
+
+
+@frozen(eq=False)
+class _FewSay:
+    """A step from a few micro-batches, if it has settled; else the seconds that it takes at least if it goes on as
+    they do."""
+
+    step: PlannedStep | None
+    unsettled: float
 
 
 @frozen
@@ -202,8 +248,7 @@ def _longer_passes(small: PlannedStep, large: PlannedStep) -> _Settled | None:
 
 
 def _longest_period(small: PlannedStep, large: PlannedStep) -> float:
-    """The seconds by which one more micro-batch makes a step longer that has enough of them: what does not grow with
-    the passes takes no time then."""
+    """The seconds that one more micro-batch adds to a step of many: only what grows with the passes takes time."""
     counts = [Counter(op.verb for op in step.plan.graph) for step in (small, large)]
     grows = {verb for verb in counts[1] if counts[1][verb] > counts[0][verb]}
 
@@ -218,8 +263,8 @@ def _longest_period(small: PlannedStep, large: PlannedStep) -> float:
 def _additions(few: Sequence[Op], more: Sequence[Op], earlier: int) -> list[_Insertion] | None:
     """Where a lane has operations of one more micro-batch; None if the lanes differ in anything else.
 
-    The last ones of both correspond, and what is new comes before them in a pass. It is found `earlier` micro-batches
-    before that, away from both ends of the pass.
+    The last ones of both correspond, and what is new comes before them in a pass. It is found `earlier`
+    micro-batches before that, away from both ends of the pass.
     """
     names = _names_in_larger(few, more)
     insertions: list[_Insertion] = []

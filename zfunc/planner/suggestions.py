@@ -27,6 +27,8 @@ NOTES = {
     "delay_from": "applies every gradient a step late",
     "precision": "different rounding",
 }
+# Changes that leave the work as it is: a few micro-batches show what one gains.
+SAME_WORK = ("schedule", "grad_slots", "host_slots", "weight_slots", "state_slots")
 FOLDERS = "needs folders for it: swap"
 SMALLER_MOMENTS = {"fp32": ("16bit", "8bit"), "16bit": ("8bit",), "8bit": ()}
 
@@ -99,12 +101,20 @@ def _planned(
     for change in changes:
         try:
             estimate = replan(evolve(settings, **change))
-            if step.fits and max(estimate.work.values()) >= step.seconds * (1 - WORTH):
-                continue  # no schedule makes that faster
+            if step.fits and not _may_be_faster(estimate, step, change):
+                continue
             new = estimate.step
         except ValueError:  # settings that exclude each other
             continue
         yield Suggestion(change, new, _effect(change, new, step))
+
+
+def _may_be_faster(estimate: Estimate, step: PlannedStep, change: Mapping[str, Any]) -> bool:
+    """Whether a change may be worth it, by what is known before all micro-batches are simulated."""
+    if change.keys() <= {*SAME_WORK} and not estimate.starts_faster(step, WORTH / 2):
+        return False
+    enough = step.seconds * (1 - WORTH)  # under no schedule is a step shorter than its work
+    return max(*estimate.work.values(), estimate.unsettled_seconds) < enough
 
 
 def _effect(change: Mapping[str, Any], new: PlannedStep, old: PlannedStep) -> str:
@@ -207,7 +217,9 @@ def _divisors(rows: int) -> list[int]:
 
 
 def _faster(settings: StepSettings, step: PlannedStep, rows: int, attempt: Attempt) -> tuple[Suggestion, ...]:
-    fitting = [a for a in attempt(settings, _changes(settings, step, rows)) if a.step.fits]
+    changes = [*_changes(settings, step, rows)]
+    fitting = [a for a in attempt(settings, changes) if a.step.fits]
+    fitting += _least_share(settings, step, attempt)
     if any("recompute" in a.changes for a in fitting):  # otherwise keeping everything does not fit either
         fitting += (a for a in attempt(settings, [{"recompute": "none"}]) if a.step.fits)
     elif settings.recompute == "all":
@@ -232,19 +244,29 @@ def _changes(settings: StepSettings, step: PlannedStep, rows: int) -> Iterator[d
         return  # the others take no arithmetic from a device that does not wait
     yield from _less_moved(settings)
     yield from _changed_updates(settings, step)
-    yield from ({"offload_ratio": x} for x in ratios_that_fit(step) if x < settings.offload_ratio)
     if max(step.work.values()) < enough:  # these do the same work
         yield from (
             {"schedule": name} for name in ("Overlapped", "CriticalPath") if name != settings.schedule
         )
         yield from ({name: getattr(settings, name) + 1} for name in ("grad_slots", "host_slots"))
     if settings.state_on == DISK:
-        yield from ({"disk_ratio": x} for x in disk_ratios_that_fit(step) if x < settings.disk_ratio)
         yield {"state_slots": settings.state_slots + 1}
     if settings.streams:
         yield {"weight_slots": settings.weight_slots + 1}
         if not settings.persistent_params and (most := most_persistent(step)):
             yield {"persistent_params": most}
+
+
+def _least_share(settings: StepSettings, step: PlannedStep, attempt: Attempt) -> Iterator[Suggestion]:
+    """The least share of the state on the host, or on the disk, that fits."""
+    if step.work["compute"] >= step.seconds * (1 - WORTH):
+        return
+    on_disk = settings.state_on == DISK
+    name, shares = ("disk_ratio", disk_ratios_that_fit) if on_disk else ("offload_ratio", ratios_that_fit)
+    for share in sorted(x for x in shares(step) if x < getattr(settings, name)):
+        if found := [a for a in attempt(settings, [{name: share}]) if a.step.fits]:
+            yield from found
+            return
 
 
 def _changed_updates(settings: StepSettings, step: PlannedStep) -> Iterator[dict[str, Any]]:
