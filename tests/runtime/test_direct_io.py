@@ -22,7 +22,7 @@ import pytest
 from zfunc.errors import AbandonedCalls, DiskError
 from zfunc.runtime import blocking_calls, direct_io, drive_speed
 from zfunc.runtime.direct_io import ALIGNED, DirectFile, file_system_of
-from zfunc.runtime.drive_speed import DriveSpeeds, drive_shares, measure
+from zfunc.runtime.drive_speed import DriveSpeeds, drive_shares, is_direct, measure
 from zfunc.runtime.host_pages import HostPages, map_pages
 
 PAGES = 40
@@ -524,6 +524,10 @@ def test_a_drive_is_measured_and_left_as_it_was(tmp_path: Path, monkeypatch: pyt
         DiskError, match="'No such file or directory' while measuring its drive: name a folder"
     ):
         measure(tmp_path / "none")
+    (tmp_path / "file").touch()
+    for made in (measure, is_direct):
+        with pytest.raises(DiskError, match=r"file: got 'Not a directory' while reserving .*: name a folder"):
+            made(tmp_path / "file")
     turns: list[str] = []
 
     def speed(file: DirectFile, transfer: Any, data: memoryview) -> float:
@@ -581,7 +585,7 @@ def test_a_file_without_a_name_never_has_bytes_and_a_name(
     """A process may be killed at any moment, and nothing is to be left of it."""
     reserve, seen = os.posix_fallocate, list[list[str]]()
     monkeypatch.setattr(os, "posix_fallocate", lambda *x: (seen.append(os.listdir(tmp_path)), reserve(*x)))
-    with closing(DirectFile.create(tmp_path / "spilled", 2 * ALIGNED, named=False)) as file:
+    with closing(DirectFile.unnamed(tmp_path, 2 * ALIGNED)) as file:
         page = map_pages(ALIGNED)
         page[:] = b"x" * ALIGNED
         file.write(memoryview(page), ALIGNED)

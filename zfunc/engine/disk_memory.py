@@ -1,6 +1,5 @@
 """What lives on the disk: the state of every bucket, which a slot holds in turn; waiting gradients; activations."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -152,8 +151,5 @@ def spill_files(regions: Iterable[Region], folders: Sequence[str]) -> dict[Regio
     check_folders(paths)
     shares = drive_shares(paths)
     stripes = [lay_stripes(r.nbytes, shares, ends) for r in regions]
-    files = [
-        DirectFile.create(path / f".spilled-{os.urandom(8).hex()}", max(end, BLOCK), named=False)
-        for path, end in zip(paths, ends, strict=True)
-    ]
+    files = [DirectFile.unnamed(path, max(end, BLOCK)) for path, end in zip(paths, ends, strict=True)]
     return {r: SpilledBytes(files, x, r.nbytes, str(r)) for r, x in zip(regions, stripes, strict=True)}

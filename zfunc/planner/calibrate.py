@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
@@ -109,15 +108,17 @@ def traced_steps(programs: Sequence[Program], batch: Batch, turns: int) -> list[
 def measure_disk(folder: Path) -> dict[Literal["read", "write"], LatencyBandwidth]:
     """Latency and rate of reading past the page cache, and of writing until the drive has it. Raises DiskError."""
     speeds = measure(folder)
-    with TemporaryDirectory(dir=folder, prefix=".zfunc-calibrate-") as temporary:
-        file = DirectFile.create(Path(temporary) / "page", ALIGNED)
-        with closing(file), closing(map_pages(ALIGNED)) as pages, memoryview(pages) as page:
+    with (
+        closing(DirectFile.unnamed(folder, ALIGNED)) as file,
+        closing(map_pages(ALIGNED)) as pages,
+        memoryview(pages) as page,
+    ):
 
-            def write() -> None:
-                file.write(page, 0)
-                file.sync()
+        def write() -> None:
+            file.write(page, 0)
+            file.sync()
 
-            latencies = {"read": _median_seconds(lambda: file.read(page, 0)), "write": _median_seconds(write)}
+        latencies = {"read": _median_seconds(lambda: file.read(page, 0)), "write": _median_seconds(write)}
     return {
         "read": LatencyBandwidth(latencies["read"], speeds.read),
         "write": LatencyBandwidth(latencies["write"], speeds.write),

@@ -90,22 +90,30 @@ class DirectFile:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     @classmethod
-    def create(cls, path: Path, nbytes: int, *, named: bool = True, threads: int = THREADS) -> "DirectFile":
+    def create(cls, path: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
         """A new file of `nbytes`, a positive multiple of ALIGNED, with its space reserved.
 
-        One that is not `named` is gone with its process. Raises DiskError if the file exists, cannot be made or has
-        no room; nothing is left then.
+        Raises DiskError if the file exists, cannot be made or has no room; nothing is left then.
         """
-        if nbytes <= 0 or nbytes % ALIGNED:
-            raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
-        with explain_errors(path, f"reserving {format_bytes(nbytes)}"):
-            fd = open_reserved(path, nbytes, os.O_RDWR, named=named)
+        with _reserving(path, nbytes):
+            fd = open_reserved(path, nbytes, os.O_RDWR)
             try:
-                return cls._of(path, fd, threads, named=named)
+                return cls._of(path, fd, threads)
             except BaseException:
                 with suppress(OSError):
                     path.unlink()
                 raise
+
+    @classmethod
+    def unnamed(cls, folder: Path, nbytes: int, *, threads: int = THREADS) -> "DirectFile":
+        """A new file as of `create` in `folder`, which its errors name.
+
+        It never has bytes and a name, so nothing is left when the process ends.
+        """
+        with _reserving(folder, nbytes):
+            name = f".zfunc-{os.urandom(8).hex()}"
+            fd = open_reserved(folder / name, nbytes, os.O_RDWR, named=False)
+            return cls._of(folder, fd, threads, named=False)
 
     @classmethod
     def open(cls, path: Path, *, threads: int = THREADS) -> "DirectFile":
@@ -331,6 +339,14 @@ def open_reserved(path: Path, nbytes: int, flags: int, *, named: bool = True) ->
             path.unlink()
         raise
     return fd
+
+
+@contextmanager
+def _reserving(path: Path, nbytes: int) -> Generator[None, None, None]:
+    if nbytes <= 0 or nbytes % ALIGNED:
+        raise ValueError(f"{path}: got {nbytes} bytes, expected a positive multiple of {ALIGNED}")
+    with explain_errors(path, f"reserving {format_bytes(nbytes)}"):
+        yield
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def measure(folder: Path) -> DriveSpeeds:
     with explain_errors(folder, "measuring its drive"):
         size, chunk = _sizes(folder)
         with (
-            closing(_unnamed(folder, size)) as file,
+            closing(DirectFile.unnamed(folder, size)) as file,
             pages_for(chunk) as pages,
             memoryview(pages) as data,
         ):
@@ -80,12 +80,8 @@ def remember_speeds(speeds: Mapping[int, float]) -> None:
 
 def is_direct(folder: Path) -> bool:
     """Whether files in `folder` go past the page cache. Raises DiskError where none can be made."""
-    with explain_errors(folder, "trying O_DIRECT"), closing(_unnamed(folder, ALIGNED)) as file:
+    with explain_errors(folder, "trying O_DIRECT"), closing(DirectFile.unnamed(folder, ALIGNED)) as file:
         return file.direct
-
-
-def _unnamed(folder: Path, nbytes: int) -> DirectFile:
-    return DirectFile.create(folder / f".zfunc-{os.urandom(8).hex()}", nbytes, named=False)
 
 
 def _sizes(folder: Path) -> tuple[int, int]:
