@@ -333,7 +333,7 @@ def test_what_a_killed_process_left_unfinished_is_deleted(
     [
         (
             {"identity": {**IDENTITY, "state_format": "8bit"}},
-            "of another state_format, '16bit', expected '8bit': con",
+            "got a swap space with state_format '16bit', expected '8bit': con",
         ),
         ({"extents": {0: EXTENTS[0]}}, "got a swap space of other buckets, expected those of this model"),
         (

@@ -395,9 +395,7 @@ def _check_header(
     for key in {**header.identity, **identity}:
         if header.identity.get(key) != identity.get(key):
             got, expected = (f"{x.get(key)!r:.60}" for x in (header.identity, identity))
-            raise CheckpointError(
-                f"{path}: got a swap space of another {key}, {got}, expected {expected}: {same}"
-            )
+            raise CheckpointError(f"{path}: got a swap space with {key} {got}, expected {expected}: {same}")
     if (got := (header.rank, header.world, len(header.folders))) != place:
         raise CheckpointError(
             f"{path}: got rank, ranks and folders {got}, expected {place}: name its folders, "

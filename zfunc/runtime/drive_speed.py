@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
 
-from zfunc.runtime.direct_io import ALIGNED, DirectFile, explain_errors, pages_for
+from zfunc.runtime.direct_io import ALIGNED, REQUEST, DirectFile, explain_errors, pages_for
 from zfunc.units import format_bytes
 
 MEASURED, CHUNK = 512 << 20, 64 << 20  # bytes of the file that `measure` makes, and of a transfer of it
+LEAST = REQUEST  # bytes of the file on a drive with little room: of less, a drive is as slow as a call
 SECONDS = 0.25  # that it reads, and that it writes, at most
 
 log = logging.getLogger("zfunc")
@@ -30,8 +31,8 @@ class DriveSpeeds(NamedTuple):
 def measure(folder: Path) -> DriveSpeeds:
     """How fast the drive of `folder` is, in about a second.
 
-    The file takes MEASURED bytes, or half of what is free if that is less, which is logged. Raises DiskError where
-    none can be made.
+    The file takes MEASURED bytes, or half of what is free if that is less, which is logged, and LEAST at least.
+    Raises DiskError without room for it.
     """
     with explain_errors(folder, "measuring its drive"):
         size, chunk = _sizes(folder)
@@ -64,12 +65,15 @@ def drive_speeds(folders: Sequence[Path]) -> dict[int, float]:
 
     A process measures each once, unless `remember_speeds` has told it before.
     """
-    drives = {folder.stat().st_dev: folder for folder in reversed(folders)}
+    drives = dict[int, Path]()
+    for folder in folders:
+        drives.setdefault(folder.stat().st_dev, folder)
     if len(drives) < 2:
         return {}
-    for device in drives.keys() - _speeds.keys():
-        read, write = measure(drives[device])
-        _speeds[device] = 1 / (1 / read + 1 / write)
+    for device, folder in drives.items():
+        if device not in _speeds:
+            read, write = measure(folder)
+            _speeds[device] = 1 / (1 / read + 1 / write)
     return {device: _speeds[device] for device in drives}
 
 
@@ -90,8 +94,9 @@ def _sizes(folder: Path) -> tuple[int, int]:
     free = system.f_bavail * system.f_frsize
     if free >= 2 * MEASURED:
         return MEASURED, CHUNK
-    chunk = max(ALIGNED, min(CHUNK, free // 2) // ALIGNED * ALIGNED)
-    size = max(chunk, min(MEASURED, free // 2) // chunk * chunk)
+    half = max(LEAST, free // 2 // ALIGNED * ALIGNED)
+    chunk = min(CHUNK, half)
+    size = half // chunk * chunk
     log.info("%s: %s are free: its drive is measured with %s", folder, *map(format_bytes, (free, size)))
     return size, chunk
 
