@@ -20,7 +20,7 @@ from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.layout import Parameter, make_layout
 from zfunc.core.plan import Plan, build
 from zfunc.core.recipes import checkpoint, deferred, delayed, flush_recipe, zero_offload
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
 
 Segments = list[list[Parameter]]
 
@@ -79,7 +79,10 @@ def spec(
     ]
     recompute = tuple(recompute) or (True,) * len(segments)
     resident = set(settings.pop("resident", ())) & set(range(len(layout.buckets)))
-    return StepSpec(layout, costs, recompute, target_bytes=16, resident=resident, **settings)
+    work = [MatrixWork(700 * (b.index + 1), 50 + 8 * b.index, 2 + b.index) for b in layout.buckets]
+    return StepSpec(
+        layout, costs, recompute, target_bytes=16, resident=resident, matrix_work=work, **settings
+    )
 
 
 def chain(*shapes: tuple[int, ...]) -> Segments:
@@ -108,6 +111,11 @@ TWO_FORMATS: Segments = [
     [EMBED, Parameter("a", (70,), group=1, state_format="16bit")],
     [Parameter("b", (8, 8), state_format="16bit"), Parameter("c", (8,), group=2)],
     [Parameter("d", (5,), state_format="16bit"), EMBED],
+]
+MATRICES: Segments = [
+    [evolve(EMBED, state_format="muon-16bit"), Parameter("a", (70,))],
+    [Parameter("b", (30, 8), state_format="muon-16bit"), Parameter("c", (8,), group=2)],
+    [Parameter("d", (9, 9), state_format="muon-16bit"), evolve(EMBED, state_format="muon-16bit")],
 ]
 SCALARS: Segments = [[Parameter("scale", ())], [Parameter("one", (1,)), Parameter("shift", (), group=1)]]
 
@@ -149,6 +157,13 @@ SPECS: dict[str, StepSpec] = {
     "16 bits": spec(TIED_NEXT, state_format="16bit", send_high_half=True, host_slots=1),
     "two formats": spec(TWO_FORMATS, send_high_half=True, micro_batches=2, world=2, barrier=True, shadows=2),
     "two formats, streamed": spec(TWO_FORMATS, params_on="host", send_high_half=True, save=True),
+    "whole matrices": spec(MATRICES, send_high_half=True, resident={0}, save=True, shadows=1),
+    "whole matrices, barrier": spec(
+        MATRICES, micro_batches=2, world=2, barrier=True, host_slots=1, resident={1}
+    ),
+    "whole matrices, stage 3": spec(
+        MATRICES, stage=3, world=3, params_on="host", send_high_half=True, barrier=True
+    ),
     "stage 1": spec(TIED, stage=1, micro_batches=2, world=2, barrier=True),
     "stage 1, spanning": spec(SPANNING_TIE, bucket_size=1000, stage=1, micro_batches=3),
     "8 bits": spec(TIED_THREE, state_format="8bit", send_high_half=True, barrier=True, world=3),
@@ -333,7 +348,7 @@ def layouts(draw: st.DrawFn) -> tuple[Segments, int, int]:
             draw(shapes),
             trainable,
             draw(st.integers(0, 2)),
-            draw(st.sampled_from(["fp32", "16bit"])),
+            draw(st.sampled_from(["fp32", "16bit", "muon-8bit"])),
         )
         for s in users:
             segments[s].append(p)

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from zfunc.optim.host_adam import adam_update_
     from zfunc.optim.lion import Lion
     from zfunc.optim.loss_scale import LossScale
+    from zfunc.optim.muon import Muon
     from zfunc.optim.optimizer_settings import matrices_only
     from zfunc.optim.sgd import SGD
     from zfunc.planner.plan_step import plan as plan
@@ -74,6 +75,7 @@ _HOMES = {
     "LaneTimeout": "errors",
     "Lion": "optim.lion",
     "LossScale": "optim.loss_scale",
+    "Muon": "optim.muon",
     "NonFiniteError": "errors",
     "OutOfMemory": "errors",
     "PlanError": "core.plan",
@@ -114,6 +116,7 @@ __all__ = [
     "LaneTimeout",
     "Lion",
     "LossScale",
+    "Muon",
     "NonFiniteError",
     "OutOfMemory",
     "PlanError",

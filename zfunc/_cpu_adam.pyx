@@ -77,7 +77,7 @@ cdef extern from "_one_buffer_kernel.h" nogil:
         int rule, buffer_type, grad_type, out_type, decay_mode
         uint32_t dither
         float grad_scale, grad_floor, rate, decay, keep, add, look_keep, look_add, eps, initial
-    int ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD
+    int ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD, ZF_DIRECTION
     int ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16, ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
     void zf_one(zf_one_args *args, size_t n, int threads, int isa)
 
@@ -118,7 +118,7 @@ UNIT, SHARED = ZF_BLOCK, ZF_SHARED  # elements: what threads are dealt, and what
 PARTS = ZF_PARTS  # doubles that a sum of squares consists of
 MOMENTS_FP32, MOMENTS_16BIT, MOMENTS_8BIT = ZF_MOMENTS_FP32, ZF_MOMENTS_16BIT, ZF_MOMENTS_8BIT
 MOMENTS_FP32_SPLIT = ZF_MOMENTS_FP32_SPLIT
-SGD, NESTEROV, LION, ADAGRAD = ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD
+SGD, NESTEROV, LION, ADAGRAD, DIRECTION = ZF_SGD, ZF_NESTEROV, ZF_LION, ZF_ADAGRAD, ZF_DIRECTION
 BUFFER_NONE, BUFFER_FP32, BUFFER_BF16 = ZF_BUFFER_NONE, ZF_BUFFER_FP32, ZF_BUFFER_BF16
 BUFFER_SIGNED, BUFFER_UNSIGNED = ZF_BUFFER_SIGNED, ZF_BUFFER_UNSIGNED
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -218,9 +218,10 @@ cdef zf_one_state one_state_at(uintptr_t master, uintptr_t low, uintptr_t buffer
 
 
 def one_buffer_update(
-    int rule,                # IN    SGD, NESTEROV, LION, ADAGRAD
+    int rule,                # IN    SGD, NESTEROV, LION, ADAGRAD, DIRECTION
     int buffer_type,         # IN    BUFFER_NONE, BUFFER_FP32, BUFFER_BF16, BUFFER_SIGNED, BUFFER_UNSIGNED
-    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next three: IN with `into`
+    uintptr_t master,        # INOUT [n] fp32, or bf16: the high half; this and the next three: IN with `into`; 0: a
+                             #       direction has no weights
     uintptr_t low,           # INOUT [n] int16, the low half; 0 with an fp32 master
     uintptr_t buffer,        # INOUT [n] fp32, bf16 or codes; 0 without one
     uintptr_t scale,         # INOUT [ceil(n / 64)] int16; 0 without codes
@@ -245,7 +246,7 @@ def one_buffer_update(
     int isa=-1,
     into=(),                 # OUT   four addresses as those from `master` on, for the new state; (): in place
 ):
-    """One step of SGD, Lion or Adagrad; see one_buffer_reference.py for what it computes."""
+    """One step of SGD, Lion or Adagrad, or Muon's direction; see one_buffer_reference.py for what it computes."""
     cdef zf_one_args args
     cdef int use = checked_isa(isa)
     args.rule, args.buffer_type, args.dither = rule, buffer_type, dither

@@ -126,6 +126,7 @@ any_job = st.one_of(specs(), st.sampled_from([*SPECS.values()]))
 PLAIN, FIRST_DELAYED = TRAINING["zero_offload"], TRAINING["first delayed"]
 DEFERRED = TRAINING["deferred"]
 UPDATES = ("adam", "confirm", "adam_on_device")
+BEGUN = ("momentum", "momentum_on_device")
 of_any_job = given(st.sampled_from([*TRAINING.values()]), any_job)
 of_any_job_of_stage_2 = given(
     st.sampled_from([*TRAINING.values()]), any_job.map(lambda spec: evolve(spec, stage=max(2, spec.stage)))
@@ -172,6 +173,7 @@ def test_every_bucket_is_delivered_as_often_as_it_is_due_and_updated_once(
     assert done(*UPDATES) == everywhere
     assert done("to_device") == [b for b in applied if not spec.off_device(b)]
     assert done("adam_on_device") == sorted(spec.resident)
+    assert done(*BEGUN) == done("orthogonalize") == [b for b in everywhere if spec.whole_matrices(b)]
     assert done("speculate") == done("confirm") == sorted(spec.shadowed if recipe is PLAIN else ())
     assert done("all_gather") == [b for b in everywhere if spec.world > 1 and not spec.streamed(b)]
 
@@ -307,8 +309,8 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     verbs = [op.verb for op in recipe(spec)]
     assert verbs.count("decide") == verbs.count("global_norm") == 1
     late = recipe is not PLAIN
-    for verb in UPDATES:
-        if verb in verbs and not (late and verb == "adam"):
+    for verb in (*UPDATES, *BEGUN):
+        if verb in verbs and not (late and verb in ("adam", "momentum")):
             assert verbs.index("decide") < verbs.index(verb)
     if spec.barrier or late:
         measured = [i for i, verb in enumerate(verbs) if verb in ("to_host", "squares_to_host")]
@@ -316,10 +318,15 @@ def test_nothing_is_updated_before_the_decision_nor_before_the_norm_with_a_barri
     if recipe is DEFERRED:
         updates = [op.index for op in recipe(spec) if op.verb == "adam"]
         sent = [op.index for op in recipe(spec) if op.verb == "to_device"]
-        assert updates == sorted(updates)
         assert sent == [index for index in updates if not spec.off_device(*index)]
-        assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
         assert verbs.index("load") == 0
+        updated = set(spec.resident)
+        for op in recipe(spec):
+            updated |= {op.index[0]} if op.verb == "adam" else set()
+            assert op.verb != "forward" or updated.issuperset(spec.layout.buckets_of(op.index[1]))
+        if not spec.matrix_buckets:
+            assert updates == sorted(updates)
+            assert all(verbs.index("forward") > i for i, verb in enumerate(verbs) if verb == "to_device")
     elif late and "adam" in verbs:
         assert verbs.index("adam") < verbs.index("forward")
     if late and recipe is not DEFERRED and "to_device" in verbs:
@@ -333,7 +340,7 @@ def test_what_leaves_a_step_is_ordered_behind_its_decision(recipe: Recipe, spec:
     assert [op.name for op in ops_unguarded_by_decision(graph)] == []
     # Or the law would say nothing: that they read the decision is what orders them, and without it they are found.
     blind = Graph(evolve(op, reads=tuple(r for r in op.reads if r.buffer != "decision")) for op in graph)
-    assert {op.name for op in blind if op.verb in (*UPDATES, "publish")} <= {
+    assert {op.name for op in blind if op.verb in (*UPDATES, *BEGUN, "publish")} <= {
         op.name for op in ops_unguarded_by_decision(blind)
     }
 
@@ -367,13 +374,15 @@ def test_every_bucket_is_handed_on_from_the_device_to_the_host_and_back(spec: St
         arrivals += (op for op in ops.values() if op.verb == "join_sums" and op.index[0] == b)
         ahead = ops.get(f"speculate[{b}]")
         update = ops[f"confirm[{b}]" if ahead else f"adam[{b}]"]
-        assert update.read("decision") == ops["decide"].write("decision")
+        begun = ops.get(f"momentum[{b}]", update)
+        for op in (begun, update):
+            assert op.read("decision") == ops["decide"].write("decision")
         if spec.off_device(b):
             home = {op.reads[0] for op in ops.values() if op.verb == "fetch" and op.index[1] == b}
             assert home < set(update.reads) & set(update.writes)
             continue
         back = ops[f"to_device[{b}]"]
-        assert set(arrivals[-1].writes) & set(update.reads)
+        assert set(arrivals[-1].writes) & set(begun.reads)
         assert set(update.writes) & set(back.reads)
         assert update.read("decision") == back.read("decision")
         assert back.write("params").index == (b,)
@@ -398,7 +407,10 @@ def test_the_next_step_and_a_flush_apply_the_gradients_a_step_leaves(spec: StepS
             r for op in first(spec) for r in op.writes if r.lifetime == "state" and r.role == "grad_shard"
         }
         for recipe in (later, RECIPES["flush"]):
-            assert {r for op in recipe(spec) if op.verb == "adam" for r in op.operands("grad_shard")} == left
+            used = {
+                r for op in recipe(spec) if op.verb in ("adam", "momentum") for r in op.operands("grad_shard")
+            }
+            assert {r for r in used if r.lifetime == "state"} == left
         assert {r.index for r in left} == {(b,) for b in spec.offloaded}
 
 
@@ -496,8 +508,10 @@ MOVING = {
     "speculate",
     "adam_on_device",
     "join_sums",
+    *BEGUN,
 }
-SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather", "fetch", "gather"}
+DIRECTIONS = {"direction_to_device", "gather_direction", "direction_to_host"}
+SENDING = {"to_host", "to_device", "reduce_scatter", "all_gather", "fetch", "gather", *DIRECTIONS}
 
 
 @of_any_job
@@ -505,8 +519,10 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
     """Once for a read and once for a write; of a slot as much as is in it, and over a link every byte once."""
 
     def moved(region: Region) -> int:
-        if region.buffer in ("decision", "squares", "host_squares"):
+        if region.buffer in ("decision", "squares", "host_squares", "whole_direction"):
             return 0  # one number
+        if "direction" in region.buffer:
+            return elements * 2
         if region.buffer.endswith("_slot"):
             return elements * (4 if region.dtype == "fp32" else spec.element_bytes)
         return elements * spec.element_bytes if region.buffer == "grads" else region.nbytes
@@ -522,7 +538,10 @@ def test_an_operation_moves_the_bytes_of_its_bucket_in_each_region(recipe: Recip
         elements //= 1 if whole else spec.world
         share = elements * spec.element_bytes
         if op.verb in SENDING:
-            share = moved(op.reads[0]) if op.verb == "to_host" else share
+            if op.verb in ("to_host", "direction_to_host"):
+                share = moved(op.reads[0])
+            elif op.verb in DIRECTIONS:
+                share = moved(op.writes[0])
             assert op.nbytes == share * (spec.world - 1 if op.kind == "network" else 1), op.name
             continue
         reads = op.reads[:1] if op.verb == "pack" else op.reads  # what is in the slot is left there
@@ -549,13 +568,15 @@ def test_a_step_that_saves_writes_every_bucket_before_its_next_update_and_publis
         if update is None:
             continue
         kept = {x.name for x in STATE_FORMATS[bucket.state_format]}
-        state = {r for r in update.writes if r.buffer in kept}
+        begun = next((ops[name] for verb in BEGUN if (name := f"{verb}[{b}]") in ops), update)
+        state = {r for r in (*begun.writes, *update.writes) if r.buffer in kept}
         assert len(state) == len(kept)
         assert state <= set(write.reads)
         # The update before the saved state opens the step.
         deferred = recipe is DEFERRED and b in spec.offloaded
+        assert (order[write.name] < min(order[begun.name], order[update.name])) == (not deferred)
         assert (order[write.name] < order[update.name]) == (not deferred)
-        waits = {r for r in update.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
+        waits = {r for r in begun.operands("grad_shard") if r.index == (b,) and r.tier != "device"}
         assert (waits <= set(write.reads)) == (recipe is TRAINING["delayed"] or not waits)
     assert all(f"write[{b.index}]" in ops for b in spec.layout.frozen_buckets)
     assert [*ops][-1] == "publish"

@@ -32,6 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adagrad": zfunc.Adagrad(0.1),
     "Adafactor": zfunc.groups(("huge.*", zfunc.Adafactor(0.1)), zfunc.Adafactor(0.05, weight_decay=0.1)),
     "groups": GROUPS,
+    "Muon": zfunc.groups((zfunc.matrices_only, zfunc.Muon(0.02)), BACKBONE),
     "two AdamW": zfunc.groups(("huge.*", zfunc.AdamW(1e-2, betas=(0.8, 0.9))), BACKBONE),
 }
 PLACES: dict[str, dict[str, Any]] = {
@@ -70,6 +71,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
         ("groups", "fp32"),
         ("groups", "8bit"),
         ("two AdamW", "fp32"),
+        ("Muon", "8bit"),
         *(
             pytest.param(name, moments, marks=() if moments == "16bit" else pytest.mark.slow)
             for name in ("momentum", "Lion", "Adagrad", "Adafactor")

@@ -100,6 +100,7 @@ OPTIMIZERS: dict[str, Any] = {
         ("*.bias", zfunc.SGD(lambda step: 0.1 / step, momentum=0.9, nesterov=True)),
         zfunc.Lion(1e-3),
     ),
+    "Muon": zfunc.groups((zfunc.matrices_only, zfunc.Muon(lambda step: 0.1 / step)), zfunc.AdamW()),
 }
 
 
@@ -121,7 +122,8 @@ def test_every_optimizer_of_zfunc_is_in_the_table() -> None:
         x for m in modules for x in vars(m).values() if isinstance(x, type) and x.__module__ == m.__name__
     ]
     optimizers = {x for x in classes if hasattr(x, "host_update") and not isabstract(x)} - {Optimizer}
-    assert {type(optimizer) for optimizer in OPTIMIZERS.values()} == optimizers | {Momentum}
+    members = (x for made in OPTIMIZERS.values() for x in (made, *getattr(made, "optimizers", ())))
+    assert {type(optimizer) for optimizer in members} == optimizers | {Momentum}
 
 
 ROWS = [*product(["groups"], SETTINGS), *zip([*OPTIMIZERS] * 2, [*SETTINGS] * 2, strict=False)]

@@ -102,6 +102,7 @@ RULES: tuple[tuple[Rule, str], ...] = (  # with the kind of their state's format
     ("nesterov", "sgd"),
     ("lion", "lion"),
     ("adagrad", "adagrad"),
+    ("direction", "muon"),
 )
 
 
@@ -118,7 +119,7 @@ def one_buffer_case(
     scale: float = 0.3,
     into: bool = False,
 ) -> Case:
-    """One step of SGD, Lion or Adagrad from fp32 weights and buffer, which are packed first."""
+    """One step of a rule from fp32 weights and buffer, which are packed first."""
     weight_decay, decoupled = DECAYS[decay]
     lr = 0.01
     factors = rule_factors(
@@ -151,8 +152,8 @@ def one_buffer_case(
         **dict(zip(own, ("buffer", "scale"), strict=False)),
     }
     buffers = [
-        Buffer(roles.get(name, name), old, after[name], BLOCK if name.endswith("scale") else 1)
-        for name, old in before.items()
+        Buffer(roles.get(name, name), before[name], new, BLOCK if name.endswith("scale") else 1)
+        for name, new in after.items()
     ]
     kept = "signed" if has_sign(state_format) else "unsigned"
     buffer = kept if len(own) == 2 else STORED[state_format.partition("-")[2]] if own else "none"

@@ -98,7 +98,7 @@ static double run_adam(const zf_case *c, size_t begin, size_t n) {
     return 0;
 }
 
-/* SGD, Lion and Adagrad: the op is the rule. */
+/* SGD, Lion, Adagrad, Muon's direction: the op is the rule. */
 static double run_one(const zf_case *c, size_t begin, size_t n) {
     const double *f = c->h.factor;
     const zf_one_state state = {.master = at(c, ROLE_master, begin),
@@ -176,6 +176,7 @@ static const struct {
     double (*run)(const zf_case *, size_t begin, size_t n); /* a sum, or 0 */
 } ops[] = {[ZF_SGD] = {"sgd", run_one},   [ZF_NESTEROV] = {"nesterov", run_one},
            [ZF_LION] = {"lion", run_one}, [ZF_ADAGRAD] = {"adagrad", run_one},
+           [ZF_DIRECTION] = {"direction", run_one},
            {"adam", run_adam},            {"sum", run_sum},
            {"skeleton", run_skeleton},    {"race", run_race}};
 

@@ -5,12 +5,14 @@ from them.
 """
 
 from collections import Counter
+from collections.abc import Collection
 
 from attrs import define, field, frozen
 
 from zfunc.core.extents import whole_blocks
 from zfunc.core.graph import Op, Region
-from zfunc.core.regions import FP32, FP64, Regions
+from zfunc.core.optimizer_state import moment_buffers, weight_buffers
+from zfunc.core.regions import BF16, FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
 from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
 
@@ -33,6 +35,8 @@ class Progress:
     activation_pages: int = 0  # that have been given to activations on their way to the disk or back
     sent: list[Region] = field(factory=list[Region])  # by collectives before the decision
     decided: bool = False
+    begun: list[int] = field(factory=list[int])  # buckets of whole matrices whose update has not ended
+    directions: dict[int, int] = field(factory=dict[int, int])  # the slot of each one's direction
 
     @classmethod
     def of(cls, spec: StepSpec) -> "Progress":
@@ -286,9 +290,14 @@ class OpBuilder(Regions):
         return Op("decide", (), "host", (*losses, *norm, *self.progress.sent), (self._decision(),))
 
     def adam(self, b: int, host_slot: int | None) -> Op:
-        """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device."""
+        """Update bucket `b` in one pass over memory: unscale, clip, Adam, and the copy for the device.
+
+        The weights of a bucket of whole matrices move along its orthogonal direction.
+        """
         grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
-        state, copy = self._updated(b), self._new_copy(b)
+        if self.spec.whole_matrices(b):
+            grad = self._host_direction(self.progress.directions[b])
+        state, copy = self._updated(b, self._moments(b)), self._new_copy(b)
         kept = copy if self.spec.off_device(b) else ()  # by a step that is skipped
         return Op(
             "adam",
@@ -298,6 +307,73 @@ class OpBuilder(Regions):
             (*state, *copy),
             nbytes=self._sweep_bytes(b),
         )
+
+    def momentum(self, b: int, host_slot: int | None) -> Op:
+        """Update the momentum of a bucket of whole matrices, and write this rank's slice of their direction."""
+        grad = self._waiting(b) if host_slot is None else self._host_slot(host_slot)
+        into = self._host_direction(self._next_direction(b))
+        return self._momentum("momentum", b, grad, into)
+
+    def momentum_on_device(self, b: int, slot: int | None) -> Op:
+        """The same where the state is on the device."""
+        grad = self._waiting(b) if slot is None else self._grad_slot(slot)
+        into = self._direction_shard(self._next_direction(b))
+        return self._momentum("momentum_on_device", b, grad, into)
+
+    def _next_direction(self, b: int) -> int:
+        self.progress.directions[b] = self.direction_slots().next(b)
+        return self.progress.directions[b]
+
+    def _momentum(self, verb: str, b: int, grad: Region, into: Region) -> Op:
+        state, on_device = self._updated(b, weight_buffers(self._format(b))), b in self.spec.resident
+        return Op(
+            verb,
+            (b,),
+            "compute" if on_device else "host",
+            (self._decision(), grad, *state),
+            (*state, into, *(self._if_whole(b) if on_device else ())),
+            nbytes=2 * self._moment_bytes(b) + self._waiting_bytes(b) + self._shard_bytes(b, BF16),
+            workspace=self.spec.update_workspace if on_device else 0,
+        )
+
+    def direction_to_device(self, b: int) -> Op:
+        """Copy this rank's slice of a direction to the device."""
+        k = self.progress.directions[b]
+        reads, writes = (self._host_direction(k),), (self._direction_shard(k), *self._if_whole(b))
+        return Op("direction_to_device", (b,), "h2d", reads, writes, nbytes=self._shard_bytes(b, BF16))
+
+    def gather_direction(self, b: int) -> Op:
+        """Gather the slices of a direction from all ranks, which makes its matrices whole."""
+        k = self.progress.directions[b]
+        nbytes = self._shard_bytes(b, BF16) * (self.spec.world - 1)
+        reads = (self._decision(), self._direction_shard(k))
+        writes = (self._direction_slot(k), self._whole_direction(b))
+        return Op("gather_direction", (b,), "network", reads, writes, nbytes=nbytes)
+
+    def _if_whole(self, b: int) -> tuple[Region, ...]:
+        """What says that a rank's slice is all of a direction, if it is."""
+        return (self._whole_direction(b),) if self.spec.world == 1 else ()
+
+    def orthogonalize(self, b: int) -> Op:
+        """Make whole matrices orthogonal, as many as this rank's slice of the bucket has a part of."""
+        k, work = self.progress.directions[b], self.spec.matrix_work[b]
+        whole, own = self._direction_slot(k), self._direction_shard(k)
+        return Op(
+            "orthogonalize",
+            (b,),
+            "compute",
+            (self._decision(), self._whole_direction(b), *dict.fromkeys((whole, own))),
+            tuple(dict.fromkeys((whole, own))),
+            flops=work.flops,
+            workspace=work.workspace,
+            launches=work.launches,
+        )
+
+    def direction_to_host(self, b: int) -> Op:
+        """Copy this rank's slice of an orthogonal direction to the host."""
+        k = self.progress.directions[b]
+        reads, writes = (self._direction_shard(k),), (self._host_direction(k),)
+        return Op("direction_to_host", (b,), "d2h", reads, writes, nbytes=self._shard_bytes(b, BF16))
 
     def speculate(self, b: int) -> Op:
         """Update bucket `b` into its shadow before the decision, as if nothing were clipped or skipped."""
@@ -313,7 +389,9 @@ class OpBuilder(Regions):
     def adam_on_device(self, b: int, slot: int | None) -> Op:
         """Update bucket `b`, whose state is on the device, and this rank's slice of its parameters."""
         grad = self._waiting(b) if slot is None else self._grad_slot(slot)
-        changed = (*self._state(b), self._params(b))
+        if self.spec.whole_matrices(b):
+            grad = self._direction_shard(self.progress.directions[b])
+        changed = (*self._updated(b, self._moments(b)), self._params(b))
         return Op(
             "adam_on_device",
             (b,),
@@ -330,9 +408,19 @@ class OpBuilder(Regions):
             return ()
         return (self._params(b) if self.spec.off_device(b) else self._param_slot(b),)
 
-    def _updated(self, b: int) -> tuple[Region, ...]:
-        """The state of a bucket that an update changes: in memory, and in the slot it was paged into."""
-        return (*self._state(b), *self._paged(b))
+    def _updated(self, b: int, but: Collection[str] = ()) -> tuple[Region, ...]:
+        """The state of a bucket that an update changes: in memory, and in the slot it was paged into.
+
+        Without the buffers that another operation of the update changes.
+        """
+        return (*(r for r in self._state(b) if r.buffer not in but), *self._paged(b))
+
+    def _moments(self, b: int) -> tuple[str, ...]:
+        """The buffers that `momentum` changes."""
+        return tuple(x.name for x in moment_buffers(self._format(b))) if self.spec.whole_matrices(b) else ()
+
+    def _format(self, b: int) -> str:
+        return self.spec.layout.buckets[b].state_format
 
     def _paged(self, b: int) -> tuple[Region, ...]:
         """The slot that has the state of a bucket that lives on the disk; of a frozen one the page."""
@@ -349,16 +437,23 @@ class OpBuilder(Regions):
     def _sweep_bytes(self, b: int) -> int:
         """Bytes that an update moves: the state twice, the gradient, and the copy unless the state has it.
 
-        One of whole parameters reads the gradient three times before, and the weights once.
+        One of whole parameters reads the gradient three times before, and the weights once. One of whole matrices
+        moves the weights alone, and the direction: `momentum` has moved the rest.
         """
         numel = self.spec.layout.buckets[b].numel // self.spec.world
         kinds = self.spec.state_buffers(b)
         state = sum(x.nbytes(numel) for x in kinds)
+        copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
+        if self.spec.whole_matrices(b):
+            return 2 * (state - self._moment_bytes(b)) + self._shard_bytes(b, BF16) + copied
         first = 0
         if any(x.whole for x in kinds):
             first = 3 * self._waiting_bytes(b) + sum(x.nbytes(numel) for x in kinds if not x.whole)
-        copied = 0 if self.spec.sends_high_half(b) else self._shard_bytes(b, self.spec.element_bytes)
         return first + 2 * state + self._waiting_bytes(b) + copied
+
+    def _moment_bytes(self, b: int) -> int:
+        numel = self.spec.layout.buckets[b].numel // self.spec.world
+        return sum(x.nbytes(numel) for x in moment_buffers(self._format(b)))
 
     def to_device(self, b: int) -> Op:
         """Copy this rank's slice of the new parameters of bucket `b` to the device, unless the step is skipped."""

@@ -74,6 +74,9 @@ def _of_adafactor() -> dict[str, tuple[StateBuffer, ...]]:
     return formats
 
 
+MATRIX_FORMATS = _of_one_buffer("muon", "momentum_buffer")
+"""The formats of optimizers whose update of a matrix needs all of it."""
+
 STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     "fp32": (
         StateBuffer("master", "fp32"),
@@ -95,6 +98,7 @@ STATE_FORMATS: dict[str, tuple[StateBuffer, ...]] = {
     **_of_one_buffer("lion", "exp_avg"),
     **_of_one_buffer("adagrad", "sum"),
     **_of_adafactor(),
+    **MATRIX_FORMATS,
 }
 """The formats by name. The first four are Adam's: 12, 12, 8 and 6.03 bytes a parameter. SGD without momentum keeps
 the weights alone: 4 bytes.
@@ -149,10 +153,12 @@ def moment_buffers(name: str) -> tuple[StateBuffer, ...]:
 
 
 def state_slice(name: str, state: Mapping[str, T], start: int, stop: int) -> dict[str, T]:
-    """The state of parameters `start` (a multiple of 64) to `stop`, as slices of the buffers by name."""
+    """The state of parameters `start` (a multiple of 64) to `stop`, as slices of the buffers by name, those of them
+    that `state` has."""
     return {
         x.name: state[x.name][x.numel(start) : x.numel(stop)]  # pyright: ignore
         for x in STATE_FORMATS[name]
+        if x.name in state
     }
 
 

@@ -47,8 +47,7 @@ def zero_offload(spec: StepSpec) -> Iterator[Op]:
     yield emit.global_norm()
     if spec.barrier:
         yield emit.decide()
-        for bucket in reversed(spec.layout.buckets):
-            yield from _update(spec, emit, bucket.index, None)
+        yield from _update_all(spec, emit, reversed(range(len(spec.layout.buckets))))
     if spec.commit:
         yield emit.commit()
     if spec.save:
@@ -69,7 +68,7 @@ def delayed(spec: StepSpec) -> Iterator[Op]:
     if spec.save:
         yield from _write(spec, emit)
     if spec.pending:
-        yield from (emit.adam(b, None) for b in reversed(spec.offloaded))
+        yield from _update_all(spec, emit, reversed(spec.offloaded), send=False)
     yield from _passes(spec, emit, update=False)
     for b in reversed(spec.offloaded if spec.pending else ()):
         yield from _send(spec, emit, b)
@@ -93,7 +92,8 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
     passes = _passes(spec, emit, update=False)
     for _ in spec.micro_batch_groups[0]:
         yield next(passes)  # a batch: behind the parameters on its lane, forward would wait for all of them
-    if spec.params_on == "disk" and not spec.save:
+    ahead = spec.params_on == "disk" or any(b not in spec.resident for b in spec.matrix_buckets)
+    if ahead and not spec.save:
         yield from _updates_ahead(spec, emit, passes)
     else:
         yield from _update_offloaded(spec, emit)
@@ -106,23 +106,27 @@ def deferred(spec: StepSpec) -> Iterator[Op]:
 def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Iterator[Op]:
     """The passes, and as many updates ahead of each parameter's reading as there are slots for their states.
 
-    So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them.
+    So reading parameters, on the lane of all that is read, waits for a few updates and not for all of them, as does
+    the first forward, on the lane that makes matrices orthogonal.
     """
-    last = spec.offloaded[-1]
-    # Those whose parameters stay on the device are the first ones, and are read without a fetch.
-    until = max((b for b in spec.offloaded if not spec.streamed(b)), default=-1)
-    updated = -1
+    last, read, updated = spec.offloaded[-1], -1, -1
+    ahead = (spec.updates_ahead if spec.matrix_buckets else spec.state_slots) - 1
     for op in passes:
         if op.verb == "backward":
-            until = last
-        elif op.verb in ("page_in_weights", "fetch") and op.index[-1] <= last:
-            until = max(until, min(last, op.index[-1] + spec.state_slots - 1))
-        if updated < until:
+            read = last
+        elif op.verb in ("page_in_weights", "fetch", "gather") and op.index[-1] <= last:
+            read = max(read, op.index[-1])
+        elif op.verb == "forward":
+            used = spec.layout.buckets_of(op.index[1])
+            read = max([read, *(b for b in used if b <= last and not spec.streamed(b))])
+        if updated < (until := min(last, read + ahead)) and read >= 0:
             for b in (x for x in spec.offloaded if updated < x <= until):
                 yield from _update(spec, emit, b, None)
             if until == last and spec.commit:
+                yield from _end_updates(spec, emit)
                 yield emit.commit()
             updated = until
+        yield from _end_updates(spec, emit, left=sum(b > read for b in emit.progress.begun))
         yield op
 
 
@@ -185,6 +189,7 @@ def _passes(spec: StepSpec, emit: OpBuilder, *, update: bool) -> Iterator[Op]:
                 if spec.stashed(s):
                     yield emit.unstash(m, s)
                 yield from _backward(spec, emit, m, s, update=update)
+    yield from _end_updates(spec, emit)
 
 
 def _fetch(spec: StepSpec, emit: OpBuilder, s: int) -> Iterator[Op]:
@@ -282,17 +287,62 @@ def _is_last(spec: StepSpec, m: int, b: int, d: int) -> bool:
     return spec.stage == 1 or d == len(spec.layout.buckets[b].deliveries) - 1
 
 
-def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None) -> Iterator[Op]:
-    """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits."""
-    if b in spec.resident:
-        yield emit.adam_on_device(b, slot)
-    else:
+def _update_all(
+    spec: StepSpec, emit: OpBuilder, buckets: Iterable[int], *, send: bool = True
+) -> Iterator[Op]:
+    """Update buckets whose gradients wait; without `send` their new parameters wait too."""
+    for b in buckets:
+        yield from _update(spec, emit, b, None, send=send)
+    yield from _end_updates(spec, emit, send=send)
+
+
+def _update(spec: StepSpec, emit: OpBuilder, b: int, slot: int | None, *, send: bool = True) -> Iterator[Op]:
+    """Update a bucket and its parameters on all devices. `slot` has the gradient; None if it waits.
+
+    That of whole matrices only begins: the device makes them orthogonal while the host begins with the next bucket.
+    """
+    matrices = spec.whole_matrices(b)
+    if matrices or b in spec.paged:  # a slot of a state on the disk is occupied until its update has ended
+        yield from _end_updates(spec, emit, left=spec.updates_ahead - 1 if matrices else 0, send=send)
+    if b not in spec.resident:
         if spec.spilled(b):
             yield emit.unspill(b)
         if b in spec.paged:
             yield emit.page_in(b)
+    if matrices:
+        emit.progress.begun.append(b)
+        if b in spec.resident:
+            yield emit.momentum_on_device(b, slot)
+        else:
+            yield emit.momentum(b, slot)
+            yield emit.direction_to_device(b)
+        return
+    if b in spec.resident:
+        yield emit.adam_on_device(b, slot)
+    else:
         yield emit.confirm(b) if b in spec.shadowed else emit.adam(b, slot)
-    yield from _send(spec, emit, b)
+    yield from _end_update(spec, emit, b, send=send)
+
+
+def _end_updates(spec: StepSpec, emit: OpBuilder, *, left: int = 0, send: bool = True) -> Iterator[Op]:
+    """End the updates of whole matrices that have begun, but for so many of the last ones."""
+    begun = emit.progress.begun
+    while len(begun) > left:
+        b = begun.pop(0)
+        if spec.world > 1:
+            yield emit.gather_direction(b)
+        yield emit.orthogonalize(b)
+        if b in spec.resident:
+            yield emit.adam_on_device(b, None)
+        else:
+            yield emit.direction_to_host(b)
+            yield emit.adam(b, None)
+        yield from _end_update(spec, emit, b, send=send)
+
+
+def _end_update(spec: StepSpec, emit: OpBuilder, b: int, *, send: bool) -> Iterator[Op]:
+    if send:
+        yield from _send(spec, emit, b)
     if b in spec.paged or (spec.swaps and spec.commit):
         yield emit.page_out(b)
 
@@ -307,8 +357,7 @@ def _send(spec: StepSpec, emit: OpBuilder, b: int) -> Iterator[Op]:
 
 def _update_offloaded(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """Apply the gradients of the step before, in the order in which forward reads the parameters."""
-    for b in spec.offloaded:
-        yield from _update(spec, emit, b, None)
+    yield from _update_all(spec, emit, spec.offloaded)
     if spec.commit:
         yield emit.commit()
 
@@ -317,7 +366,6 @@ def _decide(spec: StepSpec, emit: OpBuilder) -> Iterator[Op]:
     """End a step whose gradient waits for the next one, but for what is on the device."""
     yield emit.global_norm()
     yield emit.decide()
-    for b in sorted(spec.resident, reverse=True):
-        yield from _update(spec, emit, b, None)
+    yield from _update_all(spec, emit, sorted(spec.resident, reverse=True))
     if spec.save:
         yield emit.publish(last=True)

@@ -13,7 +13,7 @@ from zfunc.core.optimizer_state import HIGH_HALF, StateBuffer
 from zfunc.core.slots import Slot, StagingSlots
 from zfunc.core.spec import ALLOCATION, StepSpec
 
-FP32, FP64 = 4, 8  # bytes
+BF16, FP32, FP64 = 2, 4, 8  # bytes
 SUM_PARTS = 21  # doubles that an exact sum of squares consists of
 ACTIVATION_SLOTS = 2  # one is copied while a pass uses the other
 SHADOW = "shadow_"  # prefix of the buffers that a speculative update writes
@@ -212,6 +212,11 @@ class Regions:
         return StagingSlots({b: layout.buckets[b].numel for b in buckets}, order, depth)
 
     @_once
+    def direction_slots(self) -> StagingSlots:
+        """Those on the device and in pinned memory for the directions of whole matrices."""
+        return self._slots_for(self.spec.matrix_buckets, self.spec.updates_ahead)
+
+    @_once
     def _copy_slots(self) -> StagingSlots:
         """Those in pinned memory for new parameters on their way to the device."""
         spec, layout = self.spec, self.spec.layout
@@ -236,6 +241,32 @@ class Regions:
         nbytes = numel * (FP32 if summed else self.spec.element_bytes)
         dtype: RegionDtype = "fp32" if summed else "compute"
         return self._staging("host_slot", k, nbytes, "pinned", role="grad_shard", dtype=dtype)
+
+    @_once
+    def _direction_slot(self, k: int) -> Region:
+        """The direction of a bucket of whole matrices, on the device."""
+        nbytes = self.direction_slots().numels[k] * BF16
+        role = "grad_shard" if self.spec.world == 1 else None
+        return Region("direction_slot", (k,), nbytes, "device", "program", "bf16", role)
+
+    @_once
+    def _whole_direction(self, b: int) -> Region:
+        """Empty; a slot has all of a bucket's direction once this is written."""
+        return Region("whole_direction", (b,))
+
+    @_once
+    def _direction_shard(self, k: int) -> Region:
+        """This rank's slice of it, on the device."""
+        if self.spec.world == 1:
+            return self._direction_slot(k)
+        nbytes = self.direction_slots().numels[k] // self.spec.world * BF16
+        return self._staging("direction_shard", k, nbytes, "device", role="grad_shard", dtype="bf16")
+
+    @_once
+    def _host_direction(self, k: int) -> Region:
+        """This rank's slice of it, on its way to the device or back."""
+        nbytes = self.direction_slots().numels[k] // self.spec.world * BF16
+        return self._staging("host_direction", k, nbytes, "pinned", role="grad_shard", dtype="bf16")
 
     @_once
     def _param_slot(self, b: int) -> Region:

@@ -8,7 +8,7 @@ from attrs import field, frozen, validators
 
 from zfunc.core.extents import BLOCK, SUMMED, Extent, record_bytes, whole_blocks
 from zfunc.core.layout import Bucket, Layout, round_up
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, StateBuffer
+from zfunc.core.optimizer_state import HIGH_HALF, MATRIX_FORMATS, STATE_FORMATS, StateBuffer
 
 ALLOCATION = 512  # bytes; CUDA's caching allocator rounds every tensor up to a multiple
 PARAMS = "params"  # parameters in the dtype of the device, where the disk has them
@@ -55,6 +55,15 @@ class SegmentCost:
 
 
 @frozen
+class MatrixWork:
+    """What the update of whole matrices takes on the device: FLOPs, bytes beside the matrices, launches."""
+
+    flops: int = 0
+    workspace: int = 0
+    launches: int = 0
+
+
+@frozen
 class StepSpec:
     """Everything a recipe needs to know about a training step, without tensors. Sizes are in bytes.
 
@@ -80,6 +89,8 @@ class StepSpec:
     - `commit`: the step leaves the state on the disk as a checkpoint; otherwise what is also in memory is not
       written.
     - `grads_on`: where gradients wait for the norm.
+    - `matrix_work[b]`: what the update of bucket `b` takes on the device, on the rank with most of it, if its
+      optimizer needs whole matrices.
     - `shadows`: so many of the other buckets are updated before the norm is known, in the order of backward.
     - `graphed`: the segments of which forward and backward are device graphs.
     - `delayed`: the host applies a gradient one step late; `pending` if one waits when the step begins.
@@ -118,6 +129,7 @@ class StepSpec:
     commit: bool = False
     grads_on: Literal["host", "disk"] = field(default="host", validator=validators.in_(("host", "disk")))
     update_workspace: int = 0
+    matrix_work: tuple[MatrixWork, ...] = field(default=(), converter=tuple[MatrixWork, ...])
     shadows: int = field(default=0, validator=validators.ge(0))
     graphed: frozenset[int] = field(default=frozenset[int](), converter=frozenset[int])
     delayed: bool = False
@@ -130,6 +142,11 @@ class StepSpec:
             raise ValueError(
                 f"state_format: got {unknown!r}, expected one of {known}, the rows of "
                 "zfunc.core.optimizer_state.STATE_FORMATS: add one there for an optimizer of your own"
+            )
+        if self.matrix_buckets and len(self.matrix_work) != len(self.layout.buckets):
+            raise ValueError(
+                f"matrix_work: got {len(self.matrix_work)}, expected one of each of the {len(self.layout.buckets)} "
+                "buckets, some of which are of whole matrices: make the spec with zfunc.engine.step_spec.make_spec"
             )
 
     @resident.validator  # pyright: ignore
@@ -253,9 +270,25 @@ class StepSpec:
         """The buckets that are updated before the norm is known: the first that backward completes.
 
         None whose parameters or state are off the device or the host: they would be changed before the decision.
+        None of whole matrices: to repeat an update, the device would have to make them orthogonal again.
         """
         ahead = self.barrier and self.params_on == "device" and not self.paged
-        return frozenset(self.offloaded[::-1][: self.shadows] if ahead else ())
+        elementwise = [b for b in self.offloaded[::-1] if not self.whole_matrices(b)]
+        return frozenset(elementwise[: self.shadows] if ahead else ())
+
+    def whole_matrices(self, b: int) -> bool:
+        """Whether an update of bucket `b` needs each of its matrices at once, on the device."""
+        return self.layout.buckets[b].state_format in MATRIX_FORMATS
+
+    @cached_property
+    def matrix_buckets(self) -> tuple[int, ...]:
+        """The ascending indices of the buckets of whole matrices."""
+        return tuple(b.index for b in self.layout.buckets if self.whole_matrices(b.index))
+
+    @property
+    def updates_ahead(self) -> int:
+        """So many updates of whole matrices may have begun before the first of them ends."""
+        return min(self.host_slots, self.state_slots) if self.paged else self.host_slots
 
     def grad_bytes(self, s: int) -> int:
         """Bytes of the gradients of segment `s` as separate tensors."""

@@ -19,6 +19,7 @@
     stage_context           the arguments of a stage function
     stages                  what each operation of a recipe does: `{verb: function}`
     clipping_stages         stages for the gradient's norm, clipping, skipping on overflow
+    matrix_stages           up to what whole matrices move along
     update_stages           stages that update parameters
     disk_stages             stages that read and write the disk
     train_step              `train_step`

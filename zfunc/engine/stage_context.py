@@ -12,7 +12,7 @@ from zfunc.core.decision import StepDecision
 from zfunc.core.graph import Op, Region
 from zfunc.core.layout import Layout
 from zfunc.engine.vjp import SegmentVJP
-from zfunc.optim.base import Optimizer
+from zfunc.optim.base import MatrixOptimizer, Optimizer
 from zfunc.runtime.collectives import RankGroup
 
 Memory = MutableMapping[Region, Any]
@@ -69,6 +69,12 @@ class StepContext:
     def decision(self, *, skip: bool = False, factor: float = 1.0, loss: float = 0.0) -> StepDecision:
         """The decision that skips this step, or clips its gradient by `factor`."""
         return StepDecision(skip, factor / self.loss_scale, self.number, self.factors, loss)
+
+    @property
+    def matrices(self) -> MatrixOptimizer:
+        """The optimizer, for parameters whose update needs whole matrices."""
+        assert isinstance(self.optimizer, MatrixOptimizer)
+        return self.optimizer
 
     def slice_of(self, b: int) -> slice:
         """This rank's slice of a bucket's elements."""

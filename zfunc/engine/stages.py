@@ -31,6 +31,13 @@ from zfunc.engine.disk_stages import (
     unspill,
     unspill_act,
 )
+from zfunc.engine.matrix_stages import (
+    direction_to_device,
+    direction_to_host,
+    gather_direction,
+    momentum,
+    orthogonalize,
+)
 from zfunc.engine.stage_context import CompiledSegment, Memory, Stage, StepContext, name_nondeterminism
 from zfunc.engine.update_stages import (
     adam,
@@ -247,6 +254,12 @@ STAGES: dict[str, Stage] = {
     "global_norm": global_norm,
     "mean_loss": mean_loss,
     "decide": decide,
+    "momentum": momentum,
+    "momentum_on_device": momentum,
+    "direction_to_device": direction_to_device,
+    "gather_direction": gather_direction,
+    "orthogonalize": orthogonalize,
+    "direction_to_host": direction_to_host,
     "adam": adam,
     "speculate": speculate,
     "confirm": confirm,

@@ -7,16 +7,16 @@ from attrs import evolve
 from zfunc.core.decision import ops_unguarded_by_decision
 from zfunc.core.dtypes import DTYPES
 from zfunc.core.graph import Graph, Region
-from zfunc.core.layout import Parameter
-from zfunc.core.optimizer_state import needs_whole_parameters
+from zfunc.core.layout import Bucket, Parameter
+from zfunc.core.optimizer_state import MATRIX_FORMATS, needs_whole_parameters
 from zfunc.core.recipes import Recipe
 from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
-from zfunc.core.spec import SegmentCost, StepSpec
+from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
 from zfunc.engine.cost_trace import nbytes
 from zfunc.engine.program import graph_of
 from zfunc.engine.segment import Segment
-from zfunc.optim.base import Optimizer
+from zfunc.optim.base import MatrixOptimizer, Optimizer
 from zfunc.optim.groups import GroupedOptimizer
 
 
@@ -32,6 +32,7 @@ def make_spec(
     if isinstance(optimizer, GroupedOptimizer):
         optimizer.check_parameters(p for s in segments for p in s.parameters)
     parameters = [[_in_group(p, optimizer) for p in s.parameters] for s in segments]
+    _check_matrices(p for own in parameters for p in own)
     if world > 1:
         _refuse_whole_parameters(p for own in parameters for p in own)
     settings.check_shares(len(segments))
@@ -51,6 +52,7 @@ def make_spec(
         send_high_half=settings.precision == "bf16",
         graphed=frozenset(range(len(segments)) if settings.device_graphs and on_gpu else ()),
         update_workspace=optimizer.device_workspace(largest) if on_gpu else 0,
+        matrix_work=tuple(_matrix_work(b, optimizer, world) for b in layout.buckets),
         **in_buckets(layout, settings),
     )
 
@@ -69,6 +71,32 @@ def _refuse_whole_parameters(parameters: Iterable[Parameter]) -> None:
                 "expected one: its update needs sums over whole parameters, of which each rank has a slice. Train "
                 "on one rank, or with such as zfunc.AdamW or zfunc.Lion"
             )
+
+
+def _check_matrices(parameters: Iterable[Parameter]) -> None:
+    """Raise ValueError where an optimizer of whole matrices has a parameter that is none."""
+    for p in parameters:
+        if p.trainable and p.state_format in MATRIX_FORMATS and len(p.shape) != 2:
+            raise ValueError(
+                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} of shape {p.shape}, "
+                "expected matrices alone: pass "
+                "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
+            )
+
+
+def _matrix_work(bucket: Bucket, optimizer: Optimizer, world: int) -> MatrixWork:
+    """What an update of a bucket of whole matrices takes on the device, on the rank with most of it."""
+    if bucket.state_format not in MATRIX_FORMATS:
+        return MatrixWork()
+    assert isinstance(optimizer, MatrixOptimizer)
+    work = [optimizer.matrix_work(x.shape, group=x.group) for x in bucket.spans]
+    size = bucket.numel // world
+    flops, launches = [0] * world, [0] * world
+    for span, own in zip(bucket.spans, work, strict=True):
+        for rank in range((span.start - bucket.start) // size, -(-(span.stop - bucket.start) // size)):
+            flops[rank] += own.flops
+            launches[rank] += own.launches
+    return MatrixWork(max(flops), max(x.workspace for x in work), max(launches))
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:

@@ -76,8 +76,7 @@ def _update(
     """Update the state, or `into` its shadow, with the gradient that the operation reads; and `copy`."""
     (b,) = op.index
     optimizer, shard = step.optimizer, step.slice_of(b)
-    grad = mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
-    state = state_of(op, mem)
+    grad, state = gradient_of(op, mem, shard), state_of(op, mem)
     new = {r.buffer.removeprefix(SHADOW): mem[r] for r in op.operands("shadow")} if into == "shadow" else None
     if op.touches("copy"):
         copy = mem[op.write("copy")]
@@ -114,6 +113,11 @@ def _parameters(bucket: Bucket) -> Iterator[tuple[int, int, dict[str, Any]]]:
     """The same of single parameters, on one rank."""
     for start, _, span in bucket.parts:
         yield start, start + span.stop - span.start, {"group": span.group, "shape": span.shape}
+
+
+def gradient_of(op: Op, mem: Memory, shard: slice) -> Tensor:
+    """This rank's slice of the gradient that the operation reads; a slot has room for more."""
+    return mem[op.read("grad")][shard] if op.touches("grad") else mem[op.read("grad_shard")]
 
 
 def state_of(op: Op, mem: Memory) -> dict[str, Tensor]:

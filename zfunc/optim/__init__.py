@@ -7,6 +7,8 @@
     lion                  `Lion`
     adagrad               `Adagrad`
     adafactor             `Adafactor`
+    muon                  `Muon`
+    newton_schulz         makes a matrix orthogonal, for Muon
     groups                several of them in one model, by the names of parameters
     by_name               the optimizers by their names on the command line
     one_buffer            what SGD, Lion and Adagrad have in common as values

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
 from zfunc.optim.adam_reference import SMALLEST_NORMAL, Coefficients, coefficients
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.runtime.thread_budget import default_threads, limit_threads
@@ -47,13 +47,14 @@ def update_spans(
     into: Mapping[str, Any] | None = None,
     *,
     device: torch.device | None = CPU,
+    weights: bool = True,
 ) -> dict[str, Span]:
     """The memory of every buffer of an update, by name; the names of those of `into` begin with "into ".
 
-    Raises TypeError or ValueError unless all are 1-D contiguous buffers on `device`, or that of the first, with the
-    sizes and dtypes of `state_format`, and share no memory.
+    Those of the weights are among them with `weights`. Raises TypeError or ValueError unless all are 1-D contiguous
+    buffers on `device`, or that of the first, with the sizes and dtypes of `state_format`, and share no memory.
     """
-    formats = STATE_FORMATS[state_format]
+    formats = STATE_FORMATS[state_format] if weights else moment_buffers(state_format)
     first = state[formats[0].name]
     n = numel_of(first)
     device = device or getattr(first, "device", CPU)

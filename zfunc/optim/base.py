@@ -10,6 +10,7 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments
+from zfunc.core.spec import MatrixWork
 
 
 @runtime_checkable
@@ -77,6 +78,35 @@ class Optimizer(Protocol):
         The tensors are parts of one parameter's buffers, on the host. Raises CheckpointError for a format that it
         cannot convert.
         """
+        ...
+
+
+@runtime_checkable
+class MatrixOptimizer(Protocol):
+    """An optimizer whose state has one of `zfunc.core.optimizer_state.MATRIX_FORMATS`.
+
+    An update has three parts: an element-wise direction, from gradient and momentum; what is made of a whole matrix
+    of it; and `host_update` or `device_update` with that as the gradient, whatever the `grad_scale`.
+    """
+
+    def host_direction(
+        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
+    ) -> None:
+        """Update the momentum of parameters in host memory, and write the direction to `out`, in bf16."""
+        ...
+
+    def device_direction(
+        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
+    ) -> None:
+        """The same, to the bit, in torch operations on the tensors' device."""
+        ...
+
+    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
+        """What a whole matrix [rows, columns] moves along, from its direction, which may be overwritten."""
+        ...
+
+    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:
+        """What `orthogonalize` of a matrix takes."""
         ...
 
 

@@ -55,7 +55,8 @@ def device_one_buffer_(
 
     Raises TypeError or ValueError as that does, with every buffer unchanged.
     """
-    update_spans(state_format, state, grad, out, device=None)
+    weighted = rule != "direction"
+    update_spans(state_format, state, grad, out, device=None, weights=weighted)
     checked_step(step)
     with np.errstate(over="ignore"):  # grad_floor may be infinite
         k = RuleFactors._make(float(np.float32(x)) for x in factors)
@@ -70,18 +71,23 @@ def device_one_buffer_(
             size = round_up(stop - start, BLOCK)
             g, _, _, term, p, m, direction = floats[: _FLOATS * size].view(-1, size)
             scratch = Scratch(term, g, floats[size : 3 * size].view(torch.float64), mask[:size])
-            _unpack(state_format, parts, p, m, scratch)
+            if weighted:
+                _unpack_weights(parts, p, scratch)
+            _unpack_buffer(state_format, parts, m, scratch)
             load_(g, grad[start:stop])
             flush_(g, k.grad_floor, scratch).mul_(k.grad_scale)
             if k.decay and not decoupled:
                 flush_(g.add_(torch.mul(p, k.decay, out=term)), GRAD_FLOOR, scratch)
             change = _RULES[rule](m, g, direction, k, scratch)
-            if k.decay and decoupled:
-                change.add_(torch.mul(p, k.decay, out=term))
-            p.sub_(change)
+            if weighted:
+                if k.decay and decoupled:
+                    change.add_(torch.mul(p, k.decay, out=term))
+                p.sub_(change)
             if out is not None:
-                out[start:stop].copy_(p[: stop - start])
-            _pack_(state_format, parts, p, m, step, scratch)
+                out[start:stop].copy_((p if weighted else direction)[: stop - start])
+            _pack_buffer_(state_format, parts, m, step, scratch)
+            if weighted:
+                _pack_weights_(parts, p, scratch)
 
 
 # ---- the rules: each updates m, and returns the change in `direction`; the gradient may be overwritten ---------
@@ -119,17 +125,31 @@ def _adagrad_(m: Tensor, g: Tensor, direction: Tensor, k: RuleFactors, scratch: 
     return torch.div(g, direction, out=direction).mul_(k.rate)
 
 
-_RULES = {"sgd": _sgd_, "nesterov": _nesterov_, "lion": _lion_, "adagrad": _adagrad_}
+def _direction_(m: Tensor, g: Tensor, direction: Tensor, k: RuleFactors, scratch: Scratch) -> Tensor:
+    _momentum_(m, g, k, scratch)
+    return torch.mul(m, k.look_keep, out=direction).add_(torch.mul(g, k.look_add, out=scratch.a))
+
+
+_RULES = {
+    "sgd": _sgd_,
+    "nesterov": _nesterov_,
+    "lion": _lion_,
+    "adagrad": _adagrad_,
+    "direction": _direction_,
+}
 
 
 # ---- the formats ------------------------------------------------------------------------------------------
 
 
-def _unpack(state_format: str, parts: dict[str, Tensor], p: Tensor, m: Tensor, scratch: Scratch) -> None:
+def _unpack_weights(parts: dict[str, Tensor], p: Tensor, scratch: Scratch) -> None:
     if "master" in parts:
         load_(p, parts["master"])
     else:
         join_(p, parts[HIGH_HALF], parts["master_low"], scratch)
+
+
+def _unpack_buffer(state_format: str, parts: dict[str, Tensor], m: Tensor, scratch: Scratch) -> None:
     own = _own(state_format, parts)
     if not own:
         m.zero_()
@@ -139,22 +159,25 @@ def _unpack(state_format: str, parts: dict[str, Tensor], p: Tensor, m: Tensor, s
         unpack_floats_(m, *own, scratch, signed=has_sign(state_format))
 
 
-def _pack_(
-    state_format: str, parts: dict[str, Tensor], p: Tensor, m: Tensor, step: int, scratch: Scratch
-) -> None:
+def _pack_weights_(parts: dict[str, Tensor], p: Tensor, scratch: Scratch) -> None:
     if "master" in parts:
         parts["master"].copy_(p[: parts["master"].numel()])
     else:
         split_(parts[HIGH_HALF], parts["master_low"], p, scratch)
+
+
+def _pack_buffer_(
+    state_format: str, parts: dict[str, Tensor], m: Tensor, step: int, scratch: Scratch
+) -> None:
     own = _own(state_format, parts)
     if not own:
         return
     if len(own) == 2:
         signed = has_sign(state_format)
-        dither, _ = dithers(step, (MIN_SHIFT + signed + NUM_SHIFTS - 1, 0), p.device)
+        dither, _ = dithers(step, (MIN_SHIFT + signed + NUM_SHIFTS - 1, 0), m.device)
         pack_floats_(*own, m, dither, scratch, signed=signed)
     elif own[0].dtype == torch.bfloat16:
-        pack_bf16_(own[0], m, dithers(step, (16, 0), p.device)[0], scratch)
+        pack_bf16_(own[0], m, dithers(step, (16, 0), m.device)[0], scratch)
     else:
         own[0].copy_(m[: own[0].numel()])
 

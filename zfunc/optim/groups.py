@@ -15,7 +15,8 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import Parameter
 from zfunc.core.optimizer_state import Moments
-from zfunc.optim.base import HasMoments, Optimizer
+from zfunc.core.spec import MatrixWork
+from zfunc.optim.base import HasMoments, MatrixOptimizer, Optimizer
 
 Rule = str | Callable[[str, tuple[int, ...]], bool]
 
@@ -198,6 +199,35 @@ class GroupedOptimizer:
         self.optimizers[n].device_update(
             state, grad, _decision(decision, n), group=own, out=out, **_given(shape)
         )
+
+    def host_direction(
+        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
+    ) -> None:
+        """The direction of a group's whole matrices, in host memory."""
+        n, own = self._of(group)
+        self._matrices(n).host_direction(state, grad, _decision(decision, n), group=own, out=out)
+
+    def device_direction(
+        self, state: Mapping[str, Tensor], grad: Tensor, decision: StepDecision, *, group: int, out: Tensor
+    ) -> None:
+        """The direction of a group's whole matrices, on the device."""
+        n, own = self._of(group)
+        self._matrices(n).device_direction(state, grad, _decision(decision, n), group=own, out=out)
+
+    def orthogonalize(self, direction: Tensor, *, group: int) -> Tensor:
+        """What a group's whole matrix moves along."""
+        n, own = self._of(group)
+        return self._matrices(n).orthogonalize(direction, group=own)
+
+    def matrix_work(self, shape: tuple[int, ...], *, group: int) -> MatrixWork:
+        """What that takes."""
+        n, own = self._of(group)
+        return self._matrices(n).matrix_work(shape, group=own)
+
+    def _matrices(self, n: int) -> MatrixOptimizer:
+        optimizer = self.optimizers[n]
+        assert isinstance(optimizer, MatrixOptimizer)  # by the format of its state
+        return optimizer
 
     def device_workspace(self, numel: int) -> int:
         """An upper bound of the bytes that `device_update` of `numel` parameters allocates."""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from zfunc.core.optimizer_state import HIGH_HALF, STATE_FORMATS, moment_buffers
+from zfunc.core.optimizer_state import moment_buffers, weight_buffers
 from zfunc.optim.argument_checks import INTO, Span, checked_step, checked_threads, update_spans
 from zfunc.optim.compact_reference import EXP_AVG, first_dither
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
@@ -18,6 +18,7 @@ KERNEL_RULES: dict[Rule, int] = {
     "nesterov": cpu_adam.NESTEROV,
     "lion": cpu_adam.LION,
     "adagrad": cpu_adam.ADAGRAD,
+    "direction": cpu_adam.DIRECTION,
 }
 
 
@@ -37,11 +38,11 @@ def host_one_buffer_(
 ) -> None:
     """One step over 1-D contiguous host buffers, by name, in place or `into` others, in one pass over memory.
 
-    `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights. Threads
-    and instruction set change no bit. Raises TypeError or ValueError, with every buffer unchanged, as
-    `zfunc.optim.host_adam.adam_update_` does.
+    `grad`: [n] fp32, bf16 or fp16, read only. `out`: [n] of such a type, receives the rounded new weights, or the
+    direction. Threads and instruction set change no bit. Raises TypeError or ValueError, with every buffer
+    unchanged, as `zfunc.optim.host_adam.adam_update_` does.
     """
-    spans = update_spans(state_format, state, grad, out, into)
+    spans = update_spans(state_format, state, grad, out, into, weights=rule != "direction")
     decay = cpu_adam.NO_DECAY if not factors.decay else cpu_adam.DECOUPLED if decoupled else cpu_adam.L2
     cpu_adam.one_buffer_update(
         KERNEL_RULES[rule],
@@ -72,7 +73,6 @@ def buffer_type(state_format: str) -> int:
 
 def _addresses(spans: Mapping[str, Span], state_format: str, prefix: str = "") -> list[int]:
     """Weights, low half, buffer and scale in the kernel's order, 0 for what the format does not have."""
-    found = [spans[prefix + x.name][0] for x in STATE_FORMATS[state_format]]
-    if STATE_FORMATS[state_format][0].name != HIGH_HALF:
-        found.insert(1, 0)
-    return [*found, 0, 0][:4]
+    masters, own = weight_buffers(state_format), [x.name for x in moment_buffers(state_format)]
+    names = [*masters, ""][:2] + [*own, "", ""][:2]
+    return [spans[prefix + name][0] if prefix + name in spans else 0 for name in names]

@@ -5,13 +5,13 @@ as in `compact_reference`: the split master, and the buffer in bfloat16 or in 8-
 exp_avg_sq, with a scale for every 64 elements; of momenta they have a sign, and so one mantissa bit less.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from zfunc.core.dtypes import Dtype
-from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, stored_buffers
+from zfunc.core.optimizer_state import HIGH_HALF, moment_buffers, weight_buffers
 from zfunc.optim.adam_reference import (
     EXP_AVG_FLOOR,
     GRAD_FLOOR,
@@ -31,7 +31,7 @@ from zfunc.optim.compact_reference import (
     unpack_floats,
 )
 
-Rule = Literal["sgd", "nesterov", "lion", "adagrad"]
+Rule = Literal["sgd", "nesterov", "lion", "adagrad", "direction"]
 
 
 class RuleFactors(NamedTuple):
@@ -43,7 +43,7 @@ class RuleFactors(NamedTuple):
     decay: float  # lr * weight_decay if decoupled, else weight_decay
     keep: float = 1.0  # buffer = keep * buffer + add * gradient
     add: float = 1.0
-    look_keep: float = 1.0  # Lion's direction: look_keep * buffer + look_add * gradient
+    look_keep: float = 1.0  # direction: look_keep * buffer + look_add * gradient
     look_add: float = 1.0
     eps: float = 0.0
     initial: float = 0.0  # what Adagrad's sum begins with
@@ -89,11 +89,22 @@ def reference_one_buffer_update(
                     c = rate * (g / (sqrt(m + initial) + eps))
         c = c + decay * p                         only with decoupled weight decay
         p = p - c
+
+    The rule "direction" reads and changes no weights; there `out` is the direction:
+
+        m = keep * m + add * g
+        d = look_keep * m + look_add * g
     """
     with np.errstate(all="ignore"):  # inf and NaN propagate
         k = RuleFactors._make(np.float32(x) for x in factors)
-        p, m = unpack_one_buffer(state, state_format)
         g = flush_small(to_float32(grad), k.grad_floor) * k.grad_scale
+        if rule == "direction":
+            m = _unpack_buffer(state, state_format, grad.size)
+            m = flush_small(k.keep * m + k.add * g, EXP_AVG_FLOOR)
+            direction = k.look_keep * m + k.look_add * g
+            new = _pack_buffer(m, state_format, step)
+            return OneBufferUpdate(new, None if out is None else round_to(direction, out))
+        p, m = unpack_one_buffer(state, state_format)
         if factors.decay and not decoupled:
             g = flush_small(g + k.decay * p, GRAD_FLOOR)
         if rule == "adagrad":
@@ -117,25 +128,31 @@ def reference_one_buffer_update(
 def unpack_one_buffer(state: Mapping[str, Array], state_format: str) -> tuple[Array, Array]:
     """The float32 weights and buffer of a state; exact. Without a buffer it is 0."""
     master = state["master"] if "master" in state else join(state[HIGH_HALF], state["master_low"])
+    return master, _unpack_buffer(state, state_format, master.size)
+
+
+def _unpack_buffer(state: Mapping[str, Array], state_format: str, n: int) -> Array:
     own = [state[x.name] for x in moment_buffers(state_format)]
     if not own:
-        return master, np.zeros_like(master)
-    if len(own) == 1:
-        return master, to_float32(own[0])
-    return master, unpack_floats(own[0], own[1], signed=has_sign(state_format))
+        return np.zeros(n, np.float32)
+    return to_float32(own[0]) if len(own) == 1 else unpack_floats(*own, signed=has_sign(state_format))
 
 
 def pack_one_buffer(master: Array, buffer: Array, *, state_format: str, step: int) -> dict[str, Array]:
     """A state of float32 weights and buffer [n], rounded as step `step` does."""
-    kinds = stored_buffers(state_format)
-    values = [master] if kinds[0].name == "master" else [*split(master)]
-    own = moment_buffers(state_format)
-    spread = dither(master.size, step, EXP_AVG)
+    names = weight_buffers(state_format)
+    weights = dict(zip(names, [master] if len(names) == 1 else split(master), strict=True))
+    return weights | _pack_buffer(buffer, state_format, step)
+
+
+def _pack_buffer(buffer: Array, state_format: str, step: int) -> dict[str, Array]:
+    own, spread = moment_buffers(state_format), dither(buffer.size, step, EXP_AVG)
+    values: Sequence[Array] = ()
     if len(own) == 2:
-        values += pack_floats(buffer, spread, signed=has_sign(state_format))
+        values = pack_floats(buffer, spread, signed=has_sign(state_format))
     elif own:
-        values.append(buffer if own[0].dtype == "fp32" else pack_bf16(buffer, spread))
-    return {x.name: value for x, value in zip(kinds, values, strict=True)}
+        values = (buffer if own[0].dtype == "fp32" else pack_bf16(buffer, spread),)
+    return {x.name: value for x, value in zip(own, values, strict=True)}
 
 
 def has_sign(state_format: str) -> bool:

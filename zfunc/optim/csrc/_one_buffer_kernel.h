@@ -1,4 +1,4 @@
-/* SGD, Lion and Adagrad on the host: optimizers with at most one buffer beside the weights, one sweep over memory.
+/* SGD, Lion, Adagrad and Muon's direction on the host: optimizers with at most one buffer beside the weights, one sweep over memory.
  *
  * The meaning is one_buffer_reference.py, as adam_reference.py is that of _adam_kernel.h, whose rules about bits hold
  * here too. A block of ZF_BLOCK elements lies in L1 while it is widened, updated and rounded; rule, formats and kind of
@@ -8,12 +8,12 @@
 
 #include "_adam_kernel.h"
 
-enum { ZF_SGD = 0, ZF_NESTEROV = 1, ZF_LION = 2, ZF_ADAGRAD = 3 }; /* rules */
+enum { ZF_SGD = 0, ZF_NESTEROV = 1, ZF_LION = 2, ZF_ADAGRAD = 3, ZF_DIRECTION = 4 }; /* rules */
 /* What the buffer is kept in: nothing, fp32, bf16, or 8-bit codes with a sign or without. */
 enum { ZF_BUFFER_NONE = 0, ZF_BUFFER_FP32 = 1, ZF_BUFFER_BF16 = 2, ZF_BUFFER_SIGNED = 3, ZF_BUFFER_UNSIGNED = 4 };
 
 typedef struct {
-    void *master;   /* [n] fp32, or bf16: the high half of a split master */
+    void *master;   /* [n] fp32, or bf16: the high half of a split master; NULL for a direction */
     int16_t *low;   /* [n] the low half, or NULL */
     void *buffer;   /* [n] or NULL */
     int16_t *scale; /* [ceil(n / ZF_SHARED)], codes only */
@@ -23,7 +23,7 @@ typedef struct {
     zf_one_state state; /* IN    */
     zf_one_state into;  /* OUT   the very same buffers, or others that overlap with none here */
     const void *grad;   /* IN    [n] of grad_type */
-    void *out;          /* OUT   [n] of out_type, or NULL */
+    void *out;          /* OUT   [n] of out_type, or NULL: the new weights, or the direction */
     int rule, buffer_type, grad_type, out_type, decay_mode;
     uint32_t dither; /* of a block's first element */
     float grad_scale, grad_floor, rate, decay, keep, add, look_keep, look_add, eps, initial;
@@ -55,6 +55,11 @@ ZF_INLINE void zf_one_core(const zf_one_args *a, float *restrict p, float *restr
             change = rate * (g / (sqrtf(m[i] + initial) + eps));
         } else {
             const float next = zf_flush(keep * m[i] + add * g, ZF_FLOOR_EXP_AVG);
+            if (rule == ZF_DIRECTION) {
+                p[i] = look_keep * next + look_add * g;
+                m[i] = next;
+                continue;
+            }
             if (rule == ZF_LION) change = zf_signed(look_keep * m[i] + look_add * g, rate);
             else if (rule == ZF_NESTEROV) change = rate * (g + keep * next);
             else change = rate * next;
@@ -75,6 +80,7 @@ ZF_INLINE void zf_one_core_of_rule(const zf_one_args *a, float *p, float *m, con
     if (a->rule == ZF_LION) zf_one_core_of_mode(a, p, m, g, n, ZF_LION);
     else if (a->rule == ZF_ADAGRAD) zf_one_core_of_mode(a, p, m, g, n, ZF_ADAGRAD);
     else if (a->rule == ZF_NESTEROV) zf_one_core_of_mode(a, p, m, g, n, ZF_NESTEROV);
+    else if (a->rule == ZF_DIRECTION) zf_one_core(a, p, m, g, n, ZF_DIRECTION, ZF_NO_DECAY);
     else zf_one_core_of_mode(a, p, m, g, n, ZF_SGD);
 }
 
@@ -176,16 +182,18 @@ ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
     uint16_t high[ZF_BLOCK] __attribute__((aligned(64)));
     int16_t low[ZF_BLOCK] __attribute__((aligned(64)));
+    const int weighted = a->state.master != NULL; /* else p becomes the direction */
     const int split = a->state.low != NULL, own = a->buffer_type == ZF_BUFFER_FP32 && zf_one_in_place(a);
     const size_t width = zf_one_width(a->buffer_type), grad_width = a->grad_type == ZF_FP32 ? 4 : 2;
-    float *weights = !split && zf_one_in_place(a) ? (float *)a->state.master + at : p;
+    float *weights = weighted && !split && zf_one_in_place(a) ? (float *)a->state.master + at : p;
     float *moment = own ? (float *)a->state.buffer + at : m;
-    zf_one_prefetch((const char *)a->state.master + at * (split ? 2 : 4), n * (split ? 2 : 4), ZF_AHEAD * (split ? 2 : 4));
+    if (weighted)
+        zf_one_prefetch((const char *)a->state.master + at * (split ? 2 : 4), n * (split ? 2 : 4), ZF_AHEAD * (split ? 2 : 4));
     if (split) zf_one_prefetch(a->state.low + at, n * 2, ZF_AHEAD * 2);
     if (width) zf_one_prefetch((const char *)a->state.buffer + at * width, n * width, ZF_AHEAD * width);
     zf_one_prefetch((const char *)a->grad + at * grad_width, n * grad_width, ZF_AHEAD * grad_width);
     if (split) zf_join(p, (const uint16_t *)a->state.master + at, a->state.low + at, n);
-    else if (weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
+    else if (weighted && weights == p) memcpy(p, (const float *)a->state.master + at, n * sizeof(float));
     if (!own) zf_one_unpack(a, m, at, n);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     zf_one_core_of_rule(a, weights, moment, g, n);
@@ -197,7 +205,7 @@ ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t
             zf_store(to, high, n * 2, 1);
             zf_store(a->into.low + at, low, n * 2, 1);
         }
-    } else if (weights == p) {
+    } else if (weighted && weights == p) {
         zf_store((float *)a->into.master + at, p, n * sizeof(float), a->stream_state);
     }
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, weights, at, n, a->stream, isa);
