@@ -78,7 +78,7 @@ def _check_matrices(parameters: Iterable[Parameter]) -> None:
     for p in parameters:
         if p.trainable and p.state_format in MATRIX_FORMATS and len(p.shape) != 2:
             raise ValueError(
-                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} of shape {p.shape}, "
+                f"optimizer: got {p.state_format.partition('-')[0].capitalize()} for {p.name!r} of {p.shape}, "
                 "expected matrices alone: pass "
                 "zfunc.groups((rule, zfunc.Muon(...)), zfunc.AdamW(...)) with a rule that does not match it"
             )
