@@ -17,11 +17,11 @@ train: $(STAMP)
 
 # Two workers: the tests of a file stay together, because some share what took long to make. conftest.py orders them.
 # The tests of the device half have processes of their own, in which torch has the pretend device; it is built beside
-# the linters, most of which take one core.
+# the linters, most of which take one core. Most of them are in one file, which two workers share.
 test: $(TOOLS)
 	$(MAKE) --jobs 2 lint pretend
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-	$(BIN)/python -m pytest -n 2 --dist loadfile --device pretend tests/device
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device
 
 lint: $(TOOLS)
 	$(BIN)/ruff check
@@ -70,7 +70,7 @@ bench: $(TOOLS)
 # random models, and a sample of mutants.
 nightly: $(TOOLS) soak
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
-	$(BIN)/python -m pytest -n 2 --dist loadfile --device pretend tests/device -m slow
+	$(BIN)/python -m pytest -n 2 --dist worksteal --device pretend tests/device -m slow
 	$(BIN)/python tests/fuzz.py --cases 300 --seed 0
 	$(BIN)/python tests/mutants.py --number 40 --seed 0
 

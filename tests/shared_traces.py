@@ -18,7 +18,8 @@ from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment
 
 SHARED = ("zfunc.models.", "torch.nn.", "small_models")
-_calls, _scalar, _trace_one = compiling._calls, compiling._scalar, specialize._trace_one
+_calls, _scalar = compiling._calls, compiling._scalar
+_make_vjp, _trace_one = vjp._make_vjp, specialize._trace_one
 _functions: dict[Any, list[tuple[Segment, Callable[..., Any]]]] = {}
 _shared: set[Callable[..., Any]] = set()
 _losses: dict[Callable[..., Any], Callable[..., Any]] = {}
@@ -29,7 +30,7 @@ _traces: dict[Any, tuple[Any, Any]] = {}
 def share_traces() -> None:
     """From now on, in this process."""
     compiling._calls, compiling._scalar = _shared_calls, _shared_loss
-    compiling.make_vjp, specialize._trace_one = _shared_vjp, _shared_trace
+    compiling.make_vjp, vjp._make_vjp, specialize._trace_one = _shared_vjp, _shared_graphs, _shared_trace
 
 
 def _shareable(segment: Segment) -> bool:
@@ -71,13 +72,20 @@ def _shared_loss(segment: Segment) -> Callable[..., Any]:
     return _losses[segment.function]
 
 
-def _shared_vjp(function: Callable[..., Any], *, moving: bool = False, **how: Any) -> vjp.SegmentVJP:
-    """Of a function that is shared, what is moved shares the trace of what stays."""
-    if function not in _shared:
-        return vjp.make_vjp(function, moving=moving, **how)
-    key = function, moving, *sorted(how.items())
+def _shared_vjp(function: Callable[..., Any], **how: Any) -> vjp.SegmentVJP:
+    return _cached((function, *sorted(how.items())), lambda: vjp.make_vjp(function, **how))
+
+
+def _shared_graphs(function: Callable[..., Any], *how: Any) -> vjp.SegmentVJP:
+    """What moves shares the graphs of what stays."""
+    return _cached((function, *how), lambda: _make_vjp(function, *how))
+
+
+def _cached(key: tuple[Any, ...], make: Callable[[], vjp.SegmentVJP]) -> vjp.SegmentVJP:
+    if key[0] not in _shared:
+        return make()
     if key not in _passes:
-        _passes[key] = vjp._moving(_shared_vjp(function, **how)) if moving else vjp.make_vjp(function, **how)
+        _passes[key] = make()
     return _passes[key]
 
 
