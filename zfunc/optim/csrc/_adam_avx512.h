@@ -76,12 +76,6 @@ ZF_512_INLINE void zf512_prefetch_block(const zf_adam_args *a, size_t at, size_t
     zf512_prefetch((const char *)a->grad + grad_width * at, grad_width);
 }
 
-/* Whole lines of state: what bypasses the caches is aligned, else zf_adam does not ask for it. */
-ZF_512_INLINE void zf512_store(const zf_adam_args *a, void *to, __m512i x) {
-    if (a->stream_state) _mm512_stream_si512((__m512i *)to, x);
-    else _mm512_storeu_si512(to, x);
-}
-
 /* ---- weights and gradients ------------------------------------------------------------------------------ */
 
 ZF_512_INLINE void zf512_join(const zf512_call *k, __m512 *p, const uint16_t *high, const int16_t *low) {
@@ -99,8 +93,8 @@ ZF_512_INLINE void zf512_split(const zf_adam_args *a, const zf512_call *k, const
     for (int half = 0; half < 2; half++) {
         __m512i even = zf512_int(p[half]), odd = zf512_int(p[half + ZF_ODD]);
         __m512i up = _mm512_srli_epi32(_mm512_add_epi32(even, k->half), 16);
-        zf512_store(a, high + ZF_HALF * half, zf512_halves(k, up, _mm512_add_epi32(odd, k->half)));
-        zf512_store(a, low + ZF_HALF * half, zf512_halves(k, even, _mm512_slli_epi32(odd, 16)));
+        _mm512_storeu_si512(high + ZF_HALF * half, zf512_halves(k, up, _mm512_add_epi32(odd, k->half)));
+        _mm512_storeu_si512(low + ZF_HALF * half, zf512_halves(k, even, _mm512_slli_epi32(odd, 16)));
     }
 }
 
@@ -210,8 +204,8 @@ ZF_512_INLINE int zf512_update_16bit(const zf_adam_args *a, const zf512_call *k,
     zf512_divide(k, m, root);
     if (!zf512_finish(a, k, p, m, at, mode)) return 0;
     for (int half = 0; half < 2; half++) {
-        zf512_store(a, exp_avg + ZF_HALF * half, new_m[half]);
-        zf512_store(a, exp_avg_sq + ZF_HALF * half, new_v[half]);
+        _mm512_storeu_si512(exp_avg + ZF_HALF * half, new_m[half]);
+        _mm512_storeu_si512(exp_avg_sq + ZF_HALF * half, new_v[half]);
     }
     return 1;
 }

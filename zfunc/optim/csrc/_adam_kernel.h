@@ -34,6 +34,7 @@
 #define ZF_LEAST_EXPONENT 723 /* of a double whose last bit is 2^-352; that of the least square, 2^-298, is 725 */
 #define ZF_EXPONENTS 608   /* from that one on; the largest sum, below 2^263, has 1285 */
 #define ZF_FORK_MIN 32768  /* below this many elements a second thread costs more than it saves */
+#define ZF_ROOM 2048      /* elements of new state that stream out at a time */
 #define ZF_STREAM_MIN 262144 /* from this many elements on, the copy bypasses the caches */
 
 /* Denormal operands cost an assist each. These floors keep every product of the steady state normal:
@@ -183,6 +184,9 @@ ZF_INLINE void zf_fence(int stream) {
 #endif
 }
 
+/* Of a buffer whose bytes from `bytes` on are in `room`: where it would begin. */
+ZF_INLINE void *zf_shifted(char *room, size_t bytes) { return (void *)((uintptr_t)room - bytes); }
+
 /* ---- a range of blocks ---------------------------------------------------------------------------- */
 
 ZF_INLINE zf_walk zf_gradient(const zf_adam_args *a, size_t at) {
@@ -193,29 +197,15 @@ ZF_INLINE zf_walk zf_gradient(const zf_adam_args *a, size_t at) {
 
 ZF_INLINE void zf_adam_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    const zf_state *s = &a->state;
-    float *p = (float *)s->master + at, *m = (float *)s->exp_avg + at, *v = (float *)s->exp_avg_sq + at;
+    const float *old[] = {(const float *)a->state.master + at, (const float *)a->state.exp_avg + at,
+                          (const float *)a->state.exp_avg_sq + at};
+    float *new[] = {(float *)a->into.master + at, (float *)a->into.exp_avg + at, (float *)a->into.exp_avg_sq + at};
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
-    const zf_walk walk[] = {{p, 4}, {m, 4}, {v, 4}, zf_gradient(a, at)};
-    zf_core_of_mode(a, p, m, v, g, n, walk, 4);
-    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
-}
-
-/* The same with the new state elsewhere: a block is updated in L1 and streams out from there. Short blocks here too:
- * the stores of one drain while the next one divides; pieces of a page each were slower. */
-ZF_INLINE void zf_adam_into_block(const zf_adam_args *a, size_t at, size_t n, int isa) {
-    float scratch[4][ZF_BLOCK_FP32] __attribute__((aligned(64)));
-    void *const from[] = {a->state.master, a->state.exp_avg, a->state.exp_avg_sq};
-    void *const to[] = {a->into.master, a->into.exp_avg, a->into.exp_avg_sq};
-    zf_walk walk[] = {{0, 4}, {0, 4}, {0, 4}, zf_gradient(a, at)};
-    for (int k = 0; k < 3; k++) {
-        walk[k].at = (const float *)from[k] + at;
-        memcpy(scratch[k], walk[k].at, n * sizeof(float));
-    }
-    const float *g = zf_load(scratch[3], a->grad, a->grad_type, at, n, isa);
-    zf_core_of_mode(a, scratch[0], scratch[1], scratch[2], g, n, walk, 4);
-    for (int k = 0; k < 3; k++) zf_store((float *)to[k] + at, scratch[k], n * sizeof(float), a->stream_state);
-    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, scratch[0], at, n, a->stream, isa);
+    const zf_walk walk[] = {{old[0], 4}, {old[1], 4}, {old[2], 4}, zf_gradient(a, at)};
+    if (!zf_in_place(a))
+        for (int k = 0; k < 3; k++) memcpy(new[k], old[k], n * sizeof(float));
+    zf_core_of_mode(a, new[0], new[1], new[2], g, n, walk, 4);
+    if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, new[0], at, n, a->stream, isa);
 }
 
 /* What rounding adds to each element of a block, shifted below the last bit kept. */
@@ -235,7 +225,7 @@ ZF_INLINE void zf_spread(zf_dithers *d, const zf_adam_args *a) {
 
 /* Bytes of a moment. */
 ZF_INLINE size_t zf_width(int moments) {
-    return moments == ZF_MOMENTS_FP32_SPLIT ? 4 : moments == ZF_MOMENTS_16BIT ? 2 : 1;
+    return moments == ZF_MOMENTS_16BIT ? 2 : moments == ZF_MOMENTS_8BIT ? 1 : 4;
 }
 
 /* The state of blocks that begin at `at`, as fp32 and back; `moments` is a constant of the inlined call. */
@@ -282,20 +272,6 @@ ZF_INLINE void zf_pack(const zf_adam_args *a, const zf_dithers *d, const float *
     }
 }
 
-/* Splits and packs a block into the new state, by way of L1 where that bypasses the caches. */
-ZF_INLINE void zf_keep(const zf_adam_args *a, const zf_dithers *d, const float *p, const float *m, const float *v,
-                       size_t at, size_t n, int moments) {
-    char scratch[4][4 * ZF_BLOCK] __attribute__((aligned(64)));
-    char *const near[4] = {scratch[0], scratch[1], scratch[2], scratch[3]};
-    const size_t width = zf_width(moments), widths[4] = {2, 2, width, width};
-    const zf_state *s = &a->into;
-    char *const far[4] = {(char *)s->master + 2 * at, (char *)(s->low + at), (char *)s->exp_avg + width * at,
-                          (char *)s->exp_avg_sq + width * at};
-    zf_pack(a, d, p, m, v, a->stream_state ? near : far, at, n, moments);
-    if (!a->stream_state) return;
-    for (int k = 0; k < 4; k++) zf_store(far[k], near[k], n * widths[k], 1);
-}
-
 ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t n, int isa,
                                 int moments) {
     float p[ZF_BLOCK] __attribute__((aligned(64))), room[ZF_BLOCK] __attribute__((aligned(64)));
@@ -310,8 +286,10 @@ ZF_INLINE void zf_compact_block(const zf_adam_args *a, const zf_dithers *d, size
                             zf_gradient(a, at)};
     zf_unpack(a, p, m, v, at, n, moments);
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
+    char *const into[4] = {(char *)a->into.master + 2 * at, (char *)(a->into.low + at),
+                           (char *)a->into.exp_avg + width * at, (char *)a->into.exp_avg_sq + width * at};
     zf_core_of_mode(a, p, m, v, g, n, walk, 5);
-    zf_keep(a, d, p, m, v, at, n, moments);
+    zf_pack(a, d, p, m, v, into, at, n, moments);
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, p, at, n, a->stream, isa);
 }
 
@@ -339,31 +317,50 @@ ZF_INLINE void zf_compact_range(const zf_adam_args *a, const zf_dithers *d, size
 #endif
 
 /* Whole blocks have constant trip counts. */
-ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
-    const zf_adam_args *a = (const zf_adam_args *)args;
-    size_t at = begin;
-    zf_dithers d;
-    if (a->moments == ZF_MOMENTS_16BIT || a->moments == ZF_MOMENTS_8BIT) zf_spread(&d, a);
+ZF_INLINE void zf_adam_elements(const zf_adam_args *a, const zf_dithers *d, size_t at, size_t end, int isa) {
 #if defined(__x86_64__)
-    if (isa == ZF_BASELINE) at = v_adam_sse2(a, &d, at, end);
-    if (isa == ZF_AVX2) at = v_adam_avx2(a, &d, at, end);
-    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_16BIT) at = zf_16bit_avx512(a, &d, at, end);
-    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_8BIT) at = zf_8bit_avx512(a, &d, at, end);
+    if (isa == ZF_BASELINE) at = v_adam_sse2(a, d, at, end);
+    if (isa == ZF_AVX2) at = v_adam_avx2(a, d, at, end);
+    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_16BIT) at = zf_16bit_avx512(a, d, at, end);
+    if (isa == ZF_AVX512 && a->moments == ZF_MOMENTS_8BIT) at = zf_8bit_avx512(a, d, at, end);
 #elif defined(__aarch64__)
-    at = v_adam_neon(a, &d, at, end);
+    at = v_adam_neon(a, d, at, end);
 #endif
-    if (a->moments == ZF_MOMENTS_FP32 && zf_in_place(a)) {
+    if (a->moments == ZF_MOMENTS_FP32) {
         for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_block(a, at, ZF_BLOCK_FP32, isa);
         if (at < end) zf_adam_block(a, at, end - at, isa);
-    } else if (a->moments == ZF_MOMENTS_FP32) {
-        for (; at + ZF_BLOCK_FP32 <= end; at += ZF_BLOCK_FP32) zf_adam_into_block(a, at, ZF_BLOCK_FP32, isa);
-        if (at < end) zf_adam_into_block(a, at, end - at, isa);
     } else if (a->moments == ZF_MOMENTS_FP32_SPLIT) {
         zf_compact_range(a, NULL, at, end, isa, ZF_MOMENTS_FP32_SPLIT);
     } else if (a->moments == ZF_MOMENTS_16BIT) {
-        zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_16BIT);
+        zf_compact_range(a, d, at, end, isa, ZF_MOMENTS_16BIT);
     } else {
-        zf_compact_range(a, &d, at, end, isa, ZF_MOMENTS_8BIT);
+        zf_compact_range(a, d, at, end, isa, ZF_MOMENTS_8BIT);
+    }
+}
+
+/* New state that goes elsewhere passes through `room`, from where each buffer streams out in one piece: streaming
+ * stores to three or four buffers in turn, a few lines each, took up to eight times as long on an AMD EPYC. */
+ZF_INLINE void zf_adam_body(const void *args, size_t begin, size_t end, int isa) {
+    const zf_adam_args *a = (const zf_adam_args *)args;
+    const size_t split = a->moments == ZF_MOMENTS_FP32 ? 0 : 2, width = zf_width(a->moments);
+    const size_t widths[4] = {split ? split : 4, split, width, width}, most = a->stream_state ? ZF_ROOM : end - begin;
+    char *const to[4] = {(char *)a->into.master, (char *)a->into.low, (char *)a->into.exp_avg,
+                         (char *)a->into.exp_avg_sq};
+    char room[4][4 * ZF_ROOM] __attribute__((aligned(64)));
+    zf_adam_args part = *a;
+    zf_dithers d;
+    if (a->moments == ZF_MOMENTS_16BIT || a->moments == ZF_MOMENTS_8BIT) zf_spread(&d, a);
+    for (size_t at = begin; at < end; at += most) {
+        const size_t n = end - at < most ? end - at : most;
+        if (a->stream_state) {
+            part.into.master = zf_shifted(room[0], widths[0] * at);
+            part.into.low = (int16_t *)zf_shifted(room[1], widths[1] * at);
+            part.into.exp_avg = zf_shifted(room[2], widths[2] * at);
+            part.into.exp_avg_sq = zf_shifted(room[3], widths[3] * at);
+        }
+        zf_adam_elements(&part, &d, at, at + n, isa);
+        for (int k = 0; k < 4; k++)
+            if (a->stream_state && widths[k]) zf_store(to[k] + widths[k] * at, room[k], n * widths[k], 1);
     }
     zf_fence(a->stream || a->stream_state);
 }

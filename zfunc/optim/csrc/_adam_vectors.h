@@ -162,7 +162,11 @@ ZF_V_INLINE void v_copy(const zf_adam_args *a, const v_call *k, const vf *p, siz
         return;
     }
     ZF_EACH_OF_4(i) u[i] = (vu)x[i] + k->below_half + ((vu)x[i] >> 16 & k->one);
-    ZF_EACH_PAIR(i) v_store((uint16_t *)a->out + at + ZF_LANES * i, (vu)v_upper(u[i], u[i + 1]), stream);
+    ZF_EACH_PAIR(i) {
+        void *to = (uint16_t *)a->out + at + ZF_LANES * i;
+        if (stream) v_stream(to, (vu)v_upper(u[i], u[i + 1]));
+        else v_store(to, (vu)v_upper(u[i], u[i + 1]));
+    }
 }
 
 /* ---- the state, but for 8-bit moments ------------------------------------------------------------------- */
@@ -183,28 +187,27 @@ ZF_V_INLINE void v_load_moments(const zf_adam_args *a, const v_call *k, vf *m, v
     ZF_EACH_OF_4(i) v[i] = k->b2 * v[i];
 }
 
-ZF_V_INLINE void v_round_moment(void *to, const vf *x, const uint32_t *dither, int stream) {
+ZF_V_INLINE void v_round_moment(void *to, const vf *x, const uint32_t *dither) {
     vu u[4];
     ZF_EACH_OF_4(i) u[i] = (vu)x[i] + v_load(dither + ZF_LANES * i);
-    ZF_EACH_PAIR(i) v_store((uint16_t *)to + ZF_LANES * i, v_halves(u[i] >> 16, u[i + 1]), stream);
+    ZF_EACH_PAIR(i) v_store((uint16_t *)to + ZF_LANES * i, v_halves(u[i] >> 16, u[i + 1]));
 }
 
 ZF_V_INLINE void v_split(const zf_adam_args *a, const v_call *k, const vf *p, size_t at) {
     ZF_EACH_PAIR(i) {
         const vu even = (vu)p[i], odd = (vu)p[i + 1], high = v_halves((even + k->half) >> 16, odd + k->half);
-        v_store((uint16_t *)a->into.master + at + ZF_LANES * i, high, a->stream_state);
-        v_store(a->into.low + at + ZF_LANES * i, v_halves(even, odd << 16), a->stream_state);
+        v_store((uint16_t *)a->into.master + at + ZF_LANES * i, high);
+        v_store(a->into.low + at + ZF_LANES * i, v_halves(even, odd << 16));
     }
 }
 
 ZF_V_INLINE void v_store_state(const zf_adam_args *a, const v_call *k, const vf *p, const v_pending *x, size_t at,
                                int moments) {
     const zf_state *s = &a->into;
-    const int stream = a->stream_state;
     if (moments == ZF_MOMENTS_16BIT) {
         v_split(a, k, p, at);
-        v_round_moment((uint16_t *)s->exp_avg + at, x->m, k->dither[0] + at % ZF_SHARED, stream);
-        v_round_moment((uint16_t *)s->exp_avg_sq + at, x->v, k->dither[1] + at % ZF_SHARED, stream);
+        v_round_moment((uint16_t *)s->exp_avg + at, x->m, k->dither[0] + at % ZF_SHARED);
+        v_round_moment((uint16_t *)s->exp_avg_sq + at, x->v, k->dither[1] + at % ZF_SHARED);
         return;
     }
     vu v[4], rounded[4], down;
@@ -217,14 +220,14 @@ ZF_V_INLINE void v_store_state(const zf_adam_args *a, const v_call *k, const vf 
         }
         ZF_EACH_PAIR(i) {
             const size_t to = at + ZF_LANES * i;
-            v_store((uint16_t *)s->master + to, (vu)v_upper(rounded[i], rounded[i + 1]), stream);
-            v_store(s->low + to, (vu)v_lower((vu)p[i], (vu)p[i + 1]), stream);
+            v_store((uint16_t *)s->master + to, (vu)v_upper(rounded[i], rounded[i + 1]));
+            v_store(s->low + to, (vu)v_lower((vu)p[i], (vu)p[i + 1]));
         }
     } else {
-        ZF_EACH_OF_4(i) v_store((float *)s->master + at + ZF_LANES * i, (vu)p[i], stream);
+        ZF_EACH_OF_4(i) v_store((float *)s->master + at + ZF_LANES * i, (vu)p[i]);
     }
-    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg + at + ZF_LANES * i, (vu)x->m[i], stream);
-    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg_sq + at + ZF_LANES * i, v[i], stream);
+    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg + at + ZF_LANES * i, (vu)x->m[i]);
+    ZF_EACH_OF_4(i) v_store((float *)s->exp_avg_sq + at + ZF_LANES * i, v[i]);
 }
 
 /* ---- the stages of a group ------------------------------------------------------------------------------ */
@@ -270,8 +273,7 @@ ZF_V static __attribute__((noinline)) void v_plainly(const zf_adam_args *a, cons
     if (a->moments == ZF_MOMENTS_8BIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_8BIT);
     else if (a->moments == ZF_MOMENTS_16BIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_16BIT);
     else if (a->moments == ZF_MOMENTS_FP32_SPLIT) zf_compact_block(a, d, at, n, ZF_ISA, ZF_MOMENTS_FP32_SPLIT);
-    else if (zf_in_place(a)) zf_adam_block(a, at, n, ZF_ISA);
-    else zf_adam_into_block(a, at, n, ZF_ISA);
+    else zf_adam_block(a, at, n, ZF_ISA);
 }
 
 /* Starts a group, takes the roots of the one before, finishes the one before that. */
@@ -324,7 +326,7 @@ ZF_V_INLINE size_t v_of_format(const zf_adam_args *a, const zf_dithers *d, size_
     if (end - at < 2 * ZF_SHARED) return at; /* the first turns start two groups or blocks */
     if (a->decay_mode == ZF_DECOUPLED && a->grad_type == ZF_BF16 && a->out_type == out_type && zf_in_place(a)) {
         local.decay_mode = ZF_DECOUPLED, local.grad_type = ZF_BF16, local.out_type = out_type;
-        local.into = local.state, local.stream_state = 0;
+        local.into = local.state;
         v_range_of(&local, a, d, at, end, moments);
     } else {
         v_range_of(&local, a, d, at, end, moments);

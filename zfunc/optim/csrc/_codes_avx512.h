@@ -75,8 +75,8 @@ ZF_512_INLINE zf_scale zf512_scale_beside_zeros(const zf512_moments *x, int *rea
 }
 
 /* Codes, one in each 16-bit lane, in the order of the block. */
-ZF_512_INLINE void zf512_store_codes(const zf_adam_args *a, const zf512_codes *k, void *to, const __m512i *q) {
-    zf512_store(a, (uint8_t *)to, _mm512_permutexvar_epi64(k->order, _mm512_packus_epi16(q[0], q[1])));
+ZF_512_INLINE void zf512_store_codes(const zf512_codes *k, void *to, const __m512i *q) {
+    _mm512_storeu_si512((uint8_t *)to, _mm512_permutexvar_epi64(k->order, _mm512_packus_epi16(q[0], q[1])));
 }
 
 /* Packs v of a block; returns the inverses of m's units, as the upper halves of floats. */
@@ -101,7 +101,7 @@ ZF_512_INLINE void zf512_pack_v(const zf_adam_args *a, const zf512_codes *k, zf5
         __m512i unit = _mm512_add_epi16(_mm512_sllv_epi16(q[half], zf512_32(shift_half)), zf512_32(half_base));
         inverse[half] = _mm512_andnot_si512(unit, k->exponent_16);
     }
-    zf512_store_codes(a, k, (uint8_t *)a->into.exp_avg_sq + x->at, q);
+    zf512_store_codes(k, (uint8_t *)a->into.exp_avg_sq + x->at, q);
     a->into.exp_avg_sq_scale[x->at / ZF_SHARED] = zf_stored(s);
 }
 
@@ -123,7 +123,7 @@ ZF_512_INLINE void zf512_pack_m(const zf_adam_args *a, const zf512_codes *k, con
         q[half] = _mm512_srli_epi16(_mm512_sub_epi16(q[half], k->normal_16), ZF_CUT - 16);
         q[half] = _mm512_maddubs_epi16(q[half], k->sign_to_byte);
     }
-    zf512_store_codes(a, k, (uint8_t *)a->into.exp_avg + x->at, q);
+    zf512_store_codes(k, (uint8_t *)a->into.exp_avg + x->at, q);
 }
 
 /* ---- a block -------------------------------------------------------------------------------------------- */

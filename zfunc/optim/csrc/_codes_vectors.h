@@ -126,7 +126,7 @@ ZF_V_INLINE void v_pack_exp_avg_sq(const zf_adam_args *a, const v_codes *k, cons
         inverse[i / 2] = k->exponent_16 & ~(v_shift_left_16(code, shift_half) + half_base);
         q[i / 2] = code;
     }
-    v_store((uint8_t *)a->into.exp_avg_sq + at, v_to_bytes(q[0], q[1]), a->stream_state);
+    v_store((uint8_t *)a->into.exp_avg_sq + at, v_to_bytes(q[0], q[1]));
 }
 
 ZF_V_INLINE void v_pack_exp_avg(const zf_adam_args *a, const v_codes *k, const vf *m, size_t at, const vh *inverse,
@@ -141,7 +141,7 @@ ZF_V_INLINE void v_pack_exp_avg(const zf_adam_args *a, const v_codes *k, const v
         u[i] = v_max_u32(linear, (vu)w[i] + k->binade) + v_load(dither + ZF_LANES * i);
     }
     ZF_EACH_PAIR(i) q[i / 2] = v_sign_to_byte((vh)v_halves(u[i] >> 16, u[i + 1]) >> (ZF_CUT - 16));
-    v_store((uint8_t *)a->into.exp_avg + at, v_to_bytes(q[0], q[1]), a->stream_state);
+    v_store((uint8_t *)a->into.exp_avg + at, v_to_bytes(q[0], q[1]));
 }
 
 ZF_V_INLINE void v_pack_block(const zf_adam_args *a, const v_codes *k, v_block *x, size_t at) {

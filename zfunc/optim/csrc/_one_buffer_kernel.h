@@ -30,7 +30,9 @@ typedef struct {
     int stream, stream_state; /* whether the copy, and state that goes elsewhere, bypass the caches */
 } zf_one_args;
 
-ZF_INLINE int zf_one_in_place(const zf_one_args *a) { return a->into.master == a->state.master; }
+ZF_INLINE int zf_one_in_place(const zf_one_args *a) {
+    return a->into.master == a->state.master && a->into.buffer == a->state.buffer;
+}
 
 /* ---- the rules -------------------------------------------------------------------------------------- */
 
@@ -154,12 +156,9 @@ ZF_INLINE void zf_one_unpack(const zf_one_args *a, float *m, size_t at, size_t n
 
 ZF_INLINE void zf_one_pack(const zf_one_args *a, const uint32_t *dither, const float *m, size_t at, size_t n) {
     if (a->buffer_type == ZF_BUFFER_NONE) return;
-    uint8_t near[4 * ZF_BLOCK] __attribute__((aligned(64)));
-    const size_t width = zf_one_width(a->buffer_type);
-    char *far = (char *)a->into.buffer + width * at;
-    void *to = a->stream_state ? (void *)near : (void *)far;
+    void *to = (char *)a->into.buffer + zf_one_width(a->buffer_type) * at;
     if (a->buffer_type == ZF_BUFFER_FP32) {
-        zf_store(far, m, n * sizeof(float), a->stream_state);
+        memcpy(to, m, n * sizeof(float));
         return;
     }
     for (size_t i = 0; i < n; i += ZF_SHARED) {
@@ -174,14 +173,11 @@ ZF_INLINE void zf_one_pack(const zf_one_args *a, const uint32_t *dither, const f
             a->into.scale[(at + i) / ZF_SHARED] = zf_one_encode((uint8_t *)to + i, m + i, few, dither, 0);
         }
     }
-    if (a->stream_state) zf_store(far, near, n * width, 1);
 }
 
 ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t at, size_t n, int isa) {
     float p[ZF_BLOCK] __attribute__((aligned(64))), m[ZF_BLOCK] __attribute__((aligned(64)));
     float scratch[ZF_BLOCK] __attribute__((aligned(64)));
-    uint16_t high[ZF_BLOCK] __attribute__((aligned(64)));
-    int16_t low[ZF_BLOCK] __attribute__((aligned(64)));
     const int weighted = a->state.master != NULL; /* else p becomes the direction */
     const int split = a->state.low != NULL, own = a->buffer_type == ZF_BUFFER_FP32 && zf_one_in_place(a);
     const size_t width = zf_one_width(a->buffer_type), grad_width = a->grad_type == ZF_FP32 ? 4 : 2;
@@ -198,26 +194,35 @@ ZF_INLINE void zf_one_block(const zf_one_args *a, const uint32_t *dither, size_t
     const float *g = zf_load(scratch, a->grad, a->grad_type, at, n, isa);
     zf_one_core_of_rule(a, weights, moment, g, n);
     if (!own) zf_one_pack(a, dither, m, at, n);
-    if (split) {
-        uint16_t *to = (uint16_t *)a->into.master + at;
-        zf_split(a->stream_state ? high : to, a->stream_state ? low : a->into.low + at, p, n);
-        if (a->stream_state) {
-            zf_store(to, high, n * 2, 1);
-            zf_store(a->into.low + at, low, n * 2, 1);
-        }
-    } else if (weighted && weights == p) {
-        zf_store((float *)a->into.master + at, p, n * sizeof(float), a->stream_state);
-    }
+    if (split) zf_split((uint16_t *)a->into.master + at, a->into.low + at, p, n);
+    else if (weighted && weights == p) memcpy((float *)a->into.master + at, p, n * sizeof(float));
     if (a->out_type != ZF_NONE) zf_round(a->out, a->out_type, weights, at, n, a->stream, isa);
 }
 
+/* New state that goes elsewhere streams out as in zf_adam_body. */
 ZF_INLINE void zf_one_body(const void *args, size_t begin, size_t end, int isa) {
     const zf_one_args *a = (const zf_one_args *)args;
+    const size_t low = a->into.low ? 2 : 0, master = !a->into.master ? 0 : low ? 2 : 4;
+    const size_t widths[3] = {master, low, zf_one_width(a->buffer_type)};
+    const size_t most = a->stream_state ? ZF_ROOM : end - begin;
+    char *const to[3] = {(char *)a->into.master, (char *)a->into.low, (char *)a->into.buffer};
+    char room[3][4 * ZF_ROOM] __attribute__((aligned(64)));
+    zf_one_args part = *a;
     uint32_t dither[ZF_SHARED];
-    size_t at = begin;
     for (uint32_t i = 0; i < ZF_SHARED; i++) dither[i] = a->dither + i * ZF_SPREAD;
-    for (; at + ZF_BLOCK <= end; at += ZF_BLOCK) zf_one_block(a, dither, at, ZF_BLOCK, isa);
-    if (at < end) zf_one_block(a, dither, at, end - at, isa);
+    for (size_t from = begin; from < end; from += most) {
+        const size_t n = end - from < most ? end - from : most;
+        size_t at = from;
+        if (a->stream_state) {
+            part.into.master = master ? zf_shifted(room[0], widths[0] * from) : NULL;
+            part.into.low = (int16_t *)zf_shifted(room[1], widths[1] * from);
+            part.into.buffer = zf_shifted(room[2], widths[2] * from);
+        }
+        for (; at + ZF_BLOCK <= from + n; at += ZF_BLOCK) zf_one_block(&part, dither, at, ZF_BLOCK, isa);
+        if (at < from + n) zf_one_block(&part, dither, at, from + n - at, isa);
+        for (int k = 0; k < 3; k++)
+            if (a->stream_state && widths[k]) zf_store(to[k] + widths[k] * from, room[k], n * widths[k], 1);
+    }
     zf_fence(a->stream || a->stream_state);
 }
 

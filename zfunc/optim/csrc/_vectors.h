@@ -40,7 +40,8 @@
 #define v_even_odd ZF_OF_SET(v_even_odd)             /* two vectors in order to their even and their odd elements */
 #define v_in_order ZF_OF_SET(v_in_order)             /* and back */
 #define v_from_fp16 ZF_OF_SET(v_from_fp16)           /* from memory to a vector of floats */
-#define v_store ZF_OF_SET(v_store)                   /* anywhere, or past the caches to whole vectors of memory */
+#define v_store ZF_OF_SET(v_store)                   /* anywhere */
+#define v_stream ZF_OF_SET(v_stream)                 /* past the caches, to whole vectors of memory */
 #define v_set_16 ZF_OF_SET(v_set_16)
 #define v_number ZF_OF_SET(v_number)                 /* of bits, for the next two */
 #define v_shift_left_16 ZF_OF_SET(v_shift_left_16)

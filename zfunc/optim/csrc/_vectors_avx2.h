@@ -63,10 +63,8 @@ ZF_V_INLINE void v_in_order(vf *a, vf *b) {
 ZF_V_INLINE vf v_from_fp16(const void *from) {
     return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from));
 }
-ZF_V_INLINE void v_store(void *to, vu x, int stream) {
-    if (stream) _mm256_stream_si256((__m256i *)to, (__m256i)x);
-    else _mm256_storeu_si256((__m256i *)to, (__m256i)x);
-}
+ZF_V_INLINE void v_store(void *to, vu x) { _mm256_storeu_si256((__m256i *)to, (__m256i)x); }
+ZF_V_INLINE void v_stream(void *to, vu x) { _mm256_stream_si256((__m256i *)to, (__m256i)x); }
 
 ZF_V_INLINE vh v_set_16(uint16_t x) { return (vh)_mm256_set1_epi16((int16_t)x); }
 ZF_V_INLINE v_bits v_number(int bits) { return _mm_cvtsi32_si128(bits); }

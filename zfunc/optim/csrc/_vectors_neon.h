@@ -51,10 +51,10 @@ ZF_V_INLINE void v_in_order(vf *a, vf *b) {
 ZF_V_INLINE vf v_from_fp16(const uint16_t *from) {
     return (vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 }
-ZF_V_INLINE void v_store(void *to, vu x, int stream) {
-    (void)stream;
+ZF_V_INLINE void v_store(void *to, vu x) {
     memcpy(to, &x, sizeof x);
 }
+ZF_V_INLINE void v_stream(void *to, vu x) { v_store(to, x); }
 
 ZF_V_INLINE vh v_set_16(uint16_t x) { return (vh)vdupq_n_u16(x); }
 ZF_V_INLINE v_bits v_number(int bits) { return vdupq_n_s16((int16_t)bits); }

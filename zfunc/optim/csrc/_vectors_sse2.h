@@ -51,10 +51,8 @@ ZF_V_INLINE void v_in_order(vf *a, vf *b) {
 ZF_V_INLINE vf v_from_fp16(const uint16_t *from) {
     return (vf){zf_from_fp16(from[0]), zf_from_fp16(from[1]), zf_from_fp16(from[2]), zf_from_fp16(from[3])};
 }
-ZF_V_INLINE void v_store(void *to, vu x, int stream) {
-    if (stream) _mm_stream_si128((__m128i *)to, (__m128i)x);
-    else _mm_storeu_si128((__m128i *)to, (__m128i)x);
-}
+ZF_V_INLINE void v_store(void *to, vu x) { _mm_storeu_si128((__m128i *)to, (__m128i)x); }
+ZF_V_INLINE void v_stream(void *to, vu x) { _mm_stream_si128((__m128i *)to, (__m128i)x); }
 
 ZF_V_INLINE vh v_set_16(uint16_t x) { return (vh)_mm_set1_epi16((int16_t)x); }
 ZF_V_INLINE v_bits v_number(int bits) { return _mm_cvtsi32_si128(bits); }
