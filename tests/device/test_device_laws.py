@@ -200,6 +200,7 @@ def test_a_default_device_of_the_callers_changes_nothing(device: str, tmp_path: 
 
 def test_groups_of_optimizers_have_the_hosts_bits_on_the_device(device: str) -> None:
     members = (
+        ("huge.weight", zfunc.Muon(0.02)),
         ("huge.*", zfunc.SGD(0.1, momentum=0.9)),
         ("*.bias", zfunc.Adagrad(0.1)),
         ("back.*", zfunc.Lion(1e-3)),

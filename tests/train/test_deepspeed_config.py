@@ -313,13 +313,20 @@ def test_adam_is_deepspeeds() -> None:
 
 
 def test_the_other_optimizers_are_deepspeeds() -> None:
-    """With the defaults of its own classes: betas of Lion, the rate and eps of Adagrad."""
+    """With the defaults of its own classes: betas of Lion, the rate and eps of Adagrad, Muon's and its Adam's."""
     assert optimizer("lion") == zfunc.Lion(1e-3, betas=(0.9, 0.999))
     assert optimizer("Lion", weight_decay=0.2, fp32_optimizer_states=False).moments == "16bit"
     assert optimizer("Adagrad") == zfunc.Adagrad(1e-2)
     assert optimizer("Adagrad", lr=0.5, eps=1e-6, lr_decay=0.1) == zfunc.Adagrad(0.5, eps=1e-6, lr_decay=0.1)
     sgd = optimizer("SGD", lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
     assert sgd == zfunc.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.1)
+    hidden, rest = optimizer("Muon", lr=0.02, momentum=0.9, weight_decay=0.1).optimizers
+    assert hidden == zfunc.Muon(0.02, momentum=0.9, weight_decay=0.1)
+    assert rest == zfunc.AdamW(0.02, betas=(0.9, 0.95), eps=1e-10, weight_decay=0.1)
+    assert "got none with the type Muon" in refusal(nested("optimizer", {"type": "Muon"}))
+    assert "one learning rate: write lr" in refusal(
+        nested("optimizer", {"type": "Muon", "params": {"lr": 1e-2, "adam_lr": 1e-3}})
+    )
     for kind, wrong in (("SGD", "betas"), ("Lion", "eps"), ("AdamW", "momentum"), ("Adagrad", "adam_w_mode")):
         value = {"betas": [0.9, 0.99], "adam_w_mode": True}.get(wrong, 0.5)
         message = refusal(nested("optimizer", {"type": kind, "params": {wrong: value}}))

@@ -2,24 +2,53 @@
 
 from typing import Any
 
+from attrs import evolve
+
 from zfunc.core.optimizer_state import OPTIMIZER_NAMES
 from zfunc.optim.adafactor import Adafactor
 from zfunc.optim.adagrad import Adagrad
 from zfunc.optim.adamw import AdamW
+from zfunc.optim.groups import GroupedOptimizer, groups
 from zfunc.optim.lion import Lion
+from zfunc.optim.muon import Muon
+from zfunc.optim.optimizer_settings import Betas, LearningRate, hidden_matrices
 from zfunc.optim.sgd import SGD
 
-NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor
-
-_CLASSES: dict[str, type[NamedOptimizer]] = dict(
-    zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor), strict=True)
-)
+NamedOptimizer = AdamW | SGD | Lion | Adagrad | Adafactor | GroupedOptimizer
 
 
 def make_optimizer(name: str, **arguments: Any) -> NamedOptimizer:
     """The optimizer of `OPTIMIZER_NAMES`, with these arguments of its class.
 
+    "muon" is Muon for hidden matrices, and AdamW with `betas` and `eps` for the rest. The other arguments are those
+    of both, also the learning rate.
+
     >>> make_optimizer("lion", lr=1e-4).betas
     (0.9, 0.99)
+    >>> [type(x).__name__ for x in make_optimizer("muon", lr=1e-3).optimizers]
+    ['Muon', 'AdamW']
     """
-    return _CLASSES[name](**arguments)
+    return _MAKERS[name](**arguments)
+
+
+def with_lr(optimizer: NamedOptimizer, lr: LearningRate) -> NamedOptimizer:
+    """The same optimizer with another learning rate."""
+    if isinstance(optimizer, GroupedOptimizer):
+        members = (evolve(x, lr=lr) for x in optimizer.optimizers)  # pyright: ignore
+        return evolve(optimizer, optimizers=tuple(members))
+    return evolve(optimizer, lr=lr)
+
+
+def _muon(
+    *,
+    momentum: float = 0.95,
+    adjust_lr_fn: Any = "match_rms_adamw",
+    betas: Betas = (0.9, 0.95),
+    eps: float = 1e-8,
+    **shared: Any,
+) -> GroupedOptimizer:
+    muon = Muon(momentum=momentum, adjust_lr_fn=adjust_lr_fn, **shared)
+    return groups((hidden_matrices, muon), AdamW(betas=betas, eps=eps, **shared))
+
+
+_MAKERS = dict(zip(OPTIMIZER_NAMES, (AdamW, SGD, Lion, Adagrad, Adafactor, _muon), strict=True))

@@ -31,6 +31,15 @@ def matrices_only(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) >= 2
 
 
+def hidden_matrices(name: str, shape: tuple[int, ...]) -> bool:
+    """Matrices but those of embeddings and of the head, by their names in zfunc's GPT and Hugging Face's models.
+
+    >>> [hidden_matrices(x, (8, 4)) for x in ("block0.up.weight", "embed.tok.weight", "lm_head.weight")]
+    [True, False, False]
+    """
+    return len(shape) == 2 and not any(x in name for x in ("embed", "lm_head", "wte", "wpe"))
+
+
 def _is_schedule(x: Any) -> bool:
     """Whether `x` is a function of the step: neither a tensor nor a class."""
     return callable(x) and not isinstance(x, type)

@@ -76,6 +76,7 @@ OPTIMIZER_DEFAULTS: Mapping[str, Mapping[str, float]] = {  # where no flag sets 
     "lion": {"lr": 1e-3, "weight_decay": 0.4},
     "adagrad": {"lr": 2e-2, "weight_decay": 0.0},
     "adafactor": {"lr": 5e-2, "weight_decay": 0.0},
+    "muon": {"lr": 4e-3, "weight_decay": 0.1},
 }
 OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configuration sets them
     "adamw": {"betas": (0.9, 0.95)},
@@ -83,10 +84,11 @@ OPTIMIZER_ARGUMENTS: Mapping[str, Mapping[str, Any]] = {  # where no configurati
     "lion": {},
     "adagrad": {},
     "adafactor": {},
+    "muon": {"betas": (0.9, 0.95)},
 }
 OPTIMIZER = Option(
     "step",
-    f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9",
+    f"{_names(OPTIMIZER_NAMES)}; SGD with a momentum of 0.9, Muon for hidden matrices beside AdamW",
     one_of(OPTIMIZER_NAMES),
     words=OPTIMIZER_NAMES,
 )

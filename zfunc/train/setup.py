@@ -23,7 +23,7 @@ from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, gpt_segments, num_parameters
-from zfunc.optim.by_name import NamedOptimizer, make_optimizer
+from zfunc.optim.by_name import NamedOptimizer, make_optimizer, with_lr
 from zfunc.optim.lr import linear_warmup, warmup_cosine
 from zfunc.optim.optimizer_settings import matrices_only
 from zfunc.options import AUTO
@@ -153,7 +153,7 @@ def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
     tokens = settings.batch_size * (settings.seq_length + 1)
     share = min(local_ranks(), ranks.world) / ranks.world  # of the state on this machine
     optimizer = optimizer_of(settings, settings.lr).with_moments(settings.moments, split_master=False)
-    buffers = STATE_FORMATS[optimizer.state_format()]
+    buffers = STATE_FORMATS[optimizer.state_format(0)]
     state_bytes = share * sum(x.nbytes(ALIGNMENT) for x in buffers) / ALIGNMENT
     limit = available if settings.num_layers > PLANNED_LAYERS else FAR_TOO_LARGE * available
     for subject, needed, most in (
@@ -246,7 +246,7 @@ def learning_rate(settings: TrainSettings, total: int | None) -> Callable[[int],
 def with_total_steps(program: Program, settings: TrainSettings, total: int | None) -> Program:
     """The program with the learning rate for `total` steps; it takes the same State."""
     rate = learning_rate(settings, total)
-    return evolve(program, optimizer=evolve(program.optimizer, lr=rate))
+    return evolve(program, optimizer=with_lr(program.optimizer, rate))  # pyright: ignore
 
 
 def machine_record(device: torch.device) -> dict[str, Any]:

@@ -22,13 +22,14 @@ PREFETCH = "zero_optimization.stage3_prefetch_bucket_size"
 PERSISTENCE = "zero_optimization.stage3_param_persistence_threshold"
 CPU_CHECKPOINTING = "activation_checkpointing.cpu_checkpointing"
 WEIGHT_DECAY = "optimizer.params.weight_decay"
-TYPES = ("Adam", "AdamW", "Lion", "Adagrad", "SGD")
+TYPES = ("Adam", "AdamW", "Lion", "Adagrad", "SGD", "Muon")
 NAMES = {x.lower(): "adamw" if x == "Adam" else x.lower() for x in TYPES}
 PARAMS = {  # arguments of zfunc's with the name of their key
     "adamw": ("betas", "eps"),
     "sgd": ("momentum", "dampening", "nesterov"),
     "lion": ("betas",),
     "adagrad": ("eps", "lr_decay", "initial_accumulator_value"),
+    "muon": ("momentum", "betas", "eps"),
 }
 SWITCHES = {  # keys that have another effect, or none
     "adamw": (
@@ -38,9 +39,16 @@ SWITCHES = {  # keys that have another effect, or none
     "sgd": ("foreach", "fused"),
     "lion": ("fp32_optimizer_states",),
     "adagrad": ("amsgrad", "fp32_optimizer_states", "foreach", "fused"),
+    "muon": ("fp32_optimizer_states", "muon_lr", "adam_lr", "ns_method"),
 }
 DEFAULTS = ("betas", "eps")  # that differ from zfunc's
 ADAGRAD_LR = 1e-2
+OF_MUON = {
+    "momentum": 0.95,
+    "betas": (0.9, 0.95),
+    "eps": 1e-10,
+    "adjust_lr_fn": "original",
+}  # without the keys
 
 
 @frozen
@@ -174,10 +182,16 @@ def optimizer_arguments(values: ResolvedValues) -> dict[str, Any]:
                 f"{values.source}: {key}: got it with the type {values['optimizer.type']}, which does not have it, "
                 "expected the optimizer's own parameters: delete it"
             )
-    sets = (x for x in PARAMS[name] if x in DEFAULTS or values.sets(f"optimizer.params.{x}"))
-    arguments = {x: values[f"optimizer.params.{x}"] for x in sets if (name, x) != ("adagrad", "eps")}
-    if name == "adagrad" and values.sets("optimizer.params.eps"):
-        arguments["eps"] = values["optimizer.params.eps"]
+    always = () if name in ("adagrad", "muon") else DEFAULTS
+    sets = (x for x in PARAMS[name] if x in always or values.sets(f"optimizer.params.{x}"))
+    arguments = {x: values[f"optimizer.params.{x}"] for x in sets}
+    if name == "muon":
+        if not values.sets(LR):
+            raise ValueError(
+                f"{values.source}: {LR}: got none with the type Muon, for which DeepSpeed has two defaults, "
+                "expected one for all parameters: write it"
+            )
+        arguments = {**OF_MUON, **arguments}
     if name == "adamw":
         kind = values["optimizer.type"].lower()
         arguments["decoupled"] = kind == "adamw" or values["optimizer.params.adam_w_mode"]
