@@ -22,6 +22,7 @@ from zfunc.engine.swap_state import close_swap
 from zfunc.errors import OutOfMemory
 from zfunc.models.gpt import GPTConfig, Head, gpt_segments
 from zfunc.models.loss import linear_next_token_loss
+from zfunc.optim.by_name import make_optimizer
 from zfunc.planner.calibrate import measure_launch
 from zfunc.runtime import accelerator
 from zfunc.runtime.executor import Jitter
@@ -303,6 +304,7 @@ def bytes_of_graphs(device: str) -> int:
         {"recompute": "min-cut", "head": InPieces},
         {"recompute": "all", "device_graphs": True},
         {"recompute": "min-cut", "device_graphs": True},
+        {"optimizer": make_optimizer("muon"), "clip_norm": 1.0},
     ],
 )
 def test_peak_memory_is_as_planned(device: str, settings: dict[str, Any]) -> None:
