@@ -200,7 +200,9 @@ def test_9_measured_memory_stays_within_the_plan(model: str, settings: str, reco
         zfunc.train_step(made, state, rows)
     planned = specialize(made, rows).memory["device"].transient
     assert 0 < measured.peak <= planned
-    assert planned <= 1.25 * measured.peak + 40 * 512  # small models: every scalar counts 512 bytes
+    # Autograd frees residuals while backward runs. In small models, each scalar counts 512 bytes.
+    slack = 1.1 if "none" in recompute else 1.0
+    assert planned <= slack * measured.peak + 12 * 512
     assert measured.live == 0  # nothing is left behind
 
 

@@ -294,6 +294,11 @@ class StepSpec:
         """Bytes of the gradients of segment `s` as separate tensors."""
         return self._grad_bytes[s]
 
+    def result_bytes(self, s: int) -> int:
+        """Bytes that backward of segment `s` returns: its gradients, and the cotangent of its input."""
+        cotangent = self.costs[s].input_bytes if s > self.layout.first_trainable else 0
+        return self.grad_bytes(s) + cotangent
+
     @cached_property
     def _grad_bytes(self) -> tuple[int, ...]:
         layout = self.layout
@@ -309,7 +314,7 @@ class StepSpec:
         """Device memory that all device graphs share: what one pass allocates, and what it copies in and out."""
         costs, outputs = self.costs, [*(c.input_bytes for c in self.costs[1:]), ALLOCATION]
         forward = [costs[s].forward_workspace + costs[s].residual_bytes + outputs[s] for s in self.graphed]
-        backward = [costs[s].backward_workspace + self.grad_bytes(s) for s in self.graphed]
+        backward = [costs[s].backward_workspace + self.result_bytes(s) for s in self.graphed]
         return max([0, *forward, *backward]), max([0, *(costs[s].copied_bytes for s in self.graphed)])
 
     def num_deliveries(self, bucket: Bucket) -> int:

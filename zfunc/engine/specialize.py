@@ -167,9 +167,11 @@ def traced_spec(
     with deterministic_kernels(program.settings.deterministic):  # torch picks some of them while it traces
         traces, random = _trace_all(program, micro, of_accelerator)
     inputs = [nbytes(micro[0]), *(t.output_bytes for t in traces[:-1])]
+    first = program.layout.first_trainable
+    results = (program.spec.grad_bytes(s) + (size if s > first else 0) for s, size in enumerate(inputs))
     costs = tuple(
-        _cost(t, size, program.spec.grad_bytes(i), call.passes.keeps, program.settings.compile_segments)
-        for i, (t, size, call) in enumerate(zip(traces, inputs, program.calls, strict=True))
+        _cost(t, size, returned, call.passes.keeps, program.settings.compile_segments)
+        for t, size, returned, call in zip(traces, inputs, results, program.calls, strict=True)
     )
     fixed = {s for s in program.spec.graphed if not _weights_move(program.spec, s)}
     graphed = {s for s in fixed if costs[s].copied_bytes and s not in random}
@@ -181,9 +183,9 @@ def _weights_move(spec: StepSpec, s: int) -> bool:
     return any(spec.streamed(b) for b in spec.layout.weights_of(s))
 
 
-def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bool) -> SegmentCost:
-    """Outputs, gradients and residuals are regions; the rest of the traced peak is workspace. How much `compiled`
-    segments launch is not known."""
+def _cost(t: Trace, input_bytes: int, returned: int, keeps: bool, compiled: bool) -> SegmentCost:
+    """Outputs, residuals and what backward has `returned` are regions; the rest of the traced peak is workspace. How
+    much `compiled` segments launch is not known."""
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
         flops=t.forward_flops,
@@ -193,7 +195,7 @@ def _cost(t: Trace, input_bytes: int, grad_bytes: int, keeps: bool, compiled: bo
         stash_bytes=t.stash_bytes,
         keeps_output=keeps and t.keeps_output,
         forward_workspace=max(0, t.forward_peak - t.output_bytes - kept),
-        backward_workspace=max(0, t.backward_peak - grad_bytes),
+        backward_workspace=max(0, t.backward_peak - returned),
         forward_launches=0 if compiled else t.forward_launches,
         backward_launches=0 if compiled else t.backward_launches,
         copied_bytes=t.copied_bytes,
