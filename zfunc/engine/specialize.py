@@ -184,8 +184,8 @@ def _weights_move(spec: StepSpec, s: int) -> bool:
 
 
 def _cost(t: Trace, input_bytes: int, returned: int, keeps: bool, compiled: bool) -> SegmentCost:
-    """Outputs, residuals and what backward has `returned` are regions; the rest of the traced peak is workspace. How
-    much `compiled` segments launch is not known."""
+    """Outputs, residuals and what backward has `returned` are regions; the rest of the traced peak is workspace.
+    How much `compiled` segments launch is not known."""
     kept = t.residual_bytes if keeps else 0
     return SegmentCost(
         flops=t.forward_flops,

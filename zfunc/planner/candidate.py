@@ -29,10 +29,12 @@ Key = TypeVar("Key")
 Amount = TypeVar("Amount", int, float)
 
 
-def extrapolated(small: Mapping[Key, Amount], large: Mapping[Key, Amount], more: int) -> dict[Key, Amount]:
+def extrapolate_linearly(
+    small: Mapping[Key, Amount], large: Mapping[Key, Amount], more: int
+) -> dict[Key, Amount]:
     """The amounts of `small`, and `more` times by how much those of `large` exceed them.
 
-    >>> extrapolated({"a": 3, "b": 1}, {"a": 5, "b": 1}, 10)
+    >>> extrapolate_linearly({"a": 3, "b": 1}, {"a": 5, "b": 1}, 10)
     {'a': 23, 'b': 1}
     """
     keys = dict.fromkeys([*small, *large])
@@ -40,7 +42,7 @@ def extrapolated(small: Mapping[Key, Amount], large: Mapping[Key, Amount], more:
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def garbage_collection_paused() -> Iterator[None]:
     """Pause the garbage collector, which looks at every value of a plan again and again, and finds no cycle."""
     enabled = gc.isenabled()
     gc.disable()
@@ -107,7 +109,7 @@ class PlannedStep:
         small, large = (
             peak_breakdown(step.plan, at) for step, at in zip((of.small, of.large), of.moments, strict=True)
         )
-        parts = {tier: extrapolated(small[tier], large[tier], of.more) for tier in small}
+        parts = {tier: extrapolate_linearly(small[tier], large[tier], of.more) for tier in small}
         return {tier: dict(sorted(x.items(), key=lambda item: -item[1])) for tier, x in parts.items()}
 
     @property
@@ -119,7 +121,7 @@ class PlannedStep:
         """What `measure` sums over the operations of a step that was simulated, or over their seconds."""
         if (of := self._repetition) is None:
             return measure(self)
-        return extrapolated(measure(of.small), measure(of.large), of.more)
+        return extrapolate_linearly(measure(of.small), measure(of.large), of.more)
 
     @cached_property
     def work(self) -> dict[Kind, float]:

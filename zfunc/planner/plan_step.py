@@ -23,7 +23,7 @@ from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
 from zfunc.optim.base import Optimizer
 from zfunc.options import AUTO, one_of
-from zfunc.planner.candidate import PlannedStep, uncollected
+from zfunc.planner.candidate import PlannedStep, garbage_collection_paused
 from zfunc.planner.cost_model import CostModel, precision_for, resolve_hardware
 from zfunc.planner.disk_traffic import DiskTraffic, disk_traffic
 from zfunc.planner.profile import Profile
@@ -196,7 +196,7 @@ def plan(
     return plan_settings(model, settings, advice=advice)
 
 
-@uncollected()
+@garbage_collection_paused()
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO

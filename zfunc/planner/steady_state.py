@@ -33,7 +33,7 @@ from zfunc.planner.candidate import (
     Key,
     PlannedStep,
     Repetition,
-    extrapolated,
+    extrapolate_linearly,
     operations_of,
     simulate_operations,
     with_settings,
@@ -172,7 +172,7 @@ class Estimate:
         if total < WORTH * few:
             return measure(self._graph(total))
         one, two = (measure(self._graph(n)) for n in (few, few + period))
-        return extrapolated(one, two, (total - few) // period)
+        return extrapolate_linearly(one, two, (total - few) // period)
 
 
 @frozen(eq=False)

@@ -26,7 +26,7 @@ from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
 from zfunc.core.settings import CHOICES, DISK, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
-from zfunc.planner.candidate import shortage_text, uncollected
+from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.disk_traffic import DRIVES
 from zfunc.planner.profile import Profile
 from zfunc.planner.search_space import SEARCHED
@@ -100,7 +100,7 @@ class PlanSettings(PlannedStepFlags):
         check_rows(self.batch_size, self.world, self.micro_batches)
 
 
-@uncollected()  # the import of torch, too
+@garbage_collection_paused()  # the import of torch, too
 def run_plan(settings: PlanSettings) -> int:
     """`zfunc plan`: 0 if it fits, 1 if it does not."""
     answer = plan_model(settings)
