@@ -5,6 +5,9 @@ too. Figures are ratios of medians; on a GPU also absolute times.
 
     python -m benchmarks.step [--num-layers 6 --hidden-size 256 ...] [--json FILE_OR_FOLDER]
 
+With `--recompute all,none,min-cut` it compares zfunc's default with its counterpart instead, each in turn: blocks
+checkpointed in PyTorch for "all", and nothing for "none" and "min-cut".
+
 With `--outside LAYERS,...` it times instead what `train_step` does outside the executor, for tiny models of as many
 layers: Python that should not grow with the number of parameters.
 """
@@ -12,6 +15,7 @@ layers: Python that should not grow with the number of parameters.
 import argparse
 import gc
 import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -61,10 +65,11 @@ def with_zfunc(config: GPTConfig, args: argparse.Namespace, **settings: Any) -> 
 
 
 class Whole(torch.nn.Module):
-    """The same modules as one, each block checkpointed: how it is done in plain PyTorch."""
+    """The same modules as one, each block `checkpointed` or not: how it is done in plain PyTorch."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, *, checkpointed: bool = True) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.parts = torch.nn.ModuleDict(built(config))
         self.tie()
 
@@ -76,13 +81,13 @@ class Whole(torch.nn.Module):
         *body, head = self.parts.values()
         x = body[0](x)
         for block in body[1:]:
-            x = checkpoint(block, x, use_reentrant=False)
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
         return head(x, targets)
 
 
-def with_torch(config: GPTConfig, args: argparse.Namespace) -> Contestant:
+def with_torch(config: GPTConfig, args: argparse.Namespace, *, checkpointed: bool = True) -> Contestant:
     """autograd, checkpoint per block, clip_grad_norm_, fused AdamW."""
-    model = Whole(config).to(args.device, DTYPES[args.precision])
+    model = Whole(config, checkpointed=checkpointed).to(args.device, DTYPES[args.precision])
     model.tie()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
@@ -103,7 +108,7 @@ def with_torch(config: GPTConfig, args: argparse.Namespace) -> Contestant:
 
 
 def with_deepspeed(config: GPTConfig, args: argparse.Namespace) -> Contestant:
-    """DeepSpeed stage 2, optimizer offloaded to the CPU. Only where there is a GPU to offload from."""
+    """DeepSpeed stage 2, optimizer offloaded to the CPU."""
     import deepspeed
 
     settings = {
@@ -153,33 +158,50 @@ def contestants(config: GPTConfig, args: argparse.Namespace) -> dict[str, Callab
     return chosen
 
 
+def counterparts(
+    config: GPTConfig, args: argparse.Namespace
+) -> tuple[dict[str, str], dict[str, Callable[[], Contestant]]]:
+    """zfunc by its `recompute`, and PyTorch beside it; first whose counterpart is which."""
+    modes = args.recompute.split(",")
+    other = {mode: "torch" if mode == "all" else "torch, all kept" for mode in modes}
+    chosen: dict[str, Callable[[], Contestant]] = {
+        name: partial(with_torch, config, args, checkpointed=name == "torch") for name in other.values()
+    }
+    chosen |= {f"zfunc {mode}": partial(with_zfunc, config, args, recompute=mode) for mode in modes}
+    return {**{name: name for name in other.values()}, **{f"zfunc {x}": other[x] for x in modes}}, chosen
+
+
 @define
 class Trial:
     """One contestant's seconds and losses, or why it could not run."""
 
     seconds: list[float] = field(factory=list)
+    cpu_seconds: list[float] = field(factory=list)  # of all threads of this process
     losses: list[float] = field(factory=list)
     error: str = ""
 
     def turn(self, step: Contestant, batch: tuple[torch.Tensor, torch.Tensor], *, counts: bool) -> None:
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         self.losses.append(step(batch))
         if counts:
             self.seconds.append(time.perf_counter() - start)
+            self.cpu_seconds.append(time.process_time() - cpu_start)
 
 
-def measure(config: GPTConfig, args: argparse.Namespace) -> list[dict[str, Any]]:
+def made_batches(args: argparse.Namespace, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of as many turns: four that differ, again and again."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (args.batch_size, args.seq_length + 1)
+    tokens = [torch.randint(args.vocab_size, shape, generator=generator) for _ in range(4)]
+    return [(tokens[turn % 4][:, :-1], tokens[turn % 4][:, 1:]) for turn in range(count)]
+
+
+def measure(args: argparse.Namespace, build: dict[str, Callable[[], Contestant]]) -> dict[str, Trial]:
     """The contestants in turns, or with `--apart` one after the other: then each has the memory to itself, one that
     fails does not end the others, and drift hits them unequally."""
-    build = contestants(config, args)
-    generator = torch.Generator().manual_seed(1)
-    shape = (args.batch_size, config.seq_length + 1)
-    tokens = [torch.randint(config.vocab_size, shape, generator=generator) for _ in range(4)]
-    batches = [
-        (tokens[turn % 4][:, :-1], tokens[turn % 4][:, 1:]) for turn in range(args.warmup + args.turns)
-    ]
+    batches = made_batches(args, args.warmup + args.turns)
     trials = {name: Trial() for name in build}
     if args.apart:
         for name, trial in trials.items():
@@ -197,7 +219,7 @@ def measure(config: GPTConfig, args: argparse.Namespace) -> list[dict[str, Any]]
         for turn, batch in enumerate(batches):
             for name, step in running.items():
                 trials[name].turn(step, batch, counts=turn >= args.warmup)
-    return [row(name, trial, trials["torch"]) for name, trial in trials.items()]
+    return trials
 
 
 def row(name: str, trial: Trial, plain: Trial) -> dict[str, Any]:
@@ -208,6 +230,7 @@ def row(name: str, trial: Trial, plain: Trial) -> dict[str, Any]:
         differences = [abs(a - b) for a, b in zip(trial.losses, plain.losses, strict=True)]
         result |= {
             "ratio_to_torch": ratios(trial.seconds, plain.seconds),
+            "cpu_ratio_to_torch": ratios(trial.cpu_seconds, plain.cpu_seconds),
             "largest_loss_difference": max(differences),
         }
     return result
@@ -251,6 +274,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--device", default=accelerator_type() or "cpu")
     p.add_argument("--turns", type=int, default=15)
     p.add_argument("--warmup", type=int, default=3)
+    p.add_argument(
+        "--recompute", metavar="all,none,min-cut", help="zfunc's default against its counterpart instead"
+    )
     p.add_argument("--compile-segments", action="store_true")
     p.add_argument(
         "--apart", action="store_true", help="one contestant after the other, each alone in memory"
@@ -262,29 +288,41 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main() -> None:
-    args = parser().parse_args()
-    if args.outside:
-        print_outside(args.outside, args.turns)
-        return
-    config = GPTConfig(
+def config_of(args: argparse.Namespace) -> GPTConfig:
+    return GPTConfig(
         vocab_size=args.vocab_size,
         seq_length=args.seq_length,
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_attention_heads=args.num_attention_heads,
     )
-    results = measure(config, args)
+
+
+def main() -> None:
+    args = parser().parse_args()
+    if args.outside:
+        print_outside(args.outside, args.turns)
+        return
+    config = config_of(args)
+    names, build = {}, contestants(config, args)
+    if args.recompute:
+        names, build = counterparts(config, args)
+    trials = measure(args, build)
+    results = [row(name, trial, trials[names.get(name, "torch")]) for name, trial in trials.items()]
     machine = describe()
     on_gpu = args.device != "cpu"
     print(
         f"{config}, batch {args.batch_size}, {args.precision}, on {machine['accelerator'] if on_gpu else machine}"
     )
-    print(f"{'':20} {'of torch':>9} {'loss diff':>10}" + (f" {'seconds':>9}" if on_gpu else ""))
+    print(f"load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{'':20} {'of torch':>9} {'cpu time':>9} {'loss diff':>10}" + (f" {'seconds':>9}" if on_gpu else "")
+    )
     for r in results:
         seconds = f" {r['seconds']:9.4f}" if on_gpu and "seconds" in r else ""
-        figures = [r.get(key, math.nan) for key in ("ratio_to_torch", "largest_loss_difference")]
-        print(f"{r['name']:20} {figures[0]:9.3f} {figures[1]:10.1e}{seconds}")
+        keys = "ratio_to_torch", "cpu_ratio_to_torch", "largest_loss_difference"
+        of_torch, of_cpu, difference = (r.get(key, math.nan) for key in keys)
+        print(f"{r['name']:20} {of_torch:9.3f} {of_cpu:9.3f} {difference:10.1e}{seconds}")
     if not on_gpu:
         for r in results:
             r.pop("seconds", None)  # on a shared CPU only the ratios mean anything

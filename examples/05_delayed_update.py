@@ -35,6 +35,7 @@ def compiled(**recipe: object) -> Program:
     return zfunc.compile(
         [zfunc.segment(name, module) for name, module in pieces.items()],
         optimizer=zfunc.AdamW(lr=1e-3),
+        schedule="Overlapped",  # as with an accelerator
         precision="fp32",
         clip_norm=0.4,
         bucket_size=70_000,

@@ -93,7 +93,8 @@ def compiled(**more: object) -> Program:
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(4)]
     pieces = {**{f"layer{i}": x for i, x in enumerate(layers)}, "loss": Loss(WIDTH, 10)}
     segments = [zfunc.segment(name, module) for name, module in pieces.items()]
-    settings = {"precision": "fp32", "clip_norm": 1.0, "bucket_size": 70_000, "example": batch, **more}
+    settings = {"precision": "fp32", "clip_norm": 1.0, "bucket_size": 70_000, "example": batch}
+    settings = {"schedule": "Overlapped", **settings, **more}  # as with an accelerator
     return zfunc.compile(segments, optimizer=zfunc.AdamW(lr=1e-3), device="cpu", **settings)
 
 

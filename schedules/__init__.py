@@ -3,8 +3,9 @@
     serial          one lane, the graph's own order
     overlapped      a lane for each kind of operation
     interleaved     the same, but all lanes except compute in the order in which operations become ready
+    shared_cores    one lane for all that shares the cores of a CPU, in the graph's own order
     critical_path   a list scheduler for given hardware
-    search          the fastest of the others that fits into memory, by simulation
+    search          the fastest of those for an accelerator that fits into memory, by simulation
 
 All have default arguments. A new schedule is one file here and its line in the list above, the imports and
 `__all__`; the laws in `tests/table.py` take it from there.
@@ -15,7 +16,7 @@ from typing import Any
 import attrs
 
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.settings import Schedule
+from zfunc.core.settings import BY_DEVICE, Schedule, schedule_for
 from zfunc.options import one_of
 
 from .critical_path import CriticalPath
@@ -23,8 +24,9 @@ from .interleaved import Interleaved
 from .overlapped import Overlapped
 from .search import Search
 from .serial import Serial
+from .shared_cores import SharedCores
 
-__all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial"]
+__all__ = ["CriticalPath", "Interleaved", "Overlapped", "Search", "Serial", "SharedCores"]
 
 
 def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Schedule:
@@ -33,9 +35,10 @@ def make_schedule(schedule: str | Schedule, hardware: Hardware = ROUND) -> Sched
     >>> make_schedule("CriticalPath").hardware is ROUND
     True
     """
+    schedule = schedule_for(schedule, on_cpu=hardware.unified)
     if not isinstance(schedule, str):
         return schedule
-    one_of(__all__)("schedule", schedule)
+    one_of((*__all__, BY_DEVICE))("schedule", schedule)
     kind: Any = globals()[schedule]
     takes_hardware = any(f.name == "hardware" for f in attrs.fields(kind))
     return kind(hardware=hardware) if takes_hardware else kind()

@@ -22,7 +22,7 @@ from .serial import Serial
 
 @frozen
 class Search:
-    """The fastest of `schedules` on `hardware` that fits into its memory; by default of all others.
+    """The fastest of `schedules` on `hardware` that fits into its memory; by default of those for an accelerator.
 
     If none fits, the one that exceeds memory by the fewest bytes.
     """
@@ -32,8 +32,8 @@ class Search:
 
     def __call__(self, graph: Graph) -> Plan:
         """Plan and simulate with each schedule; of equals the first, which is the simplest."""
-        all_others = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
-        return min((schedule(graph) for schedule in self.schedules or all_others), key=self._cost)
+        usual = (Serial(), Overlapped(), Interleaved(), CriticalPath(self.hardware))
+        return min((schedule(graph) for schedule in self.schedules or usual), key=self._cost)
 
     def _cost(self, plan: Plan) -> tuple[int, float]:
         """The bytes that exceed memory, then seconds."""

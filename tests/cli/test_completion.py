@@ -13,7 +13,7 @@ from zfunc.cli.commands.completion import SHELLS
 from zfunc.cli.main import main
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import MOMENTS
-from zfunc.core.settings import PLACES, RECOMPUTE
+from zfunc.core.settings import BY_DEVICE, PLACES, RECOMPUTE
 from zfunc.planner.profile_toml import profile_names as profiles
 from zfunc.train.settings import DEVICES
 
@@ -28,7 +28,7 @@ ASKED = {
     "zfunc ": set(COMMANDS),
     "zfunc tr": {"train"},
     "zfunc train --sch": {"--schedule"},
-    "zfunc train --schedule ": set(schedules.__all__),
+    "zfunc train --schedule ": {BY_DEVICE, *schedules.__all__},
     "zfunc draw --schedule a": {"all"},
     "zfunc plan --json --schedule a": {"auto"},
     "zfunc train --precision ": {"auto", *PRECISIONS},

@@ -106,7 +106,8 @@ def test_without_one_wait_verify_complains_and_delays_show_the_wrong_result() ->
         verify(broken)
 
     def result(plan: Plan, seed: int) -> torch.Tensor:
-        other = zfunc.compile(segments, device="cpu", precision="fp32", bucket_size=4000)
+        settings = {"precision": "fp32", "bucket_size": 4000, "schedule": "Overlapped"}
+        other = zfunc.compile(segments, device="cpu", **settings)
         state = zfunc.init(other, seed=1)
         special = specialize(other, data(0))
         smuggled = evolve(special.plan, waits=plan.waits)  # past compile, which verifies

@@ -4,7 +4,7 @@ import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from table import HARDWARE, SPECS, every_graph, graph_of, graphs, hardware
-from zfunc.schedules import CriticalPath, Interleaved, Overlapped, Search, Serial
+from zfunc.schedules import CriticalPath, Interleaved, Overlapped, Search, Serial, SharedCores, make_schedule
 from zfunc.schedules.critical_path import upward_ranks
 
 from zfunc import schedules
@@ -49,6 +49,21 @@ def test_operations_on_temporary_regions_keep_their_order_on_compute(graph: Grap
     (lane,) = [lane.ops for lane in plan.lanes if lane.name == "compute"] or [()]
     kept = [i for i in lane if not all(r.kept for r in graph.ops[i].regions)]
     assert kept == sorted(kept)
+
+
+@given(graphs())
+def test_on_a_cpu_only_what_waits_has_a_lane_of_its_own(graph: Graph) -> None:
+    on_cpu, elsewhere = (make_schedule("by-device", evolve(ROUND, unified=x)) for x in (True, False))
+    assert (on_cpu, elsewhere) == (SharedCores(), Overlapped())
+    for lane in on_cpu(graph).lanes:
+        kinds = {graph.ops[i].kind for i in lane.ops}
+        assert kinds == {lane.name} <= {"network", "read", "write"} or kinds <= {
+            "compute",
+            "d2h",
+            "h2d",
+            "host",
+        }
+    assert sum(lane.name == "cores" for lane in on_cpu(graph).lanes) <= 1
 
 
 def forked() -> Graph:

@@ -14,6 +14,7 @@ import torch
 from attrs import frozen
 
 import zfunc
+from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.errors import DiskError
 from zfunc.optim.kernel_loader import cpu_adam
 from zfunc.planner.bandwidth import Bandwidth
@@ -92,6 +93,15 @@ def _hindrance(name: str, value: str, budget: ThreadBudget) -> tuple[str, str] |
             return f"sweeps get {word} threads instead of {budget.threads}", "unset it"
         case _:
             return None
+
+
+def default_schedule(*, accelerator: bool) -> Check:
+    """The schedule of a step that names none, and why."""
+    schedule = schedule_for(BY_DEVICE, on_cpu=not accelerator)
+    why = (
+        "copies and updates run beside compute" if accelerator else "lanes of their own would share the cores"
+    )
+    return Check("threads", "schedule", f"{schedule} by default: {why}")
 
 
 def neighbours(others: float | None, budget: ThreadBudget, environment: Mapping[str, str]) -> Check:

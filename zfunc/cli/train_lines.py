@@ -125,7 +125,8 @@ def introduction(event: Started, run: RunFolder) -> Iterator[str]:
         f"{event.parameters:,} parameters"
     )
     planned = ", ".join(f"{format_bytes(n)} {tier}" for tier, n in event.planned_bytes.items() if n)
-    yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {len(plan.lanes)} lanes ({plan.digest})"
+    lanes = f"{len(plan.lanes)} lane{'s' * (len(plan.lanes) != 1)}"
+    yield f"plan: {s.schedule}, {len(plan.graph.ops):,} operations on {lanes} ({plan.digest})"
     yield f"  memory at most: {planned}"
     yield f"run folder: {run.path}"
     if event.checkpoint is not None:

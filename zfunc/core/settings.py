@@ -42,6 +42,7 @@ TIERS_OF = {  # where things may be, the nearest first
 }
 # The settings that may be "auto", and what `zfunc.compile` tries in this order; a search of the planner tries more.
 CHOICES = {**TIERS_OF, "recompute": ("min-cut", "all")}
+BY_DEVICE = "by-device"  # the schedule, unless one is named
 ORDERS = (AUTO, "horizontal", "vertical")  # in which micro-batches pass the segments
 
 SHARES = "Several with commas are each for an equal share of the segments, from the first."
@@ -71,6 +72,11 @@ def _setting(
     option = Option(group, help + note, typed or check, **more)
     documentation = f"{help}. {detail}" if detail else f"{help}."
     return field(default=default, metadata={OPTION: option, CHECK: check, HELP: documentation})
+
+
+def schedule_for(schedule: str | Schedule, *, on_cpu: bool) -> str | Schedule:
+    """`schedule`, or the device's default where it is BY_DEVICE."""
+    return ("SharedCores" if on_cpu else "Overlapped") if schedule == BY_DEVICE else schedule
 
 
 def _schedule(name: str, value: Any) -> Any:
@@ -167,11 +173,12 @@ class StepSettings:
         "Master weights are always fp32; fp16 trains with dynamic loss scaling.",
     )
     schedule: str | Schedule = _setting(
-        "Overlapped",
+        BY_DEVICE,
         _schedule,
         "how it runs",
         "what runs when, and on which lane",
-        "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`.",
+        "The name of a class in `zfunc.schedules`, or anything callable `Graph -> Plan`. By device: `Overlapped` "
+        "with an accelerator; on a CPU, where lanes share the cores and overlap costs time, `SharedCores`.",
     )
     recompute: str = _setting(
         "all",
@@ -591,6 +598,14 @@ class StepSettings:
     def waits_for_norm(self) -> bool:
         """Whether updates wait for the norm of the whole gradient."""
         return self.clip_norm is not None or self.precision == "fp16"
+
+    def scheduled(self, *, on_cpu: bool) -> "StepSettings":
+        """The settings with the schedule for the device, unless they name another.
+
+        >>> StepSettings().scheduled(on_cpu=True).schedule, StepSettings().scheduled(on_cpu=False).schedule
+        ('SharedCores', 'Overlapped')
+        """
+        return evolve(self, schedule=schedule_for(self.schedule, on_cpu=on_cpu))
 
     @property
     def schedule_name(self) -> str:

@@ -137,6 +137,7 @@ def compile(
     optimizer = with_moments(optimizer, settings)
     if settings.deterministic:
         prepare_deterministic(device)
+    settings = settings.scheduled(on_cpu=not on_accelerator(device))
     default_threads()  # chosen and logged before any lane runs
     spec = make_spec(segments, optimizer, settings, world=ranks.world, on_gpu=on_accelerator(device))
     if spec.graphed and not has_graphs(device):

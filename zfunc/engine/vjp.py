@@ -3,11 +3,11 @@
 Gradients are those of `torch.func.vjp`, to the bit, in every mode:
 
 - `recompute="all"` keeps only the segment's input; backward runs the forward again inside `vjp`.
-- `recompute="none"` keeps the pullback itself.
-- `recompute="min-cut"` traces both into pure functions; residuals are the tensors that the min-cut partitioner
-  chooses.
+- `recompute="none"` keeps what autograd would: the results of forward that backward reads.
+- `recompute="min-cut"` keeps the tensors that the min-cut partitioner chooses.
 
-The last segment never recomputes, because its backward follows its forward at once.
+Both passes are traced into pure functions of tensors, which launch faster than autograd does. A segment that cannot
+be traced runs `vjp` itself. The last segment never recomputes, because its backward follows its forward at once.
 """
 
 import logging
@@ -19,7 +19,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.func import functionalize, vjp
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -99,15 +99,15 @@ def _make_vjp(
     keeping = SegmentVJP(
         lambda w, i, _=None: pull(w, i), lambda _w, _i, residuals, c, _=None: residuals(c), keeps=True
     )
-    if recompute == "none":  # a pullback cannot be compiled: zfunc.compile refuses that
-        return keeping
+    untraced = f"segment {name!r} runs without being traced"
+    if recompute == "none":
+        return _traced(pull, compiled, keeping, untraced, _cut_as_autograd)
     if recompute == "all":
-        fallback_note = f"segment {name!r} runs without being traced"
-        return _traced(pull, compiled, _recomputing(pull), fallback_note, keeps=False)
+        return _traced(pull, compiled, _recomputing(pull), untraced, _split, keeps=False)
     if last:
-        return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'")
+        return _traced(pull, compiled, keeping, f"segment {name!r} runs with recompute='none'", _min_cut)
     fallback = _make_vjp(function, "all", wrt_input, last, compiled, name)
-    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'")
+    return _traced(pull, compiled, fallback, f"segment {name!r} runs with recompute='all'", _min_cut)
 
 
 def _recomputing(pull: Pull) -> SegmentVJP:
@@ -201,11 +201,12 @@ def _traced(
     compiled: bool,
     fallback: SegmentVJP,
     fallback_note: str,
+    cut: "Callable[[_Joint], tuple[GraphModule, GraphModule]]",
     *,
     keeps: bool = True,
 ) -> SegmentVJP:
-    """Forward and backward as two graphs, cut from the joint one: `forward(*leaves) -> (*outputs, *residuals)` and
-    `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
+    """Forward and backward as two graphs, `cut` from the joint one: `forward(*leaves) -> (*outputs, *residuals)`
+    and `backward(*residuals, *cotangents) -> gradients`, which gets the leaves instead of residuals unless `keeps`.
 
     Traced once for each set of shapes. `fallback` runs where tracing fails.
     """
@@ -235,7 +236,7 @@ def _traced(
                 joint = _joint(pull, leaves, spec, _cotangents_of(guess))
             except _OtherOutputError as error:
                 joint = _joint(pull, leaves, spec, error.cotangents)
-            forward, backward = (_min_cut if keeps else _split)(joint)
+            forward, backward = cut(joint)
             return joint, _runnable(forward, compiled), _runnable(backward, compiled)
         except torch.OutOfMemoryError:
             raise
@@ -410,6 +411,30 @@ def _split(joint: _Joint) -> tuple[GraphModule, GraphModule]:
         joint.module, [*range(joint.num_leaves), *range(num, joint.num_forward)], slice(joint.num_out)
     )
     return forward, _copied(joint.module, None, slice(joint.num_out, None))
+
+
+def _cut_as_autograd(joint: _Joint) -> tuple[GraphModule, GraphModule]:
+    """Two graphs, of which backward is given all that it reads of forward."""
+    nodes = list(joint.module.graph.nodes)
+    num, first = joint.num_leaves + len(joint.strides), joint.num_forward
+    of_forward = set(nodes[: joint.num_leaves]) | set(nodes[num:first])
+    outputs = nodes[-1].args[0]
+    reads = [x for node in nodes[first:-1] for x in node.all_input_nodes]
+    reads += [x for x in outputs[joint.num_out :] if isinstance(x, Node)]
+    residuals = [x for x in dict.fromkeys(reads) if x in of_forward]
+    for x in residuals:
+        if not isinstance(x.meta["val"], Tensor):
+            raise ValueError(f"backward reads {x}, which is no tensor")
+    forward, backward = Graph(), Graph()
+    copies: dict[Node, Node] = {}
+    for node in (*nodes[: joint.num_leaves], *nodes[num:first]):
+        copies[node] = forward.node_copy(node, copies.__getitem__)
+    forward.output([copies.get(x, x) for x in (*outputs[: joint.num_out], *residuals)])
+    copies = {x: backward.placeholder(x.name) for x in residuals}
+    for node in (*nodes[joint.num_leaves : num], *nodes[first:-1]):
+        copies[node] = backward.node_copy(node, copies.__getitem__)
+    backward.output([copies.get(x, x) for x in outputs[joint.num_out :]])
+    return GraphModule(joint.module, forward), GraphModule(joint.module, backward)
 
 
 def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> GraphModule:

@@ -17,7 +17,7 @@ from zfunc.core.bottleneck import Bound, bound_seconds, bounds_in_words, critica
 from zfunc.core.graph import Kind, Tier
 from zfunc.core.hardware import Hardware
 from zfunc.core.plan import Plan
-from zfunc.core.settings import StepSettings, settings_with, takes_settings
+from zfunc.core.settings import BY_DEVICE, StepSettings, settings_with, takes_settings
 from zfunc.core.timeline import Timeline
 from zfunc.engine.compile import choose_optimizer
 from zfunc.engine.segment import Segment
@@ -192,7 +192,7 @@ def plan(
     optimizer, settings = choose_optimizer(optimizer, settings_with(settings, changes))
     model = CostModel(tuple(segments), example, machine, optimizer, world)
     if isinstance(settings.schedule, str):
-        one_of((*schedules.__all__, AUTO))("schedule", settings.schedule)
+        one_of((BY_DEVICE, *schedules.__all__, AUTO))("schedule", settings.schedule)
     return plan_settings(model, settings, advice=advice)
 
 
@@ -200,7 +200,8 @@ def plan(
 def plan_settings(model: CostModel, settings: StepSettings, *, advice: bool = True) -> Planned:
     """Plan `settings`, of which some may be "auto", as in `plan`."""
     given, searched_all = settings, settings.schedule == AUTO
-    space, settings, result = _space(settings), search_start(settings), None
+    space, result = _space(settings), None
+    settings = search_start(settings).scheduled(on_cpu=model.machine.unified)
     if space is not None:
         result = model.search(settings, space)
         settings = result.step.settings

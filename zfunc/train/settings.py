@@ -14,7 +14,7 @@ from attrs import evolve, frozen
 from zfunc import schedules
 from zfunc.core.dtypes import PRECISIONS
 from zfunc.core.optimizer_state import OPTIMIZER_NAMES
-from zfunc.core.settings import DISK, TIERS_OF, StepSettings
+from zfunc.core.settings import BY_DEVICE, DISK, TIERS_OF, StepSettings
 from zfunc.errors import did_you_mean
 from zfunc.options import (
     AUTO,
@@ -143,7 +143,7 @@ TRAIN = {
     **MODEL,
     **STEP,
     "precision": PRECISION.offering((AUTO, *PRECISIONS), f"; {AUTO}: bf16 on a GPU, fp32 on a CPU"),
-    "schedule": STEP["schedule"].offering(schedules.__all__),
+    "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__)),
     "bucket_size": evolve(
         BUCKET_SIZE,
         help=f"{BUCKET_SIZE.help} (default: {CPU_BUCKET_SIZE} on a CPU, to fit its caches; {GPU_BUCKET_SIZE} on a "

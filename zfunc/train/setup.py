@@ -18,6 +18,7 @@ from attrs import evolve, field, frozen
 from zfunc._version import __version__
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import STATE_FORMATS
+from zfunc.core.settings import schedule_for
 from zfunc.engine.compile import compile
 from zfunc.engine.program import Program
 from zfunc.engine.segment import Segment
@@ -172,11 +173,14 @@ def check_size(settings: TrainSettings, ranks: RankGroup) -> None:
 
 
 def resolve_settings(settings: TrainSettings) -> TrainSettings:
-    """The settings with the device, precision and bucket size for this machine."""
+    """The settings with the device, precision, schedule and bucket size for this machine."""
     device = pick_device(settings.device)
     precision = best_precision(device) if settings.precision == AUTO else settings.precision
     bucket_size = settings.bucket_size or (GPU_BUCKET_SIZE if on_accelerator(device) else CPU_BUCKET_SIZE)
-    return evolve(settings, device=str(device), precision=precision, bucket_size=bucket_size)
+    schedule = schedule_for(settings.schedule, on_cpu=not on_accelerator(device))
+    return evolve(
+        settings, device=str(device), precision=precision, schedule=schedule, bucket_size=bucket_size
+    )
 
 
 def gpt_config(settings: GPTFlags) -> GPTConfig:

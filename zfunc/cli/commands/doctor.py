@@ -75,6 +75,7 @@ def run_checks(folders: Sequence[Path] = ()) -> "tuple[Check, ...]":
         *doctor_host.processor(),
         *bad_ranks,
         *doctor_host.threads(budget, os.environ),
+        doctor_host.default_schedule(accelerator=accelerator_type() is not None),
         doctor_host.openmp(cpu_topology.openmp_runtimes()),
         doctor_host.neighbours(bandwidth and bandwidth.others, budget, os.environ),
         *doctor_host.memory_checks(cpu_topology.huge_page_mode(), bandwidth and bandwidth.huge),

@@ -28,7 +28,7 @@ from zfunc.core.graph import Kind
 from zfunc.core.hardware import ROUND, Hardware
 from zfunc.core.memory_model import peak_memory
 from zfunc.core.plan import Plan
-from zfunc.core.settings import StepSettings
+from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
 from zfunc.core.verifier import verify
@@ -61,7 +61,7 @@ DRAW = {
     **VOCABULARY,
     "optimizer": OPTIMIZER,
     "precision": SIMULATED_PRECISION,
-    "schedule": STEP["schedule"].offering((*schedules.__all__, "all")),
+    "schedule": STEP["schedule"].offering((BY_DEVICE, *schedules.__all__, "all")),
     "hardware": evolve(HARDWARE, help=f"{HARDWARE.help} (default: the figures below)"),
     "with_": WITH,
     "compute_tflops": Option("hardware", "arithmetic, as reached, in TFLOP/s", positive),
@@ -207,7 +207,8 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
         example=(tokens, tokens),
     ).plan.graph
     on = _hardware(settings, precision)
-    names = schedules.__all__ if settings.schedule == "all" else [settings.schedule]
+    chosen = schedule_for(settings.schedule, on_cpu=on.unified)
+    names = schedules.__all__ if chosen == "all" else [chosen]
     job = (
         f"one step of a GPT of {settings.num_layers} x {settings.hidden_size} "
         f"({num_parameters(gpt_config(settings)):,} parameters), batch {settings.batch_size} x "

@@ -24,7 +24,7 @@ from zfunc.cli.simulated_step import (
 )
 from zfunc.core.graph import TIERS, Tier
 from zfunc.core.hardware import ROUND
-from zfunc.core.settings import CHOICES, DISK, StepSettings
+from zfunc.core.settings import BY_DEVICE, CHOICES, DISK, StepSettings
 from zfunc.options import AUTO, Option, anything, check_each, count, flag_fields, multiple, options_of
 from zfunc.planner.candidate import garbage_collection_paused, shortage_text
 from zfunc.planner.disk_traffic import DRIVES
@@ -63,7 +63,7 @@ PLAN = {
     ),
     "precision": SIMULATED_PRECISION,
     "schedule": STEP["schedule"].offering(
-        (*schedules.__all__, AUTO),
+        (BY_DEVICE, *schedules.__all__, AUTO),
         f"; {AUTO} searches for all settings that change no number, but precision and micro-batches",
     ),
     **{
@@ -332,6 +332,11 @@ def _assumptions(p: "Planned") -> Iterator[str]:
         yield from _wrapped(
             f"assumed of the profile's peaks: {reached}; of the device's bytes {_device_bytes(p.profile)}; why is "
             "in the profile"
+        )
+    if p.step.settings.schedule_name == "SharedCores":
+        yield from _wrapped(
+            "SharedCores is the default on a CPU: there all lanes share the cores, so one does all but to wait for "
+            "drives and other ranks"
         )
     yield from _wrapped(
         "assumed of the step: memory is a bound for every timing; segments are traced with the CPU's kernels, "
