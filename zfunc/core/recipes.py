@@ -110,7 +110,7 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
     the first forward, on the lane that makes matrices orthogonal.
     """
     last, read, updated = spec.offloaded[-1], -1, -1
-    ahead = (spec.updates_ahead if spec.matrix_buckets else spec.state_slots) - 1
+    ahead = spec.updates_ahead if spec.matrix_buckets else spec.state_slots - 1
     for op in passes:
         if op.verb == "backward":
             read = last
@@ -126,7 +126,8 @@ def _updates_ahead(spec: StepSpec, emit: OpBuilder, passes: Iterator[Op]) -> Ite
                 yield from _end_updates(spec, emit)
                 yield emit.commit()
             updated = until
-        yield from _end_updates(spec, emit, left=sum(b > read for b in emit.progress.begun))
+        # The device makes one more bucket orthogonal while the host ends what is read.
+        yield from _end_updates(spec, emit, left=sum(b > read + 1 for b in emit.progress.begun))
         yield op
 
 
