@@ -58,7 +58,9 @@ bench: $(TOOLS)
 	$(BIN)/python -m benchmarks.beside
 	$(BIN)/python -m benchmarks.checkpoints
 	$(BIN)/python -m benchmarks.disk
+	$(BIN)/python -m benchmarks.deepspeed --precision fp32
 	$(BIN)/python -m benchmarks.launch
+	$(BIN)/python -m benchmarks.neighbour
 	$(BIN)/python -m benchmarks.plan
 	$(BIN)/python -m benchmarks.ranks
 	$(BIN)/python -m benchmarks.simulated
