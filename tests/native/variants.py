@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("kernel_cases.c")
 BUILDS = ROOT / "build" / "native"
 # With -O0 a report names the line, and the build takes a third of the time; the other builds keep -O3.
-SANITIZE = ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+SANITIZE = ("-O0", "-g1", "-DZF_INLINED=", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 # What a call of the kernel does, twice: a thread sanitizer that knows no barrier of OpenMP reports the second one.
 PROBE = """
 #ifdef _OPENMP

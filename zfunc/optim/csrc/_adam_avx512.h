@@ -12,7 +12,7 @@
 #define ZFUNC_ADAM_AVX512_H
 
 #define ZF_512 __attribute__((target(ZF_TARGET_AVX512)))
-#define ZF_512_INLINE ZF_512 static inline __attribute__((always_inline))
+#define ZF_512_INLINE ZF_512 static inline ZF_INLINED
 
 enum { ZF_HALF = ZF_SHARED / 2, ZF_ODD = 2, ZF_VECTORS = 4 }; /* half a block is in x[half] and x[half + ZF_ODD] */
 #define ZF_EACH(i) for (int i = 0; i < ZF_VECTORS; i++)

@@ -9,7 +9,7 @@
 #define ZF_JOIN_(a, b) a##_##b
 #define ZF_JOIN(a, b) ZF_JOIN_(a, b)
 #define ZF_OF_SET(name) ZF_JOIN(name, ZF_SET)
-#define ZF_V_INLINE ZF_V static inline __attribute__((always_inline))
+#define ZF_V_INLINE ZF_V static inline ZF_INLINED
 
 /* Lanes of float, of uint32_t and int32_t, and twice as many of uint16_t and int16_t; a number of bits to shift by. */
 #define vf ZF_OF_SET(vf)
