@@ -3,13 +3,29 @@
 The invariant: what a case must give is computed here, from what it begins with and nothing else.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from zfunc.core.optimizer_state import moment_buffers
-from zfunc.optim.adam_reference import Array, coefficients, reference_update, round_to, to_float32
+from zfunc.optim.adafactor_reference import (
+    AdafactorFactors,
+    adafactor_factors,
+    matrices_of,
+    roots,
+    square_sums,
+    unit_of,
+)
+from zfunc.optim.adam_reference import (
+    Array,
+    coefficients,
+    flush_small,
+    reference_update,
+    round_to,
+    to_float32,
+)
 from zfunc.optim.compact_reference import (
     BLOCK,
     EXP_AVG,
@@ -18,6 +34,7 @@ from zfunc.optim.compact_reference import (
     first_dither,
     pack,
     reference_compact_update,
+    split,
 )
 from zfunc.optim.one_buffer_reference import (
     Rule,
@@ -170,6 +187,52 @@ def one_buffer_case(
         dither=(first_dither(step, EXP_AVG), 0),
         factors=factors,
     )
+
+
+def factored_cases(
+    shape: tuple[int, ...], kind: str, *, halves: bool, out: str, decay: str, into: bool, scale: float = 0.3
+) -> Iterator[Case]:
+    """The sweeps of one step of Adafactor."""
+    matrices = matrices_of(shape)
+    _, rows, columns, _ = matrices
+    p, grad = random_state(math.prod(shape))[0], random_grad(math.prod(shape), kind)
+    settings: Any = {"lr": 0.1, "beta2_decay": -0.8, "eps": (1e-7, 1e-3), "d": 1.0}
+    factors = adafactor_factors(step=3, weight_decay=DECAYS[decay][0], grad_scale=scale, **settings)
+    k = AdafactorFactors._make(np.float32(x) for x in factors)
+    g = (flush_small(to_float32(grad), k.grad_floor) * k.grad_scale).reshape(matrices[:3])
+    squares, largest = g.astype(np.float64) ** 2, [np.abs(g).max(2), np.abs(g).max(1)]
+    units = [unit_of(x.astype(np.float64) ** 2, y) for x, y in zip(largest, (columns, rows), strict=True)]
+    sums = [((squares + x) - x).sum(axis) for x, axis in ((units[0][:, :, None], 2), (units[1][:, None], 1))]
+    variance = np.random.default_rng(2).random(sum(matrices.kept), dtype=np.float32)
+    scales = roots(variance, matrices, k)
+    u = (g * np.minimum(scales[0][..., None] * scales[1][:, None], k.limit)).reshape(-1)
+    new = p - (k.rate * u + k.decay * p if factors.decay else k.rate * u)
+    before, after = (zip(("master", "low"), split(x) if halves else (x,), strict=False) for x in (p, new))
+    weights = [Buffer(role, a, b) for (role, a), (_, b) in zip(before, after, strict=True)]
+    copies = () if out == "none" else (Buffer("out", stale(p.size, out), round_to(new, out)),)
+    given = Buffer("grad", grad, grad)
+
+    def case(op: str, *buffers: Buffer, out: str = "none") -> Case:
+        name = f"{shape}, grad {kind}, out {out}, decay {decay}, halves {halves}, into {into}"
+        buffers = (
+            given,
+            *(x._replace(before=x.before.reshape(-1), after=x.after.reshape(-1)) for x in buffers),
+        )
+        return Case(name, op, p.size, buffers, "fp32", kind, out, decay, False, (rows, columns), factors)
+
+    def lines(role: str, before: Sequence[Array], after: Sequence[Array]) -> list[Buffer]:
+        names = f"{role}rows", f"{role}columns"
+        return [Buffer(*x) for x in zip(names, before, after, strict=True)]
+
+    of = lines("", scales, scales)
+    of_64 = [square_sums(u), square_sums(p)]
+    still = [x._replace(after=x.before) for x in weights]
+    yield case("largest", *lines("new_", [np.zeros_like(x) for x in largest], largest))
+    yield case(
+        "factor_sums", *lines("", units, units), *lines("new_", [np.zeros_like(x) for x in sums], sums)
+    )
+    yield case("factor_squares", *of, *still, *lines("new_", [np.full_like(x, -1) for x in of_64], of_64))
+    yield case("factored", *of, *(apart(weights) if into else weights), *copies, out=out)
 
 
 def apart(buffers: Iterable[Buffer]) -> Iterator[Buffer]:

@@ -7,12 +7,14 @@
 #include <stdio.h>
 #include <stdlib.h>
 
+#include "_adafactor_kernel.h"
 #include "_one_buffer_kernel.h"
 
 #define ROLES(each)                                                                                           \
     each(master) each(low) each(exp_avg) each(exp_avg_sq) each(exp_avg_sq_scale)                                \
     each(into_master) each(into_low) each(into_exp_avg) each(into_exp_avg_sq) each(into_exp_avg_sq_scale)      \
-    each(buffer) each(scale) each(into_buffer) each(into_scale) each(grad) each(out) each(acc)
+    each(buffer) each(scale) each(into_buffer) each(into_scale) each(grad) each(out) each(acc)              \
+    each(rows) each(columns) each(new_rows) each(new_columns)
 #define AS_ENUM(name) ROLE_##name,
 #define AS_TEXT(name) #name,
 enum { ROLES(AS_ENUM) NUM_ROLES };
@@ -21,8 +23,8 @@ static const char *const roles[] = {ROLES(AS_TEXT)};
 typedef struct {
     uint32_t op, isa, threads, num_buffers, num_calls;
     int32_t moments, grad_type, out_type, decay_mode, first;
-    uint32_t dither[2];
-    double factor[10]; /* adam_reference.Coefficients or one_buffer_reference.RuleFactors, in that order */
+    uint32_t dither[2]; /* of Adafactor the rows and columns of a matrix */
+    double factor[10]; /* the factors of a reference, in its order */
 } header;
 
 typedef struct {
@@ -135,6 +137,52 @@ static double run_one(const zf_case *c, size_t begin, size_t n) {
     return 0;
 }
 
+/* One sweep of Adafactor's, over all elements; the rate is that of the weights as they are. */
+static zf_factor_args factor_args(const zf_case *c) {
+    const double *f = c->h.factor;
+    const zf_weights weights = {at(c, ROLE_master, 0), at(c, ROLE_low, 0)};
+    const zf_weights into = {at(c, ROLE_into_master, 0), at(c, ROLE_into_low, 0)};
+    const zf_factor_args args = {
+        .grad = at(c, ROLE_grad, 0),
+        .grad_type = c->h.grad_type,
+        .rows = c->h.dither[0],
+        .columns = c->h.dither[1],
+        .grad_scale = (float)f[0],
+        .grad_floor = (float)f[1],
+        .limit = (float)f[5],
+        .rate = (float)f[6],
+        .decay = (float)f[9],
+        .decays = c->h.decay_mode,
+        .left = at(c, ROLE_rows, 0),
+        .right = at(c, ROLE_columns, 0),
+        .row_unit = at(c, ROLE_rows, 0),
+        .column_unit = at(c, ROLE_columns, 0),
+        .row_largest = at(c, ROLE_new_rows, 0),
+        .column_largest = at(c, ROLE_new_columns, 0),
+        .row_sum = at(c, ROLE_new_rows, 0),
+        .column_sum = at(c, ROLE_new_columns, 0),
+        .direction_squares = at(c, ROLE_new_rows, 0),
+        .weight_squares = at(c, ROLE_new_columns, 0),
+        .weights = weights,
+        .into = into.master ? into : weights,
+        .out = at(c, ROLE_out, 0),
+        .out_type = c->h.out_type,
+    };
+    return args;
+}
+
+#define RUN_FACTOR(sweep)                                                   \
+    static double run_##sweep(const zf_case *c, size_t begin, size_t n) {   \
+        zf_factor_args args = factor_args(c);                               \
+        (void)begin;                                                        \
+        zf_##sweep(&args, n, (int)c->h.threads, (int)c->h.isa);             \
+        return 0;                                                           \
+    }
+RUN_FACTOR(largest)
+RUN_FACTOR(factor_sums)
+RUN_FACTOR(factor_squares)
+RUN_FACTOR(factored)
+
 static double run_sum(const zf_case *c, size_t begin, size_t n) {
     zf_sum_args args = {.acc = at(c, ROLE_acc, begin),
                         .grad = at(c, ROLE_grad, begin),
@@ -178,7 +226,9 @@ static const struct {
            [ZF_LION] = {"lion", run_one}, [ZF_ADAGRAD] = {"adagrad", run_one},
            [ZF_DIRECTION] = {"direction", run_one},
            {"adam", run_adam},            {"sum", run_sum},
-           {"skeleton", run_skeleton},    {"race", run_race}};
+           {"skeleton", run_skeleton},    {"race", run_race},
+           {"largest", run_largest},      {"factor_sums", run_factor_sums},
+           {"factor_squares", run_factor_squares}, {"factored", run_factored}};
 
 enum { NUM_OPS = sizeof ops / sizeof *ops };
 

@@ -18,6 +18,7 @@ from .cases import (
     DTYPES,
     RULES,
     adam_case,
+    factored_cases,
     one_buffer_case,
     random_grad,
     random_state,
@@ -68,6 +69,16 @@ def one_buffer(sizes: Sequence[int]) -> Iterator[Case]:
                 into=apart,
             )
             yield case._replace(offset=i % 4, threads=1 + 2 * (n > 4096))
+
+
+def factored(shapes: Sequence[tuple[int, ...]]) -> Iterator[Case]:
+    """Adafactor: every type of gradient and weights, in place and elsewhere; copies and decay in turn."""
+    for i, (shape, kind, halves, into) in enumerate(
+        itertools.product(shapes, TYPES, (False, True), (False, True))
+    ):
+        out, decay = OUTS[i % 4], ("none", "decoupled")[i // 2 % 2]
+        for case in factored_cases(shape, kind, halves=halves, out=out, decay=decay, into=into):
+            yield case._replace(offset=i % 4, threads=1 + 2 * (case.n > 4096))
 
 
 def every_size(sizes: Sequence[int]) -> Iterator[Case]:
@@ -192,6 +203,7 @@ def full(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(conversions(), codes(), shared(262_144 + 67)))
     yield from on(isas, itertools.chain(into(SIZES), shared_into(32_768 + 3), shared_into(262_144 + 67)))
     yield from on(isas, itertools.chain(one_buffer((*SIZES, 262_144 + 67)), special_one_buffer()))
+    yield from on(isas, factored(((1,), (70,), (5, 11), (9, 64), (6, 4, 3, 3), (130, 600), (3, 129, 700))))
 
 
 def reduced(isas: Sequence[str]) -> Iterator[Case]:
@@ -199,7 +211,9 @@ def reduced(isas: Sequence[str]) -> Iterator[Case]:
     yield from on(isas, itertools.chain(types((1, 129)), every_size((0, 1, 127, 129)), codes()))
     yield from on(isas, itertools.chain(sums((0, 55, 65_537), TYPES), skeletons((1, 129)), special((-0.5,))))
     yield from on(isas, itertools.chain(conversions(), into((0, 1, 63, 129)), shared_into(262_144 + 67)))
-    yield from on(isas, one_buffer((0, 1, 63, 129)))
+    yield from on(
+        isas, itertools.chain(one_buffer((0, 1, 63, 129)), factored(((70,), (5, 11), (3, 40, 600))))
+    )
     yield from threads(isas[-1:])
 
 
@@ -207,7 +221,7 @@ def threads(isas: Sequence[str]) -> Iterator[Case]:
     """What several threads work on."""
     yield from on(isas, itertools.chain(shared(32_768 + 3), shared(262_144 + 67, ("8bit",))))
     some = itertools.islice(one_buffer((262_144 + 67,)), 0, None, 5)
-    yield from on(isas, itertools.chain(shared_into(262_144 + 67), some))
+    yield from on(isas, itertools.chain(shared_into(262_144 + 67), some, factored(((3, 40, 600),))))
 
 
 SETS: dict[str, Callable[[Sequence[str]], Iterator[Case]]] = {
