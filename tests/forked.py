@@ -38,7 +38,9 @@ def fork(work: Callable[[], Any], *, ends_as_python: bool = False) -> int:
     if pid:
         return pid
     code = 0
-    torch.set_num_threads(1)  # makes the pool anew that a fork leaves: two threads that did at once would abort
+    torch.set_num_threads(
+        1
+    )  # makes the pool anew that a fork leaves: two threads that did at once would abort
     try:
         work()
     except Exception:

@@ -527,9 +527,7 @@ def test_the_plan_counts_launches(device: str, controls: Any) -> None:
     passes = [op for op in specialize(program, data(0)).plan.graph if op.launches]
     assert {op.verb for op in passes} == {"forward", "backward"}
     assert all(
-        op.launches == launched[op.name]
-        for op in passes
-        if op.verb == "backward" and op.index[1] in (1, 2, 3)
+        op.launches == launched[op.name] for op in passes if op.verb == "backward" and op.index[1] in (1, 2)
     )
     for op in passes:
         assert op.launches <= launched[op.name] <= 1.25 * op.launches + 1, op

@@ -13,6 +13,7 @@ import attrs
 from attrs import frozen
 
 from zfunc.checkpoint.directory import FOLDER
+from zfunc.core.settings import BY_DEVICE, schedule_for
 from zfunc.train.history import RecordedStep, Row, RunHistory, finite_number
 from zfunc.train.settings import TrainSettings
 from zfunc.units import format_bytes, format_seconds
@@ -127,6 +128,7 @@ def _checkpoint(run: Path, row: Row) -> tuple[str]:
 def _settings(run: RunHistory) -> Table:
     defaults = {f.name: _plain(f.default) for f in attrs.fields(TrainSettings)}
     own = {k: _plain(v) for k, v in run.settings.items()}
+    defaults["schedule"] = str(schedule_for(BY_DEVICE, on_cpu=own.get("device") == "cpu"))
     changed = frozenset(k for k, v in own.items() if v != defaults.get(k))
     return Table("Settings (bold: not the default)", ("", ""), own.items(), prose=True, bold=changed)
 
