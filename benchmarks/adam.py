@@ -131,10 +131,11 @@ def zfunc_step(
 
 
 def one_buffer_step(memory: Memory, optimizer: Any, threads: int) -> Callable[[], None]:
-    """The step of SGD, Lion or Adagrad, with the first buffers of Adam's state in the same format."""
-    m, moments = memory, optimizer.moments
-    codes = m.codes[0], m.codes[1].scales
-    buffers = {"fp32": (m.exp_avg,), "16bit": m.bf16[:1], "8bit": codes}[moments]
+    """The step of SGD, Lion or Adagrad, with one of Adam's moments in the same format: Adagrad's has no sign."""
+    m, moments, squares = memory, optimizer.moments, isinstance(optimizer, Adagrad)
+    codes = m.codes[1].codes if squares else m.codes[0], m.codes[1].scales
+    fp32 = m.exp_avg_sq if squares else m.exp_avg
+    buffers = {"fp32": (fp32,), "16bit": (m.bf16[squares],), "8bit": codes}[moments]
     weights = (m.master,) if moments == "fp32" else (m.split.high, m.split.low)
     names = (x.name for x in STATE_FORMATS[optimizer.state_format()])
     state = dict(zip(names, (*weights, *buffers), strict=True))
