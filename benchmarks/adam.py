@@ -68,9 +68,9 @@ class Memory:
         self.bf16 = new(bf16), new(bf16)
         self.codes = new(uint8), QuantizedMoment(new(uint8), new(torch.int16, -(-n // 64)))
         self.shadow = tuple(new(fp32) for _ in range(3))
-        self.master.normal_(generator=generator)
+        self.weights = new(bf16)
+        self.weights.copy_(self.master.normal_(generator=generator))
         self.grad.copy_(self.grad32.normal_(0, 1e-3, generator=generator))
-        self.split.high.copy_(self.master)
 
     def elsewhere(self, moments: str) -> tuple[Any, ...]:
         """A state in the memory of the shadow, where no other contender's is."""
@@ -86,7 +86,11 @@ class Memory:
         return split, m[:n], QuantizedMoment(v[:n], self.shadow[2].view(torch.int16)[n : n + -(-n // 64)])
 
     def fill(self, *, idle: bool) -> None:
-        """Moments of a training under way, or those that thousands of steps without a gradient have made small."""
+        """Weights, which a skeleton has made NaN, and moments of a training under way, or those that thousands of
+        steps without a gradient have made small."""
+        for x in (self.master, self.split.high):
+            x.copy_(self.weights)
+        self.split.low.zero_()
         if not idle:
             self.exp_avg.copy_(self.grad).mul_(0.1)
             torch.square(self.grad, out=self.bf16[1])
