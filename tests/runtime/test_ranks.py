@@ -70,7 +70,7 @@ def test_bytes_sent_are_those_of_the_plan(results: Path, name: str, world: int) 
     assert sent == {json.loads((results / f"{name}-{world}.json").read_text())["planned"]}
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", WORLDS[1:])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_any_schedule_gives_the_serial_bits_on_any_world(results: Path, recipe: str, world: int) -> None:
     serial = read(results, f"bits-{recipe}-Serial-{world}")
