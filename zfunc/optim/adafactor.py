@@ -10,9 +10,8 @@ from torch import Tensor
 from zfunc.core.decision import StepDecision
 from zfunc.core.layout import ALIGNMENT
 from zfunc.core.optimizer_state import HIGH_HALF, Moments, stored_buffers
-from zfunc.errors import CheckpointError
 from zfunc.optim.adafactor_reference import AdafactorFactors, adafactor_factors, matrices_of
-from zfunc.optim.argument_checks import checked_finite, refuse
+from zfunc.optim.argument_checks import check_same_optimizer, checked_finite, refuse
 from zfunc.optim.compact import as_array, as_tensor
 from zfunc.optim.compact_reference import join, split
 from zfunc.optim.device_adafactor import adafactor_workspace, device_adafactor_
@@ -155,11 +154,7 @@ class Adafactor:
         """From another format of Adafactor's, exactly; CheckpointError for one of another optimizer."""
         del step
         wanted = self.state_format(group)
-        if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
-            raise CheckpointError(
-                f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
-                "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
-            )
+        check_same_optimizer(state_format, wanted)
         arrays = {name: as_array(x) for name, x in state.items()}
         p = arrays["master"] if "master" in state else join(arrays[HIGH_HALF], arrays["master_low"])
         kinds = stored_buffers(wanted)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from zfunc.core.optimizer_state import STATE_FORMATS, moment_buffers
+from zfunc.errors import CheckpointError
 from zfunc.optim.adam_reference import SMALLEST_NORMAL, Coefficients, coefficients
 from zfunc.optim.kernel_loader import KERNEL_DTYPES, cpu_adam
 from zfunc.runtime.thread_budget import default_threads, limit_threads
@@ -246,3 +247,12 @@ def check_factors(factors: Coefficients) -> None:
 def refuse(kind: type[Exception], name: str, got: str, expected: str, action: str) -> NoReturn:
     """Raise `kind` with what was got, what was expected, and what to do."""
     raise kind(f"{name}: got {got}; expected {expected}; {action}")
+
+
+def check_same_optimizer(state_format: str, wanted: str) -> None:
+    """Raise CheckpointError unless two formats of states are one optimizer's, whatever its moments."""
+    if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
+        raise CheckpointError(
+            f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
+            "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
+        )

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from zfunc.core.decision import StepDecision
 from zfunc.core.optimizer_state import Moments, stored_buffers
-from zfunc.errors import CheckpointError
-from zfunc.optim.argument_checks import checked_finite
+from zfunc.optim.argument_checks import check_same_optimizer, checked_finite
 from zfunc.optim.compact import as_array, as_tensor
 from zfunc.optim.device_one_buffer import device_one_buffer_, one_buffer_workspace
 from zfunc.optim.elementwise import ElementwiseOptimizer
@@ -86,11 +85,7 @@ class OneBufferOptimizer(ElementwiseOptimizer):
     ) -> dict[str, Tensor]:
         """From another format of the same optimizer, through fp32; CheckpointError for one of another optimizer."""
         wanted = self.state_format(group)
-        if state_format.rpartition("-")[0] != wanted.rpartition("-")[0]:
-            raise CheckpointError(
-                f"got optimizer state in the format {state_format!r}, expected {wanted!r}, this program's: load it "
-                "with the optimizer that saved it, or pass its parameters to init(program, params=...)"
-            )
+        check_same_optimizer(state_format, wanted)
         arrays = {x.name: as_array(state[x.name]) for x in stored_buffers(state_format)}
         packed = pack_one_buffer(*unpack_one_buffer(arrays, state_format), state_format=wanted, step=step)
         return {x.name: as_tensor(packed[x.name]).view(TORCH_DTYPES[x.dtype]) for x in stored_buffers(wanted)}
