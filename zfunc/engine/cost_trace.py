@@ -23,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from zfunc.core.layout import round_up
 from zfunc.core.spec import ALLOCATION
+from zfunc.engine.vjp import differentiated
 from zfunc.runtime.rng import is_draw
 
 T = TypeVar("T")
@@ -267,7 +268,7 @@ def _faked(args: Any, device: torch.device) -> Any:
 
 
 def _cotangents(y: Any) -> list[Tensor]:
-    return [torch.empty_like(t) for t in tree_leaves(y) if isinstance(t, Tensor) and t.is_floating_point()]
+    return [torch.empty_like(t) for t in differentiated(y)]
 
 
 def empty_like_strided(t: Tensor, device: torch.device | str) -> Tensor:

@@ -11,7 +11,7 @@ be traced runs `vjp` itself. The last segment never recomputes, because its back
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.func import functionalize, vjp
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, make_fx
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import register_pytree_node, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zfunc.core.settings import Recompute
 from zfunc.engine.tensor_memory import extent, storage_of
@@ -41,6 +41,22 @@ class SegmentWeights:
     fixed: Values
 
 
+@frozen(eq=False)
+class Detached:
+    """Tensors in a segment's output that are not differentiated, and what they are, which no batch may change."""
+
+    names: tuple[str, ...]
+    tensors: Any
+
+
+register_pytree_node(Detached, lambda x: ([x.tensors], x.names), lambda parts, names: Detached(names, *parts))
+
+
+def differentiated(y: Any) -> list[Tensor]:
+    """The tensors of an output that have a cotangent: its floating-point ones, but for what is `Detached`."""
+    return [t for t in tree_leaves(y, is_leaf=lambda x: isinstance(x, Detached)) if _floating(t)]
+
+
 Launch = Callable[[Callable[..., Sequence[Any]], Sequence[Tensor]], Sequence[Any]]
 
 
@@ -58,7 +74,7 @@ class SegmentVJP:
 
     - `forward(weights, inputs)` returns `(y, residuals)`; `inputs` is `(x,)` or `(x, targets)`.
     - `backward(weights, inputs, residuals, cotangents)` returns the gradients of `weights.trained` by name and
-      those of the input's floating-point leaves. `cotangents` has one tensor for each floating-point leaf of `y`.
+      those of the input's floating-point leaves. `cotangents` has one tensor for each of `differentiated(y)`.
     - Both take `launch`, by which a traced pass is called: a pure function of tensors.
     - `keeps` is False if residuals are always None, because backward recomputes.
     - `prepare(weights, inputs, y)` traces for such shapes now; a `y` of the right shapes saves a second trace.
@@ -133,24 +149,29 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
         leaves, spec = tree_flatten(inputs[0])
         moving = [i for i, leaf in enumerate(leaves) if wrt_input and _floating(leaf)]
 
-        def call(trained: Values, moved: list[Tensor]) -> tuple[list[Tensor], Any]:
+        output: Any = None
+
+        def call(trained: Values, moved: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+            nonlocal output
             x = list(leaves)
             for i, leaf in zip(moving, moved, strict=True):
                 x[i] = leaf
-            y = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
-            outputs = [t for t in tree_leaves(y) if _floating(t)]
+            output = function({**trained, **weights.fixed}, tree_unflatten(x, spec), *inputs[1:])
+            outputs = differentiated(output)
             if not outputs:
                 raise ValueError(
                     "got no floating-point output, expected one, or its parameters get no gradient: freeze them "
                     "(requires_grad_(False)), or join the segment with the next"
                 )
-            return outputs, y
+            return outputs, [t for t in tree_leaves(output) if isinstance(t, Tensor)]
 
         # Some operations, such as oneDNN's LSTM, keep what backward needs only with grad mode on.
         with torch.enable_grad(), redirected():
             if not weights.trained and not moving:
-                return call({}, [])[1], lambda _: ({}, [])
-            _, pullback, y = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
+                call({}, [])
+                return output, lambda _: ({}, [])
+            _, pullback, tensors = vjp(call, weights.trained, [leaves[i] for i in moving], has_aux=True)
+        y = _with_tensors(output, tensors)
 
         def pull_back(cotangents: Sequence[Tensor]) -> Grads:
             enter_backward()
@@ -163,6 +184,12 @@ def _pull(function: Callable[..., Any], wrt_input: bool) -> Pull:
         return y, pull_back
 
     return pull
+
+
+def _with_tensors(tree: Any, tensors: Iterable[Tensor]) -> Any:
+    """`tree` with other tensors: the next of `tensors` for each of its own."""
+    following = iter(tensors)
+    return tree_map_only(Tensor, lambda _: next(following), tree)
 
 
 def _strides(x: Tensor) -> tuple[int, ...]:
@@ -367,7 +394,7 @@ class _OtherOutputError(Exception):
 
 def _cotangents_of(y: Any) -> list[tuple[Any, ...]]:
     """Shape, strides, dtype and device of each cotangent of `y`."""
-    return [(t.shape, _strides(t), t.dtype, t.device) for t in tree_leaves(y) if _floating(t)]
+    return [(t.shape, _strides(t), t.dtype, t.device) for t in differentiated(y)]
 
 
 def _joint(pull: Pull, leaves: list[Any], spec: Any, cotangents: list[tuple[Any, ...]]) -> _Joint:
@@ -443,7 +470,7 @@ def _copied(module: GraphModule, kept: Sequence[int] | None, outputs: slice) -> 
     nodes = list(module.graph.nodes)
     for n in range(len(nodes) - 1) if kept is None else kept:
         copies[nodes[n]] = copy.node_copy(nodes[n], copies.__getitem__)
-    copy.output([copies[node] for node in nodes[-1].args[0][outputs]])
+    copy.output([copies.get(x, x) for x in nodes[-1].args[0][outputs]])  # constants have no node
     return GraphModule(module, copy)
 
 
