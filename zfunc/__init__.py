@@ -27,7 +27,6 @@ from zfunc._version import __version__ as __version__
 if TYPE_CHECKING:
     from zfunc import schedules as schedules
     from zfunc.checkpoint.writer import Save
-    from zfunc.core.plan import PlanError
     from zfunc.engine.compile import compile
     from zfunc.engine.evaluate import apply, evaluate, params
     from zfunc.engine.flush import flush
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
         LaneTimeout,
         NonFiniteError,
         OutOfMemory,
+        PlanError,
         RankError,
         UndeclaredAccess,
     )
@@ -78,7 +78,7 @@ _HOMES = {
     "Muon": "optim.muon",
     "NonFiniteError": "errors",
     "OutOfMemory": "errors",
-    "PlanError": "core.plan",
+    "PlanError": "errors",
     "RankError": "errors",
     "SGD": "optim.sgd",
     "Save": "checkpoint.writer",

@@ -7,6 +7,10 @@ from pathlib import Path
 from typing import Any
 
 
+class PlanError(ValueError):
+    """A recipe or a plan that cannot run, or would give another result. The message shows the plan, marked."""
+
+
 class NonFiniteError(ArithmeticError):
     """A loss or gradient is inf or NaN where no loss scale can help.
 

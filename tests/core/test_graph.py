@@ -82,11 +82,6 @@ def test_a_region_has_one_size_one_tier_and_one_lifetime() -> None:
             )
 
 
-def test_two_operations_cannot_share_a_name() -> None:
-    with pytest.raises(ValueError, match=r"two operations are named a\[1\]: give each its own index"):
-        Graph((Op("a", (1,), "compute"), Op("a", (1,), "host")))
-
-
 def test_a_region_is_its_buffer_and_index() -> None:
     assert Region("x", (1,), 4, "host") == Region("x", (1,), 8)
     assert Region("x", (1,)) != Region("x", (2,))

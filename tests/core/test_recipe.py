@@ -65,27 +65,6 @@ def test_a_recipe_that_cannot_run_is_refused(recipe: Any, message: str) -> None:
         compiled(recipe)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        lambda _: None,
-        lambda _: "operations",
-        lambda _: [None],
-        lambda _: ["adam"],
-        lambda _: [Op("mine", 3, "host")],  # type: ignore[arg-type]
-        lambda _: [Op("mine", ("3",), "host")],  # type: ignore[arg-type]
-        lambda _: [Op("my own", (), "host")],
-        lambda _: [Op("mine", (), "host"), Op("mine", (), "host")],
-        lambda _: [Op("mine", (), "host", [None])],  # type: ignore[arg-type]
-        lambda _: [Op("mine", (), "host", Region("x"))],  # type: ignore[arg-type]
-        lambda _: [Op("mine", (), "host", (Region("x", (1.5,)),))],  # type: ignore[arg-type]
-    ],
-)
-def test_operations_of_the_wrong_type_are_refused(recipe: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="got .* expected|give each its own"):
-        compiled(recipe)
-
-
 def test_a_recipe_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(TypeError, match="recipe: got 'zero_offload', expected a function"):
         compiled("zero_offload")

@@ -8,9 +8,10 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from attrs import field, frozen, validators
+from attrs import field, frozen
 
 from zfunc.core.dtypes import DTYPES, Dtype
+from zfunc.errors import PlanError, did_you_mean
 
 Tier = Literal["device", "pinned", "host", "disk"]
 Kind = Literal["compute", "network", "d2h", "h2d", "host", "read", "write"]
@@ -34,7 +35,7 @@ def _tuple(items: Any) -> tuple[Any, ...]:
     if type(items) is tuple:  # nearly always
         return items  # pyright: ignore[reportUnknownVariableType]
     if isinstance(items, str) or not isinstance(items, Iterable):
-        raise TypeError(f"Op, Region: got {items!r:.200}, expected a tuple: pass (x,) for a single item")
+        raise PlanError(f"Op, Region: got {items!r:.200}, expected a tuple: pass (x,) for a single item")
     return tuple(cast("Iterable[Any]", items))
 
 
@@ -54,7 +55,7 @@ class Region:
     "grad_shard", the "copy" of new parameters on its way to the device, an "act" that waits for backward, "squares"
     of a gradient, a "loss".
 
-    Raises ValueError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
+    Raises PlanError for an unknown tier, lifetime or role, or a dtype that does not match the lifetime.
     """
 
     buffer: str
@@ -68,22 +69,20 @@ class Region:
     # One function, because a plan has hundreds of thousands of regions.
     def __attrs_post_init__(self) -> None:
         if self.nbytes < 0:
-            raise ValueError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
+            raise PlanError(f"{self}: got nbytes {self.nbytes}, expected 0 or more")
         if self.tier not in TIERS:
-            raise ValueError(f"{self}: got tier {self.tier!r}, expected one of {', '.join(TIERS)}")
+            raise PlanError(f"{self}: got tier {self.tier!r}, expected one of {', '.join(TIERS)}")
         if self.lifetime not in LIFETIMES:
-            raise ValueError(
-                f"{self}: got lifetime {self.lifetime!r}, expected one of {', '.join(LIFETIMES)}"
-            )
+            raise PlanError(f"{self}: got lifetime {self.lifetime!r}, expected one of {', '.join(LIFETIMES)}")
         if self.role is not None and self.role not in ROLES:
-            raise ValueError(f"{self}: got role {self.role!r}, expected None or one of {', '.join(ROLES)}")
+            raise PlanError(f"{self}: got role {self.role!r}, expected None or one of {', '.join(ROLES)}")
         if (self.dtype is not None) != (self.lifetime in ALLOCATED):
-            raise ValueError(
+            raise PlanError(
                 f"{self}: got dtype {self.dtype!r} with lifetime {self.lifetime!r}, expected a dtype where the "
                 "lifetime is 'program' or 'state', and only there"
             )
         if self.dtype is not None and self.dtype != "compute" and self.dtype not in DTYPES:
-            raise ValueError(
+            raise PlanError(
                 f"{self}: got dtype {self.dtype!r}, expected 'compute' or one of {', '.join(DTYPES)}"
             )
 
@@ -110,11 +109,13 @@ class Op:
     `nbytes` the bytes it moves over its resource, `workspace` the device memory in bytes that it needs while it
     runs. `launches` is how many times the host gives an accelerator something to do for it; 0 where that is not
     counted.
+
+    Raises PlanError for an unknown kind, and for an index or regions that are no tuples.
     """
 
     verb: str
     index: tuple[int, ...] = field(converter=_tuple)
-    kind: Kind = field(validator=validators.in_(KINDS))
+    kind: Kind
     reads: tuple[Region, ...] = field(default=(), converter=_tuple)
     writes: tuple[Region, ...] = field(default=(), converter=_tuple)
     flops: int = 0
@@ -127,6 +128,13 @@ class Op:
     @name.default  # pyright: ignore
     def _name(self) -> str:
         return label(self.verb, self.index)
+
+    def __attrs_post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(
+                f"{self}: got the kind {self.kind!r}, expected one of {', '.join(KINDS)}"
+                f"{did_you_mean(str(self.kind), list(KINDS))}: name the resource that it occupies"
+            )
 
     def __str__(self) -> str:
         return self.name
@@ -170,12 +178,32 @@ class Conflict(NamedTuple):
     region: Region
 
 
+def _operations(ops: Any) -> tuple[Any, ...]:
+    """What a recipe returned, as a tuple; `Graph` checks its items."""
+    if isinstance(ops, str) or not isinstance(ops, Iterable):
+        raise PlanError(
+            f"recipe: got {ops!r:.200}, expected operations: {_instead(ops)}, or return a list of them"
+        )
+    return tuple(cast("Iterable[Any]", ops))
+
+
+def _instead(got: Any) -> str:
+    """What to write where a recipe gave something that is no operation, or not several."""
+    if isinstance(got, Op):
+        return "yield it"
+    if isinstance(got, Iterator):
+        return "write yield from for the operations of another generator"
+    if callable(got):
+        return f"call {getattr(got, '__name__', 'it')}, with what it takes"
+    return "yield each (a function without yield and return gives None)" if got is None else "yield each"
+
+
 @frozen
 class Graph:
     """Operations in serial order: run from first to last, they define the reference result.
 
-    Raises ValueError for two operations with one name or a region declared in two ways, and TypeError for an item
-    that is not an Op.
+    Raises PlanError for two operations with one name, a region declared in two ways, and an item that is not an
+    Op.
 
     >>> x = Region("x", nbytes=4)
     >>> graph = Graph((Op("make", (), "compute", writes=(x,)), Op("use", (), "host", reads=(x,))))
@@ -183,7 +211,7 @@ class Graph:
     ((), (0,))
     """
 
-    ops: tuple[Op, ...] = field(converter=tuple)
+    ops: tuple[Op, ...] = field(converter=_operations)
 
     _numbered: tuple[tuple[Region, ...], tuple[Access, ...]] = field(init=False, eq=False, repr=False)
 
@@ -198,18 +226,22 @@ class Graph:
         accesses: list[Access] = []
         for op in self.ops:
             if not isinstance(op, Op):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise TypeError(
-                    f"recipe: got {op!r:.200} among the operations, expected only zfunc.core.graph.Op: yield one"
+                raise PlanError(
+                    f"recipe: got {op!r:.200} among the operations, expected only zfunc.core.graph.Op: "
+                    f"{_instead(op)}"
                 )
             _check_name("operation", op.verb, op.index, words)
             if op.name in seen:
-                raise ValueError(f"two operations are named {op.name}: give each its own index")
+                raise PlanError(
+                    f"recipe: got two operations named {op.name}, expected each once: give each its own index, or "
+                    "leave one out"
+                )
             seen.add(op.name)
             for r in op.reads + op.writes:
                 if id(r) in known:
                     continue
                 if not isinstance(r, Region):  # pyright: ignore[reportUnnecessaryIsInstance]
-                    raise TypeError(
+                    raise PlanError(
                         f"{op.name}: got {r!r:.200} among its regions, expected zfunc.core.graph.Region alone: "
                         "pass one"
                     )
@@ -218,7 +250,7 @@ class Graph:
                     _check_name("region", r.buffer, r.index, words)
                     regions.append(r)
                 elif (now := _declaration(r)) != (before := _declaration(regions[n])):
-                    raise ValueError(
+                    raise PlanError(
                         f"{op.name} declares {r} as {now}, an earlier operation as {before} (bytes, tier, "
                         "lifetime, dtype, role): declare a region the same way everywhere"
                     )
@@ -268,10 +300,10 @@ class Graph:
 def _check_name(what: str, name: Any, index: tuple[Any, ...], words: set[str]) -> None:
     """Raise for a name or an index that a plan's text cannot hold. `words` are names that it can."""
     if not isinstance(name, str) or (name not in words and (name.split() != [name] or "[" in name)):
-        raise ValueError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
+        raise PlanError(f"{what}: got the name {name!r}, expected a word without spaces and brackets")
     words.add(name)
     if not {*map(type, index)} <= {int}:
-        raise TypeError(
+        raise PlanError(
             f"{what} {name}: got the index {index!r:.200}, expected integers: pass a tuple of int"
         )
 

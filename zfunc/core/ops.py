@@ -6,6 +6,7 @@ from them.
 
 from collections import Counter
 from collections.abc import Collection
+from typing import NoReturn
 
 from attrs import define, field, frozen
 
@@ -15,6 +16,7 @@ from zfunc.core.optimizer_state import moment_buffers, weight_buffers
 from zfunc.core.regions import BF16, FP32, FP64, Regions
 from zfunc.core.slots import SlotAllocator
 from zfunc.core.spec import ALLOCATION, GRAPH_LAUNCHES, StepSpec
+from zfunc.errors import PlanError, did_you_mean
 
 
 @define(eq=False)
@@ -70,6 +72,15 @@ class OpBuilder(Regions):
     @progress.default  # pyright: ignore
     def _begin(self) -> Progress:
         return Progress.of(self.spec)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):  # a protocol of Python asks for it
+            raise AttributeError(name)
+        known = [verb for verb in vars(OpBuilder) if not verb.startswith("_") and verb != "progress"]
+        raise PlanError(
+            f"recipe: got the operation {name!r}, expected one that OpBuilder has{did_you_mean(name, known)}: "
+            f"call {', '.join(known)}; or make one of your own, zfunc.core.graph.Op"
+        )
 
     def load(self, m: int) -> Op:
         """Copy micro-batch `m` to the device."""

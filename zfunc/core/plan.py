@@ -16,13 +16,10 @@ from typing import Any, cast
 from attrs import field, frozen
 
 from zfunc.core.graph import Graph, Op, Region
+from zfunc.errors import PlanError
 
 # For each lane, the position of the last operation known to have finished; -1 if none.
 Clock = tuple[int, ...]
-
-
-class PlanError(ValueError):
-    """A plan that cannot run, or would give another result. The message shows the plan, with the lines marked."""
 
 
 def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
@@ -34,7 +31,7 @@ def _positions(what: str) -> Callable[[Any], tuple[int, ...]]:
         except TypeError:
             raise PlanError(
                 f"{what}: got {positions!r:.200}, expected positions of operations in the graph, as integers: "
-                "[i for i, op in enumerate(graph) if ...]"
+                "[i for i, op in enumerate(graph) if ...]; of one by its name, graph.position[name]"
             ) from None
 
     return convert
@@ -127,6 +124,23 @@ class Plan:
 
     def __str__(self) -> str:
         return "\n".join(_lane_lines(self))
+
+
+def check_is_plan(plan: Any, origin: str = "") -> None:
+    """Raise PlanError for what is no Plan; `origin` says where it is from."""
+    if isinstance(plan, Plan):
+        return
+    reason = ""
+    if plan is None:
+        reason = "; a function without return gives None"
+    elif isinstance(plan, Graph):
+        reason = "; a graph has no lanes"
+    elif isinstance(plan, Iterator):
+        reason = "; a function with yield gives a generator"
+    raise PlanError(
+        f"schedule: got {plan!r:.200}{origin}, expected a Plan: return zfunc.core.plan.build(graph, lanes), with "
+        f"the operations of each lane by their position in the graph{reason}"
+    )
 
 
 def build(graph: Graph, lanes: Mapping[str, Iterable[int]]) -> Plan:

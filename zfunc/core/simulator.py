@@ -20,7 +20,7 @@ from attrs import define, field
 
 from zfunc.core.graph import KINDS, Graph, Kind, Op
 from zfunc.core.hardware import ROUND, Hardware
-from zfunc.core.plan import Plan, topological_order
+from zfunc.core.plan import Plan, check_is_plan, topological_order
 from zfunc.core.timeline import Event, Timeline
 
 
@@ -36,6 +36,7 @@ def simulate(plan: Plan, hardware: Hardware = ROUND, alone: Sequence[float] | No
     >>> round(simulate(plan).seconds, 6)  # 2e12 FLOPs at 200e12 a second, begun in 10 microseconds
     0.01001
     """
+    check_is_plan(plan)
     alone = seconds_alone(plan.graph, hardware) if alone is None else alone
     run = _Run(plan, alone, hardware.handoff, Speeds(hardware))
     for lane in range(len(plan.lanes)):

@@ -6,8 +6,26 @@ not how the plan was made, and is linear in the size of the plan.
 
 from collections.abc import Iterator
 
-from zfunc.core.graph import Conflict
-from zfunc.core.plan import Plan, PlanError, lane_errors, lane_for, plan_excerpt
+from attrs import evolve
+
+from zfunc.core.graph import Conflict, Graph
+from zfunc.core.plan import Plan, check_is_plan, lane_errors, lane_for, plan_excerpt
+from zfunc.core.settings import Schedule
+from zfunc.errors import PlanError
+
+
+def plan_with(schedule: Schedule, graph: Graph) -> Plan:
+    """The plan that a schedule makes of `graph`, verified. Raises PlanError for a wrong one, or none."""
+    plan = schedule(graph)
+    check_is_plan(plan, f" from {schedule!r:.200}")
+    verify(plan)
+    if plan.graph != graph:
+        raise PlanError(
+            "schedule: got a plan of another graph, expected one of the graph that was passed to it: return "
+            "zfunc.core.plan.build(graph, lanes)"
+        )
+    # The recipe's graph has lifetimes and roles, which a plan that was parsed from text lacks.
+    return plan if plan.graph is graph else evolve(plan, graph=graph)
 
 
 def verify(plan: Plan) -> Plan:
@@ -21,6 +39,7 @@ def verify(plan: Plan) -> Plan:
     >>> verify(plan) is plan
     True
     """
+    check_is_plan(plan)
     for problem in (*_count(plan), *_defined(plan)):
         raise PlanError(problem)
     for race in races(plan):

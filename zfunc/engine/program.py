@@ -6,7 +6,7 @@ threads) follows from its fields, and is cached for later steps.
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -19,17 +19,18 @@ from zfunc.checkpoint.writer import all_or_none
 from zfunc.core.graph import Graph, Region, Role, Tier
 from zfunc.core.layout import Layout
 from zfunc.core.memory_model import Peak
-from zfunc.core.plan import Plan, PlanError
+from zfunc.core.plan import Plan
 from zfunc.core.recipes import Recipe, zero_offload
 from zfunc.core.settings import Schedule, StepSettings
 from zfunc.core.spec import StepSpec
-from zfunc.core.verifier import verify
+from zfunc.core.verifier import plan_with
 from zfunc.engine.closure_facts import CapturedFacts
 from zfunc.engine.device_graphs import DeviceGraphs, storages_of
 from zfunc.engine.disk_memory import SpilledBytes, StateSlot, spill_files
 from zfunc.engine.segment import Segment
 from zfunc.engine.stage_context import CompiledSegment, Stage
 from zfunc.engine.state import ActivationSlot, Buffers, State, WeightSlot, allocate_regions
+from zfunc.errors import PlanError
 from zfunc.optim.base import Optimizer
 from zfunc.runtime.accelerator import available_bytes, in_turn, on_accelerator, unplanned_bytes
 from zfunc.runtime.collectives import RankGroup
@@ -123,37 +124,15 @@ def check_state(program: Any, state: Any, action: str) -> None:
 
 def make_plan(spec: StepSpec, schedule: Schedule, recipe: Recipe) -> Plan:
     """Emit the recipe, plan it with the schedule, and verify the plan. Raises PlanError for a wrong one."""
-    graph = graph_of(recipe, spec)
-    plan = schedule(graph)
-    if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise PlanError(
-            f"schedule: got {plan!r:.200} from {schedule!r:.200}, expected a Plan: return zfunc.core.plan.build("
-            "graph, lanes), with the operations of each lane by their position in the graph"
-        )
-    verify(plan)
-    if plan.graph != graph:
-        raise PlanError(
-            "got a plan of another graph, expected one of the graph that was passed to the schedule: return "
-            "zfunc.core.plan.build(graph, lanes)"
-        )
-    networks = [lane.name for lane in plan.lanes if any(graph.ops[i].kind == "network" for i in lane.ops)]
+    plan = plan_with(schedule, Graph(recipe(spec)))
+    ops = plan.graph.ops
+    networks = [lane.name for lane in plan.lanes if any(ops[i].kind == "network" for i in lane.ops)]
     if spec.world > 1 and len(networks) > 1:
         raise PlanError(
             f"got collectives on the lanes {', '.join(networks)}, expected them on one: ranks have to issue "
             "them in one order. Put every operation of kind 'network' on one lane"
         )
-    # The recipe's graph has lifetimes and roles, which a plan that was parsed from text lacks.
-    return plan if plan.graph is graph else evolve(plan, graph=graph)
-
-
-def graph_of(recipe: Recipe, spec: StepSpec) -> Graph:
-    """The operations of a recipe. Raises TypeError or ValueError if it yields anything else."""
-    ops = recipe(spec)
-    if not isinstance(ops, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(
-            f"recipe: got {ops!r:.200}, expected operations: yield each, or return a list of them"
-        )
-    return Graph(ops)
+    return plan
 
 
 def rescheduled(program: Program, schedule: Schedule) -> Program:
@@ -175,7 +154,7 @@ def staging_buffers(program: Program) -> dict[Region, Any]:
     """The program's staging buffers, allocated once: slots, sums, squares."""
     if program.cache.staging is None:
         spec = evolve(program.spec, commit=program.spec.swaps)  # a step that commits needs all of them
-        graphs = [graph_of(recipe, spec) for recipe in program.recipes]
+        graphs = [Graph(recipe(spec)) for recipe in program.recipes]
         regions = dict.fromkeys(r for graph in graphs for r in graph.regions if r.lifetime == "program")
         regions = [r for r in regions if r.role != "act"]
         in_memory = (r for r in regions if r.tier != "disk")

@@ -14,8 +14,8 @@ from zfunc.core.regions import Regions
 from zfunc.core.settings import DISK, StepSettings, in_buckets, lay_out
 from zfunc.core.spec import MatrixWork, SegmentCost, StepSpec
 from zfunc.engine.cost_trace import nbytes
-from zfunc.engine.program import graph_of
 from zfunc.engine.segment import Segment
+from zfunc.errors import PlanError, did_you_mean
 from zfunc.optim.base import MatrixOptimizer, Optimizer
 from zfunc.optim.groups import GroupedOptimizer
 
@@ -100,49 +100,50 @@ def _matrix_work(bucket: Bucket, optimizer: Optimizer, world: int) -> MatrixWork
 
 
 def check_recipe(recipe: Recipe, spec: StepSpec, stages: Collection[str]) -> None:
-    """Raise ValueError unless steps of this recipe can be run, reported and saved."""
+    """Raise PlanError unless steps of this recipe can be run, reported and saved."""
     for name, variant in (("a step", spec), ("a step that saves", evolve(spec, save=True))):
-        graph = graph_of(recipe, variant)
+        graph = Graph(recipe(variant))
         written = {r.buffer for op in graph for r in op.writes}
         needed = ["decision", "norm", *(["published"] if variant.save else [])]
         if missing := [x for x in needed if x not in written]:
-            raise ValueError(
+            raise PlanError(
                 f"recipe: got {name} in which nothing writes {', '.join(missing)}, expected what zero_offload's "
                 "decide, global_norm and, with spec.save, publish write: keep these operations"
             )
         if unknown := sorted({op.verb for op in graph} - set(stages)):
-            raise ValueError(
-                f"recipe: got operations {unknown} without a stage, expected a function for each: pass them in "
-                "stages"
+            hint = did_you_mean(unknown[0], [*stages], cutoff=0.7)
+            raise PlanError(
+                f"recipe: got operations {unknown} without a stage, expected a function for each{hint}: pass them "
+                "in stages"
             )
         _check_pending_gradients(graph)
         for op in ops_unguarded_by_decision(graph):
-            raise ValueError(
+            raise PlanError(
                 f"recipe: got {op}, whose effect leaves the step, and which does not depend on the decision "
                 "whether the step is skipped: let it read the region decision"
             )
         state = set(Regions(variant).state())
         if added := [str(r) for r in graph.regions if r.lifetime == "state" and r not in state]:
-            raise ValueError(
+            raise PlanError(
                 f"recipe: got {', '.join(added)} with the lifetime 'state', expected zero_offload's state alone: "
                 "a checkpoint has no other. Give it the lifetime 'program' or 'operation'"
             )
 
 
 def _check_pending_gradients(graph: Graph) -> None:
-    """Raise ValueError for a recipe that reads or leaves a pending gradient: delayed steps have their own."""
+    """Raise PlanError for a recipe that reads or leaves a pending gradient: delayed steps have their own."""
     written: set[Region] = set()
     for op in graph:
         for r in op.reads:
             if (r.role == "grad_shard" or r.buffer == "decision") and r not in written:
-                raise ValueError(
+                raise PlanError(
                     f"recipe: got {op.name}, which reads {r} before anything writes it, expected a step that "
                     "begins without a gradient: for delayed updates pass delay_from"
                 )
         written.update(op.writes)
     read = {r for op in graph for r in op.reads}
     if unused := sorted(str(r) for r in written - read if r.role == "grad_shard"):
-        raise ValueError(
+        raise PlanError(
             f"recipe: got gradients in {', '.join(unused)} that no operation reads, expected every one to be used: "
             "for delayed updates pass delay_from"
         )

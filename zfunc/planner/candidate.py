@@ -21,7 +21,7 @@ from zfunc.core.settings import StepSettings, in_buckets, lay_out
 from zfunc.core.simulator import seconds_alone, simulate
 from zfunc.core.spec import StepSpec
 from zfunc.core.timeline import Timeline
-from zfunc.core.verifier import verify
+from zfunc.core.verifier import plan_with
 from zfunc.schedules import make_schedule
 from zfunc.units import format_bytes
 
@@ -178,7 +178,7 @@ def simulate_operations(
     graph: Graph, spec: StepSpec, settings: StepSettings, hardware: Hardware
 ) -> PlannedStep:
     """The same of these operations, which are those of `spec`."""
-    plan = verify(make_schedule(settings.schedule, hardware)(graph))
+    plan = plan_with(make_schedule(settings.schedule, hardware), graph)
     timeline = simulate(plan, hardware)
     return PlannedStep(settings, spec, hardware, timeline.seconds, simulated=(plan, timeline))
 

@@ -31,7 +31,7 @@ from zfunc.core.plan import Plan
 from zfunc.core.settings import BY_DEVICE, StepSettings, schedule_for
 from zfunc.core.simulator import lower_bound, simulate
 from zfunc.core.timeline import Timeline
-from zfunc.core.verifier import verify
+from zfunc.core.verifier import plan_with
 from zfunc.options import AUTO, Option, flag, flag_fields, one_of, options_of, path, positive
 from zfunc.schedules import make_schedule
 from zfunc.train.history import read_recorded_step
@@ -214,7 +214,7 @@ def draw_simulated_step(settings: DrawSettings) -> dict[str, DrawnStep]:
         f"({num_parameters(gpt_config(settings)):,} parameters), batch {settings.batch_size} x "
         f"{settings.seq_length}"
     )
-    plans = {name: verify(make_schedule(name, on)(graph)) for name in names}
+    plans = {name: plan_with(make_schedule(name, on), graph) for name in names}
     steps = {name: DrawnStep(f"{name}: {job}", plan, on, simulate(plan, on)) for name, plan in plans.items()}
     return dict(sorted(steps.items(), key=lambda item: -item[1].timeline.seconds))
 
